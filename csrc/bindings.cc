@@ -30,11 +30,8 @@ namespace py = pybind11;
 namespace fastckpt {
 
 void bind_gds(py::module_& m);            // bindings_gds.cc
-void bind_pickle_reader(py::module_& m);  // bindings_pickle_reader.cc
 void bind_pickler(py::module_& m);        // bindings_pickler.cc
 void bind_python_frames(py::module_& m);  // bindings_python_frames.cc
-void bind_torch_names(py::module_& m);    // bindings_torch_names.cc
-void bind_zip_directory(py::module_& m);  // bindings_zip_directory.cc
 
 namespace {
 
@@ -564,11 +561,8 @@ PYBIND11_MODULE(_engine, m) {
     bind_cloning(m);
     bind_scattered_writes(m);
     bind_gds(m);
-    bind_pickle_reader(m);
     bind_pickler(m);
     bind_python_frames(m);
-    bind_torch_names(m);
-    bind_zip_directory(m);
     m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
     m.def("clone_range", &clone_range, "ioctl_ficlonerange(2); raises OSError");
     m.def("cached_bytes", &cached_bytes);

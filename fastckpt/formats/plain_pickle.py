@@ -4,8 +4,7 @@ Responsible for the opcodes that picklers of protocol 2 and later write, and for
 takes at most some hundred times the memory of its bytes, whatever they claim. (For Python's own
 reader, a few dozen bytes may cost gigabytes or hours: it allocates what a length or a memo's index
 claims, and copies, joins or hashes one value again and again.) Time is bounded, too, but for keys
-that are tuples made to collide, which take the square of their number. The interpreter itself is in
-C++, in bindings_pickle_reader.cc: here is what its callers and it speak of. It must not know which
+that are tuples made to collide, which take the square of their number. It must not know which
 classes a file may hold: the caller tells.
 """
 
@@ -17,9 +16,15 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import methodcaller
+from typing import Any, TypeAlias
 
-from fastckpt import _engine
+_PROTOCOL_MAX = 5
+_NAME_CHARACTERS_MAX = 1000  # of a global: whoever is told of one keeps a copy
+_KEY_DEPTH_MAX = 8  # of tuples in a key that is a tuple: hash() recurses on the stack of C
+_KEY_BITS_MAX = 64  # of a key that is an int, which is hashed anew each time
+_HASHES_PER_BYTE = 64
+_U32 = struct.Struct("<I").unpack_from
 
 # The errors that the interpreter raises for bytes that no pickler wrote.
 DAMAGE = (ValueError, TypeError, AttributeError, LookupError, struct.error)
@@ -79,20 +84,374 @@ def loads(
         Refused: the pickle needs something that it is not given.
         DAMAGE: one of these errors, because no pickler wrote the bytes.
     """
-    records = {each.kind: each for each in stateful}
-    found: tuple[Any, int] = _engine.read_pickle(content, find, named, records, _WORDS)
-    return found
+    return _Machine(content, find, named, stateful).run()
 
 
-# The interpreter takes these names from here.
-_WORDS: dict[str, Any] = {
-    "callee": Callee,
-    "instance": Instance,
-    "ignored": Ignored,
-    "refused": Refused,
-    "ordered_dict": OrderedDict,
-    "struct_error": struct.error,
-    "vars": vars,
-    "bare": object.__new__,
-    "opcodes": {ord(op.code): op.name for op in pickletools.opcodes},
+class _Machine:
+    """The state of one read. A method is named for its opcode, is told where the argument begins in
+    the pickle, and returns where it ends.
+    """
+
+    def __init__(
+        self,
+        content: bytes,
+        find: Callable[[str, str], Any],
+        named: Callable[[Any], Any] | None,
+        stateful: Sequence[Instance],
+    ) -> None:
+        self.content, self._find, self._named = content, find, named
+        self.stack: list[Any] = []  # the values above the last mark
+        self._below: list[list[Any]] = []  # those below each mark
+        self.memo: dict[int, Any] = {}
+        self._records = {each.kind: each for each in stateful}  # of the classes named so far
+        # A pickler writes each element once, in at least a byte, before it is copied: whoever needs
+        # more copies than there are bytes copies the same values over and over.
+        self._copies, self._hashes = len(content), _HASHES_PER_BYTE * len(content)
+
+    def run(self) -> tuple[Any, int]:
+        content, memo, at = self.content, self.memo, 0
+        while True:
+            op, stack = content[at], self.stack
+            at += 1
+            # First those that stand for each of very many tensors.
+            if op == 0x68:  # BINGET
+                stack.append(memo[content[at]])
+                at += 1
+            elif op == 0x72:  # LONG_BINPUT
+                memo[_U32(content, at)[0]] = stack[-1]
+                at += 4
+            elif op == 0x4B:  # BININT1
+                stack.append(content[at])
+                at += 1
+            elif op == 0x28:  # MARK
+                self._below.append(stack)
+                self.stack = []
+            elif op == 0x6A:  # LONG_BINGET
+                stack.append(memo[_U32(content, at)[0]])
+                at += 4
+            elif op == 0x74:  # TUPLE
+                self.stack = self._below.pop()
+                self.stack.append(tuple(stack))
+            elif op == 0x94:  # MEMOIZE
+                memo[len(memo)] = stack[-1]
+            elif op == 0x71:  # BINPUT
+                memo[content[at]] = stack[-1]
+                at += 1
+            elif op == 0x2E:  # STOP
+                return stack.pop(), at
+            else:
+                at = _OPCODES[op](self, at)
+
+    def _marked(self) -> list[Any]:
+        """Takes the last mark off the stack, and returns the values above it."""
+        values, self.stack = self.stack, self._below.pop()
+        return values
+
+    def _last(self, count: int) -> list[Any]:
+        """Takes so many values off the stack."""
+        values = self.stack[-count:]
+        if len(values) < count:
+            raise IndexError("pop from empty list")
+        del self.stack[-count:]
+        return values
+
+    def op_proto(self, at: int) -> int:
+        if self.content[at] > _PROTOCOL_MAX:
+            raise ValueError(f"protocol {self.content[at]} is not known")
+        return at + 1
+
+    def op_frame(self, at: int) -> int:
+        if int.from_bytes(self.content[at : at + 8], "little") > len(self.content) - at - 8:
+            raise ValueError("a frame is longer than the bytes that follow")
+        return at + 8
+
+    def op_pop(self, at: int) -> int:
+        if self.stack:
+            self.stack.pop()
+        else:
+            self._marked()
+        return at
+
+    def op_pop_mark(self, at: int) -> int:
+        self._marked()
+        return at
+
+    def op_dup(self, at: int) -> int:
+        self.stack.append(self.stack[-1])
+        return at
+
+    def op_list(self, at: int) -> int:
+        values = self._marked()
+        self.stack.append(values)
+        return at
+
+    def op_dict(self, at: int) -> int:
+        values, made = self._marked(), dict[Any, Any]()
+        self._put_items(made, values)
+        self.stack.append(made)
+        return at
+
+    def op_frozenset(self, at: int) -> int:
+        values = self._marked()
+        self._check_keys(values)
+        self.stack.append(frozenset(values))
+        return at
+
+    def op_append(self, at: int) -> int:
+        return self._extend(self._last(1), at)
+
+    def op_appends(self, at: int) -> int:
+        return self._extend(self._marked(), at)
+
+    def _extend(self, values: list[Any], at: int) -> int:
+        target = self.stack[-1]
+        if type(target) is list:
+            target.extend(values)
+        elif type(target) is not Ignored:
+            raise ValueError("it appends to a value that is not a list")
+        return at
+
+    def op_setitem(self, at: int) -> int:
+        values = self._last(2)
+        return self._put_items(self.stack[-1], values, at)
+
+    def op_setitems(self, at: int) -> int:
+        values = self._marked()
+        return self._put_items(self.stack[-1], values, at)
+
+    def _put_items(self, target: Any, values: list[Any], at: int = 0) -> int:
+        if type(target) is dict or type(target) is OrderedDict:
+            keys = values[::2]
+            if not {*map(type, keys)} <= {str}:
+                self._check_keys(keys)
+            target.update(zip(keys, values[1::2], strict=True))
+        elif type(target) is not Ignored:
+            raise ValueError("it puts items into a value that is not a dict")
+        return at
+
+    def op_additems(self, at: int) -> int:
+        values = self._marked()
+        target = self.stack[-1]
+        if type(target) is set:
+            self._check_keys(values)
+            target.update(values)
+        elif type(target) is not Ignored:
+            raise ValueError("it adds items to a value that is not a set")
+        return at
+
+    def op_reduce(self, at: int) -> int:
+        stack = self.stack
+        arguments, called = stack.pop(), stack[-1]
+        if type(called) is Ignored:
+            stack[-1] = Ignored(called.name)
+        elif type(called) is not Callee:
+            raise Refused("a call of something that may not be called")
+        elif type(arguments) is not tuple:
+            raise ValueError("the arguments of a call are not a tuple")
+        else:
+            count = len(arguments)
+            for argument in arguments:
+                if type(argument) is int:
+                    continue
+                if hasattr(argument, "__len__"):
+                    count += len(argument)
+                if type(argument) is list:  # it may become a set
+                    self._check_keys(argument)
+            self._copy(count)
+            stack[-1] = called.make(*arguments)
+        return at
+
+    def op_binpersid(self, at: int) -> int:
+        if self._named is None:
+            raise Refused("the opcode BINPERSID")
+        self.stack[-1] = self._named(self.stack[-1])
+        return at
+
+    def op_newobj(self, at: int) -> int:
+        named, arguments = self._last(2)
+        if type(named) is Ignored:
+            made: Any = Ignored(named.name)
+        elif type(named) is not Instance:
+            raise Refused("an instance of something that may have no instances")
+        elif arguments != ():
+            raise ValueError(f"a {named.kind.__name__} is made with arguments")
+        else:
+            made = object.__new__(named.kind)
+        self.stack.append(made)
+        return at
+
+    def op_newobj_ex(self, at: int) -> int:
+        named, _arguments, _names = self._last(3)
+        if type(named) is not Ignored:
+            raise Refused("an instance that is made with named arguments")
+        self.stack.append(Ignored(named.name))
+        return at
+
+    def op_build(self, at: int) -> int:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        kind = type(target)
+        if kind is Ignored:
+            return at
+        record = self._records.get(kind)
+        if record is None:
+            what = "class" if kind is Instance else kind.__name__
+            raise Refused(f"a change of a {what}")
+        if record.take is not None:
+            record.take(target, state)
+            return at
+        if type(state) is not dict:
+            raise ValueError(f"the attributes of a {kind.__name__} are not a dict")
+        self._copy(len(state))
+        if not {*map(type, state)} <= {str}:
+            raise ValueError(f"an attribute's name in a {kind.__name__} is not text")
+        target.__dict__.update(state)
+        return at
+
+    def op_global(self, at: int) -> int:
+        between = self.content.index(b"\n", at)
+        end = self.content.index(b"\n", between + 1)
+        self._name(self.content[at:between].decode(), self.content[between + 1 : end].decode())
+        return end + 1
+
+    def op_stack_global(self, at: int) -> int:
+        module, name = self._last(2)
+        if type(module) is not str or type(name) is not str:
+            raise ValueError("the name of a global is not text")
+        self._name(module, name)
+        return at
+
+    def _name(self, module: str, name: str) -> None:
+        characters = max(len(module), len(name))
+        if characters > _NAME_CHARACTERS_MAX:
+            raise ValueError(f"the name of a global has {characters} characters")
+        found = self._find(module, name)
+        if type(found) is Instance:
+            self._records[found.kind] = found
+        self.stack.append(found)
+
+    def _copy(self, count: int) -> None:
+        self._copies -= count
+        if self._copies < 0:
+            raise ValueError("it copies the same values over and over")
+
+    def _check_keys(self, values: Sequence[Any], depth: int = _KEY_DEPTH_MAX) -> None:
+        """Raises ValueError if hashing and comparing these takes unbounded time."""
+        for value in values:
+            kind = type(value)
+            if kind in self._records:
+                parts = [*vars(value).values()]
+            elif isinstance(value, (tuple, frozenset)):
+                parts = [*value]
+            elif kind.__hash__ is None:
+                raise ValueError("a key is a list, a dict or a set")
+            elif kind is int and value.bit_length() > _KEY_BITS_MAX:
+                raise ValueError(f"a key is a number of {value.bit_length()} bits")
+            else:
+                continue
+            texts = [part for part in parts if type(part) in (str, bytes)]
+            self._hashes -= len(parts) + sum(map(len, texts))  # of a key in a message or a name
+            if depth == 0 or self._hashes < 0:
+                raise ValueError("a key is nested too deeply, or used too often")
+            self._check_keys([part for part in parts if type(part) is not str], depth - 1)
+
+
+_Opcode: TypeAlias = Callable[[_Machine, int], int]
+
+
+def _constant(value: Any) -> _Opcode:
+    def push(machine: _Machine, at: int) -> int:
+        machine.stack.append(value)
+        return at
+
+    return push
+
+
+def _empty(kind: Callable[[], Any]) -> _Opcode:
+    def push(machine: _Machine, at: int) -> int:
+        machine.stack.append(kind())
+        return at
+
+    return push
+
+
+def _number(form: str) -> _Opcode:
+    unpack_from, size = struct.Struct(form).unpack_from, struct.calcsize(form)
+
+    def push(machine: _Machine, at: int) -> int:
+        machine.stack += unpack_from(machine.content, at)
+        return at + size
+
+    return push
+
+
+def _tuple_of(count: int) -> _Opcode:
+    def push(machine: _Machine, at: int) -> int:
+        stack = machine.stack
+        if len(stack) < count:
+            raise IndexError("pop from empty list")
+        stack[-count:] = [tuple(stack[-count:])]
+        return at
+
+    return push
+
+
+def _counted(size: int, make: Callable[[bytes], Any]) -> _Opcode:
+    """Returns what makes a value of bytes behind their number, which has `size` bytes."""
+
+    def push(machine: _Machine, at: int) -> int:
+        content, begin = machine.content, at + size
+        end = begin + int.from_bytes(content[at:begin], "little")
+        if end > len(content):
+            raise ValueError(f"it claims {end - begin} bytes from {begin} on, which it has not")
+        machine.stack.append(make(content[begin:end]))
+        return end
+
+    return push
+
+
+def _integer(content: bytes) -> int:
+    return int.from_bytes(content, "little", signed=True)
+
+
+_text: Callable[[bytes], str] = methodcaller("decode", "utf-8", "surrogatepass")
+_NAMES = {ord(op.code): op.name for op in pickletools.opcodes}
+_MADE: dict[str, _Opcode] = {
+    "BINUNICODE": _counted(4, _text),
+    "SHORT_BINUNICODE": _counted(1, _text),
+    "BINUNICODE8": _counted(8, _text),
+    "TUPLE1": _tuple_of(1),
+    "TUPLE2": _tuple_of(2),
+    "TUPLE3": _tuple_of(3),
+    "NONE": _constant(None),
+    "NEWTRUE": _constant(True),
+    "NEWFALSE": _constant(False),
+    "EMPTY_TUPLE": _constant(()),
+    "EMPTY_LIST": _empty(list),
+    "EMPTY_DICT": _empty(dict),
+    "EMPTY_SET": _empty(set),
+    "BININT": _number("<i"),
+    "BININT2": _number("<H"),
+    "BINFLOAT": _number(">d"),
+    "LONG1": _counted(1, _integer),
+    "LONG4": _counted(4, _integer),
+    "SHORT_BINBYTES": _counted(1, bytes),
+    "BINBYTES": _counted(4, bytes),
+    "BINBYTES8": _counted(8, bytes),
+    "BYTEARRAY8": _counted(8, bytearray),
 }
+
+
+def _opcode(code: int) -> _Opcode:
+    name = _NAMES.get(code)
+
+    def refuse(_machine: _Machine, at: int) -> int:
+        if name is None:
+            raise ValueError(f"byte {at - 1} is no opcode")
+        raise Refused(f"the opcode {name}")
+
+    found: _Opcode | None = getattr(_Machine, f"op_{name.lower()}", None) if name else None
+    return found or _MADE.get(name or "", refuse)
+
+
+_OPCODES = [*map(_opcode, range(256))]

@@ -11,7 +11,6 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fastckpt import _engine
 from fastckpt.errors import CorruptCheckpoint
 
 _U16, _U32 = 0xFFFF, 0xFFFFFFFF
@@ -156,9 +155,55 @@ def directory(data: bytes, end: int) -> Directory:
     try:
         row = _END64.unpack_from(data, end - _LOCATOR64.size - _END64.size)
         begin = end - _LOCATOR64.size - _END64.size - row[8]
-        return Directory(*_engine.zip_directory(data[max(0, begin) : end], row[7]))
+        return _entries(data[max(0, begin) : end], row[7])
     except (struct.error, ValueError):
         raise CorruptCheckpoint("its zip directory is malformed") from None
+
+
+def _entries(data: bytes, count: int) -> Directory:
+    """Returns the first records of a directory, at most `count`, and fewer if it has fewer.
+
+    Raises:
+        ValueError: a record is cut.
+    """
+    found = Directory([], [], [], [], [])
+    names, offsets, sizes, crcs, methods = found
+    at = 0
+    while len(names) < count and at + _CENTRAL.size <= len(data):
+        row = _CENTRAL.unpack_from(data, at)
+        magic, method, crc, nbytes, offset = row[0], row[4], row[7], row[9], row[16]
+        if magic != _CENTRAL_MAGIC:
+            break
+        extra = at + _CENTRAL.size + row[10]
+        comment = extra + row[11]
+        if comment + row[12] > len(data):
+            raise ValueError("a record ends behind the directory")
+        if nbytes == _U32 or offset == _U32:
+            nbytes, offset = _widened(nbytes, row[8], offset, data[extra:comment])
+        names.append(data[at + _CENTRAL.size : extra].decode(errors="replace"))
+        offsets.append(offset)
+        sizes.append(nbytes)
+        crcs.append(crc)
+        methods.append(method)
+        at = comment + row[12]
+    return found
+
+
+def _widened(nbytes: int, stored_nbytes: int, offset: int, extra: bytes) -> tuple[int, int]:
+    """Returns a record's size and offset, those of 64 bits if it has them. Raises struct.error if
+    such a one is cut.
+    """
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<HH", extra, at)
+        at += 4
+        if kind == 1:
+            wide = [value == _U32 for value in (nbytes, stored_nbytes, offset)]
+            values = struct.unpack(f"<{sum(wide)}Q", extra[at : at + length][: 8 * sum(wide)])
+            nbytes = values[0] if wide[0] else nbytes
+            return nbytes, values[-1] if wide[2] else offset
+        at += length
+    return nbytes, offset
 
 
 def directory_of(read_at: Callable[[int, int], bytes], nbytes: int) -> Directory:
@@ -183,7 +228,7 @@ def directory_of(read_at: Callable[[int, int], bytes], nbytes: int) -> Directory
             *_, count, size, offset = row
         if size > DIRECTORY_BYTES_MAX or offset + size > end:
             raise ValueError(f"its directory claims {size} bytes at {offset}")
-        found = Directory(*_engine.zip_directory(read_at(size, offset) if size else b"", size))
+        found = _entries(read_at(size, offset) if size else b"", size)
         if len(found.names) != count:
             raise ValueError(f"its directory has {len(found.names)} records, not {count}")
         return found

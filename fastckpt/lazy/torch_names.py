@@ -2,32 +2,29 @@
 
 Responsible for what torch's pickler writes for a tensor. Objects of other classes are passed over,
 and counted, so that a file with a user's objects can be opened, too. It must not know files.
-
-What is done for each storage and each tensor is done in C++, in bindings_torch_names.cc, since
-there may be 100,000 of them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
-from functools import partial
+from collections.abc import Collection, Iterable, Iterator
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt import _engine
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import Callee, Ignored, Instance
 from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.formats.value_names import escaped
 from fastckpt.lazy.extents import Form
-from fastckpt.state.tree import PER_RANK, TENSOR, Stored, stored_of, unescaped
+from fastckpt.state.tree import PER_RANK, Stored, stored_of, unescaped
 
 _FILE = 0  # the number of a torch zip, which is one file
 _DIMS_MAX = 64
+_KEY_CHARACTERS_MAX = 100  # of a storage: each tensor gets a copy
 _NUMBER_END = 1 << 63
 # A dict that stands in a state many times gives its tensors many names, each of the length of its
 # path. More characters of names than this for each byte of the pickle are no state's.
@@ -53,7 +50,6 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype)
     and not (name := str(dtype)[6:]).startswith(("quint", "qint"))  # no plain tensors
 }
-_ITEMSIZE = {dtype: dtype.itemsize for dtype in _DTYPES.values()}
 _NEGATED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
@@ -126,45 +122,51 @@ class _Walk:
         self._left, self._is_of_step = characters, is_of_step
         self._found = Names({}, {})
         self._number: dict[str, int] = {}  # of tensors by each name that more than one has
-        # Of placeholders, by the dtype and the shape that they give.
-        self._kinds: dict[tuple[str, tuple[int, ...]], tuple[torch.dtype, tuple[int, ...]]] = {}
 
     def run(self, nest: Any) -> Names:
         # A stack of its own: a pickle may be nested more deeply than Python calls. Of each node the
         # items that are left, and what begins the names below it: "" only of the whole nest, since
         # the key "" is one as well.
         levels: list[tuple[Iterator[tuple[Any, Any]], str]] = [(iter([("", nest)]), "")]
-        tensors, kinds = self._found.tensors, self._kinds if self._is_of_step else None
         while levels:
             items, prefix = levels[-1]
-            item, self._left = _named(items, prefix, tensors, kinds, self._left)
-            if item is None:
-                levels.pop()
-                continue
-            key, value = item
-            if type(key) is StoredView:
-                tensors[self._unique(f"{prefix}key")] = key
-            kind = type(value)
-            if kind not in _NODES:
-                continue
-            if type(key) is not str:
-                key = _key_name(key)
-            name = prefix + (escaped(key) if "~" in key or "/" in key else key)
-            self._left -= len(name) + _NODE_CHARACTERS
-            if self._left < 0:
-                raise _too_many_names()
-            if kind is dict and self._is_of_step and (stored := stored_of(value)) is not None:
-                if len(self._kinds) < KINDS_MAX:
-                    self._kinds[value["dtype"], stored.shape] = stored.dtype, stored.shape
-                value, kind = stored, Stored
-            if kind in _TENSORS:
-                tensors[self._unique(name) if name in tensors else name] = value
-            elif kind in _OTHERS:
-                what = value.name if kind is Ignored else "a storage"
-                self._found.others[what] = self._found.others.get(what, 0) + 1
+            for key, value in items:
+                if type(key) is StoredView:
+                    self._found.tensors[self._unique(f"{prefix}key")] = key
+                if type(value) in _NODES:
+                    name = self._name(prefix, key)
+                    if (inner := self._leaf_or_items(name, value)) is not None:
+                        levels.append((inner, f"{name}/" if len(levels) > 1 else ""))
+                        break
             else:
-                levels.append((self._items(value), f"{name}/" if len(levels) > 1 else ""))
+                levels.pop()
         return self._found
+
+    def _name(self, prefix: str, key: Any) -> str:
+        if type(key) is not str:
+            key = _key_name(key)
+        name = prefix + (escaped(key) if "~" in key or "/" in key else key)
+        self._left -= len(name) + _NODE_CHARACTERS
+        if self._left < 0:
+            raise IncompatibleCheckpoint(
+                "its pickle has the same values over and over, or nested too deeply: its tensors "
+                "have too many names"
+            )
+        return name
+
+    def _leaf_or_items(self, name: str, value: Any) -> Iterator[tuple[Any, Any]] | None:
+        """Notes a tensor or an object that is passed over; returns the items of others."""
+        kind, tensors = type(value), self._found.tensors
+        if kind is dict and self._is_of_step and (stored := stored_of(value)) is not None:
+            value, kind = stored, Stored
+        if kind in _TENSORS:
+            tensors[self._unique(name) if name in tensors else name] = value
+        elif kind in _OTHERS:
+            what = value.name if kind is Ignored else "a storage"
+            self._found.others[what] = self._found.others.get(what, 0) + 1
+        else:
+            return self._items(value)
+        return None
 
     def _items(self, value: Any) -> Iterator[tuple[Any, Any]]:
         """Returns the keys and values in a node."""
@@ -187,13 +189,6 @@ class _Walk:
         return unique
 
 
-def _too_many_names() -> IncompatibleCheckpoint:
-    return IncompatibleCheckpoint(
-        "its pickle has the same values over and over, or nested too deeply: its tensors have too "
-        "many names"
-    )
-
-
 _OTHERS = frozenset({Ignored, _Storage})
 _TENSORS = frozenset({StoredView, Stored})
 _NODES = _OTHERS | {StoredView, dict, OrderedDict, list, tuple, set, frozenset}
@@ -205,6 +200,27 @@ def _key_name(key: Any) -> str:
     return "key" if type(key) is StoredView else str(key)
 
 
+def _storage(named: Any) -> _Storage:
+    """Returns the storage of a persistent id."""
+    if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
+        raise ValueError("a persistent id is not that of a storage")
+    _word, kind, key, _location, size = named
+    if type(key) is not str or len(key) > _KEY_CHARACTERS_MAX or not _are_numbers((size,)):
+        raise ValueError("a storage has no name or size")
+    if type(kind) is not torch.dtype:
+        return _Storage(f"data/{key}", None, size)
+    return _Storage(f"data/{key}", kind, size * kind.itemsize)
+
+
+def _are_numbers(values: Iterable[Any]) -> bool:
+    """Tells whether these are ints from 0 to below 2^63."""
+    for value in values:  # noqa: SIM110 # a generator takes twice as long
+        if type(value) is not int or not 0 <= value < _NUMBER_END:
+            return False
+    return True
+
+
+@lru_cache(KINDS_MAX)
 def _form(
     dtype: torch.dtype,
     shape: tuple[int, ...],
@@ -213,16 +229,12 @@ def _form(
     is_neg: bool = False,
 ) -> tuple[Form, int]:
     """Returns a form, and the bytes from the first element to the last."""
-    if len(shape) > _DIMS_MAX:
-        raise ValueError(f"a tensor has {len(shape)} dimensions")
-    if any(not 0 <= number < _NUMBER_END for number in (*shape, *strides)):
-        raise ValueError("the place of a tensor is not a number")
     if prod(size or 1 for size in shape) >= _NUMBER_END:
         raise ValueError("a tensor has 2^63 elements or more")
     if is_neg and not dtype.is_complex and dtype not in _NEGATED:
         raise ValueError(f"a tensor of {dtype} has the attribute neg")
     span = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
-    nbytes = 0 if 0 in shape else min(span * _ITEMSIZE[dtype], _NUMBER_END - 1)
+    nbytes = 0 if 0 in shape else span * dtype.itemsize
     return Form(_FILE, dtype, shape, strides, is_conj, is_neg), nbytes
 
 
@@ -238,14 +250,25 @@ def _rebuilt_v2(
     dtype: Any = None,
 ) -> StoredView:
     """Returns the tensor of torch._utils._rebuild_tensor_v2, which may have attributes."""
-    view: StoredView = _view(storage, offset, shape, strides, dtype)
-    if bits is None:
-        return view
+    if type(storage) is not _Storage or type(dtype := dtype or storage.dtype) is not torch.dtype:
+        raise ValueError("a tensor has no storage, or no dtype")
+    if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
+        raise ValueError("a tensor has not as many strides as dimensions")
+    if len(shape) > _DIMS_MAX:
+        raise ValueError(f"a tensor has {len(shape)} dimensions")
+    # Looked at before they are hashed, which takes the longer, the more digits a number has.
+    if not _are_numbers((offset, *shape, *strides)):
+        raise ValueError("the place of a tensor is not a number")
+    bits = bits or {}
     # Of torch.Tensor.is_conj() and is_neg().
     if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
         raise ValueError("a tensor has attributes that are not known")
-    its = view.form.dtype, shape, strides, bool(bits.get("conj")), bool(bits.get("neg"))
-    return view._replace(form=_form(*its)[0])
+    form, span = _form(dtype, shape, strides, bool(bits.get("conj")), bool(bits.get("neg")))
+    begin = offset * dtype.itemsize
+    nbytes = begin + span if span else 0
+    if nbytes > storage.nbytes or nbytes >= _NUMBER_END:
+        raise ValueError("a tensor reaches beyond its storage")
+    return StoredView(form, storage.record, begin, nbytes)
 
 
 def _rebuilt_v3(
@@ -264,28 +287,12 @@ def _rebuilt_v3(
     return _rebuilt_v2(storage, offset, shape, strides, bits=bits, dtype=dtype)
 
 
-_storage, _rebuilt, _view, _named = _engine.torch_views(
-    {
-        "storage": _Storage,
-        "view": StoredView,
-        "dtype": torch.dtype,
-        "prefix": "data/",  # of a storage's name in that of its record
-        "itemsizes": _ITEMSIZE,
-        "form": _form,
-        "otherwise": _rebuilt_v2,
-        "placeholder": Stored,
-        "word": TENSOR,
-        "node_characters": _NODE_CHARACTERS,
-    }
-)
-
-
 def _parameter(data: Any, *_rest: Any) -> Any:
     return data
 
 
 _REBUILT = {
-    "_rebuild_tensor_v2": Callee(_rebuilt),
+    "_rebuild_tensor_v2": Callee(_rebuilt_v2),
     "_rebuild_tensor_v3": Callee(_rebuilt_v3),
     "_rebuild_parameter": Callee(_parameter),
     "_rebuild_parameter_with_state": Callee(_parameter),

@@ -114,6 +114,13 @@ def long_keys(count: int) -> bytes:
     return content + b"."
 
 
+def long_storages(count: int) -> bytes:
+    """Returns storages with one long name, again and again."""
+    content = b"\x80\x02" + text("x" * 20_000) + b"q\x00" + STORAGE
+    named = STORAGE.replace(text("0"), b"h\x00")
+    return content + named * count + b"."
+
+
 def circle() -> bytes:
     """Returns a dict that is its own item, under an empty key."""
     return b"\x80\x02}q\x00" + text("") + b"h\x00s" + text("p" * 50_000) + b"0."
@@ -152,6 +159,7 @@ def recursive() -> bytes:
         many_arguments(100_000),
         long_names(20_000),
         long_keys(1000),
+        long_storages(1000),
         circle(),
         hashed(100_000),
         b"\x80\x02" + ORDERED + b"]" + b"\x85R.",

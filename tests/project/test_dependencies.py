@@ -43,8 +43,7 @@ PAIRS_MAX = 75
 # Only these speak to the extension module.
 ENGINE_USERS = {
     *("engine", "storage"),
-    *("formats.torch_pickle", "formats.plain_pickle"),
-    *("formats.zip_records", "lazy.torch_names", "saving.thread_calls"),
+    *("formats.torch_pickle", "saving.thread_calls"),
 }
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
 PUBLIC_NAME_USERS = {"integrations", "cli", "__main__"}
@@ -54,12 +53,8 @@ PYTHON_BINDINGS = {
     "bindings_gds.cc",
     "bindings_gil.h",
     "bindings_names.h",
-    "bindings_pickle_reader.cc",
-    "bindings_pickle_state.h",
     "bindings_pickler_hooks.cc",
     "bindings_python_frames.cc",
-    "bindings_torch_names.cc",
-    "bindings_zip_directory.cc",
 }
 PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h)")
 DEVICE_HEADER = re.compile(
