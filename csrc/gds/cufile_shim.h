@@ -142,7 +142,7 @@ class Unavailable : public std::runtime_error {
 class Library {
   public:
     // Loads `path` ("libcufile.so.0") and opens its driver. Throws Unavailable, even if `modules`
-    // cannot be read: cuFileDriverOpen of 1.15 looks for nvidia-fs there and then never returns.
+    // cannot be read: cuFileDriverOpen of 1.15 to 1.20 looks for nvidia-fs there and never returns.
     Library(const std::string& path, std::shared_ptr<const cuda::Driver> driver,
             const std::string& modules = "/proc/modules");
     ~Library();

@@ -49,6 +49,7 @@ GdsBlocks::GdsBlocks(std::shared_ptr<const cufile::Library> library,
 GdsBlocks::~GdsBlocks() {
     const DeviceQueue::Current current(*queue_);
     if (refusal_.empty()) library_->buf_deregister(base_);
+    library_.reset();  // who closes cuFile needs a context: without, its pinned memory stays pinned
 }
 
 uint64_t GdsBlocks::address(size_t index) const {

@@ -44,7 +44,7 @@ class GdsBlocks {
     const std::shared_ptr<DeviceQueue>& queue() const { return queue_; }
 
   private:
-    const std::shared_ptr<const cufile::Library> library_;
+    std::shared_ptr<const cufile::Library> library_;
     const std::shared_ptr<DeviceQueue> queue_;
     const size_t count_, block_bytes_;
     const DeviceMemory memory_;

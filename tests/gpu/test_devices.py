@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import subprocess
-import sys
 import threading
 from array import array
 from collections.abc import Iterator
@@ -37,7 +35,6 @@ from tests.engine.test_engine import (
     plans,
     relaxed,
 )
-from tests.paths import ROOT
 from tests.storm import Chance
 
 # A PCIe 5 link of 16 lanes, as it is measured: 8 microseconds to begin, then 55 GB/s.
@@ -385,36 +382,6 @@ def test_what_is_missing_is_named(stub: CudaStub, tmp_path: Path) -> None:
         with pytest.raises(_engine.DeviceError, match="out of memory"):
             Queue(driver, 0)
     assert Queue(driver, 1).bus_id == "0000:01:00.0"
-
-
-def headers() -> list[Path]:
-    """Where NVIDIA's cuda.h is: in a toolkit, or in the packages that torch for CUDA brings."""
-    packages = [Path(place) / "nvidia" for place in sys.path if place.endswith("site-packages")]
-    found = [file for place in packages for file in place.glob("*/include/cuda.h")]
-    return [file.parent for file in [*found, *Path("/usr/local").glob("cuda*/include/cuda.h")]]
-
-
-def compiles(shim: str, include: Path, tmp_path: Path) -> bool:
-    (tmp_path / "gpu").mkdir(exist_ok=True)
-    (tmp_path / "gpu" / "cuda_shim.h").write_text(shim)
-    source = ROOT / "tests" / "stubs" / "cuda_headers.cc"
-    command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{tmp_path}", "-isystem", str(include)]
-    return subprocess.run([*command, str(source)], capture_output=True, check=False).returncode == 0
-
-
-def test_the_driver_is_declared_as_nvidia_declares_it(tmp_path: Path) -> None:
-    if not headers():
-        pytest.skip("NVIDIA's cuda.h is not on this machine")
-    shim = (ROOT / "csrc" / "gpu" / "cuda_shim.h").read_text()
-    for include in headers():
-        assert compiles(shim, include, tmp_path), include
-        for right, wrong in (
-            ("(void* memory, size_t nbytes, unsigned flags)", "(void* memory, size_t nbytes)"),
-            ("(float* ms,", "(double* ms,"),
-            ("kNotReady = 600", "kNotReady = 601"),
-        ):
-            assert shim.count(right) == 1
-            assert not compiles(shim.replace(right, wrong), include, tmp_path), wrong
 
 
 def test_a_process_without_a_gpu_loads_no_driver() -> None:

@@ -766,17 +766,32 @@ def places(pattern: str) -> list[Path]:
     return [*packages, *Path("/usr/local").glob(f"cuda*/{pattern}")]
 
 
-def compiles(shim: str, cufile: Path, cuda: Path, tmp_path: Path) -> bool:
-    for name, text in (
-        ("gds/cufile_shim.h", shim),
-        ("gpu/cuda_shim.h", (ROOT / "csrc" / "gpu" / "cuda_shim.h").read_text()),
-    ):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    source = ROOT / "tests" / "stubs" / "cufile_headers.cc"
+def declared_otherwise(shim: str, source: str, tmp_path: Path, *includes: Path) -> str:
+    """What the compiler says of a shim of csrc/ beside NVIDIA's headers; "" if they agree.
+
+    Args:
+        shim: its text.
+        source: which of tests/stubs compares them.
+        tmp_path: where it is compiled.
+        includes: where the headers are.
+    """
+    (tmp_path / "gpu").mkdir(exist_ok=True)
+    (tmp_path / "gds").mkdir(exist_ok=True)
+    (tmp_path / "gpu" / "cuda_shim.h").write_bytes((ROOT / "csrc/gpu/cuda_shim.h").read_bytes())
+    room = "gpu" if source == "cuda_headers.cc" else "gds"
+    (tmp_path / room / ("cuda_shim.h" if room == "gpu" else "cufile_shim.h")).write_text(shim)
     command = ["g++", "-std=c++17", "-fsyntax-only", f"-I{tmp_path}"]
-    command += ["-isystem", str(cufile), "-isystem", str(cuda), str(source)]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    command += [part for include in includes for part in ("-isystem", str(include))]
+    command.append(str(ROOT / "tests" / "stubs" / source))
+    return subprocess.run(command, capture_output=True, check=False, text=True).stderr
+
+
+def changed(shim: str, changes: list[tuple[str, str, str]]) -> str:
+    """A shim with wrong declarations instead of right ones: (right, wrong, what it is about)."""
+    for right, wrong, _ in changes:
+        assert shim.count(right) == 1, right
+        shim = shim.replace(right, wrong)
+    return shim
 
 
 def test_cufile_is_declared_as_nvidia_declares_it(tmp_path: Path) -> None:
@@ -784,18 +799,45 @@ def test_cufile_is_declared_as_nvidia_declares_it(tmp_path: Path) -> None:
     if not (cufile and cuda):
         pytest.skip("NVIDIA's cufile.h and cuda.h are not both on this machine")
     shim = (ROOT / "csrc" / "gds" / "cufile_shim.h").read_text()
+    wrong = [
+        (
+            "(const void* base, size_t nbytes, int flags)",
+            "(const void* base, size_t nbytes)",
+            "cuFileBufRegister",
+        ),
+        ("(void, handle_deregister", "(int, handle_deregister", "cuFileHandleDeregister"),
+        (
+            "size_t poll_threshold, max_direct_io;",
+            "unsigned poll_threshold, max_direct_io;",
+            "poll_thresh_size",
+        ),
+        ("X(5016, ", "X(5015, ", "INVALID_MAPPING_SIZE"),
+        ("kNvme = 4", "kNvme = 5", "CU_FILE_NVME_SUPPORTED"),
+    ]
     for header in cufile:
-        assert compiles(shim, header.parent, cuda[0].parent, tmp_path), header
-        for right, wrong in (
-            ("(const void* base, size_t nbytes, int flags)", "(const void* base, size_t nbytes)"),
-            ("(void, handle_deregister", "(int, handle_deregister"),
-            ("size_t poll_threshold, max_direct_io;", "unsigned poll_threshold, max_direct_io;"),
-            ("X(5016, ", "X(5015, "),
-            ("kNvme = 4", "kNvme = 5"),
-        ):
-            assert shim.count(right) == 1, right
-            changed = shim.replace(right, wrong)
-            assert not compiles(changed, header.parent, cuda[0].parent, tmp_path), wrong
+        places_of = header.parent, cuda[0].parent
+        assert declared_otherwise(shim, "cufile_headers.cc", tmp_path, *places_of) == "", header
+        told = declared_otherwise(changed(shim, wrong), "cufile_headers.cc", tmp_path, *places_of)
+        assert not [about for _, _, about in wrong if about not in told], told
+
+
+def test_the_driver_is_declared_as_nvidia_declares_it(tmp_path: Path) -> None:
+    if not places("include/cuda.h"):
+        pytest.skip("NVIDIA's cuda.h is not on this machine")
+    shim = (ROOT / "csrc" / "gpu" / "cuda_shim.h").read_text()
+    wrong = [
+        (
+            "(void* memory, size_t nbytes, unsigned flags)",
+            "(void* memory, size_t nbytes)",
+            "cuMemHostRegister",
+        ),
+        ("(float* ms,", "(double* ms,", "cuEventElapsedTime"),
+        ("kNotReady = 600", "kNotReady = 601", "CUDA_ERROR_NOT_READY"),
+    ]
+    for header in places("include/cuda.h"):
+        assert declared_otherwise(shim, "cuda_headers.cc", tmp_path, header.parent) == "", header
+        told = declared_otherwise(changed(shim, wrong), "cuda_headers.cc", tmp_path, header.parent)
+        assert not [about for _, _, about in wrong if about not in told], told
 
 
 def kernel_compiler() -> ModuleType:

@@ -55,6 +55,7 @@ constexpr int kRefused = O_NOFOLLOW | O_NONBLOCK | O_APPEND | (O_TMPFILE & ~O_DI
 std::mutex mu;
 // State below is protected by mu.
 int opened = 0;
+bool pinned = false;  // host memory, for transfers of blocks that were registered
 std::map<std::string, Failing> failing;
 std::map<std::string, int> calls;
 std::map<const char*, size_t> buffers;
@@ -118,7 +119,9 @@ EXPORT Error cuFileDriverOpen() {
 
 EXPORT Error cuFileDriverClose_v2() {
     const std::lock_guard lock(mu);
-    --opened;
+    const bool may_unpin = has_context == nullptr || has_context() != 0;
+    if (may_unpin || !pinned) --opened;  // else something stays, and a real one does not tell
+    pinned = false;
     return enter("cuFileDriverClose");
 }
 
@@ -153,6 +156,7 @@ EXPORT Error cuFileBufRegister(const void* base, size_t nbytes, int) {
     if (error.code != 0) return error;
     if (reinterpret_cast<uintptr_t>(base) % 65536 != 0) return {kInvalidValue, 0};
     const bool made = buffers.emplace(static_cast<const char*>(base), nbytes).second;
+    pinned = true;
     return {made ? 0 : kRegistered, 0};
 }
 

@@ -1,0 +1,116 @@
+"""Saves and loads by NVIDIA's own libcufile, over the stub of the CUDA driver: byte for byte.
+
+Run by test_gds_real.py, in a process of its own. Must not know how blocks are moved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt.engine.gds import GdsDevice
+from tests import accelerator, compiler
+from tests.accelerator import KIND, Runtime
+from tests.cuda_stub import CudaStub
+from tests.gpu.test_gds_save import test_the_file_is_the_same_either_way  # noqa: F401
+from tests.gpu.test_gpu import Kernels, fill, octets, paint
+from tests.paths import TESTS
+
+MIB = 1 << 20
+WAIT_S = 60.0
+FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread")
+
+
+class Moved:
+    """What cuFile has moved.
+
+    Attributes:
+        nbytes: in all.
+        refused: why something went through the host, file by file.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.refused: list[str] = []
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
+    directory = tmp_path_factory.mktemp("driver")
+    source = TESTS / "stubs" / "cuda_for_others.cc"
+    named = "-Wl,-soname,libcuda.so.1"
+    return CudaStub(compiler.library(directory, "libcuda.so.1", source, *FLAGS, named, "-ldl"))
+
+
+@pytest.fixture
+def cufile(driver: CudaStub, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> Iterator[Moved]:
+    """fastckpt's pipeline knows the device, and NVIDIA's cuFile; nothing goes through the host that
+    cuFile was asked for.
+    """
+    moved, end_file = Moved(), GdsDevice.end_file
+
+    def counted(self: GdsDevice, fd: int) -> tuple[int, int, str]:
+        nbytes, by_host, why = end_file(self, fd)
+        moved.nbytes += nbytes
+        moved.refused += [why] * (by_host > 0)
+        return nbytes, by_host, why
+
+    monkeypatch.setattr(GdsDevice, "end_file", counted)
+    runtime.driver = driver
+    with accelerator.installed(runtime, driver.path, cufile=os.environ["FASTCKPT_TEST_CUFILE"]):
+        yield moved
+        driver.configure()
+        runtime.reset()
+    assert moved.nbytes > 0 and not moved.refused
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_every_save_has_what_the_state_was(
+    cufile: Moved, driver: CudaStub, runtime: Runtime, disk: Path, fence: str
+) -> None:
+    """Also when the state is painted over as soon as the fence allows."""
+    state = {"big": octets(17 * MIB + 12345), "small": octets(40_003)}
+    optimizer = Kernels(list(state.values()), driver, runtime)
+    for number in range(4):
+        painted = paint(state, number, driver, 0)
+        path = disk / f"{number}.pt"
+        handle = fastckpt.save(state, path, fence=fence, staging="gds", durable=False)
+        if fence == "step":
+            optimizer.step()
+        else:
+            for tensor in state.values():
+                fill(tensor, 0xEE, driver)
+        stats = handle.result(WAIT_S)
+        assert stats.staging == "gds", stats.staging_why
+        loaded = torch.load(path, map_location="cpu")
+        assert {name: loaded[name].numpy().tobytes() for name in state} == painted
+    assert cufile.nbytes >= 4 * 8 * MIB
+
+
+def test_a_load(cufile: Moved, disk: Path) -> None:
+    state = {"w": torch.randn(6 * MIB), "v": torch.arange(9 * MIB), "small": torch.ones(9)}
+    fastckpt.save(state, disk / "a.pt", durable=False).result(WAIT_S)
+    loaded = fastckpt.load(disk / "a.pt", map_location=KIND, staging="gds")
+    assert {t.device.type for t in loaded.values()} == {KIND}
+    assert all(torch.equal(loaded[key].cpu(), value) for key, value in state.items())
+    assert cufile.nbytes >= 80 * MIB
+
+
+def test_steps(cufile: Moved, disk: Path) -> None:
+    state = {f"w{i}": torch.randn(5 * MIB + i).to(KIND) for i in range(2)}
+    wanted = {key: value.cpu() for key, value in state.items()}
+    with fastckpt.Checkpointer(disk / "run", staging="gds", fence="step") as checkpointer:
+        for step in range(2):
+            stats = checkpointer.save(step, state).result(WAIT_S)
+            assert stats.staging == "gds", stats.staging_why
+        saved = cufile.nbytes
+        for value in state.values():
+            value.zero_()
+        assert checkpointer.restore(state) == 1
+    assert all(torch.equal(state[key].cpu(), value) for key, value in wanted.items())
+    assert saved >= 64 * MIB and cufile.nbytes - saved >= 32 * MIB
