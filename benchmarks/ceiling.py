@@ -1,4 +1,5 @@
-"""What the machine can do at best: fio on the same directory, and plain copies in memory.
+"""What the machine can do at best: fio, or where it is missing the bare engine, on the same
+directory, and plain copies in memory.
 
 These are the limits the peers are held against. It must not know any peer.
 """
@@ -9,6 +10,7 @@ import ctypes
 import json
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ import torch
 from state import byte_view, flat_tensors, gpt_state
 from storage import drop_page_cache, remove
 
+ROOT = Path(__file__).resolve().parents[1]
 BLOCKS_MIB = (1, 2, 4, 8, 16)
 DEPTHS = (1, 2, 4, 8, 16, 32)
 FINALISTS = 2
@@ -32,6 +35,8 @@ class Fio:
     of them on a file as large as the state and keeps the fastest, so that one lucky cell of the
     scan does not set the limit.
     """
+
+    name = "fio"
 
     def __init__(self, directory: Path, nbytes: int, progress: Callable[[str], None]) -> None:
         self.file = directory / "fio.bin"
@@ -121,6 +126,43 @@ class Fio:
         remove(self.file)
         self.progress("fio " + ", ".join(f"{k} {v / 1e9:.2f} GB/s" for k, v in best.items()))
         return best
+
+
+class EngineIo:
+    """The best that fastckpt's engine writes and reads by itself, for where fio is missing.
+
+    `fastckpt bench io` measures it: a few cells on a small file, and then the best of them on one
+    as large as the state.
+    """
+
+    name = "fastckpt bench io"
+
+    def __init__(self, directory: Path, nbytes: int, progress: Callable[[str], None]) -> None:
+        self.directory, self.nbytes, self.progress = directory, nbytes, progress
+        self.best: dict[str, Cell] = {}
+
+    def run(self, *options: object) -> dict[str, Cell]:
+        """Run the benchmark; returns the best cell of each operation."""
+        command = [sys.executable, "-m", "fastckpt", "bench", "io", str(self.directory)]
+        command += ["--json", "--rounds", "1", *map(str, options)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        found = json.loads(done.stdout)
+        return {operation: found[operation]["best"] for operation in ("write", "read")}
+
+    def scan(self) -> None:
+        """Find the best block size and depth."""
+        self.best = self.run("--quick", "--size", min(self.nbytes, CELL_BYTES))
+
+    def measure(self, reading: bool) -> dict[str, float]:
+        """Run the best cells at full size; returns the best bytes a second of each direction."""
+        cells = self.best.values()
+        blocks = {cell["block_bytes"] for cell in cells}
+        depths = {cell["depth"] for cell in cells}
+        found = self.run("--size", self.nbytes, "--blocks", *blocks, "--depths", *depths)
+        best = {operation: float(cell["rate"]) for operation, cell in found.items()}
+        told = ", ".join(f"{key} {value / 1e9:.2f} GB/s" for key, value in best.items())
+        self.progress(f"{self.name} {told}")
+        return best if reading else {"write": best["write"]}
 
 
 def describe(cell: Cell) -> str:

@@ -140,7 +140,10 @@ def text(record: report.Row) -> str:
 
 
 def main() -> None:
-    """Run what the command line asks for; exits with 1 when a bar was missed or fastckpt failed."""
+    """Run what the command line asks for; exits with 1 when a bar was missed or fastckpt failed.
+
+    Ended by SIGTERM or SIGHUP, it shows the parts that are finished.
+    """
     options = arguments()
     if options.device == "cuda" and not torch.cuda.is_available():
         print(NO_GPU)
@@ -155,17 +158,24 @@ def main() -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for the processes started from here
     directory = Path(tempfile.mkdtemp(prefix="bench-gpu-", dir=options.dir)).resolve()
     record: report.Row = {"judged": device.judged}
+    ended: int | None = None
     try:
         # Some rivals log to stdout; that is for the result alone.
         with contextlib.redirect_stdout(sys.stderr):
             record["environment"] = report.environment(directory, sys.argv[1:])
             record["gpu"] = device.facts()
-            run(options, device, directory, record)
+            try:
+                run(options, device, directory, record)
+            except SystemExit as signalled:  # what was measured until then is shown
+                ended = int(str(signalled.code))
+                record["failures"].append(f"ended by signal {ended - 128} before all was measured")
     finally:
         shutil.rmtree(directory)
     if options.out is not None:
         write(record, options.out, "gpu")
-    print(text(record))
+    print(text(record), flush=True)
+    if ended is not None:
+        sys.exit(ended)
     missed = [line for lines in record["lines"].values() for line in lines if not_passed(line)]
     names = ("fastckpt", *PARTS)
     if missed or any(line.startswith(names) for line in record["failures"]):

@@ -204,7 +204,7 @@ def run_call(here: Here) -> Measured:
 
 
 def run_commit(here: Here) -> Measured:
-    """Saves by all peers in turn, nothing beside them, with fio in every round."""
+    """Saves by all peers in turn, nothing beside them, with the disk's limit in every round."""
     rows: list[Row] = []
     disk: list[Row] = []
     target = here.directory / "save"
@@ -237,34 +237,34 @@ def checked(peer: Peer, target: Path, state: Any) -> Row:
 
 def commit_lines(here: Here, rows: list[Row], disk: list[Row]) -> Measured:
     """Make lines and a table of what run_commit measured."""
-    nbytes = nbytes_of(here.state)
+    nbytes, limit = nbytes_of(here.state), here.ceiling.name
     limits = {row["round"]: nbytes / row["write_bps"] for row in disk if "write_bps" in row}
     lines, cells = [], []
     for peer in here.peers:
         mine = [row for row in measured(rows) if row["peer"] == peer.name]
         if not mine:
             continue
-        of_fio = paired(mine, "durable_s", limits)
+        of_limit = paired(mine, "durable_s", limits)
         ours = peer.name.startswith("fastckpt")
-        if ours and of_fio is not None:
-            what = f"{peer.name}: committed, of fio's write"
-            lines.append(at_least(what, of_fio, 0.9, unit=" x"))
+        if ours and of_limit is not None:
+            what = f"{peer.name}: committed, of {limit}'s write"
+            lines.append(at_least(what, of_limit, 0.9, unit=" x"))
         right = mine[-1].get("wrong_tensors") == []
         if ours:
             lines.append(holds(f"{peer.name}: comes back bit by bit", right))
         durable = middle(mine, "durable_s")
         clocks = [number(median_of(mine, key)) for key in ("returned_s", "stall_s", "durable_s")]
-        speed = [number(nbytes / durable / 1e9, ".2f"), number(of_fio, ".2f")]
+        speed = [number(nbytes / durable / 1e9, ".2f"), number(of_limit, ".2f")]
         cells.append([peer.name, *clocks, *speed, "yes" if right else "NO", peer.contract])
     if limits:
         best = nbytes / statistics.median(limits.values()) / 1e9
-        lines.append(told("fio, sequential write, end fsync", f"{best:.2f} GB/s"))
-    heads = ["peer", "returns s", "copied s", "durable s", "GB/s", "of fio", "same bytes"]
+        lines.append(told(f"{limit}, sequential write, end fsync", f"{best:.2f} GB/s"))
+    heads = ["peer", "returns s", "copied s", "durable s", "GB/s", f"of {limit}", "same bytes"]
     return Measured({"rows": rows, "disk": disk}, lines, [table([*heads, "contract"], cells)])
 
 
 def run_load(here: Here) -> Measured:
-    """Loads to the GPU from a cold page cache, with fio and plain copies in every round."""
+    """Loads to the GPU from a cold page cache, in every round with the disk's limit and copies'."""
     device, folder = here.device, here.directory / "load"
     folder.mkdir()
     files = {name: folder / name for name in ("ours.pt", "stock.pt", "flat.safetensors")}
@@ -310,7 +310,7 @@ def one_load(here: Here, file: Path, load: Callable[[], Any]) -> Row:
 
 def load_lines(here: Here, rows: list[Row], limits: list[Row], names: list[str]) -> Measured:
     """Make lines and a table of what run_load measured."""
-    nbytes = nbytes_of(here.state)
+    nbytes, limit = nbytes_of(here.state), here.ceiling.name
     bounds = {
         row["round"]: nbytes / min(row["read_bps"], row["h2d_bps"])
         for row in limits
@@ -319,7 +319,7 @@ def load_lines(here: Here, rows: list[Row], limits: list[Row], names: list[str])
     of = {name: [row for row in measured(rows) if row["peer"] == name] for name in names}
     mine, lines, cells = of[names[0]], [], []
     if mine and bounds:
-        what = "load to the GPU, cold, of min(fio read, pinned H2D)"
+        what = f"load to the GPU, cold, of min({limit} read, pinned H2D)"
         lines.append(at_least(what, paired(mine, "load_s", bounds) or 0.0, 0.9, unit=" x"))
     for other in (name for name in names[1:] if name != BY_GDS):
         theirs = {row["round"]: row["load_s"] for row in of[other]}
@@ -329,7 +329,8 @@ def load_lines(here: Here, rows: list[Row], limits: list[Row], names: list[str])
     if mine:
         right = not any(row["wrong_tensors"] for row in mine)
         lines.append(holds("fastckpt.load: comes back bit by bit", right))
-    for key, what in (("read_bps", "fio, sequential read"), ("h2d_bps", "plain pinned H2D copies")):
+    shown = {"read_bps": f"{limit}, sequential read", "h2d_bps": "plain pinned H2D copies"}
+    for key, what in shown.items():
         if (best := median_of(limits, key)) is not None:
             lines.append(told(what, f"{best / 1e9:.2f} GB/s"))
     for name, found in of.items():

@@ -42,22 +42,16 @@ class DcpPinned(DcpAsyncStager):
     def __init__(self, device: Device) -> None:
         self.device = device
 
-    def open(self) -> None:
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        super().open()
+    def options(self) -> dict[str, bool]:
         if self.device.device.type != "cuda":
-            return  # pinned memory and non-blocking copies need one: the stager of super()
+            return super().options()
         # Shared memory is for its writer in another process; this one's is a thread.
-        self.stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=True,
-                use_shared_memory=False,
-                use_async_staging=True,
-                use_non_blocking_copy=True,
-            )
-        )
-        self.held.callback(self.stager.close)
+        return {
+            "use_pinned_memory": True,
+            "use_shared_memory": False,
+            "use_async_staging": True,
+            "use_non_blocking_copy": True,
+        }
 
     def save(self, state: State, target: Path) -> Save:
         # Its stream is ordered after nothing: without this it may copy what an optimizer step that

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ceiling import Cell, Fio
+from ceiling import Cell, EngineIo, Fio
 from gpu_device import Device
 from gpu_peers import open_peers
 from rank_bars import Line
@@ -72,11 +72,14 @@ class Here:
         return peers
 
     @cached_property
-    def fio(self) -> Fio | None:
-        """fio's best cells here, scanned once; None without fio."""
-        if (reason := Fio.reason_missing()) is not None:
-            self.missing["fio"] = reason
-            return None
+    def ceiling(self) -> Fio | EngineIo:
+        """fio's best cells here, scanned once; without fio those of the bare engine."""
+        reason = Fio.reason_missing()
+        if reason is not None:
+            self.missing["fio"] = f"{reason}: {EngineIo.name} sets the limit"
+            engine = EngineIo(self.directory, self.nbytes, self.progress)
+            engine.scan()
+            return engine
         fio = Fio(self.directory, self.nbytes, self.progress)
         if self.device.judged:
             fio.scan()
@@ -86,13 +89,12 @@ class Here:
         return fio
 
     def disk(self, *, reading: bool) -> Row:
-        """Return fio's bytes a second just now: write_bps, and read_bps if asked for."""
-        if self.fio is None:
-            return {}
-        found = self.fio.measure(reading)
-        speeds = {"write_bps": found["write"]}
-        if reading:
-            speeds["read_bps"] = max(found["read_direct"], found["read_buffered"])
+        """Return the bytes a second that the disk can do just now: write_bps, and read_bps if asked
+        for, where they could be measured.
+        """
+        found = self.ceiling.measure(reading)
+        write = found.pop("write")
+        speeds = {"write_bps": write, "read_bps": max(found.values(), default=0.0)}
         return {key: speed for key, speed in speeds.items() if speed}
 
     def cool(self, path: Path) -> str:

@@ -13,9 +13,11 @@ that copies in a thread. What is saved is loaded into tensors of the caller.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
+import torch
 from state import State
 from storage import fsync_tree
 
@@ -67,19 +69,37 @@ class DcpAsyncStager(Dcp):
     shared_memory = False
 
     def open(self) -> None:
+        super().open()
+        self.stager = self.new_stager()
+        self.held.callback(self.stager.close)
+        self.stager_is_spent = self.is_spent_by_staging()
+        if self.stager_is_spent:
+            self.contract += "; this torch's stager serves one save, so none is reused"
+
+    def options(self) -> dict[str, bool]:
+        """Return the stager's; pinned memory and non-blocking copies need an accelerator."""
+        return {
+            "use_pinned_memory": False,
+            "use_shared_memory": self.shared_memory,
+            "use_async_staging": True,
+            "use_non_blocking_copy": False,
+        }
+
+    def new_stager(self) -> Any:
+        """Return a stager, to be closed."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        super().open()
-        # Pinned memory and non-blocking copies need an accelerator; the rest is at its best.
-        self.stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=self.shared_memory,
-                use_async_staging=True,
-                use_non_blocking_copy=False,
-            )
-        )
-        self.held.callback(self.stager.close)
+        return DefaultStager(StagingOptions(**self.options()))
+
+    def is_spent_by_staging(self) -> bool:
+        """Say whether a stager serves one save: torch 2.11's closes itself when it has staged."""
+        with contextlib.closing(self.new_stager()) as stager:
+            try:
+                for _ in range(2):
+                    stager.stage({"step": torch.zeros(1)}).result()
+            except Exception:  # of whichever kind: it cannot be used
+                return True
+        return False
 
     def how(self) -> dict[str, Any]:
         """Return the arguments that say who writes."""
@@ -88,13 +108,18 @@ class DcpAsyncStager(Dcp):
     def save(self, state: State, target: Path) -> Save:
         import torch.distributed.checkpoint as dcp
 
-        response = dcp.async_save(
-            state, checkpoint_id=target, async_stager=self.stager, **self.how()
-        )
-        return Save(
-            response.staging_completion.result,
-            lambda: (response.upload_completion.result(), fsync_tree(target)),
-        )
+        stager = self.new_stager() if self.stager_is_spent else self.stager
+        response = dcp.async_save(state, checkpoint_id=target, async_stager=stager, **self.how())
+
+        def wait_durable() -> None:
+            try:
+                response.upload_completion.result()
+            finally:
+                if stager is not self.stager:
+                    stager.close()
+            fsync_tree(target)
+
+        return Save(response.staging_completion.result, wait_durable)
 
 
 class DcpAsyncProcess(DcpAsyncStager):

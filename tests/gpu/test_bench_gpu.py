@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -89,7 +90,26 @@ def test_every_bar_has_its_line_and_no_number_is_judged(run: tuple[str, dict[str
         *(f"load to the GPU, cold, of {other}" for other in ("torch.load", "safetensors")),
         *(f"{name}: comes back bit by bit" for name in (*OURS, "fastckpt.load")),
     ]
-    if "fio" not in record["missing"]:
-        wanted += [f"{name}: committed, of fio's write" for name in OURS]
-        wanted += ["load to the GPU, cold, of min(fio read, pinned H2D)"]
+    limit = "fastckpt bench io" if "fio" in record["missing"] else "fio"
+    wanted += [f"{name}: committed, of {limit}'s write" for name in OURS]
+    wanted += [f"load to the GPU, cold, of min({limit} read, pinned H2D)"]
     assert [what for what in wanted if what not in told] == []
+
+
+@pytest.mark.torture
+def test_ended_by_a_signal_it_shows_what_is_finished(disk: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu"]
+    command += ["--gib", "0.0078125", "--rounds", "1000", "--parts", "memory,call"]
+    command += ["--dir", str(disk), "--out", str(disk / "results")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "call 3/1000" in line:
+                process.send_signal(signal.SIGTERM)
+                break
+        printed, _ = process.communicate(timeout=120)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "### GPU memory" in printed and "### The call" not in printed
+    assert "ended by signal 15 before all was measured" in printed
+    assert [path.name for path in disk.iterdir()] == ["results"]

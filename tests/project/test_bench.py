@@ -17,12 +17,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import staging
 
 from tests.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import ceiling
-from rivals import PEERS, environment, process
+from rivals import PEERS, dcp, environment, process
+from state import blank_like, differences
 
 FILES = sorted({environment.file_of(kind) for kind in PEERS})
 
@@ -94,6 +97,47 @@ def test_the_limit_of_a_quick_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ceiling.subprocess, "run", lambda *_, **__: told)
     cell = {"block_mib": 1, "depth": 1, "engine": "psync", "direct": True}
     assert ceiling.Fio(tmp_path, 5_000, print).run("read", 5_000, cell) == 5e6
+
+
+@pytest.mark.parametrize("closes_itself", [False, True])
+def test_a_stager_that_closes_itself_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes_itself: bool
+) -> None:
+    """torch 2.11's does when it has staged, others serve all saves."""
+    made = []
+
+    class Stager(staging.DefaultStager):
+        def __init__(self, options: staging.StagingOptions) -> None:
+            super().__init__(options)
+            made.append(self)
+
+        def _stage(self, state: Any, **options: Any) -> Any:
+            staged = super()._stage(state, **options)
+            if closes_itself:
+                self._state_dict_stager.close()
+            return staged
+
+    monkeypatch.setattr(staging, "DefaultStager", Stager)
+    peer, state = dcp.DcpAsyncStager(), {"a": torch.zeros(9), "nested": {"b": torch.ones(3)}}
+    with peer.opened():
+        before = len(made)
+        for number in range(3):
+            state["a"].fill_(number)
+            peer.save(state, tmp_path / str(number)).wait_durable()
+            loaded = peer.load(tmp_path / str(number), blank_like(state))
+            assert differences(loaded, state) == []
+        assert len(made) == before + 3 * peer.stager_is_spent
+    assert peer.stager_is_spent is closes_itself
+
+
+@pytest.mark.multiprocess
+@pytest.mark.torture
+def test_without_fio_the_engine_sets_the_limit(tmp_path: Path) -> None:
+    told: list[str] = []
+    engine = ceiling.EngineIo(tmp_path, 16 << 20, told.append)
+    engine.scan()
+    assert set(engine.measure(reading=True)) == {"write", "read"}
+    assert told[0].startswith("fastckpt bench io write ") and not list(tmp_path.iterdir())
 
 
 @pytest.mark.multiprocess
