@@ -35,7 +35,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test torture check docs wheels demo bench bench-ranks bench-gpu bench-dcp bench-export bench-burst bench-megatron bench-scale asan asan-extension tsan clean
+.PHONY: help setup build test torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-megatron bench-scale asan asan-extension tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -94,6 +94,9 @@ bench-ranks: build  ## measure several ranks; BENCH_ARGS goes to benchmarks/rank
 
 bench-gpu: build  ## measure on a GPU; BENCH_ARGS goes to benchmarks/gpu.py
 	@$(BIN)/python benchmarks/gpu.py $(BENCH_ARGS)
+
+gpu-proof: build  ## check and measure all on a GPU in ten minutes; OUT=/tmp/gpu-proof
+	@PYTHON=$(BIN)/python bash benchmarks/gpu_proof.sh
 
 bench-dcp: build  ## measure torch.distributed.checkpoint; BENCH_ARGS goes to benchmarks/dcp.py
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/dcp.py $(BENCH_ARGS)

@@ -1,0 +1,63 @@
+"""benchmarks/gpu_proof.sh where there is no GPU: each stage says so, and its checks pass on the
+doubles. What a GPU makes of them this file cannot know.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+NEED_A_GPU = "checks tests bench-ram probe gds bench-disk sanitizer small-budget malloc-async"
+pytestmark = pytest.mark.multiprocess
+
+
+def proof(disk: Path, **variables: str) -> tuple[list[str], str]:
+    """Runs the script where torch sees no GPU. Returns the lines of its summary without times, and
+    all that its checks printed.
+    """
+    for name in ("work", "ram"):
+        (disk / name).mkdir()
+    places = {"OUT": str(disk / "out"), "DISK_ROOT": str(disk / "work")}
+    places |= {"RAM_ROOT": str(disk / "ram"), "PYTHON": sys.executable, "KIT": ""}
+    places |= {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        ["bash", str(ROOT / "benchmarks" / "gpu_proof.sh")],
+        env=os.environ | places | variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [*(disk / "work").iterdir(), *(disk / "ram").iterdir()], "something stayed behind"
+    summary = (disk / "out" / "summary.txt").read_text().splitlines()
+    checks = disk / "out" / "checks.txt"
+    printed = checks.read_text() if checks.exists() else ""
+    return [line.split("] ", 1)[1] for line in summary[1:-1]], printed
+
+
+def test_without_a_gpu_every_stage_says_so(disk: Path) -> None:
+    told, _ = proof(disk, STAGES=NEED_A_GPU)
+    assert told == [f"NO GPU: {name} was not run" for name in NEED_A_GPU.split()]
+
+
+def test_checks_pass_on_the_doubles(disk: Path) -> None:
+    told, printed = proof(disk, PROOF_DEVICE="stub", STAGES="checks", CHECKS="--races 1 --mib 4096")
+    assert [line.split(" (")[0] for line in told] == ["PASS checks"], printed
+    assert printed.count("\nPASS ") == 10 and "all passed" in printed
+
+
+@pytest.mark.torture
+def test_all_stages_that_can_run_pass_on_the_doubles(disk: Path) -> None:
+    told, printed = proof(disk, PROOF_DEVICE="stub", FACTS_MIB="16")
+    verdicts = {line.replace("NO GPU: ", "NO-GPU ").split()[1].rstrip(":"): line for line in told}
+    for name in ("facts", "engine", "checks", "bench-ram", "gds", "bench-disk", "small-budget"):
+        assert verdicts[name].startswith("PASS"), printed
+    for name in ("tests", "sanitizer", "malloc-async"):
+        assert verdicts[name].startswith("NO GPU")
+    assert verdicts["probe"].startswith("SKIP probe: only a GPU")
