@@ -41,7 +41,9 @@ class CapturedFile:
         raise NotImplementedError
 
 
-class _Zip(CapturedFile):
+class Zip(CapturedFile):
+    """A file as torch.save would write it."""
+
     def __init__(self, name: str, captured: torch_pickle.Capture) -> None:
         super().__init__(name)
         self._captured = captured
@@ -134,7 +136,7 @@ class Draft(HiddenDirectory):
         except torch_pickle.SkipDataActive:
             torch_save(obj, os.path.join(self.directory, name))
             return
-        self.pending.append(_Zip(name, captured))
+        self.pending.append(Zip(name, captured))
         if captured.tensors:
             self.watched.append(WatchedTensors(captured.tensors, obj))
 

@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
+from fastckpt.errors import CheckpointError, Telling
+from fastckpt.ranks.round import Round
 from fastckpt.storage import atomic
+from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import Storage, patiently, reported
+from fastckpt.storage.lustre_layout import Purpose
 
 _REMOVALS_MAX = 3  # tries to remove a directory to which other ranks may still add files
+_COPY_BYTES = 1 << 24  # of a file that cannot be linked, at a time
 
 
 class HiddenDirectory:
@@ -25,12 +30,15 @@ class HiddenDirectory:
         storage: the seam to the file system.
         path: the path that the directory will have.
         beside: the directory to make the hidden one in; None: that of `path`.
+        name: the name of the hidden one, which another rank has chosen. All ranks that see the
+            directory put files into it; the one that was first commits or discards it.
 
     Attributes:
         directory: the directory, which has the last name of `path`. Files may be written there at
             once, by any means.
         root, name: the hidden directory around it, and its name.
         beside: the directory in which that is.
+        is_own: whether this rank has made it, and so commits or discards it.
         lock: a descriptor of the root, which claims it; None before the root could be opened.
         grown: directories other than `beside` that got an entry because of this one.
         is_kept: whether it holds what may be the only durable checkpoint, so that discard() leaves
@@ -40,7 +48,9 @@ class HiddenDirectory:
         StorageError: it cannot be made.
     """
 
-    def __init__(self, storage: Storage, path: str, beside: str | None = None) -> None:
+    def __init__(
+        self, storage: Storage, path: str, beside: str | None = None, name: str = ""
+    ) -> None:
         self._storage = storage
         self._path = path
         self.beside = os.path.realpath(beside or os.path.dirname(path))
@@ -53,26 +63,65 @@ class HiddenDirectory:
                     above = os.path.dirname(above)
                     self.grown.append(above)
                 storage.make_directories(directory)
-        self.root = atomic.temporary_path(os.path.join(self.beside, os.path.basename(path)))
+        last = os.path.basename(path)
+        self.root = os.path.join(self.beside, name or atomic.temporary_path(last))
         self.name = os.path.basename(self.root)
-        self.directory = os.path.join(self.root, os.path.basename(path))
+        self.directory = os.path.join(self.root, last)
+        self.is_own = True
+        self.lock: int | None = None
         with reported("make directory", self.root):
-            storage.make_directory(self.root)
-            self.lock: int | None = None
             try:
-                self.lock = storage.open(self.root)
-                atomic.claim(storage, self.lock, self.root)
-                storage.make_directory(self.directory)
+                storage.make_directory(self.root)
+            except FileExistsError:
+                if not name:
+                    raise
+                self.is_own = False
+            try:
+                if self.is_own:
+                    self.lock = storage.open(self.root)
+                    atomic.claim(storage, self.lock, self.root)
+                with suppress(FileExistsError):  # another rank was faster
+                    storage.make_directory(self.directory)
             except BaseException:
                 self.discard()
                 raise
 
-    def take_over(self, is_replaced: Callable[[str], bool]) -> None:
-        """Links here what else there is in the directory that this one is to replace, and gives
-        this one its permissions. Hidden files stay where they are.
+    @contextmanager
+    def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
+        """Makes a file of the directory, as (descriptor, path); an error removes it."""
+        path, storage = os.path.join(self.directory, name), self._storage
+        with reported("open", path):
+            make_directories_of(storage, self.directory, name)
+            try:
+                fd = storage.create(path, 0o666, purpose)
+            except FileExistsError:  # another rank has written it, too: one of them counts
+                storage.remove(path)
+                fd = storage.create(path, 0o666, purpose)
+        try:
+            yield fd, path
+        except BaseException:
+            with suppress(OSError):  # then it is removed with the directory
+                storage.remove(path)
+            raise
+        finally:
+            close_quietly(storage, fd)
+
+    def replace(
+        self, durable: bool, is_replaced: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        """Commits as take_name() does, with what else there is in the directory before it.
 
         Args:
             is_replaced: whether a file of this name there is not needed any more.
+        """
+        self._take_over(durable, is_replaced)
+        if durable:
+            atomic.sync_directories(self._storage, self.directory)
+        self.take_name(durable)
+
+    def _take_over(self, durable: bool, is_replaced: Callable[[str], bool]) -> None:
+        """Links here what else there is in the directory that this one is to replace, and gives
+        this one its permissions. Hidden files stay where they are.
         """
         storage, path = self._storage, self._path
         with reported("open", path):
@@ -80,13 +129,13 @@ class HiddenDirectory:
         if before is None:
             return
         with reported("link", path):
-            link_others(storage, path, self.directory, is_replaced)
+            _link_others(storage, path, self.directory, durable, is_replaced)
         with reported("set mode", self.directory):
             fd = storage.open(self.directory)
             try:
                 storage.set_owner_and_mode(fd, before)
             finally:
-                atomic.close_quietly(storage, fd)
+                close_quietly(storage, fd)
 
     def take_name(self, durable: bool, *, replaces: bool = True) -> None:
         """THE commit: gives the directory, whose content is durable by now, its name.
@@ -122,7 +171,7 @@ class HiddenDirectory:
 
     def discard(self) -> None:
         """Removes what is left of it: everything, or after the commit what was replaced."""
-        for _ in range(0 if self.is_kept else _REMOVALS_MAX):
+        for _ in range(_REMOVALS_MAX if self.is_own and not self.is_kept else 0):
             try:
                 self._storage.remove_tree(self.root)
             except OSError as error:  # what cannot be removed is left to a later save
@@ -130,20 +179,61 @@ class HiddenDirectory:
                     continue  # another rank, which has yet to hear of the failure, added a file
             break
         if self.lock is not None:
-            atomic.close_quietly(self._storage, self.lock)
+            close_quietly(self._storage, self.lock)
             self.lock = None
 
 
-def link_others(
-    storage: Storage, source: str, target: str, is_replaced: Callable[[str], bool]
+def explaining(agreement: Round) -> Telling:
+    """Raises the save's failure instead of the body's error, if the save has failed meanwhile: then
+    the hidden directory of another rank is gone.
+    """
+    check = agreement.check
+    return Telling(lambda error: check() if isinstance(error, CheckpointError) else None)
+
+
+def make_directories_of(storage: Storage, directory: str, name: str) -> None:
+    """Makes the missing directories of a relative name. It fails if `directory` itself is missing:
+    one that was discarded must not be there again.
+    """
+    above = os.path.dirname(name)
+    if above and storage.status(os.path.join(directory, above)) is None:
+        make_directories_of(storage, directory, above)
+        with suppress(FileExistsError):  # another rank was faster
+            storage.make_directory(os.path.join(directory, above))
+
+
+def _link_others(
+    storage: Storage, source: str, target: str, durable: bool, is_replaced: Callable[[str], bool]
 ) -> None:
     """Links the files below one directory into another, but for hidden, replaced and existing
-    ones.
+    ones; copies those that cannot be linked.
     """
     for name in storage.names(source):
         old, new = os.path.join(source, name), os.path.join(target, name)
         if storage.is_directory(old):
             storage.make_directories(new)
-            link_others(storage, old, new, is_replaced)
+            _link_others(storage, old, new, durable, is_replaced)
         elif name[0] != "." and not is_replaced(name) and storage.status(new) is None:
-            storage.link(old, new)
+            try:
+                storage.link(old, new)
+            except OSError:  # some file systems give no file two names, or none in two directories
+                _copy(storage, old, new, durable)
+
+
+def _copy(storage: Storage, source: str, target: str, durable: bool) -> None:
+    """Copies a file with its permissions."""
+    fd = storage.open_regular(source)
+    try:
+        copy = storage.create(target, 0o600)
+        try:
+            for offset in range(0, nbytes := storage.size(fd), _COPY_BYTES):
+                content = storage.read_at(fd, min(_COPY_BYTES, nbytes - offset), offset)
+                storage.write_at(copy, content, offset)
+            status = storage.status(source)
+            if status is not None:
+                storage.set_owner_and_mode(copy, status)
+            atomic.settle(storage, copy, target, durable)
+        finally:
+            close_quietly(storage, copy)
+    finally:
+        close_quietly(storage, fd)

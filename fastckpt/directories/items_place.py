@@ -149,10 +149,7 @@ class SwapItemsPlace(ItemsPlace):
         super().publish(write)
         hidden = self._hidden
         if hidden is not None:
-            hidden.take_over(self._is_part)
-            if self._durable:
-                atomic.sync_directories(self.storage, hidden.directory)
-            hidden.take_name(self._durable)
+            hidden.replace(self._durable, self._is_part)
 
     def abandon(self) -> None:
         super().abandon()

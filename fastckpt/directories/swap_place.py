@@ -9,12 +9,13 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from itertools import chain
 
 from fastckpt.directories.draft import Draft
+from fastckpt.directories.hidden_directory import explaining, make_directories_of
 from fastckpt.directories.verify import list_of
-from fastckpt.errors import CheckpointError, StorageError, Telling
+from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
 from fastckpt.ranks.round import Round
@@ -64,21 +65,9 @@ class SwapPlace(Place):
         self._is_committed = False
         self._shared = ""  # the first rank's draft, once its shared files are there
 
-    @contextmanager
-    def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
+    def made(self, name: str, purpose: Purpose) -> AbstractContextManager[tuple[int, str]]:
         """Makes a file of the draft, as (descriptor, path); an error removes it."""
-        path, storage = os.path.join(self._draft.directory, name), self.storage
-        with reported("open", path):
-            storage.make_directories(os.path.dirname(path))
-            fd = storage.create(path, 0o666, purpose)
-        try:
-            yield fd, path
-        except BaseException:
-            with suppress(OSError):  # then it is removed with the draft
-                storage.remove(path)
-            raise
-        finally:
-            close_quietly(storage, fd)
+        return self._draft.made(name, purpose)
 
     def begin(self) -> None:
         beside = self._draft.beside
@@ -99,20 +88,13 @@ class SwapPlace(Place):
         if not self._shared:
             self._shared = self._first_draft("shared")
         path = os.path.join(self._shared, name)
-        with self._explaining(), reported("open", path):
+        with explaining(self._agreement), reported("open", path):
             return self.storage.open_to_write(path)
 
     def _first_draft(self, key: str) -> str:
         """Returns the first rank's draft, when that has told of it under this key."""
         name, inner = os.fsdecode(self._agreement.get(key)), os.path.basename(self._draft.directory)
         return os.path.join(self._draft.beside, name, inner)
-
-    def _explaining(self) -> Telling:
-        """Raises the save's failure instead of the body's error, if the save has failed meanwhile:
-        then the first rank's draft is gone.
-        """
-        check = self._agreement.check
-        return Telling(lambda error: check() if isinstance(error, CheckpointError) else None)
 
     def bring(self, files: Mapping[str, File]) -> Mapping[str, File]:
         """Moves this rank's files into the first rank's draft; returns those that count."""
@@ -122,14 +104,14 @@ class SwapPlace(Place):
         storage, target, brought = self.storage, self._first_draft("place"), {}
         for name, file in files.items():
             path = os.path.join(target, name)
-            with self._explaining(), reported("rename", path):
+            with explaining(self._agreement), reported("rename", path):
                 if storage.status(path) is not None:
                     continue  # several ranks have written this file: the first one counts
-                _make_directories_of(storage, target, name)
+                make_directories_of(storage, target, name)
                 storage.rename(os.path.join(self._draft.directory, name), path)
             brought[name] = file
         if self._durable and brought:
-            with self._explaining(), reported("list", target):
+            with explaining(self._agreement), reported("list", target):
                 atomic.sync_directories(storage, target)
         return brought
 
@@ -218,17 +200,6 @@ class SwapPlace(Place):
                     self._retain()
             except Exception as error:
                 log.warning("after %r nothing older was removed: %s", self._path, error)
-
-
-def _make_directories_of(storage: Storage, directory: str, name: str) -> None:
-    """Makes the missing directories of a relative name. It fails if `directory` itself is missing:
-    a draft that was removed must not be there again.
-    """
-    above = os.path.dirname(name)
-    if above and storage.status(os.path.join(directory, above)) is None:
-        _make_directories_of(storage, directory, above)
-        with suppress(FileExistsError):  # another rank was faster
-            storage.make_directory(os.path.join(directory, above))
 
 
 def names_in(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from fastckpt.arguments.checks import Striping
@@ -14,6 +16,7 @@ from fastckpt.directories.draft import CapturedFile, Draft
 from fastckpt.directories.shared_files import SharedFile
 from fastckpt.directories.swap_place import SwapPlace, names_in
 from fastckpt.directories.verify import crc32_of
+from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
@@ -22,6 +25,7 @@ from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import Description, compare
+from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile
 from fastckpt.storage.atomic import close_quietly, settle
@@ -29,7 +33,53 @@ from fastckpt.storage.file_system import reported
 from fastckpt.storage.lustre_layout import Purpose
 
 
-class SwapPlan(Plan):
+class CapturedPlan(Plan):
+    """One rank's plan of files whose content was captured.
+
+    Args:
+        files: these.
+        reads, watched: as Plan's.
+        directory: the directory that they are in, for messages.
+        made: makes one of them, given its name, as (descriptor, path).
+        options: the save's.
+    """
+
+    def __init__(
+        self,
+        files: list[CapturedFile],
+        reads: DeviceSources,
+        watched: Sequence[WatchedTensors],
+        directory: str,
+        made: Callable[[str, Purpose], AbstractContextManager[tuple[int, str]]],
+        options: WriteOptions,
+    ) -> None:
+        super().__init__(reads, watched)
+        self._pending = files
+        self._directory = directory
+        self._made = made
+        self._options = options
+        self._outputs: dict[str, WholeFile] = {}  # by name
+
+    def lay_out(self, pace: Pace) -> list[Output]:
+        for pending in self._pending:
+            image, make = pending.layout(), partial(self._made, pending.name)
+            path = os.path.join(self._directory, pending.name)
+            purpose = Purpose(image.nbytes, 1, self._options.striping)
+            self._outputs[pending.name] = WholeFile(image, path, make, purpose)
+        return [*self._outputs.values()]
+
+    def forget(self) -> None:
+        for pending in self._pending:
+            pending.forget()
+        for output in self._outputs.values():
+            output.image.sources.clear()
+
+    def release(self) -> None:
+        self.forget()
+        self._pending, self._outputs = [], {}
+
+
+class SwapPlan(CapturedPlan):
     """One rank's plan of a directory: it writes the files that are pending in the draft, and its
     part of those that are shared.
     """
@@ -42,32 +92,25 @@ class SwapPlan(Plan):
         place: SwapPlace,
         options: WriteOptions,
     ) -> None:
-        super().__init__(draft.reads(), draft.watched)
+        captured = (draft.pending, draft.reads(), draft.watched)
+        super().__init__(*captured, draft.directory, draft.made, options)
         self._handle = handle
         self._agreement = agreement
-        self._directory = draft.directory
-        self._pending: list[CapturedFile] = draft.pending
         self._listed = draft.listed
         self._shared = draft.shared
         self._place = place
-        self._options = options
-        self._outputs: dict[str, WholeFile] = {}  # by name
         self._parts: dict[str, _SharedOutput] = {}  # by name
         self._files: dict[str, File] = {}  # of this rank
 
     def lay_out(self, pace: Pace) -> list[Output]:
-        for pending in self._pending:
-            image, make = pending.layout(), partial(self._place.made, pending.name)
-            path = os.path.join(self._directory, pending.name)
-            purpose = Purpose(image.nbytes, 1, self._options.striping)
-            self._outputs[pending.name] = WholeFile(image, path, make, purpose)
+        own = super().lay_out(pace)
         if self._shared is not None:
             agreement, striping = self._agreement, self._options.striping
             seed = zlib.crc32(agreement.name.encode())
             for file in self._shared.lay_out(agreement.rank, agreement.world_size, seed):
                 path = os.path.join(self._directory, file.name)
                 self._parts[file.name] = _SharedOutput(file, path, self._place, agreement, striping)
-        return [*self._parts.values(), *self._outputs.values()]
+        return [*self._parts.values(), *own]
 
     def samples(self) -> list[tuple[int, bytearray]]:
         return [] if self._shared is None else self._shared.contents.samples()
@@ -117,16 +160,13 @@ class SwapPlan(Plan):
         self._place.publish(self._files, brought[1:])
 
     def forget(self) -> None:
-        for pending in self._pending:
-            pending.forget()
-        for output in self._outputs.values():
-            output.image.sources.clear()
+        super().forget()
         if self._shared is not None:
             self._shared.forget()
 
     def release(self) -> None:
-        self.forget()
-        self._pending, self._outputs, self._shared, self._parts = [], {}, None, {}
+        super().release()
+        self._shared, self._parts = None, {}
 
 
 class _SharedOutput(Output):

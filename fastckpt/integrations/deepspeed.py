@@ -7,7 +7,6 @@ ends. It must not know what DeepSpeed puts into a file, nor how the files of all
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -28,7 +27,7 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
-from fastckpt.options import WriteOptions
+from fastckpt.options import Pacing, WriteOptions
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
@@ -43,8 +42,6 @@ from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (  # noqa: E40
     CheckpointCommitInfo,
     CheckpointEngine,
 )
-
-log = logging.getLogger("fastckpt")
 
 
 def install(
@@ -69,7 +66,7 @@ def install(
             neither `checkpoint.writer` nor `datastates_ckpt`.
         on_error: a tag that cannot be saved is logged, and `latest` stays. "raise": the next
             save_checkpoint(), which then does not begin, or engine.destroy() raises the error on
-            all ranks. "warn": it is logged again, and training goes on.
+            all ranks. "warn": training goes on.
         backend, durable, staging, staging_bytes: as fastckpt.save's.
         timeout_s: the longest that ranks wait for each other's files, in seconds.
 
@@ -138,18 +135,15 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         check_choice("on_error", on_error, ON_ERROR)
-        WriteOptions(backend, durable, staging_bytes, staging)  # refuses what each save would
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
+        pacing = Pacing(timeout_s=timeout_s)
         self.name = "fastckpt"
         self.handle: SaveHandle | None = None
         self._on_error, self._timeout_s = on_error, timeout_s
-        self._options: Any = dict(
-            backend=backend, durable=durable, staging=staging, staging_bytes=staging_bytes
-        )
+        self._options = WriteOptions(backend, durable, staging_bytes, staging, pacing=pacing)
         self._coordinator: Coordinator | None = None
         self._open: Tag | None = None
-        self._last: Tag | None = None
         self._unmade: StorageError | None = None  # of a directory whose tag is not created yet
 
     def create(self, info: CheckpointCommitInfo) -> None:
@@ -162,14 +156,14 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._seal(CheckpointError(f"given up: tag {info.tag!r} was begun before it ended"))
         self.drain()
         directory = os.path.realpath(check_path("save_dir", info.save_dir))
-        path = os.path.join(directory, info.tag)
+        path = os.path.realpath(os.path.join(directory, info.tag))
         self._tell_failure(partial(raise_earlier, not_begun=path))
         if self._coordinator is None:
             self._coordinator = Coordinator.of_group(dist.group.WORLD, "deepspeed")
-        label = f"save of tag {path!r}"
-        agreement = self._coordinator.begin(label, self._timeout_s)
-        self._open = Tag(directory, info.tag, agreement, info.save_latest, self._options)
-        self._last, self.handle = self._open, self._open.handle
+        agreement = self._coordinator.begin(f"save of tag {info.tag!r}", self._timeout_s)
+        latest = os.path.join(directory, "latest") if info.save_latest else ""
+        how = (self._options, self._on_error)
+        self._open = Tag(path, agreement, latest, info.tag, *how)
         if unmade is not None:
             with self._open.keeping():
                 raise unmade
@@ -178,11 +172,13 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Makes a directory. A failure is not raised but fails the tag that is open or is created
         next: rank 0 calls this alone, and the others would wait at a barrier for ever.
         """
-        storage, above = pipeline.current().storage, os.path.dirname(os.path.realpath(path))
+        storage, made = pipeline.current().storage, os.path.realpath(path)
+        if self._open is not None and self._open.handle.path == made:
+            made = os.path.dirname(made)  # the tag gives its directory the name
         try:
             with reported("make directory", path):
-                if storage.status(above) is None:  # the tag makes `path` itself durable
-                    make_directory(storage, above, self._options["durable"])
+                if storage.status(made) is None:
+                    make_directory(storage, made, self._options.durable)
                 super().makedirs(path, exist_ok)
         except StorageError as error:
             if self._open is None:
@@ -192,13 +188,17 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 raise
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Begins to save a file of the open tag, and returns when its content is copied; with no
-        tag open, when the file is durable and committed.
+        """Adds a file to the open tag, which is copied when the tag is concluded; saves one that
+        belongs elsewhere, and returns when that is durable and committed.
         """
-        if self._open is None:
-            fastckpt.save(state_dict, path, **self._options).result()
-        else:
-            self._open.save(state_dict, os.path.realpath(path))
+        tag, path = self._open, os.path.realpath(path)
+        if tag is not None and path.startswith(os.path.join(tag.handle.path, "")):
+            tag.add(state_dict, os.path.relpath(path, tag.handle.path))
+            return
+        options = self._options
+        how: Any = dict(backend=options.backend, durable=options.durable, staging=options.staging)
+        with self.keeping():
+            fastckpt.save(state_dict, path, staging_bytes=options.staging_bytes, **how).result()
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Loads a file that fastckpt or torch wrote; every byte that fastckpt wrote is checked.
@@ -223,7 +223,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._seal()
         self.drain()
         self._tell_failure(SaveHandle.result)
-        return self._last is None or self._last.handle.failure() is None
+        return self.handle is None or self.handle.failure() is None
 
     def is_decoupled(self) -> bool:
         """Returns True: save_checkpoint() is not to commit or to move `latest`."""
@@ -248,8 +248,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def drain(self) -> None:
         """Waits until the last tag has been committed or has failed."""
-        if self._last is not None and self._last is not self._open:
-            self._last.handle.wait_done()
+        if self.handle is not None:
+            self.handle.wait_done()
 
     def cleanup(self) -> None:
         """Waits for the last tag and closes the connection to the store, which a later save opens
@@ -259,8 +259,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             CheckpointError: with on_error="raise", the last tag failed, and nobody asked for why.
         """
         self._seal(CheckpointError("given up: the engine is being destroyed"))
-        if self._last is not None:
-            self._last.join()
+        if self.handle is not None:  # the round is closed in the end
+            pipeline.current().wait_for(self.handle.path, ended=True)
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
             coordinator.close()
@@ -289,13 +289,11 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _seal(self, error: BaseException | None = None) -> None:
         tag, self._open = self._open, None
         if tag is not None:
+            self.handle = tag.handle
             tag.conclude(error)
 
     def _tell_failure(self, raising: Callable[[SaveHandle], object]) -> None:
-        """Says once that the last tag failed, by on_error: calls `raising`, or logs the error."""
+        """Has the error of the last tag raised, once, unless it is only to be warned of."""
         handle = self.handle
-        if handle is None or handle.is_asked_for() or handle.failure() is None:
-            return
-        if self._on_error == "raise":
+        if handle is not None and handle.failure() is not None and not handle.is_asked_for():
             raising(handle)
-        log.warning("%s", handle.exception())

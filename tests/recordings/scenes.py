@@ -31,8 +31,10 @@ from fastckpt.integrations._tag import Tag
 from fastckpt.integrations.megatron import SaveStrategy, iterations
 from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.integrations.transformers import _rotate
+from fastckpt.options import Pacing, WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.saving import pipeline
 from tests.noise import noise
 from tests.recordings.recorder import WAIT_S
 from tests.recordings.stage import Scene, Stage
@@ -188,18 +190,15 @@ def save_exports(stage: Stage, number: int, variant: Variant) -> None:
 
 def save_tags(stage: Stage, number: int, variant: Variant) -> None:
     """A tag of DeepSpeed's, the same each time, with a file of each rank."""
-    run, options = stage.root / "run", {"durable": variant.durable}
+    run = stage.root / "run"
     run.mkdir(exist_ok=True)
     coordinator = Coordinator.of_group(stage.group, "tags")
-    tag = Tag(str(run), "tag", coordinator.begin("tag", WAIT_S), True, options)
-    for rank in range(stage.ranks):  # in turn, for each lists what is there
-        if rank == stage.rank:
-            tag.save(state(number), str(run / "tag" / f"rank-{rank}.pt"))
-            for file in tag._files:
-                file.handle.wait_done()
-        stage.meet()
+    options = WriteOptions(durable=variant.durable, pacing=Pacing(timeout_s=WAIT_S))
+    agreement = coordinator.begin("tag", WAIT_S)
+    tag = Tag(str(run / "tag"), agreement, str(run / "latest"), "tag", options)
+    tag.add(state(number), f"rank-{stage.rank}.pt")
     tag.conclude(None)
-    tag.join()
+    pipeline.current().wait_for(tag.handle.path, ended=True)
     coordinator.close()
     tag.handle.result(WAIT_S)
 
