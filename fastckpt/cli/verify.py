@@ -19,10 +19,11 @@ from fastckpt.cli.local_tiers import roots_in, tiers_of
 from fastckpt.directories import verify as directory_check
 from fastckpt.directories.items_load import contents_of
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
-from fastckpt.formats import file_list, hugging_face
+from fastckpt.formats import file_list
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
 from fastckpt.formats.step_names import NAME
 from fastckpt.formats.step_names import OURS as OF_A_STEP
+from fastckpt.lazy.safetensors_files import INDEX_SUFFIX
 from fastckpt.reading.verified import Body, opened_regular
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline
@@ -203,12 +204,12 @@ def _has_tensors(directory: str, name: str) -> bool:
     for the index of such files, and is no file.
     """
     path = os.path.join(directory, name)
+    if name.endswith(INDEX_SUFFIX):  # it has no checksum: it is told only if it is no file
+        return not os.path.isfile(path)
     if name[0] == "." or name.endswith(_DISTCP) or os.path.isdir(path):
         return False
     if name.endswith(_OF_TENSORS):
         return True
-    if name == hugging_face.INDEX:  # it has no checksum: it is told only if it is no file
-        return not os.path.isfile(path)
     try:
         storage = pipeline.current().storage
         return storage.read_file(path, len(_ZIP)) == _ZIP

@@ -651,12 +651,17 @@ def test_verify_calls_damaged_what_is_no_file(
         assert lines[-1].startswith("damaged ")
 
 
-@pytest.mark.parametrize("kind", ["fifo", "socket", "circle"])
+@pytest.mark.parametrize("kind", ["fifo", "socket", "circle", "directory"])
+@pytest.mark.parametrize("name", ["model", "diffusion_pytorch_model.fp16"])
 def test_verify_calls_damaged_an_index_of_tensors_that_is_no_file(
-    kind: str, saved: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    kind: str,
+    name: str,
+    saved: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whole, it has no checksum, and is not told."""
-    index = saved / "hub" / "model.safetensors.index.json"
+    index = saved / "hub" / f"{name}.safetensors.index.json"
     index.parent.mkdir()
     index.write_text("{}")
     assert "index" not in str(verified(capsys, saved)[1])
