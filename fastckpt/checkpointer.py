@@ -112,8 +112,8 @@ class Checkpointer:
             Restores read the files that a node has from there. A tier that is full, lost or slower
             than the root is bypassed, with a warning. Default: none.
         keep_local: how many steps stay on each node, at least 1; none is removed before the root
-            has had it. The node needs room for one more. As many steps may wait to be drained; the
-            save() after that waits. Default: 2.
+            has had it. The node needs room for one more, and for each whose drain failed. As many
+            may wait to be drained; the save() after that waits. Default: 2.
         codec: None: shards are stored as they are. "planes": compressed without loss, split into
             bytes of equal significance, of which exponents compress and mantissas do not. "zstd":
             compressed as they are: this gains less, but `zstd -d` restores them.
@@ -199,34 +199,34 @@ class Checkpointer:
         stop_signals: Collection[str | int] | None = None,
         takeover: bool = False,
     ) -> None:
-        check_choice("fence", fence, FENCES)
-        check_choice("on_error", on_error, ON_ERROR)
-        check_flag("log", log)
-        check_seconds("timeout_s", timeout_s)
-        optional(check_callable, "on_commit", on_commit)
-        optional(check_callable, "before_commit", before_commit)
-        signals = optional(check_signals, "stop_signals", stop_signals)
-        SignalHandlers.check(signals or ())
-        pacing = Pacing(drain_rate, max_writers, timeout_s)
-        how = (backend, durable, staging_bytes, staging, stripe, pacing)
-        kept = (keep_last, keep_every, local, keep_local)
-        self._options = StepOptions(*how, codec, *kept, reuse, check_finite)
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
-        self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
-        self._open = OpenRoot(pipeline.current().storage, self.root, takeover)
-        self._steps = self._open.steps
-        self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES
-        self._reader: StepReader | None = None  # of the restore that is running
-        self._logs, self._on_commit, self._before_commit = log, on_commit, before_commit
-        self.exported: SaveHandle | None = None
-        self._handles, self._exports = list[SaveHandle](), list[SaveHandle]()
-        self._is_step, self._closed, self._ended = is_step(self.root), False, False
-        self._tier: LocalTier | None = None
-        self._stop: StopAgreement | None = None
-        with ExitStack() as opened:  # what is open is closed if what comes after it fails
+        with ExitStack() as opened:  # if anything below fails, the other ranks hear why
             self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
             opened.push(self._coordinator.give_up)
+            check_choice("fence", fence, FENCES)
+            check_choice("on_error", on_error, ON_ERROR)
+            check_flag("log", log)
+            check_seconds("timeout_s", timeout_s)
+            optional(check_callable, "on_commit", on_commit)
+            optional(check_callable, "before_commit", before_commit)
+            signals = optional(check_signals, "stop_signals", stop_signals)
+            SignalHandlers.check(signals or ())
+            pacing = Pacing(drain_rate, max_writers, timeout_s)
+            how = (backend, durable, staging_bytes, staging, stripe, pacing)
+            kept = (keep_last, keep_every, local, keep_local)
+            self._options = StepOptions(*how, codec, *kept, reuse, check_finite)
+            self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
+            self._open = OpenRoot(pipeline.current().storage, self.root, takeover)
+            self._steps = self._open.steps
+            self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES
+            self._reader: StepReader | None = None  # of the restore that is running
+            self._logs, self._on_commit, self._before_commit = log, on_commit, before_commit
+            self.exported: SaveHandle | None = None
+            self._handles, self._exports = list[SaveHandle](), list[SaveHandle]()
+            self._is_step, self._closed, self._ended = is_step(self.root), False, False
+            self._tier: LocalTier | None = None
+            self._stop: StopAgreement | None = None
             self._memo = per_group.GroupMemo(self._coordinator)
             self._export = checked_export(export, self.root, self._coordinator.rank == 0)
             self._rank_of = ranks_within(self.group)

@@ -478,15 +478,14 @@ def _saved_wrongly(member: Member, checkpointer: Checkpointer, step: int, wrong:
     return checkpointer.save(step, state).result()
 
 
-def make_wrongly(member: Member, root: str, absent: str) -> tuple[Outcome, Outcome]:
+def make_wrongly(member: Member, root: str) -> tuple[Outcome, Outcome]:
     """On the first rank the Checkpointer cannot be made, and the others save. Then it can."""
 
     def save_once(**how: Any) -> Any:
         with Checkpointer(root, group=member.group, **how) as checkpointer:
             return checkpointer.save(1, stamped(member, 1)).result()
 
-    export = fastckpt.HuggingFace(f"{root}-exports", every=2, files=[absent])
-    first = attempt(lambda: save_once(export=export))
+    first = attempt(lambda: save_once(keep_last=0 if member.rank == 0 else 1))
     meet(member)
     return first, attempt(save_once)
 
