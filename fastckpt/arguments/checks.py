@@ -13,6 +13,7 @@ import re
 import reprlib
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from math import isfinite, isnan
 from typing import Any, Literal, TypeVar, get_args
 
@@ -182,7 +183,8 @@ def optional(check: Callable[[str, object], T], name: str, value: object) -> T |
 
 
 def check_path(name: str, value: object) -> str:
-    """Returns a path as text, with the home directory in the place of "~" and "~/...".
+    """Returns an absolute path as text, so that all messages name it alike; with the home directory
+    in the place of "~" and "~/...". Links stay as they are.
 
     Raises:
         TypeError: the value is not a path.
@@ -203,7 +205,10 @@ def check_path(name: str, value: object) -> str:
     if "\0" in path:
         raise ValueError(f"{name} is {shown(path)}, must be a path, without a null character")
     # "~name" is left alone: it may be the name of a file, which torch.save would write.
-    return os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
+    path = os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
+    with suppress(FileNotFoundError):  # the working directory is gone; then what follows fails
+        return os.path.join(os.getcwd(), path)
+    return path
 
 
 def check_signals(name: str, value: object) -> tuple[signal.Signals, ...]:

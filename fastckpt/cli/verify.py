@@ -20,10 +20,10 @@ from fastckpt.directories import verify as directory_check
 from fastckpt.directories.items_load import contents_of
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats import file_list
+from fastckpt.formats.hugging_face import INDEX_SUFFIX
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
 from fastckpt.formats.step_names import NAME
 from fastckpt.formats.step_names import OURS as OF_A_STEP
-from fastckpt.lazy.safetensors_files import INDEX_SUFFIX
 from fastckpt.reading.verified import Body, opened_regular
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline

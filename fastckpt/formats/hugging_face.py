@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
+INDEX_SUFFIX = ".safetensors.index.json"
+INDEX = f"model{INDEX_SUFFIX}"
 METADATA = {"format": "pt"}  # of each file; transformers asks for it
 
 

@@ -14,9 +14,10 @@ from contextlib import ExitStack
 from fastckpt.arguments.checks import check_path
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.formats.hugging_face import INDEX, INDEX_SUFFIX
 from fastckpt.formats.manifest import MANIFEST, OBJECTS
 from fastckpt.formats.step_names import NAME as STEP_NAME
-from fastckpt.lazy.safetensors_files import INDEX_SUFFIX, hugging_face_directory, safetensors_file
+from fastckpt.lazy.safetensors_files import hugging_face_directory, safetensors_file
 from fastckpt.lazy.source import Source
 from fastckpt.lazy.step import StepSource
 from fastckpt.lazy.tensors import LazyTensors
@@ -128,7 +129,7 @@ def _directory(storage: Storage, staging: Staging, path: str) -> tuple[str, Sour
 
         return path, ItemsSource(storage, staging, path)
     if indexes:
-        index = f"model{INDEX_SUFFIX}" if f"model{INDEX_SUFFIX}" in indexes else indexes[0]
+        index = INDEX if INDEX in indexes else indexes[0]
         return path, hugging_face_directory(storage, staging, path, index)
     files = [name for name in names if name.endswith(_SAFETENSORS)]
     if len(files) == 1:

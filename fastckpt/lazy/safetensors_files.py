@@ -20,7 +20,6 @@ from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body, opened_regular, read_small
 from fastckpt.storage.file_system import Storage, naming, reported
 
-INDEX_SUFFIX = ".safetensors.index.json"
 _INDEX_BYTES_MAX = 1 << 30
 
 

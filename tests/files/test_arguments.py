@@ -47,6 +47,27 @@ def test_urls_are_refused(call: str, url: Any, disk: Path, monkeypatch: pytest.M
     assert [*disk.iterdir()] == []
 
 
+def test_messages_name_the_absolute_path(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(disk)
+    fastckpt.save({"w": torch.ones(3)}, "a.pt").result()
+    (disk / "cut.pt").write_bytes((disk / "a.pt").read_bytes()[:-50])
+    calls: dict[str, Callable[[], object]] = {
+        "gone/b.pt": lambda: fastckpt.save({}, "gone/b.pt"),
+        "b.pt": lambda: fastckpt.load("b.pt"),
+        "c.pt": lambda: fastckpt.open("c.pt"),
+        "d.pt": lambda: fastckpt.load_into({}, "d.pt"),
+        "cut.pt": lambda: fastckpt.load("cut.pt"),
+        "a.pt": lambda: fastckpt.Checkpointer("a.pt"),
+        "run": lambda: fastckpt.Checkpointer("run").load(),
+        "tier": lambda: fastckpt.Checkpointer("run", local="tier"),
+        "more.json": lambda: fastckpt.export({"w": torch.ones(3)}, "hf", files=["more.json"]),
+    }
+    for path, call in calls.items():
+        with pytest.raises((OSError, ValueError, fastckpt.CheckpointError)) as failed:
+            call()
+        assert f"'{disk / path}'" in str(failed.value) and f"'{path}'" not in str(failed.value)
+
+
 def test_a_home_directory_is_expanded(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(disk))
     handle = fastckpt.save({"a": 1}, "~/a.pt")
