@@ -30,7 +30,6 @@ namespace py = pybind11;
 namespace fastckpt {
 
 void bind_gds(py::module_& m);            // bindings_gds.cc
-void bind_pickler(py::module_& m);        // bindings_pickler.cc
 void bind_python_frames(py::module_& m);  // bindings_python_frames.cc
 
 namespace {
@@ -561,7 +560,6 @@ PYBIND11_MODULE(_engine, m) {
     bind_cloning(m);
     bind_scattered_writes(m);
     bind_gds(m);
-    bind_pickler(m);
     bind_python_frames(m);
     m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
     m.def("clone_range", &clone_range, "ioctl_ficlonerange(2); raises OSError");

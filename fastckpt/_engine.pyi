@@ -237,20 +237,3 @@ def copy_on_device(queue: DeviceQueue, target: int, source: int, nbytes: int, /)
 class Crc32Gpu(_Object):
     def __init__(self, queue: DeviceQueue, /) -> None: ...
     def crcs(self, queue: DeviceQueue, ranges: list[tuple[int, int]], /) -> list[int]: ...
-
-class PicklerHooks(_Object):
-    def __init__(
-        self,
-        facts: dict[str, Any],
-        tables: dict[str, Any],
-        of_torch: Any,
-        reduces: bool,
-        met: dict[str, Any] | None,
-        noted: list[Any] | None,
-        uncounted: list[Any] | None,
-    ) -> None: ...
-    @property
-    def persistent_id(self) -> Callable[[object], Any]: ...
-    @property
-    def reducer_override(self) -> Callable[[object], Any]: ...
-    def release(self) -> None: ...

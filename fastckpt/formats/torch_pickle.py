@@ -20,9 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.serialization import location_tag
 
-from fastckpt import _engine
 from fastckpt.errors import CorruptCheckpoint, ensure
 from fastckpt.plan.image import BY_VALUE_BYTES
 
@@ -99,6 +97,15 @@ class Capture:
             storage = storage.cpu()  # type: ignore[no-untyped-call]
         self.write_record(name, storage, nbytes)
 
+    def note(self, tensor: torch.Tensor) -> None:
+        """Notes a tensor that is pickled, and its version counter."""
+        if type(tensor) not in _PLAIN and torch.nn.parameter.is_lazy(tensor):
+            return  # it has no data yet
+        if tensor.is_inference():
+            self.uncounted.append(tensor)
+        else:
+            self.tensors.append((tensor, tensor._version))
+
     def _on_devices(self) -> bool:
         types = {storage.device.type for storage in self.met.values()}
         return bool(types & self.readable - _CPU)
@@ -167,8 +174,6 @@ def capture(
     try:
         with collection_paused():
             save(obj, captured, module, pickle_protocol, disable_byteorder_record)
-    except _UnknownTorch:
-        return _capture_by_copy(obj, pickle_module, pickle_protocol)
     finally:
         try:
             captured.finish()
@@ -189,95 +194,6 @@ def collection_paused() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
-
-
-_REBUILD: Any = getattr(torch._utils, "_rebuild_tensor_v2", None)
-
-
-def _storage_types() -> dict[torch.dtype, tuple[Any, int]]:
-    """Returns, by dtype, the class by which torch names a storage, and an element's bytes."""
-    names = "float32 float64 float16 bfloat16 int8 int16 int32 int64 uint8 bool"
-    make: Any = torch.storage.TypedStorage
-    found: dict[torch.dtype, tuple[Any, int]] = {}
-    for dtype in (getattr(torch, name) for name in names.split()):
-        typed = make(0, dtype=dtype, _internal=True)
-        found[dtype] = getattr(torch, typed._pickle_storage_type()), dtype.itemsize
-    return found
-
-
-def _typed(storage: torch.UntypedStorage, dtype: torch.dtype) -> Any:
-    """Returns the TypedStorage that torch would have made."""
-    typed: Any = torch.storage.TypedStorage
-    return typed(wrap_storage=storage, dtype=dtype, _internal=True)
-
-
-def _has_version(tensor: torch.Tensor) -> bool | None:
-    """Returns whether torch counts a tensor's changes: False for a lazy parameter, which has no
-    data yet, None for an inference tensor.
-    """
-    if torch.nn.parameter.is_lazy(tensor):
-        return False
-    return None if tensor.is_inference() else True
-
-
-def _tags_cpu_first() -> bool:
-    """Tells whether location_tag() asks torch's own tagger of the CPU first."""
-    registry = getattr(torch.serialization, "_package_registry", None) or [(0, None)]
-    return registry[0][1] is getattr(torch.serialization, "_cpu_tag", location_tag)
-
-
-try:
-    _STORAGE_TYPES = _storage_types()
-except Exception:  # this torch is unlike those known: its own code reduces tensors
-    _STORAGE_TYPES = {}
-_FACTS: dict[str, Any] = {
-    "tensor": torch.Tensor,
-    "parameter": torch.nn.Parameter,
-    "strided": torch.strided,
-    "ordered_dict": OrderedDict,
-    "rebuild": _REBUILD,
-    "storage_types": _STORAGE_TYPES,
-    # No object of these very types is a storage, which is all that torch's persistent_id looks for.
-    "never_storages": frozenset(
-        {str, bytes, int, float, bool, type(None), tuple, list, dict, OrderedDict, type}
-        | {torch.Tensor, torch.nn.Parameter, torch.dtype, types.FunctionType}
-        | {type(torch.FloatStorage)}  # the class of storages' names
-    ),
-    "location_tag": location_tag,
-    "tags_cpu_first": _tags_cpu_first,
-    "has_version": _has_version,
-    "typed": _typed,
-}
-
-
-def _hooks(
-    tables: dict[str, Any], of_torch: Any, reduces: bool, *lists: Any
-) -> _engine.PicklerHooks:
-    return _engine.PicklerHooks(_FACTS, tables, of_torch, reduces, *lists)
-
-
-def _is_as_torch_says() -> bool:
-    """Tells whether our hooks agree with this torch, on a tensor with all that it tells."""
-    probe = torch.zeros(6, device="cpu").as_strided((2, 2), (1, 2), 1).requires_grad_()
-    tables: dict[str, Any] = {"id_map": {}, "serialized_storages": {}, "storage_dtypes": {}}
-    hooks = _hooks(tables, None, True, None, None, None)
-    try:
-        rebuild, (typed, *values) = probe.__reduce_ex__(2)  # type: ignore[no-untyped-call]
-        ours, (storage, *our_values) = hooks.reducer_override(probe)
-        _storage, kind, _key, _location, numel = hooks.persistent_id(storage)
-        said = (typed._pickle_storage_type(), typed._size(), typed._untyped_storage._cdata)
-        same = said == (kind.__name__, numel, storage._cdata)
-        return same and rebuild is ours and values == our_values
-    except Exception:  # likewise
-        return False
-
-
-_KNOWN = _is_as_torch_says()
-
-
-def _variables(function: Any) -> dict[str, Any]:
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: cell.cell_contents for name, cell in cells}
 
 
 def pickles(value: object, wanted: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
@@ -317,61 +233,73 @@ class _Nowhere:
         return len(content)
 
 
-class _UnknownTorch(Exception):
-    """torch's pickler does not keep its tables where they are known to be."""
-
-
 class _Shim:
-    """A pickle module whose Pickler does the same, faster, and notes the tensors it meets."""
+    """A pickle module whose Pickler does the same, and notes the tensors and storages it meets.
+
+    Args:
+        pickle_module: the module.
+        captured: notes the tensors, if there is one.
+        met: gets the storages by the names of their records, if there is one.
+    """
 
     def __init__(
         self,
         pickle_module: Any,
-        observer: Capture | None,
+        captured: Capture | None,
         met: dict[str, torch.UntypedStorage] | None,
     ) -> None:
         base: Any = pickle_module.Pickler
         inherited = getattr(base, "reducer_override", None)
-        reduces = _KNOWN and inherited is None and torch.Tensor not in copyreg.dispatch_table
-        lists = (None, None) if observer is None else (observer.tensors, observer.uncounted)
+        self._note = None if captured is None else captured.note
         self._of_torch: list[Any] = []
-        self._hooks: list[_engine.PicklerHooks] = []
-        of_torch, made = self._of_torch, self._hooks
 
         class Pickler(base):  # type: ignore[misc]
             # torch derives from this class and defines persistent_id, which pickle calls for every
             # object, some twenty for each tensor.
             def __init_subclass__(cls) -> None:
-                of_torch.append(cls.persistent_id)
-                try:
-                    inner = _variables(cls.persistent_id)["persistent_id"]
-                    hooks = _hooks(_variables(inner), inner, reduces, met, *lists)
-                except (AttributeError, KeyError, ValueError):
-                    raise _UnknownTorch from None
-                made.append(hooks)
-                cls.persistent_id = hooks.persistent_id
-                reduced = hooks.reducer_override
-                if inherited is None:
-                    cls.reducer_override = reduced
-                    return
+                of_torch = cls.persistent_id
+                self._of_torch.append(of_torch)
 
-                def override(self: Any, obj: object) -> Any:
-                    reduced(obj)  # notes tensors
-                    return inherited(self, obj)
+                def persistent_id(pickler: Any, obj: Any) -> Any:
+                    if type(obj) in _NO_STORAGES:
+                        return None
+                    name = of_torch(pickler, obj)
+                    if name is not None and met is not None:
+                        met[f"data/{name[2]}"] = getattr(obj, "_untyped_storage", obj)
+                    return name
 
-                cls.reducer_override = override
+                cls.persistent_id = persistent_id
 
+        is_ours = inherited is None and OrderedDict not in copyreg.dispatch_table
+
+        def reducer_override(pickler: Any, obj: Any) -> Any:
+            if type(obj) is OrderedDict and is_ours and not obj and not obj.__dict__:
+                return _EMPTY  # every tensor has one, and Python takes long to say so
+            if self._note is not None and isinstance(obj, torch.Tensor):
+                self._note(obj)
+            return NotImplemented if inherited is None else inherited(pickler, obj)
+
+        Pickler.reducer_override = reducer_override
         self.Pickler = Pickler
 
     def forget(self) -> None:
-        """Lets go of the storages that torch's class refers to: a class is part of a cycle, and
-        older torch, such as 2.9, leaves both to the garbage collector.
+        """Lets go of what was met: a class is part of a cycle, and torch's refers to the storages.
+        Older torch, such as 2.9, leaves both to the garbage collector.
         """
-        for hooks in self._hooks:
-            hooks.release()
+        self._note = None
         for function in self._of_torch:
             for cell in function.__closure__ or ():
                 del cell.cell_contents
+
+
+_EMPTY = OrderedDict, ()
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+# No object of these very types is a storage, which is all that torch's persistent_id looks for.
+_NO_STORAGES = _PLAIN | {
+    *(str, bytes, int, float, bool, type(None), tuple, list, dict, OrderedDict, type),
+    *(torch.dtype, types.FunctionType),
+    type(torch.FloatStorage),  # the class of storages' names
+}
 
 
 def _capture_by_copy(obj: object, pickle_module: Any, pickle_protocol: int) -> Capture:

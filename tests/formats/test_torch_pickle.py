@@ -108,16 +108,6 @@ def test_records_are_torchs(name: str, observe: bool) -> None:
         assert content == expected[record], record
 
 
-def test_the_way_of_this_torch_is_known() -> None:
-    """Else plain tensors are pickled as slowly as torch does."""
-    assert torch_pickle._KNOWN
-
-
-def test_a_torch_that_says_otherwise_goes_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(torch_pickle._FACTS, "rebuild", torch._utils._rebuild_tensor_v3)
-    assert not torch_pickle._is_as_torch_says()
-
-
 def test_two_dtypes_of_one_memory_are_refused_as_torch_does() -> None:
     memory = torch.zeros(4)
     obj = [memory, memory.view(torch.int32)]

@@ -41,10 +41,7 @@ EXCEPTIONS: set[tuple[str, str]] = set()
 # new pair wants another one gone, by a name that moves to its room or by what a caller hands over.
 PAIRS_MAX = 75
 # Only these speak to the extension module.
-ENGINE_USERS = {
-    *("engine", "storage"),
-    *("formats.torch_pickle", "saving.thread_calls"),
-}
+ENGINE_USERS = {"engine", "storage", "saving.thread_calls"}
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
 PUBLIC_NAME_USERS = {"integrations", "cli", "__main__"}
 
@@ -52,8 +49,6 @@ PYTHON_BINDINGS = {
     "bindings.cc",
     "bindings_gds.cc",
     "bindings_gil.h",
-    "bindings_names.h",
-    "bindings_pickler_hooks.cc",
     "bindings_python_frames.cc",
 }
 PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h)")
