@@ -3,8 +3,7 @@
     python benchmarks/planes.py --steps 300 --rounds 5
 
 Trains the GPT of examples/train_gpt.py on the documents and sources of this repository, byte by
-byte, and stores its weights and the two moments of Adam, and then all of them as one shard, where
-the bf16 weights are derived. Speeds are those of the median block, in
+byte, and stores its weights and the two moments of Adam. Speeds are those of the median block, in
 bytes of the state for each second of CPU time of one thread. It must not know how a codec works.
 """
 
@@ -29,14 +28,12 @@ from state import byte_view  # noqa: E402
 from train_gpt import Preset, make_batch, make_model, train_step  # noqa: E402
 
 from fastckpt.engine.codec import Encoder, FrameReader, FrameWriter, encoder_of  # noqa: E402
-from fastckpt.engine.roundings import Roundings  # noqa: E402
-from fastckpt.plan.image import BLOCK_BYTES, ItemRange, ItemRun  # noqa: E402
+from fastckpt.plan.image import BLOCK_BYTES, ItemRun  # noqa: E402
 from fastckpt.storage.file_system import Storage  # noqa: E402
 
 CODECS = ("planes", "zstd")
 # The most that each kind may take with planes.
 BARS = {"fp32 weights": 0.86, "bf16 weights": 0.70, "exp_avg": 0.88, "exp_avg_sq": 0.80}
-ALL, ALL_BAR = "all, 14 bytes each", 0.75
 ENCODE_BPS = 1e9
 
 
@@ -104,24 +101,7 @@ def measured(codec: str, tensor: torch.Tensor, rounds: int) -> tuple[float, floa
     share, decode_bps = stored(codec, content, encoder, rounds)
     # One long file, as large shards are: memory is touched first only once.
     repeated = bytes(content[: max(1, len(content) // BLOCK_BYTES) * BLOCK_BYTES]) * rounds
-    return share, encoded_bps([repeated], [encoder]), decode_bps
-
-
-def measured_whole(
-    codec: str, kinds: dict[str, torch.Tensor], rounds: int
-) -> tuple[float, float, float]:
-    """Return the same of all kinds as one shard, as if each were one tensor."""
-    content, runs, ranges = bytearray(), [], list[ItemRange]()
-    for tensor in sorted(kinds.values(), key=lambda each: -each.element_size()):
-        runs.append(ItemRun(len(content), tensor.element_size(), True))
-        ranges.append(ItemRange(len(content), tensor.numel()))
-        content += bytes_of(tensor)
-    encoders = [
-        encoder_of(codec, runs, BLOCK_BYTES, Roundings(ranges[:-1], ranges[-1:]))
-        for _ in range(rounds + 1)
-    ]
-    share, decode_bps = stored(codec, memoryview(content), encoders.pop(), rounds)
-    return share, encoded_bps([bytes(content)] * rounds, encoders), decode_bps
+    return share, encoded_bps(repeated, encoder), decode_bps
 
 
 def stored(
@@ -139,13 +119,11 @@ def stored(
     return sum(frames) / nbytes, min(BLOCK_BYTES, nbytes) / statistics.median(decode_s)
 
 
-def encoded_bps(contents: list[bytes], encoders: list[Callable[[], Encoder]]) -> float:
-    """Return the bytes encoded in a second, of the median block of all contents."""
-    encode_s = []
-    for content, encoder in zip(contents, encoders, strict=True):
-        writer = FrameWriter(Nowhere(), -1, "memory", len(content), BLOCK_BYTES, encoder)
-        encode_s += moved_s(writer.transfer, "write", memoryview(content))
-    return min(BLOCK_BYTES, len(contents[0])) / statistics.median(encode_s)
+def encoded_bps(content: bytes, encoder: Callable[[], Encoder]) -> float:
+    """Return the bytes encoded in a second, of the median block."""
+    writer = FrameWriter(Nowhere(), -1, "memory", len(content), BLOCK_BYTES, encoder)
+    encode_s = moved_s(writer.transfer, "write", memoryview(content))
+    return min(BLOCK_BYTES, len(content)) / statistics.median(encode_s)
 
 
 def moved_s(move: Callable[..., int], kind: str, content: memoryview) -> list[float]:
@@ -182,14 +160,11 @@ def main() -> None:
     kinds = trained(preset, options.steps, progress)
     torch.set_num_threads(1)
     rows, results, missed = [], list[Row](), False
-    for kind, bar in [*BARS.items(), (ALL, ALL_BAR)]:
-        nbytes = sum(its.nbytes for name, its in kinds.items() if kind in (name, ALL))
+    for kind, bar in BARS.items():
+        nbytes = kinds[kind].nbytes
         cells = [kind, f"{nbytes / 1e6:.1f} MB", f"<= {bar:.2f}"]
         for codec in CODECS:
-            if kind == ALL:
-                share, encode_bps, decode_bps = measured_whole(codec, kinds, options.rounds)
-            else:
-                share, encode_bps, decode_bps = measured(codec, kinds[kind], options.rounds)
+            share, encode_bps, decode_bps = measured(codec, kinds[kind], options.rounds)
             cells += [f"{share:.3f}", f"{encode_bps / 1e9:.2f}", f"{decode_bps / 1e9:.2f}"]
             row = {"kind": kind, "codec": codec, "nbytes": nbytes, "share": share, "bar": bar}
             results.append(row | {"encode_bps": encode_bps, "decode_bps": decode_bps})

@@ -218,17 +218,6 @@ void bind_planes(py::module_& m) {
     });
 }
 
-void bind_rounding(py::module_& m) {
-    m.def("round_to_bf16", [](const py::buffer& items, const py::buffer& rounded) {
-        const py::buffer_info from = items.request(), to = rounded.request(/*writable=*/true);
-        const auto count = to.size * to.itemsize / 2;
-        if (to.size * to.itemsize != 2 * count || from.size * from.itemsize != 4 * count)
-            throw py::value_error("items and what they are rounded to differ in their number");
-        WithoutGil nogil;
-        cast(Dtype::f32, Dtype::bf16, from.ptr, to.ptr, static_cast<size_t>(count));
-    });
-}
-
 using PolyvalFunction = decltype(&polyval);
 
 Polyval element_of(const std::string& bytes) {
@@ -552,7 +541,6 @@ PYBIND11_MODULE(_engine, m) {
     bind_crc(m);
     bind_planes(m);
     bind_polyval(m);
-    bind_rounding(m);
     bind_jobs(m);
     bind_streams(m);
     bind_devices(m);

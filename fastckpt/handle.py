@@ -108,8 +108,6 @@ class SaveStats:
         nbytes: the bytes that this process writes, before a codec: the file, its part of it, or its
             files of a step. 0 if torch.save wrote to an object without a position, as a socket.
         reused_nbytes: those of them that were not written, but shared with the last step (`reuse`).
-        derived_nbytes: those of them that codec="planes" did not store, since they are fp32 tensors
-            of the same shard, rounded to bf16.
         ranks: how many ranks save together.
         total_nbytes: the bytes that all ranks write; known on the first rank, when all are done.
         stored_nbytes: the size of all files of a step, after a codec; known as total_nbytes is.
@@ -145,7 +143,6 @@ class SaveStats:
     local_why: str = ""
     nbytes: int = 0
     reused_nbytes: int = 0
-    derived_nbytes: int = 0
     ranks: int = 1
     total_nbytes: int | None = None
     stored_nbytes: int | None = None
@@ -178,8 +175,6 @@ class SaveStats:
         reused = sum(its.reused_nbytes for its in self.by_rank) or self.reused_nbytes
         if reused:
             told.append(f"{shown_size(reused)} of it reused")
-        if self.derived_nbytes:
-            told.append(f"{shown_size(self.derived_nbytes)} derived from other tensors")
         if self.local_committed_s is not None:
             told.append(f"on the node after {shown_time(self.local_committed_s)}")
         if self.stall_s is not None:

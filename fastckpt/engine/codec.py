@@ -19,7 +19,6 @@ from typing import Protocol
 import zstandard
 
 from fastckpt.engine import planes
-from fastckpt.engine.roundings import Roundings
 from fastckpt.errors import CorruptCheckpoint, StorageError, ensure
 from fastckpt.plan.image import PAGE_BYTES, ItemRun
 from fastckpt.storage.file_system import Storage, reported
@@ -53,8 +52,7 @@ def stored_nbytes_max(nbytes: int) -> int:
     """Returns the most bytes that a block of nbytes takes in the file, padding included."""
     # zstd's own bound, ZSTD_COMPRESSBOUND in zstd.h, is at most nbytes + nbytes / 256 + 64, and a
     # stream adds the three bytes of an empty last block. Planes take no more than the block, but
-    # for their header, which has at most 40 bytes for each of the block's runs, and what is derived
-    # takes 16 for 32 KiB.
+    # for their header, which has at most 40 bytes for each of the block's runs.
     frame = nbytes + nbytes // 256 + 128
     return frame + padding_nbytes(frame) + PAGE_BYTES
 
@@ -82,14 +80,6 @@ class _Blocks:
 class Encoder(Protocol):
     """Makes frames of blocks, one at a time."""
 
-    def see(self, block: memoryview, offset: int) -> bool:
-        """Sees the block at this offset of the image, before it or another encoder is to encode it.
-
-        Returns:
-            Whether all blocks before it have to be seen, too, before it is encoded.
-        """
-        ...
-
     def encode(self, block: memoryview, offset: int, target: memoryview) -> int:
         """Fills target from the block at this offset of the image, mostly without the GIL.
 
@@ -113,23 +103,16 @@ class ZstdEncoder:
     def __init__(self, level: int = 1) -> None:
         self._compressor = zstandard.ZstdCompressor(level=level)
 
-    def see(self, block: memoryview, offset: int) -> bool:
-        return False
-
     def encode(self, block: memoryview, offset: int, target: memoryview) -> int:
         with self._compressor.stream_reader(block, size=len(block)) as frame:
             return frame.readinto(target)
 
 
-def encoder_of(
-    codec: str, runs: Sequence[ItemRun], block_bytes: int, roundings: Roundings | None = None
-) -> Callable[[], Encoder]:
-    """Returns what makes an encoder for a thread: of an image with these runs, in such blocks, and
-    with these roundings, which "planes" derives.
-    """
+def encoder_of(codec: str, runs: Sequence[ItemRun], block_bytes: int) -> Callable[[], Encoder]:
+    """Returns what makes an encoder for a thread: of an image with these runs, in such blocks."""
     if codec != "planes":
         return ZstdEncoder
-    return partial(planes.PlanesEncoder, runs, block_bytes, roundings or Roundings())
+    return partial(planes.PlanesEncoder, runs, block_bytes)
 
 
 class _Workspace:
@@ -156,8 +139,7 @@ class FrameWriter:
 
     Several threads may call transfer() at once, each with its own block and a workspace of a bit
     more than a block, with planes of up to three. Compression and writes overlap; in between, a
-    block waits until the stored size of the one before it is known, and before its compression, if
-    it may be derived from others, until these were seen. Frames begin on a page and fill
+    block waits until the stored size of the one before it is known. Frames begin on a page and fill
     whole pages in aligned memory, so the descriptor may have O_DIRECT; but the engine's job must
     not be direct, for it would pad the last block.
 
@@ -193,8 +175,6 @@ class FrameWriter:
         self._idle = [_Workspace(encoder(), block_bytes)]
         self._frames: list[int] = []
         self._end = 0  # of the frames whose size is known
-        self._seen = 0  # how many blocks from the first on encoders have seen
-        self._seen_early = set[int]()  # the numbers of others
         self._blocks_written = 0
         self._failure: StorageError | None = None
 
@@ -215,7 +195,6 @@ class FrameWriter:
         index = self._blocks.index_of(memory, offset)
         try:
             workspace = self._take_workspace()
-            self._note_seen(index, workspace.encoder.see(memory, offset))
             stored = workspace.stored(memory, offset)
             at = self._take_offset(index, len(stored))
             with reported("write", self._path, at):
@@ -251,38 +230,23 @@ class FrameWriter:
         with reported("allocate memory to compress", self._path):
             return _Workspace(self._encoder(), self._blocks.block_bytes)
 
-    def _note_seen(self, index: int, awaits: bool) -> None:
-        """Takes note that a block was seen; if it awaits that of all before it, waits for that."""
-        with self._changed:
-            self._seen_early.add(index)
-            while self._seen in self._seen_early:
-                self._seen_early.remove(self._seen)
-                self._seen += 1
-            self._changed.notify_all()
-            if awaits:
-                self._wait_turn(index, lambda: self._seen)
-
     def _take_offset(self, index: int, nbytes: int) -> int:
         """Waits until all blocks before this one have their offset; returns the block's own."""
         with self._changed:
             ensure(index >= len(self._frames), "a block was given twice")
-            self._wait_turn(index, lambda: len(self._frames))
+            # The blocks before this one were begun earlier, and none of them waits for this one.
+            self._changed.wait_for(
+                lambda: self._failure is not None or len(self._frames) >= index, TURN_WAIT_S
+            )
+            self._raise_failure()
+            if len(self._frames) < index:
+                op = f"wait for block {len(self._frames)} before block {index}"
+                raise StorageError(op, self._path, errno.ETIMEDOUT)
             at = self._end
             self._frames.append(nbytes)
             self._end += nbytes
             self._changed.notify_all()
             return at
-
-    def _wait_turn(self, index: int, count: Callable[[], int]) -> None:
-        """Waits until `count` blocks before this one are done, which are all; with the lock held.
-
-        They were begun earlier, and none of them waits for this one.
-        """
-        self._changed.wait_for(lambda: self._failure is not None or count() >= index, TURN_WAIT_S)
-        self._raise_failure()
-        if count() < index:
-            op = f"wait for block {count()} before block {index}"
-            raise StorageError(op, self._path, errno.ETIMEDOUT)
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
@@ -305,8 +269,7 @@ class FrameReader:
     """Reads blocks of an image from the frames that a FrameWriter wrote.
 
     Several threads may call transfer(), for any blocks in any order. The caller has to verify the
-    bytes: a frame that cannot be decoded gives zeros. What a block is derived from is read with it,
-    and is not verified: the block's own checksum tells. Padding is not needed to decode a frame, so
+    bytes: a frame that cannot be decoded gives zeros. Padding is not needed to decode a frame, so
     that a read does not depend on it; but `zstd -d` does.
     """
 
@@ -319,7 +282,6 @@ class FrameReader:
         block_bytes: int,
         frames: Sequence[int],
         codec: str = "zstd",
-        derives: bool = True,
         kept: dict[int, bytes] | None = None,
         unpadded: list[int] | None = None,
     ) -> None:
@@ -332,7 +294,6 @@ class FrameReader:
             block_bytes: the size of its blocks, of which the last may be shorter.
             frames: each block's stored size, as FrameWriter.frames() returned them.
             codec: the one that the file was written with.
-            derives: whether blocks may have derived runs, as the file's index says.
             kept: receives each block's frame as it is in the file, by block number.
             unpadded: receives the numbers of the blocks whose frame was decoded, but does not have
                 the padding that a FrameWriter writes behind it.
@@ -357,7 +318,7 @@ class FrameReader:
                     f"multiple of {PAGE_BYTES}, at most {limit}: load another checkpoint"
                 )
         self._offsets = list(accumulate(frames, initial=0))
-        self._codec, self._derives = codec, derives
+        self._codec = codec
         self._kept, self._unpadded = kept, unpadded
 
     def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
@@ -375,40 +336,24 @@ class FrameReader:
         """
         ensure(kind == "read" and fd == self._fd, "a transfer of another file")
         index = self._blocks.index_of(memory, offset)
-        stored = self._stored(index, 0, self._padded_nbytes(index))
+        is_planes = self._codec == "planes"
+        stored = self._stored(index)
         if self._kept is not None:
             self._kept[index] = stored
-        if not self._decode(stored, memory, offset):
+        if not (planes.decode if is_planes else _decompress)(stored, memory):
             memory[:] = bytes(len(memory))
         elif self._unpadded is not None:
-            is_planes = self._codec == "planes"
             nbytes = (planes.frame_nbytes if is_planes else _frame_nbytes)(stored, len(memory))
             if stored[nbytes:] != _padding(nbytes):
                 self._unpadded.append(index)
         return len(memory)
 
-    def _decode(self, stored: bytes, memory: memoryview, offset: int) -> bool:
-        if self._codec != "planes":
-            return _decompress(stored, memory)
-        if not self._derives:
-            return planes.decode(stored, memory)
-        masters = planes.Masters(self._open_frame, self._blocks.block_bytes, offset)
-        return planes.decode(stored, memory, masters.derive)
-
-    def _open_frame(self, index: int) -> planes.Frame:
-        """Returns the frame of a block, of which only what is asked for is read."""
-        read = partial(self._stored, index)
-        return planes.Frame(read, self._padded_nbytes(index), self._blocks.size(index))
-
-    def _padded_nbytes(self, index: int) -> int:
-        return self._offsets[index + 1] - self._offsets[index]
-
-    def _stored(self, index: int, begin: int, nbytes: int) -> bytes:
-        """Reads so many bytes of a frame, from `begin` on."""
-        at = self._offsets[index] + begin
+    def _stored(self, index: int) -> bytes:
+        """Reads a frame with its padding."""
+        at, end = self._offsets[index : index + 2]
         with reported("read", self._path, at):
-            stored = self._storage.read_at(self._fd, nbytes, at)
-        if len(stored) < nbytes:
+            stored = self._storage.read_at(self._fd, end - at, at)
+        if len(stored) < end - at:
             raise StorageError("read", self._path, errno.ENODATA, at + len(stored))
         return stored
 

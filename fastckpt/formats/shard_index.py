@@ -34,14 +34,13 @@ from fastckpt.plan.boxes import Box
 from fastckpt.plan.chunk_hashes import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import PAGE_BYTES, block_count
 
-FORMAT, VERSION = "fastckpt-index", 4
+FORMAT, VERSION = "fastckpt-index", 3
 INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
 _PER_RANK_OF = f"{PER_RANK}~rank"
 # Version 1 has no values of ranks other than the writer, version 2 has; neither has the codec
-# "planes" or hashes, and no version before 4 what is derived. What older readers understand is
-# written for them.
-_FIRST_VERSION, _GATHERED_VERSION, _PLANES_VERSION = 1, 2, 3
+# "planes" or hashes. What older readers understand is written for them.
+_FIRST_VERSION, _GATHERED_VERSION = 1, 2
 _SUFFIXES = {None: "", "zstd": ".zst", "planes": ".planes"}  # of files, by their codec
 _CRC_DIGITS = 8
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
@@ -85,8 +84,6 @@ class ShardIndex:
         pieces: the pieces of tensors.
         per_rank: begin and size in bytes of the entry PER_RANK, or None.
         hashes: those of the file's chunks, or None if the next step is not to reuse any.
-        derived_nbytes: with the codec "planes", the bytes of the uncompressed file that are derived
-            from others of it.
     """
 
     nonce: str
@@ -101,7 +98,6 @@ class ShardIndex:
     pieces: tuple[Piece, ...]
     per_rank: tuple[int, int] | None
     hashes: ChunkHashes | None = None
-    derived_nbytes: int = 0
 
     def values_of(self, rank: int) -> tuple[int, int] | None:
         """Returns begin and size, in bytes, of the values of the writer or of a rank whose shard
@@ -141,10 +137,7 @@ class ShardIndex:
         written = {
             "format": FORMAT,
             "version": _version(
-                gathers(self.pieces),
-                self.codec,
-                has_hashes=self.hashes is not None,
-                derives=self.derived_nbytes > 0,
+                gathers(self.pieces), self.codec, has_hashes=self.hashes is not None
             ),
             "nonce": self.nonce,
             "rank": self.rank,
@@ -155,7 +148,6 @@ class ShardIndex:
             "crc32": "".join(map(crc_digits, self.block_crcs)),
             "codec": self.codec,
             "frames": [*self.frames],
-            **({"derived_nbytes": self.derived_nbytes} if self.derived_nbytes else {}),
             "per_rank": None if self.per_rank is None else [*self.per_rank],
             **({} if self.hashes is None else {"hashes": _hashes_written(self.hashes)}),
             "pieces": [
@@ -182,12 +174,13 @@ class ShardIndex:
 
         Raises:
             CorruptCheckpoint: it is malformed.
-            IncompatibleCheckpoint: a newer fastckpt wrote it.
+            IncompatibleCheckpoint: a newer fastckpt wrote it, or it has derived tensors.
         """
         if len(content) > INDEX_BYTES_MAX:
             raise CorruptCheckpoint(f"{len(content)} bytes are too many for an index")
         try:
             written: Any = decode(content)
+            _refuse_derived(written)
             check_version(written, FORMAT, VERSION)
             pieces = validate(written)
         except (ValueError, RecursionError) as error:
@@ -207,7 +200,6 @@ class ShardIndex:
             pieces=pieces,
             per_rank=None if per_rank is None else (per_rank[0], per_rank[1]),
             hashes=None if hashes is None else _hashes_read(hashes),
-            derived_nbytes=written.get("derived_nbytes", 0),
         )
 
 
@@ -222,9 +214,8 @@ def validate(index: Any) -> tuple[Piece, ...]:
         "codec": (str, type(None)),
         "per_rank": (list, type(None)),
     }
-    if type(index) is dict:
-        optional = {"hashes": dict, "derived_nbytes": int}
-        kinds.update({name: kind for name, kind in optional.items() if name in index})
+    if type(index) is dict and "hashes" in index:
+        kinds["hashes"] = dict
     check_members(index, kinds, "it")
     if index["format"] != FORMAT or not _FIRST_VERSION <= index["version"] <= VERSION:
         raise ValueError(f"it is a {shown(index['format'])} of version {index['version']}")
@@ -239,8 +230,6 @@ def validate(index: Any) -> tuple[Piece, ...]:
     _check_frames(index, blocks)
     if "hashes" in index:
         _check_hashes(index)
-    if "derived_nbytes" in index:
-        _check_derived(index)
     return _check_pieces(index)
 
 
@@ -258,10 +247,12 @@ def _check_frames(index: Any, blocks: int) -> None:
         raise ValueError(f"frames are not multiples of {PAGE_BYTES} with the sum {file_nbytes}")
 
 
-def _check_derived(index: Any) -> None:
-    nbytes = index["derived_nbytes"]
-    if index["codec"] != "planes" or not 0 < nbytes < index["nbytes"]:
-        raise ValueError(f"it has {nbytes} derived bytes, which have the codec planes, and sources")
+def _refuse_derived(written: object) -> None:
+    if isinstance(written, dict) and "derived_nbytes" in written:
+        raise IncompatibleCheckpoint(
+            "it has bf16 tensors that are derived from fp32 tensors, as only versions of fastckpt "
+            'before 0.1.0 wrote: load the step with that version, and save it with codec="zstd"'
+        )
 
 
 def _check_hashes(index: Any) -> None:
@@ -286,14 +277,12 @@ def _hashes_read(written: Any) -> ChunkHashes:
     return ChunkHashes(bytes.fromhex(written["key"]), written["chunk_bytes"], values)
 
 
-def _version(gathers: bool, codec: str | None, *, has_hashes: bool, derives: bool) -> int:
-    """Returns the first version that has this codec and, if there are, hashes, values of other
-    ranks and derived bytes.
+def _version(gathers: bool, codec: str | None, *, has_hashes: bool) -> int:
+    """Returns the first version that has this codec and, if there are, hashes and values of other
+    ranks.
     """
-    if derives:
-        return VERSION
     if codec == "planes" or has_hashes:
-        return _PLANES_VERSION
+        return VERSION
     return _GATHERED_VERSION if gathers else _FIRST_VERSION
 
 
@@ -328,9 +317,9 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
         found.append(its)
     wholes, boxes, nbytes = ([*map(itemgetter(member), found)] for member in range(3))
     pieces = tuple(map(_piece, zip(keys, dtypes, wholes, boxes, begins, strict=True)))
-    has = {"has_hashes": "hashes" in index, "derives": "derived_nbytes" in index}
-    if index["version"] != _version(gathers(pieces), index["codec"], **has):
-        told = "2 has values of other ranks, 3 has planes or hashes, 4 has derived bytes"
+    has_hashes = "hashes" in index
+    if index["version"] != _version(gathers(pieces), index["codec"], has_hashes=has_hashes):
+        told = "2 has values of other ranks, 3 has planes or hashes"
         raise ValueError(f"its version {index['version']} does not fit: {told}")
     extents = [*zip(begins, nbytes, keys, strict=True)]
     if index["per_rank"] is not None:

@@ -37,13 +37,6 @@ class ItemRun(NamedTuple):
     is_float: bool
 
 
-class ItemRange(NamedTuple):
-    """So many items of one tensor, from a place in an image on."""
-
-    begin: int
-    items: int
-
-
 @dataclass
 class Image:
     """The bytes of one file: a body copied from memory, and a tail that depends on its checksums.

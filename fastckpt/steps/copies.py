@@ -172,13 +172,13 @@ class StepCopies:
 
         with self.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
             if index.codec is not None:
-                file, derives = (self._storage, fd, path), index.derived_nbytes > 0
                 reader = FrameReader(
-                    *file,
+                    self._storage,
+                    fd,
+                    path,
                     *sizes,
                     index.frames,
                     index.codec,
-                    derives=derives,
                     kept=frames,
                     unpadded=unpadded,
                 )

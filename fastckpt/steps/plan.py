@@ -15,11 +15,10 @@ from functools import partial
 
 from fastckpt.engine.codec import FrameWriter, encoder_of
 from fastckpt.engine.reuse import Cloner
-from fastckpt.engine.roundings import Roundings
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import index_name, shard_name
-from fastckpt.handle import SaveHandle, SaveStats
+from fastckpt.handle import SaveHandle
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import compare
@@ -83,8 +82,7 @@ class StepPlan(Plan):
         compared = comparable(content.leaves, agreement.world_size, description.first_rank)
         description.sample(compared, zlib.crc32(agreement.label.encode()))
         path, how = self._handle.path, (self._place, self._options)
-        stats = self._handle.stats
-        self._shard = _ShardOutput(own, path, agreement, self._storage, *how, reuse, stats)
+        self._shard = _ShardOutput(own, path, agreement, self._storage, *how, reuse)
         self._shard.names = names
         captured, content.objects = content.objects, None
         if captured is None:
@@ -160,7 +158,6 @@ class _ShardOutput(Output):
         place: AnyStepPlace,
         options: StepOptions,
         reuse: Reuse | None,
-        stats: SaveStats,
     ) -> None:
         super().__init__(shard.image, path)
         self._shard = shard
@@ -172,8 +169,6 @@ class _ShardOutput(Output):
         self._rank = agreement.rank
         self._name = shard_name(agreement.rank, options.codec)
         self._writer: FrameWriter | None = None
-        self._roundings = Roundings()
-        self._stats = stats
 
     def known(self, files: ExitStack) -> Cloner | None:
         if self._reuse is None or self._shard.is_empty:
@@ -195,9 +190,7 @@ class _ShardOutput(Output):
         file.make(make, purpose, path, allocates=codec is None, timed=timed)
         if codec is not None:
             sizes = (shard.nbytes, BLOCK_BYTES)
-            if codec == "planes":
-                self._roundings = self._shard.roundings()
-            encoder = encoder_of(codec, self._shard.runs(), BLOCK_BYTES, self._roundings)
+            encoder = encoder_of(codec, shard.runs(), BLOCK_BYTES)
             self._writer = FrameWriter(self._storage, file.fd, path, *sizes, encoder)
             file.through(self._writer.transfer)
 
@@ -209,9 +202,7 @@ class _ShardOutput(Output):
         frames = () if self._writer is None else self._writer.frames()
         crcs = file.transfer.block_crcs()
         hashes = None if self._reuse is None else self._reuse.hashes(crcs)
-        derived = self._stats.derived_nbytes = self._roundings.derived_nbytes
-        coded = (self._options.codec, frames, hashes, derived)
-        index = shard.index(self.nonce, self._name, crcs, *coded)
+        index = shard.index(self.nonce, self._name, crcs, self._options.codec, frames, hashes)
         if self._reuse is not None:
             self._reuse.note(index)
         file.end(shard.nbytes)

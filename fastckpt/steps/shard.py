@@ -6,17 +6,15 @@ The module must not know files, other ranks' shards, or how anything is written.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 from operator import itemgetter
 
 import torch
 
-from fastckpt.engine.roundings import ITEMS_MIN, Roundings
 from fastckpt.formats import safetensors
 from fastckpt.formats.shard_index import PER_RANK, Piece, ShardIndex, entry_name
 from fastckpt.plan.boxes import Held, plan
 from fastckpt.plan.chunk_hashes import ChunkHashes
-from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRange, ItemRun
+from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRun
 from fastckpt.state.tree import Leaf
 
 # The bits that are all ones in what is infinite or not a number: the exponent's. float8_e4m3fn has
@@ -92,24 +90,6 @@ class Shard:
                 found.append(run)
         return found
 
-    def roundings(self) -> Roundings:
-        """Returns where tensors lie of which one may be the other's rounding: of bf16 and of fp32,
-        and the same part of the same shape.
-        """
-        found: dict[torch.dtype, dict[object, list[ItemRange]]] = {
-            torch.bfloat16: {},
-            torch.float32: {},
-        }
-        for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False):
-            if leaf.local.dtype in found and box.numel >= ITEMS_MIN:
-                alike = found[leaf.local.dtype].setdefault((leaf.shape, box), [])
-                alike.append(ItemRange(begin, box.numel))
-        halves, masters = found.values()
-        common = halves.keys() & masters.keys()
-        return Roundings(
-            *(sorted(chain.from_iterable(its[one] for one in common)) for its in (masters, halves))
-        )
-
     def look_at_numbers(self) -> list[str]:
         """Has the image's floating-point numbers looked at; returns the names of their tensors."""
         names = []
@@ -129,7 +109,6 @@ class Shard:
         codec: str | None = None,
         frames: tuple[int, ...] = (),
         hashes: ChunkHashes | None = None,
-        derived_nbytes: int = 0,
     ) -> ShardIndex:
         pieces = [
             Piece(leaf.key, safetensors.NAMES[leaf.local.dtype], leaf.shape, box, begin)
@@ -149,7 +128,6 @@ class Shard:
             pieces=tuple(pieces),
             per_rank=own,
             hashes=hashes,
-            derived_nbytes=derived_nbytes,
         )
 
 

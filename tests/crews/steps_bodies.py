@@ -21,7 +21,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from torch.utils._pytree import tree_leaves, tree_map
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
@@ -36,13 +35,10 @@ from tests.crews.steps_states import (
     arranged,
     content,
     differing,
-    local,
     numbers,
     restamp,
-    same_bits,
     spread,
     spread_by_group,
-    spreads,
     stamped,
     step_of,
 )
@@ -121,36 +117,6 @@ def restore_arranged(member: Member, root: str, pairs: list[tuple[int, int]]) ->
                 f"{step} -> {variation}: {key}" for key in differing(member, state, variation)
             ]
     return faults
-
-
-def mixed(variation: int) -> dict[str, Any]:
-    """Weights of bf16 and what an optimizer of fp32 keeps of them, as whole tensors."""
-    found: dict[str, Any] = {"model": {}, "optimizer": {}}
-    for name, shape in (("up", (1024, 257)), ("down", (257, 1024))):
-        random = torch.Generator().manual_seed(variation + len(name))
-        master, moment = (torch.randn(shape, generator=random) for _ in range(2))
-        found["model"][name] = master.to(torch.bfloat16)
-        found["optimizer"][name] = {"moment": moment, "master": master}
-    return found
-
-
-def save_mixed(member: Member, root: str, variation: int) -> int:
-    """Saves mixed(), spread in one of the ways that there are; returns how much was derived."""
-    way = spreads(member.world_size)[variation]
-    state = tree_map(lambda tensor: spread(tensor, way), mixed(variation))
-    with Checkpointer(root, codec="planes") as checkpointer:
-        return checkpointer.save(variation, state).result().derived_nbytes
-
-
-def restore_mixed(member: Member, root: str, variation: int) -> bool:
-    """Restores the step spread in another way; returns whether every bit came back."""
-    way = spreads(member.world_size)[variation % 2]
-    wanted = tree_map(lambda tensor: spread(tensor, way), mixed(variation))
-    state = tree_map(torch.zeros_like, wanted)
-    with Checkpointer(root) as checkpointer:
-        assert checkpointer.restore(state, variation) == variation
-    pairs = zip(tree_leaves(state), tree_leaves(wanted), strict=True)
-    return all(same_bits(local(found), local(whole)) for found, whole in pairs)
 
 
 def save_partial(member: Member, root: str, ranks: list[int]) -> tuple[Outcome, int | None]:

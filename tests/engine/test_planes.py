@@ -283,6 +283,7 @@ FORGED = {
     "no whole items": forged((999, 2, [499, 499]), (1, 1, [1]), rest=bytes(1000)),
     "a width of 3": forged((999, 3, [333] * 3), (1, 1, [1]), rest=bytes(1000)),
     "a width of 16": forged((992, 16, []), (8, 1, [8]), rest=bytes(1000)),
+    "items of a kind that is not known": forged((1000, 34, [0, 0]), rest=bytes(1000)),
     "turned bytes": forged((1000, 17, [1000]), rest=bytes(1000)),
     "a plane that is too long": forged((1000, 1, [1001]), rest=bytes(1001)),
     "a plane without bytes": forged((1000, 1, [0]), rest=bytes(1000)),

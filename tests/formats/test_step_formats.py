@@ -51,7 +51,6 @@ from fastckpt.formats.shard_index import (
     PER_RANK,
     Piece,
     ShardIndex,
-    check_version,
     entry_name,
     index_name,
     per_rank_key,
@@ -496,9 +495,7 @@ def indexes(draw: st.DrawFn) -> ShardIndex:
         sizes = {"min_size": 16, "max_size": 16}
         values = draw(st.binary(**sizes)) * -(-nbytes // 4096)
         hashes = ChunkHashes(draw(st.binary(**sizes).filter(any)), 4096, values)
-    derives = codec == "planes" and draw(st.booleans())
     return ShardIndex(
-        derived_nbytes=draw(st.integers(1, nbytes - 1)) if derives else 0,
         nonce=draw(st.text("0123456789abcdef", min_size=16, max_size=64)),
         rank=rank,
         file=shard_name(rank, codec),
@@ -747,24 +744,12 @@ def test_planes_make_an_index_of_version_3() -> None:
             ShardIndex.from_bytes(index)
 
 
-def test_derived_bytes_make_an_index_of_version_4() -> None:
-    """And they alone do; older readers say that they are too old."""
-    index = replace(INDEX, codec="planes", derived_nbytes=2768)
-    content = index.to_bytes()
-    assert b'"version":4' in content and b'],"derived_nbytes":2768,"per_rank"' in content
-    assert ShardIndex.from_bytes(content) == index
-    with pytest.raises(IncompatibleCheckpoint, match="version 4, this fastckpt reads up to 3"):
-        check_version(json.loads(content), "fastckpt-index", 3)
-    for old, new in (
-        (b'"version":4', b'"version":3'),
-        (b"2768", b"0"),
-        (b"2768", b"4180"),
-        (b"2768", b"true"),
-        (b'"planes"', b'"zstd"'),
-        (b'"derived_nbytes":2768,', b""),
-    ):
-        with pytest.raises(CorruptCheckpoint, match=r"derived( bytes|_nbytes)"):
-            ShardIndex.from_bytes(content.replace(old, new, 1))
+def test_derived_tensors_are_refused_by_name() -> None:
+    """As versions before 0.1.0 wrote them."""
+    content = replace(INDEX, codec="planes").to_bytes().replace(b'"version":3', b'"version":4', 1)
+    content = content.replace(b'"per_rank"', b'"derived_nbytes":2768,"per_rank"', 1)
+    with pytest.raises(IncompatibleCheckpoint, match=r"derived from fp32 .*: load the step with"):
+        ShardIndex.from_bytes(content)
 
 
 HASHED = replace(

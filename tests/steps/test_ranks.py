@@ -225,17 +225,6 @@ def test_zstd_on_several_ranks(crew: Callable[[int], Crew], disk: Path) -> None:
     assert restored(crew(4), disk) == 1
 
 
-def test_bf16_weights_are_derived_within_a_shard(crew: Callable[[int], Crew], disk: Path) -> None:
-    """Where each rank writes the same part of both; else they are stored, and come back, too."""
-    whole, sharded = 2 * 2 * 1024 * 257, spreads(2)[1:3]
-    for variation in range(len(spreads(2))):
-        derived = sum(crew(2)(bodies.save_mixed, str(disk), variation))
-        spread = spreads(2)[variation]
-        assert derived == whole if spread in sharded else derived < whole, spread
-        for restoring in (1, 2):
-            assert all(crew(restoring)(bodies.restore_mixed, str(disk), variation)), spread
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_old_steps_are_removed(crew: Callable[[int], Crew], disk: Path, ranks: int) -> None:
     seen = crew(ranks)(bodies.save_and_keep, str(disk), {"keep_last": 2, "keep_every": 3})

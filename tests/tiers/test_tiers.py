@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import torch
 
 from fastckpt import Checkpointer, SaveCancelled
 from fastckpt.arguments.quantities import shown_size
@@ -167,20 +166,6 @@ def test_a_step_is_committed_in_both_tiers(disk: Path, local: Path, codec: str |
     with Checkpointer(root) as checkpointer:
         assert checkpointer.restore(found) == 7
     assert_holds(found, 7, 5_000_000)
-
-
-def test_a_drain_copies_what_is_derived_from_other_blocks(disk: Path, local: Path) -> None:
-    master = torch.randn(3_000_000, generator=torch.Generator().manual_seed(1))
-    state = {"weight": master.to(torch.bfloat16), "master": master}
-    with Checkpointer(disk / "run", local=local, codec="planes") as checkpointer:
-        stats = checkpointer.save(7, state).result(WAIT_S)
-    assert stats.derived_nbytes > 5_000_000 and stats.local_committed_s is not None
-    shard = "rank-00000.safetensors.planes"
-    drained = disk / "run" / "step-00000007" / shard
-    assert (local_step(local, 7) / shard).read_bytes() == drained.read_bytes()
-    with Checkpointer(disk / "run") as checkpointer:
-        found = checkpointer.load()
-    assert all(torch.equal(found[key], state[key]) for key in state)
 
 
 def test_without_a_tier_wait_local_says_so(disk: Path) -> None:
