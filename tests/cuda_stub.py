@@ -41,6 +41,18 @@ class Alive(NamedTuple):
     pinned_bytes: int
 
 
+class Pending(NamedTuple):
+    """What streams have held at a time since configure().
+
+    Attributes:
+        operations: the most of one stream, a batch of copies as one.
+        waited: calls that waited because a stream was full.
+    """
+
+    operations: int
+    waited: int
+
+
 class Memory(NamedTuple):
     """Of the device: what callers have taken and not given back."""
 
@@ -90,9 +102,9 @@ class CudaStub:
         return int(self._library.stub_failed(name.encode()))
 
     @contextlib.contextmanager
-    def silent(self, name: str) -> Iterator[Callable[[], None]]:
-        """Calls of a function do not return meanwhile; `with silent(name) as reached`: reached()
-        waits until there is one.
+    def silent(self, name: str) -> Iterator[Callable[[int], None]]:
+        """Calls of a function do not return meanwhile; `with silent(name) as reached`:
+        reached(count) waits until there are so many.
         """
         self._library.stub_silence(name.encode(), 1)
         try:
@@ -159,6 +171,12 @@ class CudaStub:
         values = (ctypes.c_uint64 * 5)()
         self._library.stub_alive(values)
         return Alive(*values)
+
+    def pending(self) -> Pending:
+        """How full streams were."""
+        values = (ctypes.c_uint64 * 2)()
+        self._library.stub_pending(values)
+        return Pending(*values)
 
     def memory(self) -> Memory:
         """What is taken of the device."""

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 #include <new>
 #include <system_error>
 #include <thread>
@@ -16,8 +17,6 @@
 namespace fastckpt {
 
 namespace {
-
-constexpr size_t kPinnedBlocks = 16;  // at a time
 
 // Touches each page, which changes no content. A fault in user mode holds the lock of this mapping
 // alone (Linux 6.4 and later), whereas madvise(MADV_POPULATE_WRITE) holds that of the process's
@@ -55,7 +54,8 @@ Arena::Arena(size_t budget_bytes, size_t block_bytes)
     // copy-on-write during a direct write could corrupt data (open(2), NOTES).
     madvise(base_, nbytes, MADV_DONTFORK);
     free_.reserve(blocks_);
-    for (size_t i = blocks_; i-- > 0;) free_.push_back(base_ + i * block_bytes_);
+    for (size_t i = 0; i < blocks_; ++i) free_.push_back(base_ + i * block_bytes_);
+    pins_.resize((blocks_ + kPinnedBlocks - 1) / kPinnedBlocks);
 }
 
 Arena::~Arena() {
@@ -66,8 +66,9 @@ Arena::~Arena() {
 
 std::byte* Arena::acquire() {
     if (free_.empty()) return nullptr;
-    // The block released last comes first: so the process touches, and keeps, only as many pages as
-    // a save needs at a time.
+    // So the process touches, and keeps, only as many pages as a save needs at a time; and blocks
+    // that are taken one after the other mostly lie side by side, where one copy may fill several.
+    std::pop_heap(free_.begin(), free_.end(), std::greater<>{});
     std::byte* block = free_.back();
     free_.pop_back();
     in_use_max_ = std::max(in_use_max_, blocks_in_use());
@@ -78,23 +79,43 @@ void Arena::release(std::byte* block) {
     CHECK(block >= base_ && static_cast<size_t>(block - base_) % block_bytes_ == 0);
     CHECK(static_cast<size_t>(block - base_) / block_bytes_ < blocks_ && free_.size() < blocks_);
     free_.push_back(block);
+    std::push_heap(free_.begin(), free_.end(), std::greater<>{});
+}
+
+size_t Arena::part_of(const std::byte* block) const {
+    return static_cast<size_t>(block - base_) / block_bytes_ / kPinnedBlocks;
+}
+
+bool Arena::in_one_part(const std::byte* one, const std::byte* other) const {
+    return part_of(one) == part_of(other);
+}
+
+bool Arena::needs_pin(const std::byte* block) {
+    const std::lock_guard lock(pin_mu_);
+    return pin_error_ == 0 && pins_[part_of(block)] != Pin::done;
 }
 
 int Arena::pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner) {
-    const size_t part = static_cast<size_t>(block - base_) / block_bytes_ / kPinnedBlocks;
-    const std::lock_guard lock(pin_mu_);
-    pinned_.resize((blocks_ + kPinnedBlocks - 1) / kPinnedBlocks);
-    if (pinned_[part] || pin_error_ != 0) return pin_error_;
+    const size_t part = part_of(block);
+    std::unique_lock lock(pin_mu_);
+    pin_ended_.wait(lock, [&] { return pins_[part] != Pin::under_way; });
+    if (pins_[part] == Pin::done || pin_error_ != 0) return pin_error_;
+    pins_[part] = Pin::under_way;
     const size_t first = part * kPinnedBlocks;
-    const size_t count = std::min(kPinnedBlocks, blocks_ - first);
+    const size_t nbytes = std::min(kPinnedBlocks, blocks_ - first) * block_bytes_;
     std::byte* memory = base_ + first * block_bytes_;
     if (pinner_ == nullptr) {
         pinner_ = pinner;
         prefer_node(base_, blocks_ * block_bytes_, pinner->node());
     }
-    populate(memory, count * block_bytes_);  // faster than page by page while pinning
-    pin_error_ = pinner_->pin(memory, count * block_bytes_);
-    pinned_[part] = pin_error_ == 0;
+    const auto chosen = pinner_;
+    lock.unlock();
+    populate(memory, nbytes);  // faster than page by page while pinning
+    const int error = chosen->pin(memory, nbytes);
+    lock.lock();
+    pins_[part] = error == 0 ? Pin::done : Pin::none;
+    if (pin_error_ == 0) pin_error_ = error;
+    pin_ended_.notify_all();
     return pin_error_;
 }
 
@@ -107,10 +128,12 @@ int Arena::pin(size_t begin, size_t end, const std::shared_ptr<Pinner>& pinner) 
 }
 
 void Arena::unpin() {
-    const std::lock_guard lock(pin_mu_);
-    for (size_t part = 0; part < pinned_.size(); ++part)
-        if (pinned_[part]) pinner_->unpin(base_ + part * kPinnedBlocks * block_bytes_);
-    pinned_.clear();
+    std::unique_lock lock(pin_mu_);
+    pin_ended_.wait(
+        lock, [&] { return std::find(pins_.begin(), pins_.end(), Pin::under_way) == pins_.end(); });
+    for (size_t part = 0; part < pins_.size(); ++part)
+        if (pins_[part] == Pin::done) pinner_->unpin(base_ + part * kPinnedBlocks * block_bytes_);
+    pins_.assign(pins_.size(), Pin::none);
     pinner_ = nullptr;
 }
 

@@ -2,7 +2,9 @@
 // knows which blocks are free; it does not know what is staged in them, and its owner locks it.
 #pragma once
 
+#include <condition_variable>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -22,6 +24,8 @@ class Pinner {
 
 class Arena {
   public:
+    static constexpr size_t kPinnedBlocks = 16;  // of a part, which is pinned at once
+
     // Reserves address space only; a block gets pages when it is first used. budget_bytes is
     // rounded down to whole blocks, at least one. Throws std::bad_alloc.
     Arena(size_t budget_bytes, size_t block_bytes);
@@ -29,7 +33,7 @@ class Arena {
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
 
-    // A free block, the one released last, or nullptr when the budget is spent.
+    // The free block with the lowest address, or nullptr when the budget is spent.
     std::byte* acquire();
     void release(std::byte* block);
 
@@ -39,8 +43,13 @@ class Arena {
 
     // Pins the part of the arena that a block lies in, once, so that blocks which no device needs
     // stay unpinned. Returns 0, or the first refusal, after which nothing more is pinned and copies
-    // are slower. Callable without the owner's lock.
+    // are slower. Called without the owner's lock, by several threads for different parts at once.
     int pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner);
+    // Whether pin() would still have to pin a block's part.
+    bool needs_pin(const std::byte* block);
+    // Whether two blocks lie in the same part. No copy may cross the parts' bounds: the driver
+    // knows each by a registration of its own.
+    bool in_one_part(const std::byte* one, const std::byte* other) const;
     // Does the same for the blocks in bytes [begin, end) of the arena.
     int pin(size_t begin, size_t end, const std::shared_ptr<Pinner>& pinner);
 
@@ -53,16 +62,20 @@ class Arena {
     size_t blocks_in_use_max() const { return in_use_max_; }
 
   private:
+    size_t part_of(const std::byte* block) const;
+
     const size_t block_bytes_;
     const size_t blocks_;
     std::byte* base_ = nullptr;
-    std::vector<std::byte*> free_;
+    std::vector<std::byte*> free_;  // a heap, the lowest address first
     size_t in_use_max_ = 0;
 
     std::mutex pin_mu_;
     // State below is protected by pin_mu_.
+    enum class Pin : uint8_t { none, under_way, done };
+    std::condition_variable pin_ended_;
     std::shared_ptr<Pinner> pinner_;
-    std::vector<bool> pinned_;  // by part
+    std::vector<Pin> pins_;  // by part
     int pin_error_ = 0;
 };
 

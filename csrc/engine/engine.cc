@@ -8,6 +8,7 @@
 #include <iterator>
 
 #include "check.h"
+#include "engine/write_block.h"
 
 namespace fastckpt {
 
@@ -88,8 +89,8 @@ void Engine::run() {
     std::unique_lock lock(mu_);
     for (;;) {
         submit_due();
-        if (verify_one(lock) || copy_one(lock) || arrive_one(lock, false) || stage_one(lock) ||
-            arrive_one(lock, true))
+        if (verify_one(lock) || copy_one(lock) || sum_one(lock) || arrive_one(lock, false) ||
+            stage_one(lock) || arrive_one(lock, true))
             continue;
         if (closing_ && jobs_.empty() && to_verify_.empty() && arriving_.empty()) return;
         rest(lock);
@@ -172,35 +173,60 @@ bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
         each->note_no_memory();
     }
     if (job == nullptr) return false;
-    WriteJob::Block& block = job->claim(memory, number);
+    ++job->stagers_;
+    const size_t most = memory != nullptr && job->wants_copies() ? batch_blocks(memory) : 1;
+    const auto batch = std::make_shared<WriteJob::Batch>();
+    batch->blocks.push_back(&job->claim(memory, number));
+    while (batch->blocks.size() < most && job->wants_copies() &&
+           (memory = arena_.acquire()) != nullptr)
+        batch->blocks.push_back(&job->claim(memory, GdsStage::kNone));
     lock.unlock();
-    job->gather(block);
-    if (!job->is_arriving(block)) job->copy(block);
+    job->gather(*batch);
+    if (!batch->is_arriving()) job->copy(*batch->blocks.front());
     lock.lock();
-    if (job->is_arriving(block)) {
-        job->gathered(block);
-        arriving_.emplace_back(job, &block);
+    if (batch->is_arriving()) {
+        job->gathered(*batch);
+        arriving_.emplace_back(job, batch);
     } else {
-        job->copied(block);
+        job->copied(*batch->blocks.front());
     }
     changed_.notify_all();
     return true;
 }
 
+// Returns how many blocks to take at once from devices, given the first one's memory. Each batch is
+// two operations of a stream that takes a limited number, so their size doubles with every 16 that
+// wait: of 8,192 blocks, 150 batches wait at most. A part that is not pinned yet is one stager's,
+// so that others pin the next ones meanwhile.
+size_t Engine::batch_blocks(const std::byte* first) {
+    constexpr size_t kBatchesOfOneSize = 16, kDoublingsMax = 16;
+    const size_t doublings = std::min(arriving_.size() / kBatchesOfOneSize, kDoublingsMax);
+    const size_t blocks = size_t{1} << doublings;
+    return arena_.needs_pin(first) ? std::max(blocks, Arena::kPinnedBlocks) : blocks;
+}
+
 bool Engine::arrive_one(std::unique_lock<std::mutex>& lock, bool wait) {
     if (arriving_.empty() || arrival_awaited_) return false;
-    const auto [job, block] = arriving_.front();
+    const auto [job, batch] = arriving_.front();
     arrival_awaited_ = true;
     lock.unlock();
-    const bool arrived = job->arrived(*block, wait);
+    const bool arrived = job->arrived(*batch, wait);
     lock.lock();
     arrival_awaited_ = false;
     changed_.notify_all();  // another thread may wait for a device while this one does other work
     if (!arrived) return false;
     arriving_.pop_front();
-    job->account(*block);
+    job->account(*batch);
+    for (WriteJob::Block* block : batch->blocks) arrived_.emplace_back(job, block);
+    return true;
+}
+
+bool Engine::sum_one(std::unique_lock<std::mutex>& lock) {
+    if (arrived_.empty()) return false;
+    const auto [job, block] = arrived_.front();
+    arrived_.pop_front();
     lock.unlock();
-    if (!job->is_lost(*block)) job->copy(*block);
+    if (block->device_error == cuda::kSuccess) job->copy(*block);
     lock.lock();
     job->copied(*block);
     changed_.notify_all();

@@ -175,6 +175,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
   private:
     friend class Engine;
     struct Block;
+    struct Batch;
     enum class State : uint8_t { waiting, copied, sealed, written };
 
     WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
@@ -196,17 +197,17 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     Block& claim(std::byte* memory, size_t direct);
     bool is_direct(size_t index) const;
     bool wants_direct() const;
-    void gather_direct(Block& block);
+    bool wants_copies() const;
+    void gather_direct(Batch& batch);
     uint32_t direct_crc(Block& block, uint64_t begin, uint64_t nbytes) const;
-    void gather(Block& block);
     struct Arrival;
-    Arrival* arrive_by(Block& block, DeviceQueue* queue);
-    void gathered(Block& block);
-    bool is_arriving(const Block& block) const;
-    bool arrived(Block& block, bool wait);
+    void gather(Batch& batch);
+    void gather(Block& block, Batch& batch, std::vector<std::pair<Block*, const Segment*>>& host);
+    void queue(Arrival& arrival, Batch& batch);
+    void gathered(Batch& batch);
+    bool arrived(Batch& batch, bool wait);
     void start_clocks();
-    void account(const Block& block);
-    bool is_lost(const Block& block) const;
+    void account(const Batch& batch);
     void copy(Block& block);
     void copy_from(Block& block, uint64_t at);
     uint64_t pass_known(Block& block) const;
@@ -432,21 +433,24 @@ class Engine {
     // wait for others; false if there is none.
     bool stage_one(std::unique_lock<std::mutex>& lock);
     bool arrive_one(std::unique_lock<std::mutex>& lock, bool wait);
+    bool sum_one(std::unique_lock<std::mutex>& lock);
     bool verify_one(std::unique_lock<std::mutex>& lock);
     bool copy_one(std::unique_lock<std::mutex>& lock);
     void submit_due();
     void rest(std::unique_lock<std::mutex>& lock);
+    size_t batch_blocks(const std::byte* first);
 
     const unsigned stagers_;
     std::vector<std::thread> threads_;
-    std::mutex queueing_mu_;  // held while a block's copies are queued; mu_ is never taken under it
+    std::mutex queueing_mu_;  // held while a batch's copies are queued; mu_ is never taken under it
     std::mutex mu_;
     // State below is protected by mu_, and so is that of every job and stream.
     std::condition_variable changed_;  // any change that a waiter may wait for
     Arena arena_;
     std::deque<std::shared_ptr<WriteJob>> jobs_;  // with blocks left to stage
-    // Blocks on their way from devices, in the order in which they were queued.
-    std::deque<std::pair<std::shared_ptr<WriteJob>, WriteJob::Block*>> arriving_;
+    // Batches on their way from devices, about in the order in which they were queued.
+    std::deque<std::pair<std::shared_ptr<WriteJob>, std::shared_ptr<WriteJob::Batch>>> arriving_;
+    std::deque<std::pair<std::shared_ptr<WriteJob>, WriteJob::Block*>> arrived_;  // to be summed
     bool arrival_awaited_ = false;  // one thread waits for a device; the others do other work
     std::deque<std::pair<ReadStream*, ReadStream::Block*>> to_verify_;
     std::deque<Copy> to_copy_;

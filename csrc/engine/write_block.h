@@ -21,14 +21,25 @@ struct RunCrc {
     }
 };
 
-// The copies of one device into a block, between two marks in the device's queue.
+// The copies of one device into a batch's blocks, between two marks in the device's queue.
 struct WriteJob::Arrival {
-    DeviceQueue* queue;
+    DeviceQueue* queue = nullptr;
     DeviceQueue::Mark begin;
     DeviceQueue::Mark end;  // null if the device refused it
-    uint64_t nbytes;
-    double begin_s, end_s;  // by the device's clock, since the job's first mark
+    uint64_t nbytes = 0;
+    double begin_s = 0, end_s = 0;  // by the device's clock, since the job's first mark
     std::vector<DeviceQueue::CopyToHost> copies;  // until they are queued
+};
+
+// Consecutive blocks that one stager takes. What comes from devices is queued, and arrives, at
+// once.
+struct WriteJob::Batch {
+    std::vector<Block*> blocks;
+    std::vector<Arrival> arrivals;
+    cuda::Result device_error = cuda::kSuccess;
+    int pin_error = 0;
+
+    bool is_arriving() const { return !arrivals.empty() || device_error != cuda::kSuccess; }
 };
 
 // A block's stages: claimed (memory taken), copied by a stager, sealed in file order, written,
@@ -49,18 +60,15 @@ struct WriteJob::Block {
     uint64_t late_begin = 0;
     uint64_t late_end = 0;
     RunCrc after;
-    uint32_t head_crc = 0;  // of the first segment's bytes in this block, if it began earlier
-    uint32_t tail_crc = 0;  // of the last segment's bytes in this block, if it goes on
-    std::vector<Arrival> arrivals;
+    uint32_t head_crc = 0;     // of the first segment's bytes in this block, if it began earlier
+    uint32_t tail_crc = 0;     // of the last segment's bytes in this block, if it goes on
+    bool is_arriving = false;  // or has arrived, from devices
     cuda::Result device_error = cuda::kSuccess;
     std::deque<Op> parts;    // as submitted; a deque, since an op must stay where it is
     uint64_t submitted = 0;  // bytes
     size_t parts_under_way = 0;
 
-    int pin_error = 0;
     std::vector<std::pair<size_t, uint64_t>> non_finite;  // of which run how many
-
-    bool is_arriving() const { return !arrivals.empty() || device_error != cuda::kSuccess; }
 
     bool is_known() const { return known == end - begin; }
     bool holds_memory() const { return memory != nullptr || is_direct(); }

@@ -145,7 +145,6 @@ WriteJob::Block& WriteJob::claim(std::byte* memory, size_t direct) {
     block->direct = direct;
     if (no_memory_since_) memory_waited_ += Clock::now() - *no_memory_since_;
     no_memory_since_.reset();
-    ++stagers_;
     ++blocks_under_way_;
     ++blocks_held_;
     allowance_->held_max_ = std::max(allowance_->held_max_, ++allowance_->held_);
@@ -158,7 +157,7 @@ void WriteJob::copied(Block& block) {
     if (block.device_error != cuda::kSuccess)
         fail({Op::Kind::copy, block.begin, block.device_error});
     for (const auto& [run, count] : block.non_finite) non_finite_[run] += count;
-    size_t& under_way = block.is_arriving() ? arriving_ : stagers_;
+    size_t& under_way = block.is_arriving ? arriving_ : stagers_;
     CHECK(under_way > 0);
     --under_way;
     if (block.is_known()) release(block);
@@ -191,7 +190,7 @@ uint32_t WriteJob::copy_piece(Block& block, const Segment& segment, uint64_t beg
                               uint32_t crc) const {
     if (block.is_direct()) return direct_crc(block, begin, end - begin);
     std::byte* target = block.memory + (begin - block.begin);
-    if (block.is_arriving()) return crc32(crc, target, end - begin);
+    if (block.is_arriving) return crc32(crc, target, end - begin);
     return copy_host(target, segment, begin, end, crc);
 }
 
@@ -203,7 +202,7 @@ void WriteJob::copy(Block& block) {
 // Looks at a block, chunk by chunk, until one is not known; returns how many bytes that passes. The
 // memory may change meanwhile, so hash, CRC-32 and numbers are all taken of one copy, in the cache.
 uint64_t WriteJob::pass_known(Block& block) const {
-    if (known_ == nullptr || block.is_arriving() || block.is_direct()) return 0;
+    if (known_ == nullptr || block.is_arriving || block.is_direct()) return 0;
     std::vector<std::byte> chunk(known_->chunk_bytes());
     uint64_t at = block.begin;
     while (at < block.end) {
@@ -305,7 +304,7 @@ void WriteJob::copy_header(Block& block, const Segment& segment, uint64_t begin,
     CHECK(!block.is_direct());
     std::byte* target = block.memory + (begin - block.begin);
     const auto* source = reinterpret_cast<const std::byte*>(segment.address);
-    if (!block.is_arriving()) std::memcpy(target, source + (begin - segment.offset), end - begin);
+    if (!block.is_arriving) std::memcpy(target, source + (begin - segment.offset), end - begin);
     if (segments_[index - 1].offset < block.begin) {
         CHECK(!block.has_late());
         block.late_begin = begin;

@@ -34,13 +34,17 @@ bool WriteJob::is_direct(size_t index) const {
 bool WriteJob::wants_direct() const { return is_direct(next_claim_); }
 
 // Queues the copies within the device, and the checksums of the copied bytes.
-void WriteJob::gather_direct(Block& block) {
+void WriteJob::gather_direct(Batch& batch) {
+    Block& block = *batch.blocks.front();
+    cuda::Result& error = batch.device_error;
+    block.is_arriving = true;
     DeviceQueue& queue = *gds_->queue();
     const uint64_t address = gds_->address(block.direct);
     const std::lock_guard queueing(engine_.queueing_mu_);
-    Arrival arrival{&queue, nullptr, nullptr, 0, 0, 0, {}};
-    block.device_error = queue.mark(&arrival.begin);
-    if (block.device_error != cuda::kSuccess) return;
+    Arrival arrival;
+    arrival.queue = &queue;
+    error = queue.mark_begin(&arrival.begin);
+    if (error != cuda::kSuccess) return;
     std::vector<Crc32Gpu::Range> ranges;
     auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
                                     [](uint64_t at, const Segment& s) { return at < s.offset; });
@@ -49,18 +53,16 @@ void WriteJob::gather_direct(Block& block) {
         const uint64_t end = std::min(block.end, segment->offset + segment->nbytes);
         const uint64_t target = address + (begin - block.begin);
         const uint64_t source = segment->address + (begin - segment->offset);
-        if (block.device_error == cuda::kSuccess)
-            block.device_error = queue.copy_on_device(target, source, end - begin);
+        if (error == cuda::kSuccess) error = queue.copy_on_device(target, source, end - begin);
         ranges.push_back({target, end - begin});
         arrival.nbytes += end - begin;
     }
-    if (block.device_error == cuda::kSuccess)
-        block.device_error =
-            gds_->crc().queue(ranges.data(), ranges.size(), gds_->words(block.direct));
+    if (error == cuda::kSuccess)
+        error = gds_->crc().queue(ranges.data(), ranges.size(), gds_->words(block.direct));
     const cuda::Result marked = queue.mark(&arrival.end);
     if (marked != cuda::kSuccess) queue.wait_all();  // before the memory is another block's
-    if (block.device_error == cuda::kSuccess) block.device_error = marked;
-    block.arrivals.push_back(arrival);
+    if (error == cuda::kSuccess) error = marked;
+    batch.arrivals.push_back(arrival);
 }
 
 // Returns the checksum of a block's next piece; called in the order in which they were queued.

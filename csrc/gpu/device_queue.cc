@@ -75,7 +75,10 @@ cuda::Result DeviceQueue::take(Mark* made) {
         const cuda::Result result = driver_->event_create(&event, cuda::kEventBlockingSync);
         if (result != cuda::kSuccess) return result;
     }
-    *made = Mark(event, [queue = shared_from_this()](cuda::Event used) { queue->discard(used); });
+    // It lets go of the queue when it is called: last_ may keep it for longer.
+    *made = Mark(event, [queue = shared_from_this()](cuda::Event used) mutable {
+        std::exchange(queue, nullptr)->discard(used);
+    });
     return cuda::kSuccess;
 }
 
@@ -97,6 +100,7 @@ void DeviceQueue::follow(uint64_t stream) {
     const Current current(*this);
     require(current.result(), "context");
     require_uncaptured(as_stream(stream));
+    note_work();
     Mark mark;  // the stream waits for the event as it was recorded before that call
     record(as_stream(stream), &mark);
     require(driver_->stream_wait_event(stream_, mark.get(), 0), "order of streams");
@@ -124,6 +128,7 @@ double DeviceQueue::Wait::seconds() const {
 cuda::Result DeviceQueue::copy_to_host(std::byte* target, uint64_t source, size_t nbytes) {
     const Current current(*this);
     if (current.result() != cuda::kSuccess) return current.result();
+    note_work();
     return driver_->copy_to_host(target, source, nbytes, stream_);
 }
 
@@ -142,6 +147,7 @@ cuda::Result DeviceQueue::copy_to_host(const std::vector<CopyToHost>& copies) {
 cuda::Result DeviceQueue::batch(const std::vector<CopyToHost>& copies) {
     const Current current(*this);
     if (current.result() != cuda::kSuccess) return current.result();
+    note_work();
     std::vector<cuda::DeviceAddress> targets, sources;
     std::vector<size_t> sizes;
     for (const CopyToHost& copy : copies) {
@@ -159,12 +165,14 @@ cuda::Result DeviceQueue::batch(const std::vector<CopyToHost>& copies) {
 cuda::Result DeviceQueue::copy_to_device(uint64_t target, const std::byte* source, size_t nbytes) {
     const Current current(*this);
     if (current.result() != cuda::kSuccess) return current.result();
+    note_work();
     return driver_->copy_to_device(target, source, nbytes, stream_);
 }
 
 cuda::Result DeviceQueue::copy_on_device(uint64_t target, uint64_t source, size_t nbytes) {
     const Current current(*this);
     if (current.result() != cuda::kSuccess) return current.result();
+    note_work();
     return driver_->copy_on_device(target, source, nbytes, stream_);
 }
 
@@ -172,6 +180,7 @@ cuda::Result DeviceQueue::launch(cuda::Function function, unsigned blocks, unsig
                                  void** parameters) {
     const Current current(*this);
     if (current.result() != cuda::kSuccess) return current.result();
+    note_work();
     return driver_->launch_kernel(function, blocks, 1, 1, threads, 1, 1, 0, stream_, parameters,
                                   nullptr);
 }
@@ -183,7 +192,24 @@ cuda::Result DeviceQueue::mark(Mark* made) {
     if (result != cuda::kSuccess) return result;
     const cuda::Result recorded = driver_->event_record(made->get(), stream_);
     if (recorded != cuda::kSuccess) made->reset();
+    const std::lock_guard lock(mu_);
+    last_ = *made;
     return recorded;
+}
+
+cuda::Result DeviceQueue::mark_begin(Mark* made) {
+    {
+        const std::lock_guard lock(mu_);
+        *made = last_.lock();
+    }
+    if (*made != nullptr && query(*made) == cuda::kNotReady) return cuda::kSuccess;
+    made->reset();
+    return mark(made);
+}
+
+void DeviceQueue::note_work() {
+    const std::lock_guard lock(mu_);
+    last_.reset();
 }
 
 cuda::Result DeviceQueue::query(const Mark& mark) {

@@ -28,7 +28,9 @@ struct StreamCaptured : DeviceError {
     using DeviceError::DeviceError;
 };
 
-// Does copies in the order in which they were queued. Callable from any thread. Streams are given
+// Does copies in the order in which they were queued. A stream takes about 1,024 operations, which
+// no document says; a further one waits, in the call, until the GPU has done one. So whoever must
+// not wait queues few and large ones. Callable from any thread. Streams are given
 // by torch's number (cuda_stream; 0 is the legacy default stream).
 class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQueue> {
   public:
@@ -80,7 +82,11 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     // DeviceError, StreamCaptured.
     void follow(uint64_t stream);
     // Makes work given to the stream from now on wait for all copies queued so far; the caller does
-    // not wait. Throws DeviceError, StreamCaptured.
+    // not wait. Throws DeviceError, StreamCaptured. Copies queued later cannot be waited for: an
+    // event that is not yet recorded makes no stream wait (cuStreamWaitEvent), and a wait for a
+    // word of memory (cuStreamWaitValue32) makes an order that "is not visible to CUDA" and "may
+    // deadlock the application" (CUDA Driver API, Stream Memory Operations), as where streams share
+    // one channel (CUDA_DEVICE_MAX_CONNECTIONS=1): the copies would stand behind the wait for them.
     std::unique_ptr<Wait> lead(uint64_t stream);
 
     struct CopyToHost {
@@ -100,6 +106,9 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
                         void** parameters);
     // Sets `made` to null if it fails.
     cuda::Result mark(Mark* made);
+    // Marks where the next copies begin: by the last mark, if the device has not reached it and
+    // nothing was queued since, which saves an operation.
+    cuda::Result mark_begin(Mark* made);
     // kNotReady if it was not reached yet.
     cuda::Result query(const Mark& mark);
     // Sleeps until it is reached. After an error the device is lost, and queued work may never end.
@@ -124,6 +133,7 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     void record(cuda::Stream stream, Mark* made);
     cuda::Result take(Mark* made);
     void discard(cuda::Event event);
+    void note_work();
     cuda::Result batch(const std::vector<CopyToHost>& copies);
 
     const std::shared_ptr<const cuda::Driver> driver_;
@@ -132,7 +142,9 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     cuda::Context context_ = nullptr;
     cuda::Stream stream_ = nullptr;
     std::mutex mu_;
-    std::vector<cuda::Event> idle_;  // under mu_
+    // State below is protected by mu_, up to closed_.
+    std::vector<cuda::Event> idle_;
+    std::weak_ptr<cuda::EventTag> last_;  // a mark after which nothing was queued
     std::atomic<bool> closed_{false};
     std::atomic<bool> batches_{true};  // until the driver refuses one
 };

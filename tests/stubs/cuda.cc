@@ -24,6 +24,7 @@
 
 namespace {
 
+constexpr size_t kPendingMax = 1024;  // operations that a stream takes; a further one waits
 constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kNotReady = 600;
 enum Kind { kToHost, kToDevice, kKernel, kRecord, kWait, kOnDevice, kLaunch };
 
@@ -76,6 +77,8 @@ std::map<std::string, Failing> failing;
 std::map<std::string, int> calls;
 std::set<std::string> silent;  // functions that do not return
 int unanswered = 0;            // calls of these
+size_t pending_max = 0;        // operations of one stream
+int waited = 0;                // calls that waited for a stream to take another
 std::map<std::byte*, size_t> registered;
 std::map<unsigned long long, size_t> allocated;
 std::set<void*> modules;
@@ -88,6 +91,7 @@ thread_local std::vector<void*> current;
 
 struct Stream {
     std::deque<Work> queue;
+    size_t pending = 0;  // operations of these, a batch as one
     bool busy = false, closing = false;
     double now_us = 0;
     uint64_t id = 0;
@@ -127,6 +131,7 @@ struct Stream {
             lock.lock();
             finish(work);
             queue.pop_front();
+            if (!work.follows) --pending;
             busy = false;
             changed.notify_all();
         }
@@ -189,9 +194,15 @@ int enter(const char* name, bool needs_context = true) {
 }
 
 void queue(void* stream, Work work) {
+    Stream& taking = *of(stream);
     {
-        const std::lock_guard lock(mu);
-        of(stream)->queue.push_back(work);
+        std::unique_lock lock(mu);
+        if (!work.follows && taking.pending == kPendingMax) {
+            ++waited;
+            changed.wait(lock, [&] { return taking.pending < kPendingMax; });
+        }
+        if (!work.follows) pending_max = std::max(pending_max, ++taking.pending);
+        taking.queue.push_back(work);
     }
     changed.notify_all();
 }
@@ -558,6 +569,8 @@ EXPORT void stub_configure(double new_latency_us, double new_bytes_per_us) {
     bytes_per_us = new_bytes_per_us;
     link_free_us[0] = link_free_us[1] = default_stream()->now_us = 0;
     log_.clear();
+    pending_max = 0;
+    waited = 0;
     calls.clear();
     failing.clear();
 }
@@ -588,10 +601,17 @@ EXPORT void stub_silence(const char* name, int is_silent) {
     changed.notify_all();
 }
 
-// Waits for a call that does not return.
-EXPORT void stub_await_silence() {
+// Waits for so many calls that do not return.
+EXPORT void stub_await_silence(int count) {
     std::unique_lock lock(mu);
-    changed.wait(lock, [] { return unanswered > 0; });
+    changed.wait(lock, [count] { return unanswered >= count; });
+}
+
+// The most operations that a stream held at a time, and how many calls waited for a full one.
+EXPORT void stub_pending(uint64_t* out) {
+    const std::lock_guard lock(mu);
+    out[0] = pending_max;
+    out[1] = static_cast<uint64_t>(waited);
 }
 
 // While held, no copy begins.
