@@ -18,8 +18,6 @@ BIN := $(VENV)/bin
 SETUP := $(VENV)/setup.stamp
 ENGINE := build/engine.stamp
 WERROR := build/werror.stamp
-SANITIZED := build/asan-extension/stamp
-MUTANTS ?= 20000
 SITE := build/docs-venv/stamp
 PACKAGING := build/packaging
 # Those of Python 3.10 to 3.14 that are on PATH or that pyenv has.
@@ -35,7 +33,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-megatron bench-scale asan asan-extension tsan clean
+.PHONY: help setup build test torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-megatron bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,7 +48,7 @@ test: build  ## run the tests; no GPU is needed
 	  [ $$code -lt 128 ] || echo "== test: ended by a signal in $$(cat build/running-test-*)"; \
 	  exit $$code; }
 
-torture: build asan asan-extension tsan  ## what is long or random: SECONDS=600 SEED=n PYTEST_ARGS="-k name"
+torture: build asan tsan  ## what is long or random: SECONDS=600 SEED=n PYTEST_ARGS="-k name"
 	@$(BIN)/python -m tests.torture --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(PYTEST_ARGS)
 
 check: build $(WERROR)  ## formatting, lint, types, and the build without warnings
@@ -117,14 +115,6 @@ asan: SANITIZE := -fsanitize=address,undefined -fno-sanitize-recover=all
 asan: ## run the native tests under the address and undefined-behaviour sanitizers
 	@$(run-native)
 
-asan-extension: $(SANITIZED)  ## give mutants of every format to a sanitized extension; MUTANTS=n SEED=n
-	@echo "== asan-extension: $(MUTANTS) mutants"
-	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so.6)" \
-		ASAN_OPTIONS=detect_leaks=0:quarantine_size_mb=16:allocator_may_return_null=1 \
-		UBSAN_OPTIONS=print_stacktrace=1 OMP_NUM_THREADS=1 \
-		$(BIN)/python -m tests.torture.mutants --count $(MUTANTS) $(if $(SEED),--seed $(SEED)) \
-		--extension build/asan-extension/fastckpt/_engine.*.so
-
 tsan: SANITIZE := -fsanitize=thread
 tsan: ## run the native tests under the thread sanitizer
 	@$(run-native)
@@ -171,13 +161,6 @@ $(ENGINE): $(SETUP) $(CORE) $(HEADERS) setup.py
 	@echo "== build: fastckpt._engine"
 	@$(BIN)/python setup.py -q build_ext --force --inplace
 	@mkdir -p build && touch $@
-
-$(SANITIZED): $(SETUP) $(CORE) $(HEADERS) setup.py
-	@echo "== asan-extension: build under the address and undefined-behaviour sanitizers"
-	@CFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all" \
-		LDFLAGS="-fsanitize=address,undefined" $(BIN)/python setup.py -q build_ext --force \
-		--build-temp build/asan-extension/objects --build-lib build/asan-extension
-	@touch $@
 
 # A build of its own, so that the extension in use never depends on who last set the variable.
 $(WERROR): $(SETUP) $(CORE) $(HEADERS) setup.py

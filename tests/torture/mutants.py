@@ -1,17 +1,15 @@
-"""Mutants of every format that is read, given to the extension that the sanitizers watch.
+"""Mutants of every format that is read, given to its reader.
 
-    make asan-extension MUTANTS=200000 SEED=n
+    python -m tests.torture.mutants --count 200000 --seed n
 
 Responsible for the seeds, the mutations and what may come of a reader: a value or one of our
-errors, within memory and time. It must not know what the sanitizers look for: they end the process.
-The number of the mutant and the seed repeat what failed.
+errors, within memory and time. The number of the mutant and the seed repeat what failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import faulthandler
-import importlib.util
 import os
 import pickle
 import random
@@ -29,14 +27,6 @@ LIMIT_S = 120  # of a hundred mutants; whatever takes longer hangs
 TIMES_MAX, ROOM = 10, 200 << 20  # of memory: so many times the file, and this
 NUMBERS = (0, 1, 0x7F, 0xFF, 0x7FFF, 0xFFFF, 1 << 31, 0xFFFFFFFF, 1 << 62, (1 << 64) - 1)
 Reader = Callable[[bytes], object]
-
-
-def take_extension(path: str) -> None:
-    """Has fastckpt use this build of its extension."""
-    spec = importlib.util.spec_from_file_location("fastckpt._engine", path)
-    assert spec is not None and spec.loader is not None
-    sys.modules["fastckpt._engine"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules["fastckpt._engine"])
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
@@ -186,10 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.torture.mutants", description=__doc__)
     parser.add_argument("--count", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 31))
-    parser.add_argument("--extension", default="", help="a build of fastckpt._engine")
     options = parser.parse_args()
-    if options.extension:
-        take_extension(options.extension)
     print(f"seed {options.seed}, process {os.getpid()}", flush=True)
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=memory) as folder:
