@@ -44,12 +44,15 @@ class Runtime(types.ModuleType):
     """torch.stub: what torch.cuda is for GPUs.
 
     Attributes:
+        kind: torch's name for this type of device.
         stream: the current one, as the stub of the driver counts; 0 is the default stream.
         stream_of: the current one of a device, where it is another.
         initialized: as torch.cuda.is_initialized() says.
         available: whether there is such a device for torch; other tests see none.
         driver: whose streams these are; torch's own copies wait for the current one.
     """
+
+    kind = KIND
 
     def __init__(self) -> None:
         super().__init__(f"torch.{KIND}")
@@ -149,7 +152,7 @@ def installed(
     """fastckpt's functions go through a pipeline whose devices are the stub's, and whose cuFile is
     the library of that name.
     """
-    devices = Devices(KIND, runtime, driver)
+    devices = Devices(runtime.kind, runtime, driver)
     gds = Gds(devices, cufile, lambda *args: _engine.CufileLibrary(*args, os.devnull))
     made = Pipeline(storage, budget_bytes, devices, gds)
     kept, pipeline._current = pipeline._current, made
@@ -160,6 +163,14 @@ def installed(
         runtime.available = False
         pipeline._current.close()
         pipeline._current = kept
+
+
+def here(where: Any = KIND) -> Any:
+    """What names a device of the stub, for the devices that the pipeline knows: a GPU's, maybe."""
+    if isinstance(where, dict):
+        return {key: here(value) for key, value in where.items()}
+    kind = pipeline.current().staging.devices._kind
+    return where.replace(KIND, kind) if isinstance(where, str) else where
 
 
 def main() -> None:

@@ -67,12 +67,25 @@ def built(directory: Path) -> Path:
     return compiler.library(directory, "libcuda-stub.so", SOURCE, *flags)
 
 
+def built_for_others(directory: Path) -> Path:
+    """The library with what others ask of a driver: whoever opens libcuda.so.1 is given it, once it
+    is loaded.
+    """
+    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    source = SOURCE.with_name("cuda_for_others.cc")
+    named = "-Wl,-soname,libcuda.so.1"
+    return compiler.library(directory, "libcuda.so.1", source, *flags, named, "-ldl")
+
+
 class CudaStub:
     """The stub as loaded into this process.
 
     Attributes:
         path: for those who load it by name.
+        real: whether it is a GPU's.
     """
+
+    real = False
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)

@@ -13,17 +13,15 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt.engine.gds import GdsDevice
-from tests import accelerator, compiler
-from tests.accelerator import KIND, Runtime
+from fastckpt.engine.gds import LIBRARY, GdsDevice
+from tests import accelerator, cuda_stub
+from tests.accelerator import Runtime, here
 from tests.cuda_stub import CudaStub
 from tests.gpu.test_gds_save import test_the_file_is_the_same_either_way  # noqa: F401
 from tests.gpu.test_gpu import Kernels, fill, octets, paint
-from tests.paths import TESTS
 
 MIB = 1 << 20
 WAIT_S = 60.0
-FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-pthread")
 
 
 class Moved:
@@ -41,10 +39,7 @@ class Moved:
 
 @pytest.fixture(scope="session")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
-    directory = tmp_path_factory.mktemp("driver")
-    source = TESTS / "stubs" / "cuda_for_others.cc"
-    named = "-Wl,-soname,libcuda.so.1"
-    return CudaStub(compiler.library(directory, "libcuda.so.1", source, *FLAGS, named, "-ldl"))
+    return CudaStub(cuda_stub.built_for_others(tmp_path_factory.mktemp("driver")))
 
 
 @pytest.fixture
@@ -62,7 +57,9 @@ def cufile(driver: CudaStub, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(GdsDevice, "end_file", counted)
     runtime.driver = driver
-    with accelerator.installed(runtime, driver.path, cufile=os.environ["FASTCKPT_TEST_CUFILE"]):
+    with accelerator.installed(
+        runtime, driver.path, cufile=os.environ.get("FASTCKPT_TEST_CUFILE", LIBRARY)
+    ):
         yield moved
         driver.configure()
         runtime.reset()
@@ -95,14 +92,14 @@ def test_every_save_has_what_the_state_was(
 def test_a_load(cufile: Moved, disk: Path) -> None:
     state = {"w": torch.randn(6 * MIB), "v": torch.arange(9 * MIB), "small": torch.ones(9)}
     fastckpt.save(state, disk / "a.pt", durable=False).result(WAIT_S)
-    loaded = fastckpt.load(disk / "a.pt", map_location=KIND, staging="gds")
-    assert {t.device.type for t in loaded.values()} == {KIND}
+    loaded = fastckpt.load(disk / "a.pt", map_location=here(), staging="gds")
+    assert {t.device.type for t in loaded.values()} == {here()}
     assert all(torch.equal(loaded[key].cpu(), value) for key, value in state.items())
     assert cufile.nbytes >= 80 * MIB
 
 
 def test_steps(cufile: Moved, disk: Path) -> None:
-    state = {f"w{i}": torch.randn(5 * MIB + i).to(KIND) for i in range(2)}
+    state = {f"w{i}": torch.randn(5 * MIB + i).to(here()) for i in range(2)}
     wanted = {key: value.cpu() for key, value in state.items()}
     with fastckpt.Checkpointer(disk / "run", staging="gds", fence="step") as checkpointer:
         for step in range(2):

@@ -21,7 +21,7 @@ from fastckpt.formats import shard_index
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.saving import pipeline
 from tests import accelerator
-from tests.accelerator import KIND, Runtime
+from tests.accelerator import Runtime, here
 from tests.cuda_stub import OUT_OF_MEMORY, CudaStub
 from tests.cufile_stub import CufileStub
 from tests.noise import noise
@@ -33,7 +33,7 @@ WAIT_S = 60.0
 
 
 def octets(nbytes: int, seed: int = 0) -> torch.Tensor:
-    return noise(nbytes, seed).to(KIND)
+    return noise(nbytes, seed).to(here())
 
 
 def same(path: Path, state: dict[str, torch.Tensor]) -> None:

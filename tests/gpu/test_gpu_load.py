@@ -15,10 +15,15 @@ import torch
 
 import fastckpt
 from fastckpt import errors
-from tests.accelerator import KIND, Runtime
+from tests.accelerator import KIND, Runtime, here
 from tests.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
 
 MIB = 1 << 20
+
+
+def to_device(gpu: CudaStub) -> int | None:
+    """How many bytes were copied to it; None if that is not known."""
+    return None if gpu.real else sum(op.nbytes for op in gpu.log() if op.kind == TO_DEVICE)
 
 
 @pytest.mark.parametrize("where", [None, KIND, f"{KIND}:0", torch.device("cpu"), {"cpu": KIND}])
@@ -26,21 +31,22 @@ def test_load_reads_straight_to_the_device(
     gpu: CudaStub, disk: Path, assert_same: Callable[[Any, Any], None], where: Any
 ) -> None:
     """As torch.load has it, with map_location in all its forms; large storages by the queue."""
+    where, kind = here(where), here()
     big = torch.randn(5 << 20)
     state = {
         "big": big,
         "view": big[3:1000:7],
-        "device": torch.randn(3 << 20).to(KIND),
-        "small": torch.randn(100).to(KIND),
+        "device": torch.randn(3 << 20).to(kind),
+        "small": torch.randn(100).to(kind),
         "half": torch.randn(1 << 20).half(),
     }
     fastckpt.save(state, disk / "a.pt").result(60)
     gpu.configure()
     loaded = fastckpt.load(disk / "a.pt", map_location=where)
     assert_same(loaded, torch.load(disk / "a.pt", map_location=where))
-    on_device = [t for t in loaded.values() if t.device.type == KIND and t.nbytes >= MIB]
-    nbytes = sum(op.nbytes for op in gpu.log() if op.kind == TO_DEVICE)
-    assert nbytes == sum(t.untyped_storage().nbytes() for t in on_device)
+    on_device = [t for t in loaded.values() if t.device.type == kind and t.nbytes >= MIB]
+    nbytes = to_device(gpu)
+    assert nbytes is None or nbytes == sum(t.untyped_storage().nbytes() for t in on_device)
 
 
 def test_code_as_map_location_sees_whole_storages(gpu: CudaStub, disk: Path) -> None:
@@ -74,7 +80,7 @@ def test_damage_is_found_before_a_device_gets_it(gpu: CudaStub, disk: Path) -> N
     content[20 * MIB] ^= 1
     (disk / "a.pt").write_bytes(content)
     with pytest.raises(errors.CorruptCheckpoint, match="data/0"):
-        fastckpt.load(disk / "a.pt", map_location=KIND)
+        fastckpt.load(disk / "a.pt", map_location=here())
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync_v2", "cuEventRecord", "cuEventQuery"])
@@ -108,9 +114,9 @@ def test_loading_takes_few_blocks(gpu: CudaStub, disk: Path) -> None:
 
 def test_restore_in_place(gpu: CudaStub, disk: Path) -> None:
     """Into parameters where they lie; memory, aliases and versions are torch's."""
-    weights = {f"w{i}": torch.randn(700, 1024).to(KIND) for i in range(4)}
+    weights = {f"w{i}": torch.randn(700, 1024).to(here()) for i in range(4)}
     weights["host"] = torch.randn(700, 1024)
-    weights["turned"] = torch.randn(700, 1024).to(KIND).as_strided((1024, 700), (1, 1024))
+    weights["turned"] = torch.randn(700, 1024).to(here()).as_strided((1024, 700), (1, 1024))
     with fastckpt.Checkpointer(disk / "run") as checkpointer:
         stats = checkpointer.save(1, weights).result(60)
         assert stats.staging == "pinned"
@@ -124,8 +130,8 @@ def test_restore_in_place(gpu: CudaStub, disk: Path) -> None:
     for key, value in weights.items():
         assert value.data_ptr() == addresses[key] and value._version > versions[key]
         assert torch.equal(value.cpu(), saved[key]), key
-    copied = sum(op.nbytes for op in gpu.log() if op.kind == TO_DEVICE)
-    assert copied == sum(weights[f"w{i}"].nbytes for i in range(4))
+    copied = to_device(gpu)
+    assert copied is None or copied == sum(weights[f"w{i}"].nbytes for i in range(4))
 
 
 class Summed:
@@ -144,7 +150,7 @@ class Summed:
 
 def test_what_is_unpickled_may_compute_at_once(gpu: CudaStub, disk: Path) -> None:
     """The caller's stream comes after the copies, storage by storage."""
-    objects = [Summed(torch.ones(2 << 20, device=KIND)) for _ in range(3)]
+    objects = [Summed(torch.ones(2 << 20, device=here())) for _ in range(3)]
     fastckpt.save(objects, disk / "a.pt").result(60)
     gpu.hold(True)
     letting = threading.Timer(0.3, lambda: gpu.hold(False))
