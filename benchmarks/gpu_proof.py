@@ -157,6 +157,7 @@ class Proof:
 
     def gds(self) -> None:
         """cuFile, which is in compat mode without nvidia-fs. It may hang: give it a limit."""
+        self.mib = max(self.mib, 1 << 20)  # it moves whole blocks of 8 MiB
         for fence in FENCES:
             trip = f"round trip by cuFile, fence {fence}"
             self.check(trip, lambda f=fence: self.round_trip(f, staging="gds"))
