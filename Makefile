@@ -15,6 +15,9 @@ BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Another Python, under which some of the tests run too; its environment has no frameworks.
+OTHER_PYTHON ?= python3.12
+OTHER := build/venv-other
 SETUP := $(VENV)/setup.stamp
 ENGINE := build/engine.stamp
 WERROR := build/werror.stamp
@@ -33,7 +36,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-megatron bench-scale asan tsan clean
+.PHONY: help setup build test setup-other test-other torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-megatron bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +50,21 @@ test: build  ## run the tests; no GPU is needed
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests || { code=$$?; \
 	  [ $$code -lt 128 ] || echo "== test: ended by a signal in $$(cat build/running-test-*)"; \
 	  exit $$code; }
+
+setup-other: $(OTHER)/setup.stamp  ## make a second environment, for the tests alone: OTHER_PYTHON=python3.12
+
+test-other: setup-other  ## run the tests of saving and of the GPU under OTHER_PYTHON
+	@echo "== test: $$($(OTHER)/bin/python --version)"
+	@$(OTHER)/bin/python setup.py -q build_ext --inplace --build-temp $(OTHER)/objects
+	@$(OTHER)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) \
+		tests/gpu tests/saving tests/state tests/files
+
+$(OTHER)/setup.stamp: pyproject.toml
+	@echo "== setup: $(OTHER), by $(OTHER_PYTHON)"
+	@test -x $(OTHER)/bin/python || $(OTHER_PYTHON) -m venv $(OTHER)
+	@$(OTHER)/bin/python -m pip install -qq "setuptools>=77" "pybind11>=3" "$(TORCH)" \
+		"safetensors>=0.4.2" "zstandard>=0.22" hypothesis numpy "pytest>=8" pytest-timeout pytest-xdist
+	@touch $@
 
 torture: build asan tsan  ## what is long or random: SECONDS=600 SEED=n PYTEST_ARGS="-k name"
 	@$(BIN)/python -m tests.torture --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(PYTEST_ARGS)
