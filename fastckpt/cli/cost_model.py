@@ -1,12 +1,14 @@
 """A model of the machine that predicts what checkpoints of a job cost, and how to take them.
 
 Each formula names its source; docs/scale.md compares predictions with published measurements. The
-module must not know torch, files, where an input is from, or how results are shown.
+module must not know files, where an input is from, or how results are shown; and it imports what
+imports torch only when it is asked, for the command line's arguments have defaults from here.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from inspect import signature
 from math import ceil, floor, isfinite, log10, sqrt
 
 GIB, MIB = 1 << 30, 1 << 20
@@ -14,8 +16,6 @@ BYTES_PER_PARAMETER = 14.0
 # 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783).
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
 CALL_S = 0.02  # a call that copies nothing; README.md has 0.012 s for 2 GiB
-SHARED_STRIPES_MAX = 48
-TIMEOUT_S = 600.0
 
 COPIES = "GPU-to-host copies"
 STAGING = "staging memory"
@@ -239,13 +239,15 @@ def arguments(job: Job, advised: Advice) -> dict[str, float]:
     """Returns arguments of Checkpointer that spare the storage without delaying checkpoints; others
     are best left at their defaults. The drain_rate has two digits, rounded up.
     """
+    from fastckpt import Checkpointer
+
     found: dict[str, float] = {}
     if advised.writers < job.ranks:
         found["max_writers"] = advised.writers
     if advised.pace_rate < advised.root_rate / job.nodes:
         digit = 10 ** (floor(log10(advised.pace_rate)) - 1)
         found["drain_rate"] = float(ceil(advised.pace_rate / digit) * digit)
-        if 2 * advised.interval_s > TIMEOUT_S:  # Checkpointer's default would be too short
+        if 2 * advised.interval_s > signature(Checkpointer).parameters["timeout_s"].default:
             found["timeout_s"] = float(ceil(2 * advised.interval_s))
     return found
 
@@ -316,14 +318,14 @@ def staging_wait_s(job: Job, drain_s: float) -> float:
 
 
 def file_stripes(file_bytes: float, osts: int | None) -> int:
-    """Returns the number of storage targets for a file that one process writes: one for each 8 GiB,
-    from 2 to 8, if there are so many.
+    """Returns the number of storage targets for a large file that one process writes.
 
     That is between the Lustre wiki's 4 to 8 for large files of one client and NERSC's default of
     one: a target is faster than a process, but one alone may be full or slow.
     """
-    wanted = min(8, max(2, ceil(file_bytes / (8 * GIB))))
-    return wanted if osts is None else min(wanted, osts)
+    from fastckpt.storage import lustre_layout
+
+    return lustre_layout.own_stripes(int(file_bytes), osts)
 
 
 def shared_striping(job: Job) -> tuple[int, int]:
@@ -332,11 +334,9 @@ def shared_striping(job: Job) -> tuple[int, int]:
     That is up to 48 targets with stripes of 8 to 32 MiB (ALCF, for Theta's 56), larger if the part
     of a rank is: each rank then has whole stripes of its own, and waits for no lock of another.
     """
-    stripe_bytes = 8 * MIB
-    while stripe_bytes < 32 * MIB and job.rank_bytes >= 128 * 2 * stripe_bytes:
-        stripe_bytes *= 2
-    stripes = SHARED_STRIPES_MAX if job.osts is None else min(job.osts, SHARED_STRIPES_MAX)
-    return stripes, stripe_bytes
+    from fastckpt.storage import lustre_layout
+
+    return lustre_layout.shared_striping(int(job.nbytes), int(job.ranks), job.osts)
 
 
 def fewest_writers(job: Job) -> int:

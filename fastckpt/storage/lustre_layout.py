@@ -129,6 +129,21 @@ def shared_stripe_bytes(nbytes: int, ranks: int) -> int:
     return next(fitting, SHARED_SIZES[-1])
 
 
+def shared_striping(nbytes: int, ranks: int, osts: int | None) -> tuple[int, int]:
+    """Returns the number and the size of stripes of a large file that several ranks write."""
+    size = shared_stripe_bytes(nbytes, ranks)
+    return min(_known(osts), SHARED_STRIPES_MAX, -(-nbytes // size)), size
+
+
+def own_stripes(nbytes: int, osts: int | None) -> int:
+    """Returns the number of stripes of a large file that one rank writes."""
+    return min(_known(osts), OWN_STRIPES_MAX, max(2, nbytes // OWN_BYTES_PER_STRIPE))
+
+
+def _known(osts: int | None) -> int:
+    return STRIPE_COUNT_MAX if osts is None else max(1, osts)
+
+
 def grain_bytes(nbytes: int, ranks: int, stripe: Striping) -> int:
     """Returns the number of bytes along whose multiples ranks cut a file: whole blocks, and whole
     stripes where possible. All ranks find the same one, since they know the same arguments.
@@ -157,16 +172,14 @@ def decide(default: Layout, purpose: Purpose, osts: int | None) -> tuple[Layout 
         return None, "the directory's progressive layout is kept"
     if default.stripes > 1:
         return None, f"the directory's layout of {default.text()} is kept"
-    known = STRIPE_COUNT_MAX if osts is None else max(1, osts)
     if purpose.writers > 1:
         if purpose.nbytes <= SHARED_BIG_BYTES:
             return None, "a small file keeps the default layout"
-        size = shared_stripe_bytes(purpose.nbytes, purpose.writers)
-        count = min(known, SHARED_STRIPES_MAX, -(-purpose.nbytes // size))
+        count, size = shared_striping(purpose.nbytes, purpose.writers, osts)
         return Layout(count, size, default.pool), f"{purpose.writers} ranks write it"
     if purpose.nbytes <= OWN_BIG_BYTES:
         return None, "a small file keeps the default layout"
-    count = min(known, OWN_STRIPES_MAX, max(2, purpose.nbytes // OWN_BYTES_PER_STRIPE))
+    count = own_stripes(purpose.nbytes, osts)
     return Layout(count, BLOCK_BYTES, default.pool), f"{purpose.nbytes >> 30} GiB in one stripe"
 
 
