@@ -133,8 +133,8 @@ def test_without_cufile(
 ) -> None:
     driver.configure()
     runtime.driver = driver
-    state = {"w": octets(20 * MIB)}
     with accelerator.installed(runtime, driver.path), caplog.at_level(logging.WARNING, "fastckpt"):
+        state = {"w": octets(20 * MIB)}
         for number in range(2):
             path = disk / f"{number}.pt"
             stats = fastckpt.save(state, path, staging="gds").result(WAIT_S)
