@@ -362,6 +362,7 @@ def test_a_driver_that_does_not_answer_holds_up_no_other_job(
     stub: CudaStub, driver: _engine.CudaDriver, backend: _engine.Backend, disk: Path, name: str
 ) -> None:
     queue = Queue(driver, 0)
+    stub.hold(name == "cuEventSynchronize")  # which nobody calls for what has arrived
     with engine_of(8) as engine:
         with stub.silent(name) as reached:
             found = [Range(POOL_ADDRESS, POOL_ADDRESS + PAGE * 4, queue)]
@@ -370,6 +371,7 @@ def test_a_driver_that_does_not_answer_holds_up_no_other_job(
             assert answers(waiting)
             job = stage(engine, plain(30 * PAGE), [])
             assert write(job, disk / "host", backend) == bytes(POOL[: 30 * PAGE])
+        stub.hold(False)
         assert write(waiting, disk / "image", backend) == bytes(POOL[: 4 * PAGE])
 
 
