@@ -87,9 +87,8 @@ def save(
         staging: how tensors on a GPU go to the file. "host": through pinned memory. "gds": by
             GPUDirect Storage, from 16 blocks in the GPU's memory; the caller waits while they are
             full (the first time also until the GPU has finished its queued work). What cuFile
-            refuses goes through the host, with a warning. "auto": through the host at first; both
-            are timed on the file system after the first save, and the faster one is used from then
-            on. stats.staging and stats.staging_why say which was used.
+            refuses goes through the host, with a warning. stats.staging and stats.staging_why say
+            which was used.
         stripe: how a new file on Lustre is laid out over the storage targets (OSTs); ignored on
             other file systems. "auto": a large file gets several stripes if its directory's layout
             has one stripe; any other layout that the directory or the administrator has set is
@@ -200,9 +199,8 @@ def load(
         verify: check the checksums of a file that fastckpt wrote.
         staging: how large storages come to a GPU. "host": through pinned memory. "gds": by
             GPUDirect Storage, with checksums computed on the GPU; what cuFile refuses comes through
-            the host, with a warning. "auto": the one that a save with "auto" found to be faster on
-            this file system, or through the host if there was none. "gds" and "auto" have no effect
-            with group, with mmap=True or with a map_location that is code.
+            the host, with a warning. "gds" has no effect with group, with mmap=True or with a
+            map_location that is code.
         group: a torch.distributed process group whose ranks all load this file: each reads a share
             of it and they broadcast the blocks over the group, which nothing else may use
             meanwhile. Not with mmap=True or a file-like object.

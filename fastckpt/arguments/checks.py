@@ -25,7 +25,7 @@ _SHOWN_CHARS = 80  # a value that a message quotes is cut to these: it may be a 
 
 Fence = Literal["call", "step"]
 BackendName = Literal["auto", "io_uring", "threads"]
-StagingWay = Literal["host", "gds", "auto"]
+StagingWay = Literal["host", "gds"]
 Codec = Literal["zstd", "planes"]
 Reuse = Literal["auto"]
 OnError = Literal["raise", "warn"]

@@ -115,7 +115,7 @@ def _gpu(directory: str) -> Iterator[Row]:
         return
     yield Row("copies", "beside compute, to pinned memory")
     queue = staging.devices.reads([storage]).ranges[0].queue
-    direct, refusal = staging.gds.way("gds", queue, 0)
+    direct, refusal = staging.gds.way("gds", queue)
     if direct is None:
         yield Row("GPUDirect Storage", refusal)
         return

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 
 from fastckpt import _engine
-from fastckpt.engine.devices import Devices, DeviceSources
+from fastckpt.engine.devices import Devices
 from fastckpt.plan.image import BLOCK_BYTES
 
 log = logging.getLogger("fastckpt")
@@ -18,7 +18,6 @@ log = logging.getLogger("fastckpt")
 LIBRARY = "libcufile.so.0"
 BLOCKS = 16  # registered in a GPU's memory
 THREADS = 8  # that is, transfers under way at a time
-_UNMEASURED = (False, "not measured yet")
 
 
 class GdsDevice:
@@ -75,83 +74,21 @@ class Gds:
         self._library: _engine.CufileLibrary | None = None
         self._refusal = ""
         self._direct: dict[int, GdsDevice] = {}
-        self._verdicts: dict[int, tuple[bool, str]] = {}  # by file system: st_dev
         self._warned: set[str] = set()
 
-    def way(
-        self, staging: str, queue: _engine.DeviceQueue | None, file_system: int
-    ) -> tuple[GdsDevice | None, str]:
+    def way(self, staging: str, queue: _engine.DeviceQueue | None) -> tuple[GdsDevice | None, str]:
         """Returns what moves bytes between a GPU and a file, or None for the host, and the reason.
 
         Args:
-            staging: "host", "gds" or "auto".
+            staging: "host" or "gds".
             queue: the GPU's; None if there is none.
-            file_system: the device number of the file's file system (st_dev).
         """
         if staging == "host" or queue is None:
             return None, ""
-        if staging == "auto":
-            with self._lock:
-                faster, why = self._verdicts.get(file_system, _UNMEASURED)
-            if not faster:
-                return None, why
         direct, refusal = self._of(queue)
         if direct is None:
             self.warn(refusal)
         return direct, refusal
-
-    def undecided(self, staging: str, reads: DeviceSources, file_system: int) -> bool:
-        """Whether the caller has to measure both ways for a file system: True only once, unless
-        the caller gives up.
-        """
-        if staging != "auto" or not reads.ranges:
-            return False
-        with self._lock:
-            known = file_system in self._verdicts
-            self._verdicts.setdefault(file_system, _UNMEASURED)
-        return not known
-
-    def give_up(self, file_system: int) -> None:
-        """Leaves it to a later save to measure both ways for a file system."""
-        with self._lock:
-            if self._verdicts.get(file_system) is _UNMEASURED:
-                del self._verdicts[file_system]
-
-    def decide(
-        self,
-        file_system: int,
-        queue: _engine.DeviceQueue,
-        seconds: Callable[[GdsDevice | None], float],
-    ) -> None:
-        """Measures both ways three times, and notes the one with the better median.
-
-        Args:
-            file_system: its device number (st_dev).
-            queue: the GPU's.
-            seconds: writes by cuFile, or with None through the host, and returns how long it took.
-        """
-        direct, why = self._of(queue)
-        faster = False
-        if direct is not None:
-            by_gpu, by_host = [], []
-            for _ in range(3):
-                if not threading.main_thread().is_alive():
-                    return  # an exiting process saves no more
-                by_host.append(seconds(None))
-                by_gpu.append(seconds(direct))
-            refused = direct.backend.fallback_reason()
-            faster = sorted(by_gpu)[1] < sorted(by_host)[1] and not refused
-            why = refused or (
-                f"GPUDirect Storage takes {sorted(by_gpu)[1] / sorted(by_host)[1]:.2f} times what "
-                "the way through the host takes, measured here"
-            )
-        self.note(file_system, faster, why)
-
-    def note(self, file_system: int, faster: bool, why: str) -> None:
-        """Notes and logs the verdict on a file system."""
-        with self._lock:
-            self._verdicts[file_system] = faster, why
-        log.info("staging by %s: %s", "GPUDirect Storage" if faster else "the host", why)
 
     def _of(self, queue: _engine.DeviceQueue) -> tuple[GdsDevice | None, str]:
         """Returns a GPU's blocks, made at the first call; or None and why there are none."""

@@ -376,19 +376,6 @@ class Staging:
             )
             return EngineReadStream(of_engine, own, opened.pop_all().close, self.devices.text)
 
-    def direct(self, way: str, queue: Any, directory: str) -> GdsDevice | None:
-        """Returns what reads a directory's files straight to a GPU, or None for reads by the host.
-
-        Args:
-            way: "host", "gds" or "auto".
-            queue: the GPU's; None if there is none.
-        """
-        if way == "host" or queue is None:
-            return None
-        with reported("stat", directory):
-            status = self.storage.status(directory)
-        return self.gds.way(way, queue, 0 if status is None else status.st_dev)[0]
-
     def _close(self, fd: int) -> None:
         with suppress(OSError):  # the file was only read, and an error must not hide how that went
             self.storage.close(fd)

@@ -99,7 +99,7 @@ def _load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any
         direct = None
         if staging != "host" and not maps:
             queue = DeferredStorages.queue(current.staging.devices, asked.map_location)
-            direct = current.staging.direct(staging, queue, os.path.dirname(path))
+            direct, _why = current.staging.gds.way(staging, queue)
         file = open_verified(current.storage, current.staging, fd, path, verify, direct=direct)
         if file is None:
             obj = asked.read(asked.f)

@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import Gds
-from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, fate, retold
@@ -186,13 +185,11 @@ class Pipeline:
                 level = logging.DEBUG if job.agreement.rank else logging.INFO
                 log.log(level, "%s %r: %s", job.deed, handle.path, handle.stats)
                 self.staging.warm(job.staging_nbytes, job.reads)
-                if job.choice is not None:
-                    job.choice.learn()
             elif isinstance(error, SaveCancelled):  # which no later save tells
                 known = job.agreement.rank or (handle.is_cancelled() and not handle.is_given_up())
                 log.log(logging.DEBUG if known else logging.WARNING, "%s", error)
         finally:
-            job.reads, job.choice = DeviceSources(), None  # whoever waits may close the devices
+            job.reads = DeviceSources()  # whoever waits may close the devices
             self._telling.discard(threading.get_ident())
             ended = self._in_flight.pop(handle, None)
             if ended is not None:
@@ -391,7 +388,6 @@ class Job:
             handle.stats.captured_s = handle.elapsed_s()
         self.reads = reads = DeviceSources() if reads is None else reads
         self.copying = CopyCompletion(handle, reads, watched, self.forget, agreement.heed)
-        self.choice: Choice | None = None
         self.fence = fence
         self.lane = lane
         self.previous: list[SaveHandle] = []  # all in flight: the last may fail before the others
@@ -465,9 +461,7 @@ class Job:
             traceback.clear_frames(error.__traceback__)  # they hold the state
             # Frames that still run hold the job, in a circle with the handle's error, and memory of
             # devices must not wait for the garbage collector. Nothing is being copied any more.
-            if self.choice is not None:
-                self.choice.give_up()
-            self.reads, self.choice = DeviceSources(), None
+            self.reads = DeviceSources()
             self.agreement.fail(error)
             return error
         finally:

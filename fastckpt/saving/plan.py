@@ -102,7 +102,7 @@ class Plan:
         watched: the tensors that must not change before they have been copied.
 
     Attributes:
-        way: "host", "gds" or "auto"; overrides fastckpt.save's `staging` unless it is None.
+        way: "host" or "gds"; overrides fastckpt.save's `staging` unless it is None.
         whole: whether blocks are written whole, whatever the pace.
     """
 

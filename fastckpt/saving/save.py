@@ -15,7 +15,6 @@ from functools import partial
 from itertools import filterfalse
 
 from fastckpt.engine.devices import DeviceSources
-from fastckpt.engine.gds_trial import Choice
 from fastckpt.engine.staging import stager_count
 from fastckpt.engine.transfer import MemoryCopy
 from fastckpt.errors import CheckpointError
@@ -120,8 +119,10 @@ class Save(Job):
         samples, path = plan.samples(), self.handle.path
         fetch = MemoryCopy(staging, pipeline.storage, samples, path, allowance, self.reads)
         self.copying.transfers.append(moving.enter_context(fetch).transfer)
-        self.choice = Choice(pipeline.storage, staging, plan.way or options.staging, self.reads)
-        direct = self.choice.direct(self.place.directory, self.handle.stats)
+        queue = self.reads.ranges[0].queue if self.reads.ranges else None
+        direct, why = staging.gds.way(plan.way or options.staging, queue)
+        if direct is None and why:
+            self.handle.stats.staging_why = why
         for output in sorted(outputs, key=_is_small, reverse=True):
             how = (
                 (1, self.reads)

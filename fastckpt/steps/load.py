@@ -220,7 +220,7 @@ class StepReader:
 
         Args:
             targets: the parts, and the memory that each goes to.
-            staging: how bytes come to a GPU: "host", "gds" or "auto", as fastckpt.load's.
+            staging: how bytes come to a GPU: "host" or "gds", as fastckpt.load's.
 
         Returns:
             How many bytes were needed. Raises as find(), and CorruptCheckpoint or StorageError if
@@ -248,7 +248,7 @@ class StepReader:
             tensor.untyped_storage() for pairs in buffers.values() for _, tensor in pairs
         )
         queue = reads.ranges[0].queue if reads.ranges else None
-        direct = self._staging.direct(staging, queue, self._path(""))
+        direct, _why = self._staging.gds.way(staging, queue)
         # torch does not see these writes. Autograd has to notice them, and so has a step-fence save
         # that still copies; so the versions are incremented before the first byte.
         increment_version([t.tensor for t in targets if not t.tensor.is_inference()])

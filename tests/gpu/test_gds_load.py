@@ -25,7 +25,6 @@ from fastckpt.formats.zip_records import Directory
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.plan.runs import blocks_of
 from fastckpt.saving import pipeline
-from fastckpt.storage.file_system import Storage
 from tests.accelerator import KIND, Runtime, installed
 from tests.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
 from tests.cufile_stub import FILE_SYSTEM, CufileStub
@@ -226,7 +225,7 @@ def test_a_file_that_shrinks_while_it_is_read(cufile: CufileStub, disk: Path) ->
             (),
             [5, 6],
             direct=current.staging.gds.way(
-                "gds", current.staging.devices.queue(torch.device(KIND, 0)), 0
+                "gds", current.staging.devices.queue(torch.device(KIND, 0))
             )[0],
         )
         stream.close()
@@ -305,34 +304,12 @@ def test_an_interrupted_load_leaves_no_file_with_cufile(
     assert same(fastckpt.load(disk / "a.pt", KIND, staging="gds"), state)
 
 
-def test_a_directory_that_cannot_be_looked_at(
-    cufile: CufileStub, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    saved(disk / "a.pt", w=20 * MIB)
-
-    def status(_storage: Storage, _path: str) -> None:
-        raise OSError(EIO, "input/output error")
-
-    monkeypatch.setattr(Storage, "status", status)
-    with pytest.raises(errors.StorageError, match="stat"):
-        fastckpt.load(disk / "a.pt", KIND, staging="gds")
-
-
 def test_records_beyond_the_end_are_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a forged directory: the engine is asked for no block that the file does not have."""
     forged = Directory(["a/data/0"], [100 * BLOCK_BYTES], [2 * BLOCK_BYTES], [0], [0])
     monkeypatch.setattr(zip_records, "directory", lambda _data, _end: forged)
     index = BlockChecksums(3 * BLOCK_BYTES, BLOCK_BYTES, (0, 0, 0), b"")
     assert record_locations.blocks_of_large(index, MIB) == set()
-
-
-def test_auto_goes_the_way_that_saves_found_faster(cufile: CufileStub, disk: Path) -> None:
-    state = saved(disk / "a.pt", w=20 * MIB)
-    assert same(fastckpt.load(disk / "a.pt", KIND, staging="auto"), state)
-    assert cufile.calls("cuFileRead") == 0
-    pipeline.current().staging.gds.note(disk.stat().st_dev, True, "measured")
-    assert same(fastckpt.load(disk / "a.pt", KIND, staging="auto"), state)
-    assert cufile.calls("cuFileRead") > 0
 
 
 def test_an_unknown_way_is_refused(disk: Path) -> None:

@@ -6,9 +6,7 @@ On the devices of tests/accelerator.py, with a stub of cuFile. Must not know how
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +17,6 @@ import fastckpt
 from fastckpt.engine.gds import BLOCKS
 from fastckpt.formats import shard_index
 from fastckpt.plan.image import BLOCK_BYTES
-from fastckpt.saving import pipeline
 from tests import accelerator
 from tests.accelerator import Runtime, here
 from tests.cuda_stub import OUT_OF_MEMORY, CudaStub
@@ -150,46 +147,6 @@ def test_want_of_memory_is_for_one_save(cufile: CufileStub, driver: CudaStub, di
         driver.fail("cuMemAlloc_v2", OUT_OF_MEMORY, times=1 - number)
         stats = fastckpt.save(state, disk / f"{number}.pt", staging="gds").result(WAIT_S)
         assert stats.staging == staging, stats.staging_why
-
-
-def test_auto_measures_once_and_keeps_the_faster(
-    cufile: CufileStub, disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gds = pipeline.current().staging.gds
-    measured: list[int] = []
-    real = gds.decide
-
-    def decide(number: int, queue: Any, seconds: Callable[..., float]) -> None:
-        measured.append(number)
-        real(number, queue, lambda direct: seconds(direct) * 0 + (1.0 if direct else 2.0))
-
-    monkeypatch.setattr(gds, "decide", decide)
-    state = {"w": octets(20 * MIB)}
-    (disk / "in the way").mkdir()
-    with pytest.raises(fastckpt.StorageError):  # of what fails, nothing is learned
-        fastckpt.save(state, disk / "in the way", staging="auto").result(WAIT_S)
-    pipeline.current().drain()
-    (disk / "in the way").rmdir()
-    ways = []
-    for number in range(3):
-        handle = fastckpt.save(state, disk / f"{number}.pt", staging="auto")
-        ways.append(handle.result(WAIT_S).staging)
-        pipeline.current().drain()
-        same(disk / f"{number}.pt", state)
-    assert ways == ["pinned", "gds", "gds"] and measured == [disk.stat().st_dev]
-    assert {path.name for path in disk.iterdir()} == {"0.pt", "1.pt", "2.pt"}
-
-
-def test_auto_stays_with_the_host_where_that_is_faster_or_cufile_refuses(
-    cufile: CufileStub, disk: Path
-) -> None:
-    cufile.fail("cuFileWrite", 5030)
-    state = {"w": octets(20 * MIB)}
-    for number in range(2):
-        stats = fastckpt.save(state, disk / f"{number}.pt", staging="auto").result(WAIT_S)
-        pipeline.current().drain()
-        assert stats.staging == "pinned"
-    assert "cuFileWrite" in stats.staging_why or "5030" in stats.staging_why
 
 
 def test_an_unknown_way_is_refused(disk: Path) -> None:

@@ -533,7 +533,7 @@ def test_what_it_does_not_know_is_refused(disk: Path) -> None:
 
 def test_options_of_the_engine_arrive(disk: Path) -> None:
     options: dict[str, Any] = {"backend": "threads", "staging_bytes": "8MiB", "durable": False}
-    io, storage = FastckptCheckpointIO(staging="auto", **options), Recorder(by_engine=True)
+    io, storage = FastckptCheckpointIO(staging="gds", **options), Recorder(by_engine=True)
     with process_on(storage):
         io.save_checkpoint({"weight": torch.zeros(3 << 20)}, disk / FIRST)
         stats = io._handles[-1].result()

@@ -46,7 +46,7 @@ def test_choices_are_literals(of: Any, name: str) -> None:
     assert hints["fence"] == Literal["call", "step"]
     if "backend" in hints:
         assert hints["backend"] == Literal["auto", "io_uring", "threads"]
-        assert hints["staging"] == Literal["host", "gds", "auto"]
+        assert hints["staging"] == Literal["host", "gds"]
     else:
         assert hints["on_error"] == Literal["raise", "warn"]
 
