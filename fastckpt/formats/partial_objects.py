@@ -11,18 +11,21 @@ import io
 import pickle
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 
-from fastckpt.formats.torch_pickle import collection_paused, torch_load, unpickled
+from fastckpt.formats.torch_pickle import collection_paused, is_shortage, torch_load, unpickled
 from fastckpt.formats.value_names import below
 
 _ZIP_MAGIC = b"PK\x03\x04"  # by which torch tells zips, too
 _GLOBALS_MAX = 1000  # torch is asked about each
 _MAKER_CHARACTERS_MAX = 200
+_NOTES_MAX, _NAME_KEYS_MAX, _NAME_CHARACTERS_MAX = 1000, 200, 1000  # that are told
+_KEY_DEPTH_MAX = 8  # of tuples in a key or in an item of a set: hash() recurses on the stack of C
 _LOOKS_PER_BYTE = 64  # at parts of objects, for each byte of the pickle
 _NESTS, _MAPPINGS = (dict, list, tuple), (dict, OrderedDict, Counter)
 _UNSEEN = (str, bytes, int, float, bool, type(None))  # of which equal ones may be one object
@@ -67,37 +70,71 @@ def loaded(source: Any, weights_only: bool, what: str) -> Any:
         source.seek(0)
         if not weights_only or source.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
             raise
+        # What torch has refused is what is read on: the file may have been changed meanwhile, and
+        # without weights_only torch would run a program of TorchScript.
         source.seek(0)
+        content = io.BytesIO(source.read())
+        try:
+            return unpickled(content, weights_only, what)
+        except pickle.UnpicklingError:
+            content.seek(0)
         try:
             with collection_paused():
                 module: Any = SimpleNamespace(__name__=__name__, Unpickler=_Unpickler)
-                return torch_load(source, "cpu", module, weights_only=False)
+                return torch_load(content, "cpu", module, weights_only=False)
         except Exception as error:
-            if isinstance(error, MemoryError) or "alloc" in str(error):
+            if is_shortage(error):
                 raise
         raise  # torch's own refusal
 
 
 def notes_in(value: Any, name: str | None) -> Iterator[tuple[str, str]]:
-    """Yields the names of what was left out of a value, each with its maker. What stands there
-    many times is told once.
+    """Yields the names of what was left out of a value, each with its maker; the first _NOTES_MAX
+    of them, and of a name its beginning, since files can hold more than memory has room for. What
+    stands there many times is told once.
     """
-    ahead, seen = [(name, value)], set[int]()
-    while ahead:
-        name, value = ahead.pop()
+    ahead, seen, found = [(_Place(name), value)], set[int](), 0
+    while ahead and found < _NOTES_MAX:
+        place, value = ahead.pop()
         if type(value) not in (Note, *_NESTS) or id(value) in seen:
             continue
         seen.add(id(value))
         if type(value) is Note:
-            yield name or "", value.maker
+            found += 1
+            yield place.text(), value.maker
             continue
         items = value.items() if type(value) is dict else enumerate(value)
         inner = [(key, item) for key, item in items if type(item) in (Note, *_NESTS)]
-        ahead += [(below(name, str(key)), item) for key, item in reversed(inner)]
+        ahead += [(place.below(key), item) for key, item in reversed(inner)]
+
+
+class _Place:
+    """Where a value stands: below another place, under a key."""
+
+    __slots__ = ("_above", "_depth", "_key")
+
+    def __init__(self, key: Any, above: _Place | None = None) -> None:
+        self._key, self._above = key, above
+        self._depth: int = 0 if above is None else above._depth + 1
+
+    def below(self, key: Any) -> _Place:
+        return self if self._depth == _NAME_KEYS_MAX else _Place(key, self)
+
+    def text(self) -> str:
+        keys, place = [], self
+        while place._above is not None:
+            keys.append(place._key)
+            place = place._above
+        name = place._key
+        for key in reversed(keys):
+            name = below(name, str(key)[:_NAME_CHARACTERS_MAX])[:_NAME_CHARACTERS_MAX]
+        return name or ""
 
 
 def _asked(module: str, name: str) -> Any:
-    """Returns the class or function that torch allows under a name; a Note if it refuses it."""
+    """Returns the class or function that torch allows under a name; a Note if it refuses it. It is
+    asked on another thread than one that is loading: torch keeps for each thread where it loads to.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02c" + f"{module}\n{name}\n.".encode())
@@ -138,7 +175,8 @@ class _Unpickler(_Python):  # type: ignore[misc]
         if (module, name) not in self._names:
             if len(self._names) == _GLOBALS_MAX:
                 raise pickle.UnpicklingError("it names too many classes and functions")
-            self._names[module, name] = _asked(module, name)
+            with ThreadPoolExecutor(1, "fastckpt-allowed") as other:
+                self._names[module, name] = other.submit(_asked, module, name).result()
         found = self._names[module, name]
         if type(found) is Note:
             return Note(found.maker)  # one for each object
@@ -163,9 +201,21 @@ class _Unpickler(_Python):  # type: ignore[misc]
             ahead += [*part, *part.values()] if type(part) is dict else part
         return None
 
+    def _check_keys(self, values: Iterable[Any], depth: int = _KEY_DEPTH_MAX) -> None:
+        """Raises UnpicklingError if hashing and comparing these takes unbounded time or stack."""
+        for value in values:
+            if isinstance(value, (tuple, frozenset)):
+                self._looks -= 1 + len(value)
+                if depth == 0 or self._looks < 0:
+                    raise pickle.UnpicklingError("a key is nested too deeply, or used too often")
+                self._check_keys(value, depth - 1)
+
     def _make(self, how: Callable[..., Any]) -> None:
         arguments, named = self.stack.pop(), self.stack.pop()
         maker = left_out(named) or self._part_left_out(arguments)
+        if maker is None and isinstance(arguments, tuple):
+            for argument in arguments:  # it may be what a set or a dict is made of
+                self._check_keys(argument if type(argument) is list else [argument])
         # Those of torch's tensor classes are checked by torch's own reader, and never written.
         if maker is None and (id(named) not in self._allowed or named in torch._tensor_classes):
             maker = type(named).__qualname__
@@ -234,6 +284,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
 
     def _set(self, items: list[Any]) -> None:
         pairs = [*zip(items[::2], items[1::2], strict=True)]
+        self._check_keys(items[::2])
 
         def put(value: Any) -> None:
             for key, item in pairs:

@@ -318,6 +318,14 @@ def _capture_by_copy(obj: object, pickle_module: Any, pickle_protocol: int) -> C
     return captured
 
 
+def is_shortage(error: BaseException) -> bool:
+    """Returns whether an error of torch.load says that memory is short; no text of a file does."""
+    shortage = "[enforce fail at alloc_cpu.cpp"
+    return isinstance(error, MemoryError) or (
+        type(error) is RuntimeError and str(error).startswith(shortage)
+    )
+
+
 def unpickled(
     source: Any, weights_only: bool, what: str, how: str = "pass that to restore() or load()"
 ) -> Any:
@@ -348,6 +356,6 @@ def unpickled(
         ) from None
     except Exception as error:
         # Without weights_only, code that the file names may have failed: that is not damage.
-        if (not weights_only and "PytorchStreamReader" not in str(error)) or "alloc" in str(error):
+        if (not weights_only and "PytorchStreamReader" not in str(error)) or is_shortage(error):
             raise
         raise CorruptCheckpoint(f"{what}: these bytes are not from torch.save: {error}") from None

@@ -9,6 +9,7 @@ import io
 import os
 import pathlib
 import pickle
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, CorruptCheckpoint
 from fastckpt.formats.partial_objects import left_out, loaded, notes_in
 from tests.storm import Chance
 
@@ -248,3 +249,84 @@ def test_values_that_refer_to_each_other_over_and_over_are_bounded() -> None:
     content = b"\x80\x02](" + BAD + b"](" + b"N" * 1000 + b"eq\x00" + ordered + b"q\x01"
     with pytest.raises(pickle.UnpicklingError, match="weights_only=False"):
         loaded(forged(content + b"h\x01h\x00\x85R" * 1000 + b"e."), True, "here")
+
+
+REFUSED = b"cos\nsystem\n"
+
+
+def zip_of(pickled: bytes, storage: bytes = b"") -> io.BytesIO:
+    """A torch zip with this pickle, and one storage."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + pickled + b".")
+        archive.writestr("archive/byteorder", b"little")
+        archive.writestr("archive/data/0", storage)
+        archive.writestr("archive/version", b"3\n")
+    buffer.seek(0)
+    return buffer
+
+
+def test_tensors_of_other_devices_come_to_the_host_beside_what_is_refused() -> None:
+    values = pickle.dumps(("storage", torch.FloatStorage, "0", "cpu", 3), protocol=2)[2:-1]
+    plain = b"ctorch._utils\n_rebuild_tensor_v2\n(" + values + b"QK\x00K\x03\x85K\x01\x85\x89"
+    plain += b"ccollections\nOrderedDict\n)RtR"
+    rebuild = b"ctorch._utils\n_rebuild_device_tensor_from_cpu_tensor\n"
+    tensor = rebuild + b"(" + plain + b"ctorch\nfloat32\nX\x04\x00\x00\x00meta\x89tR"
+    for rest in (b"", b"X\x01\x00\x00\x00x" + REFUSED):
+        source = zip_of(b"}(X\x01\x00\x00\x00t" + tensor + rest + b"u", TENSOR.numpy().tobytes())
+        assert torch.equal(loaded(source, True, "here")["t"], TENSOR)
+
+
+def test_names_of_what_lies_deep_take_little_memory() -> None:
+    depth = 20_000
+    levels = b"](" * depth + (REFUSED + b"e") * depth
+    found = [*notes_in(loaded(zip_of(levels), True, "here"), "x")]
+    assert len(found) == 1000 and max(len(name) for name, _maker in found) <= 1000
+    assert all(name.startswith("x/") for name, _maker in found)
+
+
+@pytest.mark.parametrize(
+    "key", [b")" + b"\x85" * 500_000, b")" + b"q\x00h\x00\x86q\x01h\x01\x86" * 60], ids=len
+)
+def test_keys_are_hashed_in_little_time_and_stack(key: bytes) -> None:
+    """Torch's own reader, which has no such limit, never comes to the key."""
+    for pickled in (
+        b"](" + REFUSED + b"}" + key + b"Nse",
+        b"](" + REFUSED + b"c__builtin__\nset\n](" + key + b"e\x85Re",
+    ):
+        with pytest.raises(pickle.UnpicklingError):
+            loaded(zip_of(pickled), True, "here")
+
+
+def test_no_text_of_a_file_is_taken_for_a_want_of_memory() -> None:
+    device = b"ctorch\ndevice\nX\x05\x00\x00\x00alloc\x85R"
+    with pytest.raises(CorruptCheckpoint):
+        loaded(zip_of(device), True, "here")
+    with pytest.raises(pickle.UnpicklingError):
+        loaded(zip_of(b"](" + REFUSED + device + b"e"), True, "here")
+
+
+def test_what_is_read_on_is_what_torch_has_refused() -> None:
+    """Another process may write to the file in between."""
+    buffer = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        torch.jit.save(torch.jit.script(torch.nn.Identity()), buffer)
+    program, refused = buffer.getvalue(), zip_of(b"](" + REFUSED + b"e").getvalue()
+
+    class Changing(io.BytesIO):
+        openings = 0
+
+        def read(self, size: int | None = -1) -> bytes:
+            content = super().read(size)
+            if size == len(b"PK34"):  # torch looks first, then we
+                self.openings += 1
+                if self.openings == 2:
+                    self.seek(0)
+                    self.write(program)
+            return content
+
+    source = Changing(refused)
+    with pytest.raises(CorruptCheckpoint, match="TorchScript"):
+        loaded(source, True, "here")
+    assert source.openings == 2
