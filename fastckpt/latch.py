@@ -99,25 +99,35 @@ class Latch:
         return self._is_set
 
 
-class _NoLock:
-    """A stand-in for a Future's condition, which concurrent.futures would take and release."""
+class _View:
+    """A stand-in for a Future's condition, which concurrent.futures would take and release: a
+    thread in between sees the state as it was in the beginning, as if nobody could change it.
+    """
+
+    def __init__(self) -> None:
+        self.state = ""  # as it is
+        self._states: dict[int, str] = {}  # as threads see it
+
+    def seen(self) -> str:
+        return self._states.get(threading.get_ident(), self.state)
 
     def acquire(self, *_: object) -> bool:
+        self._states[threading.get_ident()] = self.state
         return True
 
     def release(self) -> None:
-        pass
+        self._states.pop(threading.get_ident(), None)
 
     def __enter__(self) -> bool:
-        return True
+        return self.acquire()
 
     def __exit__(self, *_: object) -> None:
-        pass
+        self.release()
 
 
 class _Waiters(list[Any]):
     """The waiters of concurrent.futures.wait() and as_completed(), which append themselves here.
-    Each is told once: by append() if the future is over, else by tell().
+    Each is told once: by tell(), or by append() if the future has ended since the waiter looked.
     """
 
     def __init__(self, outcome: SignalSafeFuture[Any]) -> None:
@@ -127,9 +137,11 @@ class _Waiters(list[Any]):
 
     def append(self, waiter: Any) -> None:
         super().append(waiter)
-        self._untold.append(waiter)
         outcome = self._outcome()
-        if outcome is not None and outcome.done() and self._claim(waiter):
+        if outcome is None or outcome._state == _FINISHED:  # which the waiter has seen
+            return
+        self._untold.append(waiter)
+        if outcome.done() and self._claim(waiter):
             _add(waiter, outcome)
 
     def remove(self, waiter: Any) -> None:
@@ -171,15 +183,24 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
     """
 
     def __init__(self) -> None:
+        self._view = _View()
         super().__init__()
-        self._condition = _NoLock()  # type: ignore[assignment]
+        self._condition = self._view  # type: ignore[assignment]
         self._told = self._waiters = _Waiters(self)
         self._callbacks: deque[Callable[[], object]] = deque()
         self._ended = Latch()
         self.set_running_or_notify_cancel()
 
+    @property
+    def _state(self) -> str:
+        return self._view.seen()
+
+    @_state.setter
+    def _state(self, state: str) -> None:
+        self._view.state = state
+
     def done(self) -> bool:
-        return self._state == _FINISHED
+        return self._view.state == _FINISHED
 
     def subject(self) -> str:
         """Returns a name for messages."""

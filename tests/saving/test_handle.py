@@ -35,7 +35,7 @@ import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.latch import items_of
+from fastckpt.latch import SignalSafeFuture, items_of
 from tests.saving.test_process import run_python
 
 BLOCK = 8 << 20
@@ -247,6 +247,24 @@ def test_handle_is_a_future(disk: Path) -> None:
     assert handle.result() is handle.stats and handle.exception() is None
     wait_until(lambda: called == [handle], "the callback was called")
     assert handle.path == os.path.realpath(disk / "a.pt")
+
+
+def test_a_handle_that_is_done_is_waited_for_with_one_that_is_not(disk: Path) -> None:
+    """It is not counted twice: wait() would return early, and as_completed() raise KeyError."""
+    done, pending = SignalSafeFuture[int](), SignalSafeFuture[int]()
+    done.set_result(1)
+    in_order = concurrent.futures.as_completed([done, pending], WAIT_S)
+    assert next(in_order) is done
+
+    def end() -> None:
+        wait_until(lambda: len(pending._waiters) == 2, "both wait")
+        pending.set_result(2)
+
+    with concurrent.futures.ThreadPoolExecutor() as other:
+        ended = other.submit(end)
+        assert concurrent.futures.wait([done, pending], WAIT_S).not_done == set()
+        ended.result()
+    assert [*in_order] == [pending]
 
 
 def test_handle_can_be_awaited(disk: Path) -> None:
