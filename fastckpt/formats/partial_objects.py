@@ -29,7 +29,7 @@ _KEY_DEPTH_MAX = 8  # of tuples in a key or in an item of a set: hash() recurses
 _LOOKS_PER_BYTE = 64  # at parts of objects, for each byte of the pickle
 _NESTS, _MAPPINGS = (dict, list, tuple), (dict, OrderedDict, Counter)
 _UNSEEN = (str, bytes, int, float, bool, type(None))  # of which equal ones may be one object
-# What picklers of protocols 2 and 3 write, but for what _Unpickler does in its own way.
+# Operations that picklers of protocols 2 and 3 write, but for those that _Unpickler redefines.
 _OPCODES = """PROTO STOP MARK POP POP_MARK GLOBAL BINPERSID NONE NEWTRUE NEWFALSE BINFLOAT BININT
 BININT1 BININT2 LONG1 LONG4 BINUNICODE SHORT_BINSTRING SHORT_BINBYTES BINBYTES TUPLE TUPLE1 TUPLE2
 TUPLE3 EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET"""
@@ -70,8 +70,8 @@ def loaded(source: Any, weights_only: bool, what: str) -> Any:
         source.seek(0)
         if not weights_only or source.read(len(_ZIP_MAGIC)) != _ZIP_MAGIC:
             raise
-        # What torch has refused is what is read on: the file may have been changed meanwhile, and
-        # without weights_only torch would run a program of TorchScript.
+        # Both readings are of the same bytes in memory. A file may be changed between two of them,
+        # and without weights_only torch would run a program of TorchScript.
         source.seek(0)
         content = io.BytesIO(source.read())
         try:
@@ -109,7 +109,7 @@ def notes_in(value: Any, name: str | None) -> Iterator[tuple[str, str]]:
 
 
 class _Place:
-    """Where a value stands: below another place, under a key."""
+    """The position of a value: below another position, under a key."""
 
     __slots__ = ("_above", "_depth", "_key")
 
