@@ -27,7 +27,8 @@ from fastckpt.arguments.checks import (
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.save import Told, remove_directory, save_directory
+from fastckpt.directories.retention import retain
+from fastckpt.directories.save import Told, save_directory
 from fastckpt.directories.shared_files import SharedFiles, SharedTensor
 from fastckpt.directories.swap_place import names_in
 from fastckpt.directories.verify import list_of
@@ -199,11 +200,11 @@ def export_step(
     """Exports a step of a run, and removes older exports after the commit. What export() would
     raise, the handle has; with on_error="warn" it is logged as well.
     """
-    path, retain = os.path.join(options.root, step_name(step)), None
+    path, retaining = os.path.join(options.root, step_name(step)), None
     if options.keep_last is not None:
-        retain = partial(_retain, options.root, options.keep_last, path)
+        retaining = partial(_retain, options.root, options.keep_last, path)
     told: Told = "warn" if on_error == "warn" else "keep"
-    return _exported(state, path, options, how, on_error=told, retain=retain)
+    return _exported(state, path, options, how, on_error=told, retaining=retaining)
 
 
 def _retain(directory: str, keep_last: int, committed: str) -> None:
@@ -219,8 +220,7 @@ def _retain(directory: str, keep_last: int, committed: str) -> None:
             continue
         if status.st_mtime_ns < own.st_mtime_ns and _is_export(storage, path):
             found.append((status.st_mtime_ns, path))
-    for _time, path in sorted(found)[: max(0, len(found) + 1 - keep_last)]:
-        remove_directory(path)
+    retain([committed, *(path for _time, path in sorted(found, reverse=True))], keep_last)
 
 
 def _is_export(storage: Storage, path: str) -> bool:
@@ -239,7 +239,7 @@ def _exported(
     options: HuggingFace,
     how: Writing,
     on_error: Told = "raise",
-    retain: Callable[[], None] | None = None,
+    retaining: Callable[[], None] | None = None,
 ) -> SaveHandle:
     shared, rank_of = per_group.together(how.group), ranks_within(how.group)
     shard_bytes = check_size("shard_bytes", options.shard_bytes)
@@ -262,7 +262,7 @@ def _exported(
             {tensor.name: tensor.leaf.local for tensor in tensors},
         )
 
-    return save_directory(path, fill, on_error=on_error, retain=retain, **how._asdict())
+    return save_directory(path, fill, on_error=on_error, retain=retaining, **how._asdict())
 
 
 def _check_dtype(dtype: object) -> None:

@@ -26,7 +26,8 @@ from fastckpt.arguments.checks import (
     check_path,
 )
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
+from fastckpt.directories.retention import numbered, retain
+from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.directories.verify import newest_whole
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
@@ -103,10 +104,10 @@ def save_state(
         finally:
             project.automatic_checkpoint_naming = automatic
 
-    def retain() -> None:
+    def rotate() -> None:
         if beside is not None and project.total_limit is not None:
-            for _number, old in _numbered(os.path.dirname(path))[: -max(1, project.total_limit)]:
-                remove_directory(old, beside)
+            newest_first = numbered(os.path.dirname(path), _NAME)
+            retain(newest_first, max(1, project.total_limit), beside=beside)
 
     return save_directory(
         path,
@@ -119,7 +120,7 @@ def save_state(
         staging_bytes=staging_bytes,
         on_error=on_error,
         timeout_s=timeout_s,
-        retain=retain,
+        retain=rotate,
     )
 
 
@@ -152,8 +153,9 @@ def load_state(
     wait_for_directories(directory)
 
     def listed() -> list[str]:
-        candidates = [path for _number, path in reversed(_numbered(directory))]
-        return [path for path in ([given] if given else candidates) if os.path.isdir(path)]
+        if given is None:
+            return numbered(directory, _NAME)
+        return [given] if os.path.isdir(given) else []
 
     found = newest_whole(listed, group_of_job(), timeout_s) or input_dir
     if found is None:
@@ -198,15 +200,6 @@ def _automatic(accelerator: Accelerator) -> str:
             "input_dir is None, and the project has no automatic naming: give a directory"
         )
     return os.path.realpath(os.path.join(accelerator.project_dir, "checkpoints"))
-
-
-def _numbered(directory: str) -> list[tuple[int, str]]:
-    """Returns the checkpoints named automatically, as (number, path), the oldest first."""
-    names = os.listdir(directory) if os.path.isdir(directory) else []
-    matches = ((name, _NAME.match(name)) for name in names)
-    return sorted(
-        (int(match[1]), os.path.join(directory, name)) for name, match in matches if match
-    )
 
 
 def _into(

@@ -28,7 +28,8 @@ from fastckpt.arguments.checks import (
     check_choice,
 )
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
+from fastckpt.directories.retention import numbered, retain
+from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.directories.verify import newest_whole
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveHandle
@@ -179,13 +180,9 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         """Returns the checkpoint to resume from, verified; if there is none, the argument."""
 
         def listed() -> list[str]:
-            directory, candidates = self.args.output_dir, [str(resume_from)]
             if resume_from is True:
-                names = os.listdir(directory) if os.path.isdir(directory) else []
-                found = {int(match[1]): name for name in names if (match := _NAME.match(name))}
-                newest_first = sorted(found, reverse=True)
-                candidates = [os.path.join(directory, found[number]) for number in newest_first]
-            return [path for path in candidates if os.path.isdir(path)]
+                return numbered(self.args.output_dir, _NAME)
+            return [str(resume_from)] if os.path.isdir(resume_from) else []
 
         return newest_whole(listed, group_of_job(), self._saving["timeout_s"]) or resume_from
 
@@ -209,10 +206,10 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             if best_step is not None and self.args.should_save:
                 state.save_to_json(os.path.join(draft.directory, TRAINER_STATE_NAME))
 
-        def retain() -> None:
+        def rotate() -> None:
             _rotate(os.path.realpath(run_dir), self.args.save_total_limit, best)
 
-        handle = save_directory(path, fill, group=group_of_job(), retain=retain, **self._saving)
+        handle = save_directory(path, fill, group=group_of_job(), retain=rotate, **self._saving)
         self._saves = [save for save in self._saves if not save[0].done() or save[0].failure()]
         self._saves.append((handle, path))
 
@@ -266,8 +263,6 @@ def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:
     """Removes what Trainer would remove after a save; each checkpoint vanishes as a whole."""
     if limit is None or limit <= 0:
         return
-    checkpoints = [os.path.realpath(path) for path in sort_checkpoints(run_dir, use_mtime=True)]
-    kept = {*checkpoints[-1:], *([] if best is None else [os.path.realpath(best)])}
-    surplus = len(checkpoints) - max(limit, len(kept))
-    for path in [path for path in checkpoints if path not in kept][: max(0, surplus)]:
-        remove_directory(path)
+    newest_first = sort_checkpoints(run_dir, use_mtime=True)[::-1]
+    kept = None if best is None else os.path.realpath(best)
+    retain([os.path.realpath(path) for path in newest_first], limit, best=kept)

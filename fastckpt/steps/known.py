@@ -44,7 +44,7 @@ class Known:
 
     def may_stay_alone(self) -> bool:
         """Returns whether older steps may be removed on the account of this one."""
-        return not (self.is_damaged or self.is_doubtful)
+        return not (self.is_damaged or self.is_unread or self.is_doubtful)
 
 
 class Begun(NamedTuple):

@@ -10,83 +10,62 @@ import logging
 from fastckpt.errors import StorageError
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.root import Committed, Steps
+from fastckpt.storage.keep import Entry, may_go
 
 log = logging.getLogger("fastckpt")
 
 
 def tidy(steps: Steps, keep: str, step: int, options: StepOptions) -> None:
-    """Removes steps that a commit has made superfluous, and warns of those it cannot remove.
+    """Removes steps that a commit has made superfluous, and warns of those it cannot remove. One
+    that somebody reads (see Steps.hold) stays until a later call.
 
     Args:
-        steps, keep: as retain()'s.
+        steps, keep: as superfluous()'s.
         step: the number of the step just committed.
         options: say which steps stay.
     """
     # Listing takes time on network file systems: not unless there may be something to remove.
-    keep_last = options.keep_last
-    if keep_last is None and not steps.has_another(keep, step):
+    if options.keep_last is None and not steps.has_another(keep, step):
         return
     try:
         found, _faults = steps.committed()
-        supersede(steps, found, keep, step)
-        if keep_last is not None:
-            retain(steps, found, keep, keep_last, options.keep_every)
+        for name in superfluous(steps, found, keep, options.keep_last, options.keep_every):
+            steps.remove_unread(name)
         steps.remove_left()
     except (StorageError, OSError) as error:
         log.warning("old steps could not be removed: %s", error)
 
 
-def retain(
-    steps: Steps, found: list[Committed], keep: str, keep_last: int, keep_every: int | None
+def superfluous(
+    steps: Steps, found: list[Committed], keep: str, keep_last: int | None, keep_every: int | None
 ) -> list[str]:
-    """Removes the committed steps that need not stay; returns their names.
+    """Returns the names of the committed steps that need not stay.
 
-    A step that somebody reads (see Steps.hold) stays until a later call. One that could not be read
-    here stays, too, as long as nothing else is known: it may be the newest that is whole.
+    Those are attempts at the step just committed, but the last of them, which is another one if
+    that was drained late; and what is beyond keep_last. A step known to be damaged does not count,
+    nor does one that may not be durable. One that could last not be read stays as well: it may be
+    the newest that is whole.
 
     Args:
         steps: the root.
         found: the committed steps, the one committed last first.
         keep: the name of the step just committed. It stays, and so do all committed after it.
-        keep_last: how many steps stay, those committed last, not counting those that are known to
-            be damaged or may not be durable.
+        keep_last: how many steps stay, those committed last; None: all.
         keep_every: multiples of this stay.
     """
-    own = next((item.manifest.sequence for item in found if item.name == keep), 0)
-    whole: set[int] = set()  # attempts at a step count once, however saves overlap
-    removed = []
-    for item in found:
+    own = next((item.manifest for item in found if item.name == keep), None)
+    if own is None:  # somebody has removed it, and may be about to remove others
+        return []
+
+    def entry(item: Committed, is_pinned: bool) -> Entry:
         known = steps.known(item.name)
-        if known.is_unread:
-            continue
-        again = item.manifest.step in whole
-        kept = (len(whole) < keep_last and not again) or item.manifest.sequence >= own
-        if known.may_stay_alone():
-            whole.add(item.manifest.step)
-        if kept or (keep_every and item.manifest.step % keep_every == 0):
-            continue
-        if steps.remove_unread(item.name):
-            removed.append(item.name)
-    return removed
+        is_pinned = is_pinned or known.is_unread
+        return Entry(item.name, item.manifest.step, known.may_stay_alone(), is_pinned)
 
-
-def supersede(steps: Steps, found: list[Committed], keep: str, step: int) -> None:
-    """Removes all attempts at a step but the last. This is the one just committed as `keep`, unless
-    that was drained so late that a later attempt was committed before it.
-    """
-    attempts = [
-        item
-        for item in found
-        if item.manifest.step == step and not steps.known(item.name).is_unread
-    ]
-    last = max(
-        (
-            item.manifest.sequence
-            for item in attempts
-            if item.name == keep or steps.known(item.name).may_stay_alone()
-        ),
-        default=0,
-    )
-    for item in attempts:
-        if item.manifest.sequence < last:
-            steps.remove_unread(item.name)
+    attempts = [entry(item, False) for item in found if item.manifest.step == own.step]
+    going = may_go(attempts, 1)
+    if keep_last is not None:
+        rest = [item for item in found if item.name not in going]
+        pinned = [entry(item, item.manifest.sequence >= own.sequence) for item in rest]
+        going += may_go(pinned, keep_last, keep_every)
+    return going

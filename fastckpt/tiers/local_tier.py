@@ -24,6 +24,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.steps.options import KEEP_LOCAL, StepOptions
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
+from fastckpt.storage.keep import Entry, may_go
 
 log = logging.getLogger("fastckpt")
 
@@ -233,26 +234,25 @@ class LocalTier:
         except OSError:
             return False
 
-    def evict(self) -> list[str]:
-        """Removes steps of no use, and those beyond `keep` that the root has had; returns their
-        names. Only the first rank of a node calls it.
+    def evict(self) -> None:
+        """Removes steps of no use, and those beyond `keep` that the root has had. Only the first
+        rank of a node calls it.
         """
-        removed, kept = [], 0
+        going, of_use = list[str](), list[Entry]()
         for item in self.steps.readable():
             is_useless = item.manifest.nonce in self._useless
-            is_whole = not is_useless and not self.steps.known(item.name).is_damaged
-            may_go = is_useless or self._is_drained(item.name)
-            if not may_go or (is_whole and kept < self.keep):
-                kept += is_whole
-                continue
+            is_needed = not is_useless and not self._is_drained(item.name)
+            if not is_useless and not self.steps.known(item.name).is_damaged:
+                of_use.append(Entry(item.name, is_pinned=is_needed))
+            elif not is_needed:
+                going.append(item.name)
+        for name in [*going, *may_go(of_use, self.keep)]:
             try:
-                if self.steps.remove_unread(item.name):
-                    removed.append(item.name)
+                self.steps.remove_unread(name)
             except (StorageError, OSError) as error:
-                log.warning("%s could not be removed: %s", item.name, error)
+                log.warning("%s could not be removed: %s", name, error)
         with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
             self.steps.remove_dead()
-        return removed
 
     def drop_replaced(self, step: int) -> None:
         """Removes attempts at a step that were committed before the root's own last one: they are

@@ -43,10 +43,10 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import fastckpt
+from fastckpt.directories import retention
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.integrations import transformers as integration
 from fastckpt.integrations.calls import replaced
 from fastckpt.integrations.transformers import AsyncTrainer
 from fastckpt.saving import pipeline
@@ -280,14 +280,14 @@ def test_old_checkpoints_go_when_newer_ones_are_there(
 ) -> None:
     seen = []
 
-    def remove(path: str) -> None:
+    def remove(path: str, beside: str | None) -> None:
         newest = Path(str(get_last_checkpoint(disk)))
         assert check(str(newest)) and newest != Path(path)
         seen.append((Path(path).name, newest.name))
         real(path)
 
-    real = integration.remove_directory
-    monkeypatch.setattr(integration, "remove_directory", remove)
+    real = retention.remove_directory
+    monkeypatch.setattr(retention, "remove_directory", remove)
     make(AsyncTrainer, disk, save_total_limit=2).train()
     assert numbers(disk) == [6, 8]
     assert [old for old, _new in seen] == ["checkpoint-2", "checkpoint-4"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly
+from fastckpt.storage.keep import Entry, may_go
 from fastckpt.storage.vanishing import Vanished, listed_anew
 
 log = logging.getLogger("fastckpt")
@@ -160,18 +161,21 @@ def retain(
     """
     if retention.keep_last is None:
         return []
-    known = _iterations(root)
-    complete = [number for number, is_whole in known if is_whole and number <= newest]
-    every = retention.keep_every
-    kept = {newest, *complete[-retention.keep_last :], *in_flight}
-    kept |= {number for number in complete if every and number % every == 0}
+    known, stays = _iterations(root), {newest, *in_flight}
     if retention.superseded_only:
-        kept |= {number for number, _ in known} - {*superseded}
+        stays |= {number for number, _ in known} - {*superseded}
+    complete, going = list[Entry](), list[str]()
+    for number, is_whole in reversed(known):
+        name, path = str(number), os.path.join(root, directory_name(number))
+        is_pinned = number in stays or os.path.islink(path)
+        if is_whole and number <= newest:
+            complete.append(Entry(name, number, is_pinned=is_pinned))
+        elif number < newest and not is_pinned:
+            going.append(name)
+    going += may_go(complete, retention.keep_last, retention.keep_every)
     removed, storage = [], pipeline.current().storage
-    for number, _is_whole in known:
+    for number in sorted(map(int, going)):
         path = os.path.join(root, directory_name(number))
-        if number >= newest or number in kept or os.path.islink(path):
-            continue
         try:
             # First `.metadata`, so that nobody takes what is left for a checkpoint.
             if is_complete(path):
