@@ -287,7 +287,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self.unkept: Callable[[], object] = bool  # called when its error has been told
         self.tells = True  # whether this rank, the first one, says what all ranks know
         self.reported = self._is_warned_of = self.goes_on_told = False
-        self._is_cancelled = self._is_given_up = False
+        self._is_cancelled = False
+        self.given_up_s: float | None = None  # when it was given up, by time.monotonic()
         self._decider: int | None = None  # the thread that runs before_commit
         self._started = started
         self._staged = Latch()
@@ -340,12 +341,13 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
 
     def give_up(self) -> None:
         """Cancels the save, and also its way from the local tier to the root."""
-        self._is_given_up = True
+        if self.given_up_s is None:
+            self.given_up_s = time.monotonic()
         self.cancel()
 
     def is_given_up(self) -> bool:
         """Returns whether give_up() was called."""
-        return self._is_given_up
+        return self.given_up_s is not None
 
     def is_asked_for(self) -> bool:
         """Returns whether the failure of this save, if it has failed, need not be told any more.

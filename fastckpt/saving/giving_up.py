@@ -33,8 +33,8 @@ def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
         Whether Ctrl-C has been pressed before the wait or in it.
 
     Raises:
-        CheckpointError: a save that was given up has not ended within GIVEN_UP_S. If that is known
-            from an earlier wait, it is raised at once. Or as SaveHandle.check_wait().
+        CheckpointError: a save has not ended within GIVEN_UP_S since it was given up, be it by an
+            earlier wait. Or as SaveHandle.check_wait().
     """
     awaited = [handle for handle in handles if not handle.done()]
     for handle in awaited:
@@ -55,14 +55,15 @@ def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
             pressed = True
             if is_answered:
                 break
-    until = time.monotonic() + (0.0 if was_given_up else GIVEN_UP_S)
-    while awaited and time.monotonic() < until:
+    is_over = False
+    while awaited and not is_over:
         try:
             for handle in awaited:
                 handle.give_up()
             for handle in awaited:
-                SignalSafeFuture.wait(handle, until - time.monotonic())
+                SignalSafeFuture.wait(handle, _left_s(handle))
             awaited = [handle for handle in awaited if not handle.done()]
+            is_over = any(_left_s(handle) == 0.0 for handle in awaited)
         except KeyboardInterrupt:
             pass  # there is nothing more to give up
     if awaited:
@@ -81,8 +82,17 @@ def wait_at_exit(handles: Sequence[SaveHandle]) -> None:
 
 
 def any_hangs(handles: Sequence[SaveHandle]) -> bool:
-    """Returns whether one of these saves was given up and has not ended."""
-    return any(handle.is_given_up() and not handle.done() for handle in handles)
+    """Returns whether one of these saves has not ended within GIVEN_UP_S since it was given up."""
+    given_up = [handle for handle in handles if handle.is_given_up() and not handle.done()]
+    return any(_left_s(handle) == 0.0 for handle in given_up)
+
+
+def _left_s(handle: SaveHandle) -> float:
+    """Returns how long this save, which was given up, is still waited for. It is counted from when
+    it was: a Ctrl-C may break a wait off wherever Python is, and the next wait goes on with it.
+    """
+    assert handle.given_up_s is not None
+    return max(0.0, handle.given_up_s + GIVEN_UP_S - time.monotonic())
 
 
 def _answer(handles: list[SaveHandle]) -> None:

@@ -11,6 +11,7 @@ import re
 import select
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import Checkpointer
+from fastckpt import Checkpointer, SaveHandle
+from fastckpt.latch import SignalSafeFuture
+from fastckpt.saving import giving_up, pipeline
 from tests import interpreters
 from tests.saving.test_process import run_python
 from tests.storm import Storm
@@ -291,6 +294,22 @@ def test_a_save_that_hangs_does_not_keep_the_process(folder: Path) -> None:
     assert "was given up, but has not ended within 0.5 s" in person.shown
     assert newest(folder)[0] == 1
     fastckpt.save({"w": torch.ones(9)}, folder / "a.pt").result(LIMIT_S)  # removes what is left
+
+
+def test_a_wait_that_was_broken_off_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release, wait = threading.Event(), SignalSafeFuture.wait
+
+    def release_and_wait(handle: SaveHandle, timeout_s: float) -> bool:
+        release.set()
+        return wait(handle, timeout_s)
+
+    monkeypatch.setattr(pipeline.current().storage, "sync", lambda *_: release.wait(LIMIT_S))
+    monkeypatch.setattr(SignalSafeFuture, "wait", release_and_wait)
+    handle = fastckpt.save({"w": torch.ones(9)}, folder / "a.pt")
+    handle.give_up()  # by a wait that a further Ctrl-C has ended
+    assert not giving_up.any_hangs([handle])
+    giving_up.wait_or_give_up([handle], pressed=True)
+    assert handle.done()
 
 
 DAEMON = """
