@@ -175,10 +175,10 @@ $(SETUP): pyproject.toml
 	@$(BIN)/python -m pip install -qq --no-build-isolation -e ".[dev]"
 	@mkdir -p build && touch $@ && touch $(ENGINE)
 
+# A setup in the same make has compiled it: then no source is newer than the stamp.
 $(ENGINE): $(SETUP) $(CORE) $(HEADERS) setup.py
-	@echo "== build: fastckpt._engine"
-	@$(BIN)/python setup.py -q build_ext --force --inplace
-	@mkdir -p build && touch $@
+	@! find csrc setup.py -newer $@ 2>&1 | grep -q . || { echo "== build: fastckpt._engine" \
+		&& $(BIN)/python setup.py -q build_ext --force --inplace && mkdir -p build && touch $@; }
 
 # A build of its own, so that the extension in use never depends on who last set the variable.
 $(WERROR): $(SETUP) $(CORE) $(HEADERS) setup.py

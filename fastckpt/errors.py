@@ -155,8 +155,7 @@ class StorageError(CheckpointError, OSError):
 
 
 _HINTS = {
-    errno_names.ENOSPC: "remove files that are not needed there (on Lustre: from the OST that lfs "
-    "df shows as full)",
+    errno_names.ENOSPC: "remove files that are not needed there",
     errno_names.EDQUOT: "the quota is used up: remove files, or have it raised",
     errno_names.EFBIG: "the file size limit (ulimit -f, or the file system's) is too small",
     errno_names.EROFS: "the file system is mounted read-only",

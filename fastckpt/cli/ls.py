@@ -44,7 +44,7 @@ def _rows(steps: Steps, *, is_local: bool) -> Iterator[dict[str, Any]]:
         wrong = _wrong(steps, name, manifest, is_local)
         yield {
             **_row(steps, name, is_local),
-            "state": "damaged" if wrong else "whole",
+            "state": "damaged" if wrong else "committed",
             "why": wrong,
             "step": manifest.step,
             "nbytes": _nbytes(manifest),

@@ -168,6 +168,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
         self._names: dict[tuple[str, str], Any] = {}
         self._allowed: dict[int, Any] = {}  # by identity, as the following, which keeps them alive
         self._inside: dict[int, Any] = {}  # lists and dicts that objects have got as parts
+        self._complete: dict[int, Any] = {}  # those and tuples, without a note, and so they stay
         self._numbers: dict[int, int] = {}  # in the memo
         self._used = set[int]()  # numbers of what was referred to by way of the memo
 
@@ -185,21 +186,26 @@ class _Unpickler(_Python):  # type: ignore[misc]
 
     def _part_left_out(self, *parts: Any) -> str | None:
         """Returns the maker of a note among the parts of an object; None if there is none."""
-        ahead, seen = [*reversed(parts)], set[int]()
+        ahead, seen = [*reversed(parts)], dict[int, Any]()
         while ahead:
             part = ahead.pop()
             if type(part) is Note:
                 return part.maker
-            if type(part) not in _NESTS or id(part) in seen:
+            if type(part) not in _NESTS or id(part) in seen or id(part) in self._complete:
                 continue
-            seen.add(id(part))
-            self._looks -= 1 + len(part)
-            if self._looks < 0:
-                raise pickle.UnpicklingError("its values refer to each other over and over")
+            seen[id(part)] = part
+            self._look_at(part)
             if type(part) is not tuple:
                 self._inside[id(part)] = part
             ahead += [*part, *part.values()] if type(part) is dict else part
+        self._complete.update(seen)
         return None
+
+    def _look_at(self, *nests: Any) -> None:
+        """Raises UnpicklingError if the items of these, too, are too many to look at, or copy."""
+        self._looks -= sum(1 + len(nest) for nest in nests if type(nest) in _NESTS)
+        if self._looks < 0:
+            raise pickle.UnpicklingError("its values refer to each other over and over")
 
     def _check_keys(self, values: Iterable[Any], depth: int = _KEY_DEPTH_MAX) -> None:
         """Raises UnpicklingError if hashing and comparing these takes unbounded time or stack."""
@@ -214,6 +220,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
         arguments, named = self.stack.pop(), self.stack.pop()
         maker = left_out(named) or self._part_left_out(arguments)
         if maker is None and isinstance(arguments, tuple):
+            self._look_at(*arguments)  # which are copied for each object, whatever else has them
             for argument in arguments:  # it may be what a set or a dict is made of
                 self._check_keys(argument if type(argument) is list else [argument])
         # Those of torch's tensor classes are checked by torch's own reader, and never written.
@@ -232,6 +239,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
         kind = type(made)
         is_allowed = kind not in (Note, torch.Tensor, torch.nn.Parameter)  # never written, either
         if is_allowed and self.find_class(kind.__module__, kind.__qualname__) is kind:
+            self._look_at(state, *(state if type(state) is tuple else ()))
             maker = self._part_left_out(state)
             if maker is None:
                 super().load_build()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import zlib
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from functools import partial
@@ -146,9 +147,12 @@ class _Others:
             raise IncompatibleCheckpoint("its zip records are compressed: torch did not write it")
         self.body = Body(staging, fd, path, BlockChecksums(nbytes, BLOCK_BYTES, (), b""))
         self._storage = storage
-        names = (name.partition("/")[2] for name in directory.names)
+        names = [name.partition("/")[2] for name in directory.names]
         columns = directory.sizes, directory.crcs, directory.offsets
         self.records: dict[str, Record] = dict(zip(names, zip(*columns, strict=True), strict=True))
+        if len(self.records) < len(names):  # torch takes the first, others the last
+            name = Counter(names).most_common(1)[0][0]
+            raise CorruptCheckpoint(f"its zip directory names {name[:200]!r} more than once")
         self._begins: dict[str, int] = {}
 
     def begin_of(self, record: str) -> int:

@@ -305,8 +305,19 @@ class Round:
         if not self._end and self.is_cancelled():
             self._cancel()
         if self.failed:
-            text, ranks, _missing, _time_was_up, kind = json.loads(self._end)
+            text, ranks, missing, time_was_up, kind = json.loads(self._end)
+            if time_was_up and self.rank in missing:
+                text = self._late_text([rank for rank in missing if rank != self.rank])
             raise _KINDS.get(kind, PeerFailed)(text, tuple(ranks))
+
+    def _late_text(self, missing: list[int]) -> str:
+        """Says to a rank that comes late that the others have given up on it and on `missing`."""
+        why = f"this rank, {self.rank}, came later than the timeout_s of {self._timeout_s:g} s"
+        if missing:
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            named = ", ".join(map(str, missing[:8])) + more
+            why += f"; the others waited in vain for rank{'s' * (len(missing) > 1)} {named}, too"
+        return self._text(why)
 
     def close(self, linger_s: float = LINGER_S) -> None:
         """Leaves the round and frees its keys. Idempotent, never raises.

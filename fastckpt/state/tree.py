@@ -28,6 +28,7 @@ from fastckpt.state.kinds import PLAIN_TENSORS, is_of_several_ranks, is_sharded
 TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})
 DEPTH_MAX = 200
+_NESTS = (dict, OrderedDict, list, tuple)
 ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # long lists are made of these
 
 
@@ -231,6 +232,7 @@ class _Flattening:
         self.boxes: dict[tuple[int, ...], Box] = {}  # of whole tensors, by their shape
         self.leaf_of: dict[tuple[Any, ...], Leaf] = {}
         self.searched: dict[int, Any] = {}  # keeps objects alive, so that their ids stay theirs
+        self.above: dict[int, str | None] = {}  # names of what is being visited, by identity
 
     def run(self, state: object) -> Flat:
         nest = self.visit(state, None, 0)
@@ -274,8 +276,16 @@ class _Flattening:
             key = self._unique(name or "")
             self.flat.per_rank[key] = value
             return {PER_RANK: key}
-        if is_stateful(value):
-            return self.visit(unwrapped(value).state_dict(), name, depth + 1)
+        if type(value) not in _NESTS and not is_stateful(value):
+            return self._as_it_is(value, name)
+        if id(value) in self.above:
+            raise _contains_itself(name or "", self.above[id(value)])
+        self.above[id(value)] = name
+        nest = self._visit_nest(value, name, depth)
+        del self.above[id(value)]
+        return nest
+
+    def _visit_nest(self, value: Any, name: str | None, depth: int) -> Any:
         if type(value) in (dict, OrderedDict):
             nest = {k: self.visit(v, below(name, str(k)), depth + 1) for k, v in value.items()}
             return {ESCAPED: nest} if nest.keys() & _PLACEHOLDERS else nest
@@ -285,7 +295,7 @@ class _Flattening:
                 for i, v in enumerate(value)
             ]
             return items if type(value) is list else tuple(items)
-        return self._as_it_is(value, name)
+        return self.visit(unwrapped(value).state_dict(), name, depth + 1)
 
     def _visit_tensor(self, value: Any, name: str | None) -> Any:
         if not is_sharded(value):
@@ -370,6 +380,12 @@ def _no_memory(name: str) -> TypeError:
     return TypeError(f"{name!r} is {NO_MEMORY}: gather it before it is saved")
 
 
+def _contains_itself(name: str, above: str | None) -> ValueError:
+    """Returns the error for a value that stands below itself, at the names of both."""
+    where = f"what stands at {above!r}" if above else "the state"
+    return ValueError(f"state contains itself: what stands at {name!r} is {where} again")
+
+
 def tensors_in(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     """Yields the tensors of a nest of dicts, lists, tuples and objects with state_dict(), each with
     the keys that lead to it.
@@ -377,22 +393,24 @@ def tensors_in(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     Raises:
         ValueError: it is nested too deeply, or contains itself.
     """
-    ahead: list[tuple[tuple[str, ...], Any]] = [((), state)]
-    while ahead:
-        keys, value = ahead.pop()
+    above: dict[int, tuple[str, ...]] = {}
+
+    def visit(value: Any, keys: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
         if len(keys) > DEPTH_MAX:
             raise ValueError(f"state is nested more than {DEPTH_MAX} deep at {joined(keys)!r}")
         if isinstance(value, torch.Tensor):
             yield keys, value
-            continue
-        if is_stateful(value):
-            value = unwrapped(value).state_dict()
-        items: Sequence[tuple[Any, Any]] = ()
-        if isinstance(value, dict):
-            items = [*value.items()]
-        elif isinstance(value, list | tuple):
-            items = [*enumerate(value)]
-        ahead += [((*keys, str(key)), item) for key, item in reversed(items)]
+            return
+        if id(value) in above:
+            raise _contains_itself(joined(keys), joined(above[id(value)]))
+        above[id(value)] = keys
+        nest = unwrapped(value).state_dict() if is_stateful(value) else value
+        if isinstance(nest, dict | list | tuple):
+            for key, item in nest.items() if isinstance(nest, dict) else enumerate(nest):
+                yield from visit(item, (*keys, str(key)))
+        del above[id(value)]
+
+    yield from visit(state, ())
 
 
 def fill(

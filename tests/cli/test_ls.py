@@ -40,9 +40,9 @@ def test_steps_are_listed_the_last_first(disk: Path, capsys: pytest.CaptureFixtu
     (disk / "run" / "step-00000040").mkdir()
     rows = listed(capsys, str(disk / "run"))
     assert [(row.get("step"), row["state"]) for row in rows] == [
-        (20, "whole"),
-        (30, "whole"),
-        (10, "whole"),
+        (20, "committed"),
+        (30, "committed"),
+        (10, "committed"),
         (None, "not committed"),
     ]
     files = os.scandir(disk / "run" / "step-00000020")
@@ -50,7 +50,7 @@ def test_steps_are_listed_the_last_first(disk: Path, capsys: pytest.CaptureFixtu
     assert rows[0]["nbytes"] == nbytes and rows[0]["ranks"] == 1
     assert main(["ls", str(disk / "run")]) == 0
     line = capsys.readouterr().out.splitlines()[0]
-    assert line.startswith("step-00000020  root  2.30 MiB  ") and line.endswith("1 rank  whole")
+    assert line.startswith("step-00000020  root  2.30 MiB  ") and line.endswith("1 rank  committed")
 
 
 def test_exports_are_called_so(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,7 +87,7 @@ def test_damage_that_sizes_tell(disk: Path, capsys: pytest.CaptureFixture[str]) 
     (root / "step-00000003" / "rank-00000.json").unlink()
     (root / "step-00000004" / "manifest.json").write_text("{}")
     rows = {row["name"]: row for row in listed(capsys, str(root), status=1)}
-    assert rows["step-00000001"]["state"] == "whole"
+    assert rows["step-00000001"]["state"] == "committed"
     assert "objects.pt has 100 bytes, must have" in rows["step-00000002"]["why"]
     assert rows["step-00000003"]["why"] == "rank-00000.json is missing"
     assert (
@@ -158,7 +158,7 @@ def test_a_step_that_cannot_be_read_is_told(disk: Path, capsys: pytest.CaptureFi
     saved(disk / "run", 1, 2)
     with process_on(Unreadable(disk / "run" / "step-00000001")):
         rows = {row["name"]: row for row in listed(capsys, str(disk / "run"), status=1)}
-    assert rows["step-00000002"]["state"] == "whole"
+    assert rows["step-00000002"]["state"] == "committed"
     assert rows["step-00000001"]["state"] == "unreadable"
     assert "EACCES" in rows["step-00000001"]["why"]
 

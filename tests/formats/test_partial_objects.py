@@ -251,6 +251,15 @@ def test_values_that_refer_to_each_other_over_and_over_are_bounded() -> None:
         loaded(forged(content + b"h\x01h\x00\x85R" * 1000 + b"e."), True, "here")
 
 
+def test_a_list_that_many_objects_share_is_looked_at_once() -> None:
+    long = [*range(10_000)]
+    made = [collections.OrderedDict(x=long, y=PATH if at == 200 else 0) for at in range(400)]
+    rest = rest_of(made)
+    assert type(rest[0]) is collections.OrderedDict and len(rest) == 400
+    assert all(each["x"] is rest[0]["x"] for each in rest if left_out(each) is None)
+    assert [left_out(each) is not None for each in rest].index(True) == 200
+
+
 REFUSED = b"cos\nsystem\n"
 
 

@@ -8,6 +8,8 @@ import pickle
 import shutil
 import sys
 import threading
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -451,12 +453,21 @@ def hostile(disk: Path) -> Path:
     return path
 
 
+def with_a_record_twice(disk: Path) -> Path:
+    path = by_torch(flat(), disk)
+    with warnings.catch_warnings(), zipfile.ZipFile(path, "a") as archive:
+        warnings.simplefilter("ignore")
+        archive.writestr(archive.namelist()[0], archive.read(archive.namelist()[0]))
+    return path
+
+
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
         (nothing, StorageError, "ENOENT"),
         (text, CheckpointError, "neither a zip file"),
         (cut, CorruptCheckpoint, "truncated or damaged"),
+        (with_a_record_twice, CorruptCheckpoint, "names 'data.pkl' more than once"),
         (emptied, CorruptCheckpoint, r"a\.pt' is empty"),
         (lambda disk: disk, CheckpointError, "the directory is empty"),
     ],

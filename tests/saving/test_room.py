@@ -49,6 +49,7 @@ def test_a_file(disk: Path) -> None:
         save_through(pipeline, STATE, disk / "a.pt").result(WAIT_S)
     pipeline.close()
     assert (told.value.op, told.value.errno) == ("allocate", errno.ENOSPC)
+    assert "Lustre" not in str(told.value), "it lies on another file system"
     assert not storage.written(disk) and not [*disk.iterdir()]
 
 
