@@ -40,6 +40,7 @@ class ItemsPlace(Place):
         self._agreement = agreement
         self._durable = durable
         self._may_be_made = True  # the directory, by whichever rank comes first
+        self._has_made_it = False
         self._made: list[str] = []
 
     def awaited(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> Sequence[SaveHandle]:
@@ -57,6 +58,7 @@ class ItemsPlace(Place):
                 if not self._may_be_made:
                     raise
                 atomic.make_directory(storage, self.directory, self._durable)
+                self._has_made_it = True
                 fd = storage.create(path, 0o666, purpose)
             except FileExistsError:  # it was made once already, where there was no room for it
                 storage.remove(path)
@@ -78,6 +80,9 @@ class ItemsPlace(Place):
 
     def abandon(self) -> None:
         atomic.remove_files(self.storage, self._made)
+        if self._has_made_it:
+            with suppress(OSError):  # it has files of other ranks or saves
+                self.storage.remove_directory(self.directory)
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         replaced, self.replaced = self.replaced, None
