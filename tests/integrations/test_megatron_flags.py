@@ -428,7 +428,7 @@ def test_documentation_lists_every_flag() -> None:
     for (kind, text), alike in groupby(FLAGS, key=lambda flag: (flag.kind, flag.text)):
         names = ", ".join(f"`{flag.name}`" for flag in alike)
         rows.append(f"| {names} | {kind} | {text} |")
-    assert "\n".join(rows) in (ROOT / "docs" / "integrations.md").read_text()
+    assert "\n".join(rows) in (ROOT / "docs" / "megatron.md").read_text()
 
 
 @pytest.fixture

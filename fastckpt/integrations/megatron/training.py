@@ -61,7 +61,7 @@ def install(
     """Makes Megatron's pretrain() save and load by fastckpt. Call it before pretrain().
 
     Megatron's checkpoint flags are obeyed, or the program ends before training begins, with a
-    NotImplementedError that names those which cannot be: docs/integrations.md lists them all.
+    NotImplementedError that names those which cannot be: docs/megatron.md lists them all.
     Saves are asynchronous, also without `--async-save`; pretrain() waits for them before it ends.
 
     Args:
