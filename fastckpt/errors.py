@@ -205,6 +205,14 @@ class IncompatibleCheckpoint(CheckpointError):
     """
 
 
+class Vanished(CheckpointError):
+    """Raised if a path that was listed is gone, so that the directory has to be listed again."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path!r} was listed, but was removed meanwhile")
+        self.path = path
+
+
 class StagingConflict(CheckpointError):
     """A tensor was changed while a step-fence save was still copying it. Nothing was committed."""
 

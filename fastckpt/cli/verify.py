@@ -18,7 +18,7 @@ from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.local_tiers import roots_in, tiers_of
 from fastckpt.directories import verify as directory_check
 from fastckpt.directories.items_load import contents_of
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
 from fastckpt.formats import file_list
 from fastckpt.formats.hugging_face import INDEX_SUFFIX
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
@@ -31,7 +31,6 @@ from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.no_steps import is_export, what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import persistently, reported
-from fastckpt.storage.vanishing import Vanished
 
 _DISTCP = ".distcp"
 _METADATA = ".metadata"

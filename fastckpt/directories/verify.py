@@ -7,23 +7,21 @@ It must not know what the files are, nor how a directory is written.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from fastckpt.errors import CorruptCheckpoint, StorageError
+from fastckpt.errors import CorruptCheckpoint, StorageError, Vanished
 from fastckpt.formats import file_list
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.ranks.search import Candidate, Search, Trial
 from fastckpt.reading.verified import opened_regular, read_small
 from fastckpt.storage.file_system import Storage, persistently, reported
-from fastckpt.storage.vanishing import Vanished, listed_anew
-
-log = logging.getLogger("fastckpt")
+from fastckpt.storage.vanishing import listed_anew
 
 
 def check(path: str, storage: Storage | None = None) -> bool:
@@ -95,40 +93,32 @@ def newest_whole(
         timeout_s: the seconds that the other ranks wait for it at most.
 
     Raises:
-        CorruptCheckpoint: all are damaged; this is the first one's. StorageError: one could not be
-            read, however often it was tried, but may be whole. PeerFailed: the first rank raised.
+        CorruptCheckpoint: all are damaged; the message is about the first one. StorageError: one
+            could not be read, however often it was tried, but may be whole. PeerFailed: so it was
+            on the first rank.
     """
-    label = "choice of a directory"
-    agreement = together(group).coordinator.begin(label, timeout_s, "nothing was loaded")
+    agreement = together(group).coordinator.begin(
+        "choice of a directory", timeout_s, "nothing was loaded"
+    )
+
+    def checked(path: str) -> str:
+        try:
+            if agreement.rank == 0:
+                check(path)
+        except StorageError:
+            if os.path.lexists(path):
+                raise
+            raise Vanished(path) from None
+        return path
+
+    def trial_of(place: Candidate) -> Trial[str]:
+        path = place[1]
+        return Trial(path, [partial(checked, path)], lambda: not os.path.lexists(path))
+
     with agreement.failing():
-        if agreement.rank == 0:
-            found = _first_whole(paths)
-            agreement.put("found", b"" if found is None else os.fsencode(found))
-        else:
-            found = os.fsdecode(agreement.get("found")) or None
+        search = Search(agreement, lambda: [(0, path) for path in paths()], trial_of)
+        found = listed_anew(search.look)
+        if found is None and search.damaged:
+            raise CorruptCheckpoint(next(iter(search.damaged.values())))
     agreement.close()
     return found
-
-
-def _first_whole(paths: Callable[[], Sequence[str]]) -> str | None:
-    damaged: dict[str, CorruptCheckpoint] = {}
-
-    def look() -> str | None:
-        listed = [path for path in paths() if path not in damaged]
-        for path in listed:
-            try:
-                check(path)
-                return path
-            except (CorruptCheckpoint, StorageError) as error:
-                if not os.path.lexists(path):  # removed meanwhile, after a newer one was saved
-                    raise Vanished(path) from None
-                if isinstance(error, StorageError):
-                    raise
-                damaged[path] = error
-                if path != listed[-1]:
-                    log.warning("%s; the one before it is taken if that is whole", error)
-        if damaged:
-            raise next(iter(damaged.values()))
-        return None
-
-    return listed_anew(look)

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastckpt.errors import (
     CheckpointError,
@@ -21,25 +20,24 @@ from fastckpt.errors import (
     IncompatibleCheckpoint,
     PeerFailed,
     StorageError,
+    Vanished,
 )
 from fastckpt.formats.manifest import Manifest
 from fastckpt.ranks.round import Round
+from fastckpt.ranks.search import GONE, Candidate, Search, Trial
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.no_steps import is_export, warn_once, what_is_there
 from fastckpt.steps.root import Steps, in_order
 from fastckpt.storage.file_system import persistently
-from fastckpt.storage.vanishing import Vanished, listed_anew
+from fastckpt.storage.vanishing import listed_anew
 
 log = logging.getLogger("fastckpt")
 
 T = TypeVar("T")
 # Returns directories with copies of a step's files, and enters contexts that keep them there.
 Near = Callable[[Manifest, ExitStack], list[str]]
-
-_REMOVED = "removed"  # the verdict on a step that is gone; others say what is wrong with it
-_TOLD = (CorruptCheckpoint, IncompatibleCheckpoint, CheckpointError)
 
 
 def first_whole(
@@ -73,165 +71,92 @@ def first_whole(
             step, or it does not fit the state. CheckpointError: there is no such step, or none at
             all. StorageError: a step cannot be read. PeerFailed: another rank failed.
     """
-    problems: list[str] = []
-    damaged: set[tuple[int, str]] = set()
-    listings, numbers = itertools.count(), itertools.count(1)
-    was_removed = False
+    listings = itertools.count()
 
-    def look() -> tuple[int, T] | None:
-        nonlocal was_removed
-        # List again after damage: a step that was committed meanwhile may be whole.
-        while True:
-            is_error = required and not was_removed
-            listed = _candidates(agreement, shelves, step, next(listings), is_error)
-            places = [place for place in listed if place not in damaged]
-            if not places:
-                return None
-            for place in places:
-                with ExitStack() as holding:  # this rank holds the step until all have read it
-                    trial = _Trial(current, shelves[place[0]], place[1], near, holding)
-                    verdict, found = trial.outcome(agreement, next(numbers), read, problems)
-                if not verdict:
-                    return found
-                if verdict == _REMOVED:  # so a newer one was committed: list again
-                    was_removed = True
-                    raise Vanished(trial.path)
-                damaged.add(place)
-                problems.append(verdict)
-                if step is None:
-                    log.warning("skipping %s: %s", trial.path, verdict)
+    def listed() -> list[Candidate]:
+        is_error = required and not search.has_lost
+        return candidates(shelves, step, is_error, warn=next(listings) == 0)
 
-    found = listed_anew(look)
-    if found is None and problems:
+    def trial_of(place: Candidate) -> _StepTrial[T]:
+        return _StepTrial(current, shelves[place[0]], place[1], read, near, search.damaged)
+
+    search: Search[tuple[int, T]] = Search(agreement, listed, trial_of, warns=step is None)
+    found = listed_anew(search.look)
+    if found is None and search.damaged:
         which = f"step {step}" if step is not None else "no step"
         state = "damaged" if step is not None else "whole"
+        problems = "; ".join([*search.damaged.values()][:3])
         raise CorruptCheckpoint(
-            f"{which} under {shelves[0].root!r} is {state}: {'; '.join(problems[:3])}; a state "
-            "that was being restored may have been partly overwritten"
+            f"{which} under {shelves[0].root!r} is {state}: {problems}; a state that was being "
+            "restored may have been partly overwritten"
         )
     return found
 
 
-class _Trial:
-    """One attempt to read one step, on this rank.
+class _StepTrial(Trial[tuple[int, T]]):
+    """The trial of one step, which is held meanwhile.
 
     Args:
-        current, near: as first_whole's.
+        current, read, near: as first_whole's.
         steps, name: the step's directory.
-        holding: keeps the step from being removed until it is closed.
+        damaged: the verdicts on newer steps.
     """
 
     def __init__(
-        self, current: Pipeline, steps: Steps, name: str, near: Near | None, holding: ExitStack
-    ) -> None:
-        self._current, self._steps, self._name = current, steps, name
-        self._near, self._holding = near, holding
-        self.path = steps.path(name)
-
-    def outcome(
         self,
-        agreement: Round,
-        number: int,
+        current: Pipeline,
+        steps: Steps,
+        name: str,
         read: Callable[[StepReader], T],
-        problems: Sequence[str],
-    ) -> tuple[str, tuple[int, T] | None]:
-        """Reads the step. Returns the common verdict, which is "" if it is whole on all ranks, and
-        the step's number with what was read here, or None if it is damaged here.
+        near: Near | None,
+        damaged: Mapping[Candidate, str],
+    ) -> None:
+        super().__init__(steps.path(name), [self._tried], self._is_gone)
+        self._current, self._steps, self._name = current, steps, name
+        self._read, self._near, self._damaged = read, near, damaged
+        self._holding = ExitStack()
+        self._manifest: Manifest | None = None
 
-        Args:
-            number: the number of this attempt, the same on all ranks.
-            problems: the verdicts on newer steps.
+    def _tried(self) -> tuple[int, T]:
+        steps, staging = self._steps, self._current.staging
+        self._holding.enter_context(steps.hold(self._name))
+        self._manifest = manifest = persistently(lambda: steps.read(self._name), self.path)
+        nearer = [] if self._near is None else self._near(manifest, self._holding)
+        copies = StepCopies(self._current.storage, staging, [*nearer, self.path])
+        return manifest.step, self._read(StepReader(staging, self.path, manifest, copies))
 
-        Raises:
-            StorageError: this rank cannot read it. PeerFailed: another one cannot.
-            IncompatibleCheckpoint: it does not fit the state.
+    def _is_gone(self) -> bool:
+        """Returns whether the step is not the same any more. On file systems whose locks other
+        hosts do not see it may be removed while it is read, which looks like damage.
         """
+        if self._manifest is None:
+            return not self._steps.may_be_committed(self._name)
         try:
-            problem, found = self._tried(read)
-            verdict = _verdict(agreement, number, problem)
-        except IncompatibleCheckpoint as error:
-            if not problems:
-                raise
-            raise IncompatibleCheckpoint(
-                f"{error}; a newer step was damaged, and may have been partly read into "
-                f"the state: {problems[-1]}"
-            ) from None
-        except (StorageError, PeerFailed, MemoryError):
-            self._steps.known(self._name).is_unread = True
-            raise
-        if verdict != _REMOVED:
-            self._steps.known(self._name).note_read(is_whole=not verdict)
-        return verdict, found
-
-    def _tried(self, read: Callable[[StepReader], T]) -> tuple[str, tuple[int, T] | None]:
-        """Returns what is wrong with the step on this rank, or "", its number and what was read."""
-        steps, name = self._steps, self._name
-        storage, staging = self._current.storage, self._current.staging
-        manifest: Manifest | None = None
-        try:
-            self._holding.enter_context(steps.hold(name))
-            manifest = persistently(lambda: steps.read(name), self.path)
-            nearer = [] if self._near is None else self._near(manifest, self._holding)
-            copies = StepCopies(storage, staging, [*nearer, self.path])
-            reader = StepReader(staging, self.path, manifest, copies)
-            return "", (manifest.step, read(reader))
+            return self._steps.read(self._name).nonce != self._manifest.nonce
         except Vanished:
-            return _REMOVED, None
-        except CorruptCheckpoint as error:
-            return str(error) if self._is_there(manifest) else _REMOVED, None
-        except StorageError as error:
+            return True
+        except CheckpointError:
+            return False
+
+    def end(self, error: BaseException | None) -> None:
+        self._holding.close()
+        known, damaged = self._steps.known(self._name), [*self._damaged.values()]
+        if error is None and self.verdict != GONE:
+            known.note_read(is_whole=not self.verdict)
+        if isinstance(error, StorageError | PeerFailed | MemoryError):
+            known.is_unread = True
+        if isinstance(error, StorageError):
             detail = f"{error.detail}; " if error.detail else ""
             detail += "the step may be whole, so none before it was restored: ask for one by its "
             detail += "number if this one is lost"
             raise StorageError(
                 error.op, error.path, error.errno or errno.EIO, error.offset, detail
             ) from error
-
-    def _is_there(self, manifest: Manifest | None) -> bool:
-        """Returns whether the step is still the same. On file systems whose locks other hosts do
-        not see it may be removed while it is read, which looks like damage.
-        """
-        if manifest is None:
-            return self._steps.may_be_committed(self._name)
-        try:
-            return self._steps.read(self._name).nonce == manifest.nonce
-        except Vanished:
-            return False
-        except CheckpointError:
-            return True
-
-
-def _candidates(
-    agreement: Round, shelves: Sequence[Steps], step: int | None, listing: int, required: bool
-) -> list[tuple[int, str]]:
-    """Returns the candidates of the first rank; every rank raises the error that it met."""
-    key = f"candidates {listing}"
-    if agreement.rank == 0:
-        try:
-            told: list[Any] = [None, candidates(shelves, step, required, warn=listing == 0)]
-        except StorageError:  # the others hear of it by the failure of the round
-            raise
-        except CheckpointError as error:
-            told = [type(error).__name__, str(error)]
-        agreement.put(key, json.dumps(told).encode())
-    kind_name, content = json.loads(agreement.get(key))
-    if kind_name is None:
-        return [(number, name) for number, name in content]
-    raise next(kind for kind in _TOLD if kind.__name__ == kind_name)(content)
-
-
-def _verdict(agreement: Round, number: int, problem: str) -> str:
-    """Returns what the first rank that met a problem says of a step; "" if there is none.
-
-    If a rank finds the step gone, that is the verdict: damage on the others may mean the same.
-    """
-    agreement.put(f"tried {number}", problem.encode(errors="replace"))
-    if agreement.rank == 0:
-        answers = agreement.gather(f"tried {number}")
-        told = next((f"rank {r}: {a.decode()}" for r, a in enumerate(answers) if a), "")
-        told = _REMOVED if _REMOVED.encode() in answers else told
-        agreement.put(f"verdict {number}", told.encode())
-    return agreement.get(f"verdict {number}").decode()
+        if isinstance(error, IncompatibleCheckpoint) and damaged:
+            raise IncompatibleCheckpoint(
+                f"{error}; a newer step was damaged, and may have been partly read into "
+                f"the state: {damaged[-1]}"
+            ) from None
 
 
 def candidates(

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from fastckpt.engine.reuse import CHUNK_BYTES, Cloner, OtherFile, refusal_to_clone
-from fastckpt.errors import CheckpointError, CorruptCheckpoint
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, Vanished
 from fastckpt.formats.manifest import Writer
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.handle import SaveStats
@@ -23,7 +23,6 @@ from fastckpt.reading.verified import opened_regular, read_small
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import naming, reported
-from fastckpt.storage.vanishing import Vanished
 
 log = logging.getLogger("fastckpt")
 

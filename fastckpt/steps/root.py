@@ -15,7 +15,7 @@ import time
 from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
 
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.formats.step_names import NAME, OURS, step_name
@@ -32,7 +32,7 @@ from fastckpt.storage.file_system import (
     persistently,
     reported,
 )
-from fastckpt.storage.vanishing import Vanished, is_unlocked, kept, listed_anew
+from fastckpt.storage.vanishing import is_unlocked, kept, listed_anew
 
 log = logging.getLogger("fastckpt")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.errors import CorruptCheckpoint, StorageError, Vanished
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import NoRegularFile, Storage, persistently, reported
 
@@ -21,14 +21,6 @@ T = TypeVar("T")
 # short ones for others at work, the long ones for machines that remember a listing (sshfs: 20 s).
 LISTING_PAUSES_S = (0.0,) * 4 + (0.05, 0.1, 0.2, 0.4, 0.8, 1.5) + (3.0,) * 9 + (0.0,)
 _LOCK_S, _LOCK_POLL_S = 60.0, 0.01
-
-
-class Vanished(CheckpointError):
-    """Raised if a path that was listed is gone, so that the directory has to be listed again."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__(f"{path!r} was listed, but was removed meanwhile")
-        self.path = path
 
 
 def listed_anew(look: Callable[[], T | None]) -> T | None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from fastckpt.errors import CorruptCheckpoint, PeerFailed, is_visible
+from fastckpt.errors import CorruptCheckpoint, PeerFailed, Vanished, is_visible
 from fastckpt.formats.manifest import Manifest
 from fastckpt.handle import SaveHandle
 from fastckpt.ranks.round import HEED_S, Round
@@ -24,7 +24,6 @@ from fastckpt.steps.retention import tidy
 from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
-from fastckpt.storage.vanishing import Vanished
 from fastckpt.tiers.local_tier import OBJECTS_PART, LocalTier
 
 log = logging.getLogger("fastckpt")

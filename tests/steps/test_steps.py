@@ -27,7 +27,13 @@ import pytest
 import torch
 
 from fastckpt import Checkpointer, export
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StorageError,
+    Vanished,
+)
 from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
@@ -37,7 +43,6 @@ from fastckpt.steps.root import Steps
 from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
-from fastckpt.storage.vanishing import Vanished
 from tests import interpreters
 from tests.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid
 from tests.saving.test_handle import warnings_in

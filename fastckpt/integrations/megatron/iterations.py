@@ -12,11 +12,12 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from fastckpt.errors import Vanished
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.keep import Entry, may_go
-from fastckpt.storage.vanishing import Vanished, listed_anew
+from fastckpt.storage.vanishing import listed_anew
 
 log = logging.getLogger("fastckpt")
 

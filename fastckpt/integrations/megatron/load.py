@@ -12,7 +12,8 @@ import os
 import pickle
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,10 @@ from fastckpt.integrations.megatron.state import (
 )
 from fastckpt.integrations.megatron.stored_buckets import MAP
 from fastckpt.integrations.megatron.strategies import LoadStrategy, stored_common, stored_metadata
-from fastckpt.storage.vanishing import Vanished, listed_anew
+from fastckpt.ranks.per_group import group_of_job, together
+from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.ranks.search import Candidate, Search, Trial
+from fastckpt.storage.vanishing import listed_anew
 
 log = logging.getLogger("fastckpt")
 
@@ -147,59 +151,52 @@ def load_checkpoint(
 @torch.no_grad()
 def restore(model: Any, optimizer: Any, opt_param_scheduler: Any, request: LoadRequest) -> Restored:
     """Loads in place what a LoadRequest asks for; see load_checkpoint."""
-    failures: dict[str, str] = {}
+    agreement = together(group_of_job()).coordinator.begin(
+        "load of an iteration", TIMEOUT_S, "nothing was loaded"
+    )
 
-    def look() -> Restored | None:
-        for number, path in _choices(request):
-            if path in failures:
-                continue
-            found = Restored(number, path)
-            request.trying(number, path)
-            steps, scheduler = (
-                (None, None) if found.is_release else (optimizer, opt_param_scheduler)
-            )
-            loading = _Loading(path, model, steps, scheduler, request)
-            failure = _together(loading.look) or _together(loading.read)
-            if failure is None:
-                loading.put(not found.is_release and request.load_rng)
-                if dist.get_rank() == 0:
-                    log.info("iteration %d was loaded from %s", number, path)
-                return Restored(number, path, loading.common)
-            if not found.is_release and _is_gone(path):
-                raise Vanished(path)
-            failures[path] = failure
-            log.warning("%r is damaged, an older one is tried: %s", path, failure)
-        return None
+    def trial_of(choice: Candidate) -> Trial[_Loading]:
+        request.trying(*choice)
+        found, path = Restored(*choice), choice[1]
+        steps, scheduler = (None, None) if found.is_release else (optimizer, opt_param_scheduler)
+        loading = _Loading(found, path, model, steps, scheduler, request)
 
-    restored = listed_anew(look)
-    if restored is None and failures:
-        told = "; ".join(f"{path}: {failure}" for path, failure in failures.items())
-        raise CorruptCheckpoint(f"no checkpoint in {request.load!r} is whole: {told}")
-    return restored or Restored()
+        def is_gone() -> bool:
+            return not (found.is_release or iterations.is_complete(path))
 
+        # The second one runs collectives, so no rank begins it unless all do.
+        stages = [partial(_reading, act, loading) for act in (loading.look, loading.read)]
+        return Trial(path, stages, is_gone)
 
-def _is_gone(path: str) -> bool:
-    """Whether the first rank finds an iteration gone: removed, as a newer one has committed."""
-    told = [dist.get_rank() == 0 and not iterations.is_complete(path)]
-    dist.broadcast_object_list(told, src=0)
-    return told[0]
-
-
-def _choices(request: LoadRequest) -> list[tuple[int, str]]:
-    """Returns the first rank's list of (iteration, directory) that may be loaded, best first."""
-    told: list[Any] = [None]
+    with agreement.failing():
+        search = Search(agreement, lambda: _found(request, not search.damaged), trial_of)
+        loading = listed_anew(search.look)
+    agreement.close()
+    if loading is None:
+        if search.damaged:
+            told = "; ".join(f"{path}: {what}" for (_, path), what in search.damaged.items())
+            raise CorruptCheckpoint(f"no checkpoint in {request.load!r} is whole: {told}")
+        return Restored()
+    found = loading.found
+    loading.put(request.load_rng and not found.is_release)
     if dist.get_rank() == 0:
-        try:
-            told = [_found(request)]
-        except (CheckpointError, OSError) as error:
-            told = [error]
-    dist.broadcast_object_list(told, src=0)
-    if isinstance(told[0], Exception):
-        raise told[0]
-    return list(told[0])
+        log.info("iteration %d was loaded from %s", found.iteration, found.path)
+    return replace(found, common=loading.common)
 
 
-def _found(request: LoadRequest) -> list[tuple[int, str]]:
+def _reading(act: Callable[[], None], loading: _Loading) -> _Loading:
+    """Calls a method of `loading`, which it returns; raises CorruptCheckpoint for all damage."""
+    try:
+        act()
+    except Exception as error:
+        if not _is_damage(error):
+            raise
+        raise CorruptCheckpoint(f"{type(error).__name__}: {error}") from error
+    return loading
+
+
+def _found(request: LoadRequest, warns: bool) -> list[Candidate]:
+    """Returns the (iteration, directory) pairs that may be loaded, best first."""
     root = os.path.realpath(check_path("load", request.load))
     found = iterations.candidates(root)
     latest = iterations.tracked(root)
@@ -210,12 +207,12 @@ def _found(request: LoadRequest) -> list[tuple[int, str]]:
         found = [choice for choice in found if choice[0] == request.iteration]
         if not found:
             raise CheckpointError(f"{request.load!r} holds no iteration {request.iteration}")
-    elif found:
+    elif found and warns:
         number, path = found[0]
         why = iterations.disagreement(os.path.dirname(path), number)
         if why is not None:
             log.warning("%s: %s", os.path.dirname(path), why)
-    elif latest is not None:
+    elif not found and latest is not None:
         raise _nothing_complete(root, latest)
     return found
 
@@ -235,27 +232,6 @@ def _nothing_complete(root: str, latest: int | str) -> CheckpointError:
     )
 
 
-def _together(act: Callable[[], None]) -> str | None:
-    """Calls `act` on all ranks. Returns the damage that any of them met; raises other errors."""
-    error: BaseException | None = None
-    try:
-        act()
-    except Exception as caught:
-        error = caught
-    told = None if error is None else (_is_damage(error), f"{type(error).__name__}: {error}")
-    outcomes: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(outcomes, told)
-    failed = [(rank, told) for rank, told in enumerate(outcomes) if told is not None]
-    if not failed:
-        return None
-    if error is not None and not _is_damage(error):
-        raise error
-    rank, (is_damage, text) = next((each for each in failed if not each[1][0]), failed[0])
-    if not is_damage:
-        raise CheckpointError(f"rank {rank}: {text}")
-    return f"rank {rank}: {text}"
-
-
 def _is_damage(error: BaseException) -> bool:
     """Whether an error shows that an iteration is not whole. One that could not be read may be
     whole: to load an older one instead would be a step back that nobody asked for.
@@ -267,9 +243,16 @@ class _Loading:
     """One attempt to load one directory."""
 
     def __init__(
-        self, path: str, model: Any, optimizer: Any, scheduler: Any, request: LoadRequest
+        self,
+        found: Restored,
+        path: str,
+        model: Any,
+        optimizer: Any,
+        scheduler: Any,
+        request: LoadRequest,
     ) -> None:
         self.common: dict[str, Any] = {}
+        self.found = found
         self._path, self._request = path, request
         self._weights_only = request.weights_only
         self._models, self._optimizer, self._scheduler = chunks(model), optimizer, scheduler

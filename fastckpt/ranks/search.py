@@ -1,0 +1,158 @@
+"""The search for the newest checkpoint that is whole for every rank, by candidates and verdicts.
+
+All ranks try what the first one has listed, in its order, and go on to the next one together where
+any of them met damage. It must not know what a candidate is, or what is read of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StorageError,
+    Telling,
+    Vanished,
+)
+from fastckpt.ranks.round import Round
+
+log = logging.getLogger("fastckpt")
+
+T = TypeVar("T")
+Candidate = tuple[int, str]  # whatever two values tell ranks which checkpoint it is
+
+GONE = "removed"  # the verdict on one that was removed meanwhile; others say what is wrong with it
+_TOLD = (CorruptCheckpoint, IncompatibleCheckpoint, CheckpointError)
+
+
+@dataclass
+class Trial(Generic[T]):
+    """An attempt to read one candidate, on one rank.
+
+    Attributes:
+        path: its path.
+        stages: are called one after another, each on all ranks or on none: when no rank has met
+            damage before. The last one returns what was found. They raise CorruptCheckpoint for
+            damage, Vanished if it is gone; any other error ends the search.
+        is_gone: tells, after damage, whether it was removed meanwhile, which looks the same.
+        verdict: what the ranks found: "" if it is whole, GONE, or what the first of those that met
+            damage says of it.
+    """
+
+    path: str
+    stages: Sequence[Callable[[], T]]
+    is_gone: Callable[[], bool]
+    verdict: str = ""
+
+    def end(self, error: BaseException | None) -> None:
+        """Does what is left to do when all ranks have tried it: then the verdict is known, or the
+        search ends with this error, in whose place another one may be raised.
+        """
+
+
+class Search(Generic[T]):
+    """One search, for which all ranks make one of these and call look().
+
+    Args:
+        agreement: a round for this search alone.
+        candidates: lists them on the first rank, the best first. If it raises, all ranks raise.
+        trial_of: makes this rank's trial of a candidate.
+        warns: whether to log that one is skipped.
+
+    Attributes:
+        damaged: the verdicts on the candidates that were found damaged.
+        has_lost: whether a candidate was gone.
+    """
+
+    def __init__(
+        self,
+        agreement: Round,
+        candidates: Callable[[], Sequence[Candidate]],
+        trial_of: Callable[[Candidate], Trial[T]],
+        *,
+        warns: bool = True,
+    ) -> None:
+        self._agreement, self._candidates, self._trial_of = agreement, candidates, trial_of
+        self._warns = warns
+        self._listings, self._verdicts = itertools.count(), itertools.count(1)
+        self.damaged: dict[Candidate, str] = {}
+        self.has_lost = False
+
+    def look(self) -> T | None:
+        """Returns what was found in the best candidate that is whole; None if there is none.
+
+        Raises:
+            Vanished: one is gone, so a newer one has been committed: list again, by listed_anew().
+        """
+        # List again after damage: one that was committed meanwhile may be whole.
+        while left := [each for each in self._listed() if each not in self.damaged]:
+            for candidate in left:
+                trial = self._trial_of(candidate)
+                with Telling(trial.end):
+                    found = self._outcome(trial)
+                trial.end(None)
+                if not trial.verdict:
+                    return found
+                if trial.verdict == GONE:
+                    self.has_lost = True
+                    raise Vanished(trial.path)
+                self.damaged[candidate] = trial.verdict
+                if self._warns:
+                    log.warning("skipping %s: %s", trial.path, trial.verdict)
+        return None
+
+    def _listed(self) -> list[Candidate]:
+        """Returns the candidates of the first rank; every rank raises the error that it met."""
+        agreement, key = self._agreement, f"candidates {next(self._listings)}"
+        if agreement.rank == 0:
+            try:
+                told: list[Any] = [None, [*self._candidates()]]
+            except StorageError:  # the others hear of it by the failure of the round
+                raise
+            except CheckpointError as error:
+                told = [type(error).__name__, str(error)]
+            agreement.put(key, json.dumps(told).encode())
+        kind_name, content = json.loads(agreement.get(key))
+        if kind_name is None:
+            return [(number, name) for number, name in content]
+        raise next((kind for kind in _TOLD if kind.__name__ == kind_name), CheckpointError)(content)
+
+    def _outcome(self, trial: Trial[T]) -> T | None:
+        """Tries a candidate, and learns the verdict; returns what was found here."""
+        found = None
+        for stage in trial.stages:
+            problem = ""
+            try:
+                found = stage()
+            except Vanished:
+                problem = GONE
+            except CorruptCheckpoint as error:
+                problem = GONE if trial.is_gone() else str(error)
+            trial.verdict = self._verdict(problem)
+            if trial.verdict:
+                return None  # nor keeps this rank what it read of it
+        return found
+
+    def _verdict(self, problem: str) -> str:
+        """Returns what the first rank that met a problem says; "" if there is none.
+
+        If a rank finds the candidate gone, that is the verdict: damage on the others may mean the
+        same.
+        """
+        agreement, number = self._agreement, next(self._verdicts)
+        agreement.put(f"tried {number}", problem.encode(errors="replace"))
+        if agreement.rank == 0:
+            answers = agreement.gather(f"tried {number}")
+            first = next((rank for rank, answer in enumerate(answers) if answer), 0)
+            told = f"rank {first}: " if len(answers) > 1 and answers[first] else ""
+            told += answers[first].decode()
+            told = GONE if GONE.encode() in answers else told
+            agreement.put(f"verdict {number}", told.encode())
+        return agreement.get(f"verdict {number}").decode()
