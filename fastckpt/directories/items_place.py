@@ -44,7 +44,8 @@ class ItemsPlace(Place):
         self._made: list[str] = []
 
     def awaited(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> Sequence[SaveHandle]:
-        return previous  # until they end, nobody knows which files they leave
+        # Until those to the same directory end, nobody knows which files they leave.
+        return [handle for handle in previous if handle.path == self.directory]
 
     @contextmanager
     def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
@@ -101,6 +102,7 @@ class SwapItemsPlace(ItemsPlace):
         is_part: whether a file of this name is of a checkpoint; others stay in the directory.
         is_broken: whether the checkpoint there has lost files already, so that nobody may take it
             for one any more.
+        ended: called on the first rank when this has committed and the result was told.
     """
 
     def __init__(
@@ -112,12 +114,14 @@ class SwapItemsPlace(ItemsPlace):
         commit: str,
         is_part: Callable[[str], bool],
         is_broken: bool = False,
+        ended: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(storage, directory, agreement, durable)
         self._path = os.path.realpath(directory)
         self._commit = os.path.join(directory, commit)
         self._is_part = is_part
         self._is_broken = is_broken
+        self._ended, self._is_committed = ended, False
         self._hidden: HiddenDirectory | None = None  # on the first rank
 
     def begin(self) -> None:
@@ -155,6 +159,7 @@ class SwapItemsPlace(ItemsPlace):
         hidden = self._hidden
         if hidden is not None:
             hidden.replace(self._durable, self._is_part)
+        self._is_committed = True
 
     def abandon(self) -> None:
         super().abandon()
@@ -163,6 +168,8 @@ class SwapItemsPlace(ItemsPlace):
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         super().end(pipeline, failure)
         self._discard()
+        if self._is_committed and self._ended is not None:
+            self._ended()
 
     def _discard(self) -> None:
         """Removes what is left under the hidden name, once."""

@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
-from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle, SaveStats, StorageError
+from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle, StorageError
 from fastckpt.integrations import dcp, megatron
-from fastckpt.integrations.megatron import iterations, load, partial_reads, save_planner, strategies
+from fastckpt.integrations.megatron import (
+    iterations,
+    load,
+    partial_reads,
+    save_planner,
+    saves,
+    strategies,
+)
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.integrations.megatron.reshard import (
@@ -45,6 +53,7 @@ from fastckpt.integrations.megatron.stored_buckets import _scatter
 from fastckpt.saving import pipeline
 from tests.doubles import (
     Crash,
+    Delay,
     FailAlways,
     Operation,
     PowerCut,
@@ -52,7 +61,7 @@ from tests.doubles import (
     dead_pid,
     plant,
 )
-from tests.steps.test_checkpointer import process_on
+from tests.steps.test_checkpointer import WAIT_S, process_on
 from tests.storm import SUITE_SEED, Chance
 
 # Buckets.
@@ -311,7 +320,9 @@ def test_retention_spares_links_the_newest_and_what_is_newer(tmp_path: Path) -> 
     os.symlink(elsewhere, tmp_path / "iter_0000003")
     assert iterations.retain(str(tmp_path), 6, Retention(2, 4)) == [1, 2]
     assert iterations.complete_iterations(str(tmp_path)) == [3, 4, 5, 6]
-    assert iterations.retain(str(tmp_path), 6, Retention(1), {4}) == [5]
+    assert iterations.retain(str(tmp_path), 6, Retention(1), {str(tmp_path / "iter_0000004")}) == [
+        5
+    ]
     assert (tmp_path / "iter_0000007").is_dir()
 
 
@@ -368,21 +379,14 @@ def test_a_tracker_that_is_perhaps_not_durable(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A crash may bring back what it named: that iteration stays until a later one is named."""
-    root, saves = str(tmp_path), megatron.Saves()
+    root, run = str(tmp_path), saves._Run(str(tmp_path), None)
     for number in (1, 2, 3):
         (tmp_path / iterations.directory_name(number)).mkdir()
         (tmp_path / iterations.directory_name(number) / ".metadata").touch()
     for number, storage in ((1, Recorder()), (2, NoSync()), (3, Recorder())):
-        handle = SaveHandle("", 0)
-
-        def save(after_commit: Callable[[], None], handle: SaveHandle = handle) -> SaveHandle:
-            after_commit()
-            return handle
-
         with process_on(storage):
-            saves.begin(root, number, Retention(1, superseded_only=True), save)
-        handle.set_result(SaveStats())
-        saves.wait()
+            run.committed(number)
+            run.ended(number, Retention(1, superseded_only=True))
         assert iterations.tracked(root) == number
         left = {1: [1, 2, 3], 2: [1, 2, 3], 3: [3]}[number]
         assert iterations.complete_iterations(root) == left
@@ -451,61 +455,49 @@ def test_any_operation_of_a_removal_may_be_the_last(tmp_path: Path) -> None:
     assert len(names) == 2 and len(storage.log) < 6
 
 
-def test_a_later_save_that_was_faster_stays_the_last(tmp_path: Path) -> None:
-    saves, root = megatron.Saves(), str(tmp_path)
-    committed: list[Callable[[], None]] = []
-    handles = [SaveHandle("first", 0.0), SaveHandle("second", 0.0)]
-    assert saves.is_first(root)
-    for number, handle in enumerate(handles, 1):
-        (tmp_path / iterations.directory_name(number)).mkdir()
+@pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])
+def test_iterations_commit_in_the_order_of_their_saves(
+    tmp_path: Path, numbers: tuple[int, int]
+) -> None:
+    """The tracker names the one that was begun last, and older ones are removed."""
+    root, gate, run = str(tmp_path), threading.Event(), megatron.Saves()
+    storage, rows = Delay("sync", gate), torch.ones(4, 2)
+    state = {"rows": ShardedTensor.from_rank_offsets("rows", rows, (0, 0, 1))}
 
-        def save(after_commit: Callable[[], None], handle: SaveHandle = handle) -> SaveHandle:
-            committed.append(after_commit)
-            return handle
+    def begin(number: int) -> SaveHandle:
+        path = os.path.join(root, iterations.directory_name(number))
+        strategy, retention = megatron.SaveStrategy(), Retention(1)
+        return run.begin(
+            root, number, retention, lambda after: strategy.begin(state, path, b"common", after)
+        )
 
-        assert saves.begin(root, number, Retention(1), save) is handle
-    assert not saves.is_first(root)
-    (tmp_path / iterations.directory_name(2) / ".metadata").touch()
-    committed[1]()
-    assert iterations.tracked(root) == 2
-    assert (tmp_path / iterations.directory_name(1)).is_dir()  # it is being written
-    committed[0]()
-    assert iterations.tracked(root) == 2
-    handles[0].set_result(SaveStats())
-    handles[1].set_exception(StorageError("write", "second", 28))
+    assert run.is_first(root)
+    with process_on(storage):
+        first = begin(numbers[0])
+        assert storage.reached.wait(WAIT_S)  # before that the second might be the one that waits
+        second = begin(numbers[1])
+        second.wait_staged(WAIT_S)
+        assert not (run.is_idle or run.is_first(root) or first.done() or second.done())
+        assert iterations.complete_iterations(root) == []
+        gate.set()
+        run.wait()
+    assert iterations.tracked(root) == numbers[1]
+    assert iterations.complete_iterations(root) == ([2] if numbers == (1, 2) else [1, 2])
+
+
+def test_the_failure_of_a_save_is_told_by_waiting_once(tmp_path: Path) -> None:
+    run, handle = megatron.Saves(), SaveHandle("second", 0.0)
+    run.begin(str(tmp_path), 1, Retention(1), lambda _after: handle)
+    handle.set_exception(StorageError("write", "second", 28))
     with pytest.raises(StorageError, match=r"an earlier save, to .*, failed: write of 'second'"):
-        saves.wait()
-    saves.wait()  # it has been told
-    assert megatron.Saves().is_first(root)  # others know nothing of it
+        run.wait()
+    run.wait()  # it has been told
+    assert megatron.Saves().is_first(str(tmp_path))  # others know nothing of it
 
 
 def test_a_release_is_a_candidate(tmp_path: Path) -> None:
     (tmp_path / iterations.TRACKER).write_text("release\n")
     assert iterations.candidates(str(tmp_path)) == [(0, str(tmp_path / "release"))]
-
-
-def test_a_save_that_a_later_one_overtook_is_removed_when_it_has_ended(tmp_path: Path) -> None:
-    saves = megatron.Saves()
-    committed: list[Callable[[], None]] = []
-    handles: list[SaveHandle] = []
-
-    def begin(after_commit: Callable[[], None]) -> SaveHandle:
-        committed.append(after_commit)
-        handles.append(SaveHandle("", 0.0))
-        return handles[-1]
-
-    for number in (6, 7):
-        (tmp_path / f"iter_{number:07d}").mkdir()
-        (tmp_path / f"iter_{number:07d}" / ".metadata").touch()
-        saves.begin(str(tmp_path), number, Retention(1), begin)
-    committed[1]()
-    handles[1].set_result(handles[1].stats)
-    assert iterations.complete_iterations(str(tmp_path)) == [6, 7]
-    committed[0]()
-    handles[0].set_result(handles[0].stats)
-    saves.wait()
-    assert iterations.complete_iterations(str(tmp_path)) == [7]
-    assert (tmp_path / iterations.TRACKER).read_text() == "7"
 
 
 @pytest.mark.parametrize(

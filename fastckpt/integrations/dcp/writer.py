@@ -97,6 +97,7 @@ class Writer(StorageBase, StorageWriter):
         self.overwrite = overwrite
         self.rank: int | None = None
         self.use_collectives = True
+        self.lane: str | None = None  # saves of one lane commit in order; None: those to one path
         self._commits = True  # whether this rank does
         if _extensions:
             raise ValueError(f"_extensions is {_extensions}, must be empty: none are applied here")
@@ -231,7 +232,8 @@ class Writer(StorageBase, StorageWriter):
         prefix = getattr(plan.storage_data, "prefix", f"__{self.rank or 0}_")
         place = self._place(current.storage, path, agreement)
         items = ItemsPlan(*content, int(prefix.strip("_")), place, options, conclusion)
-        return Save(handle, agreement, items, place, options, fence=fence, lane=path)
+        lane = path if self.lane is None else self.lane
+        return Save(handle, agreement, items, place, options, fence=fence, lane=lane)
 
     def _place(self, storage: Storage, path: str, agreement: Round) -> ItemsPlace:
         return ItemsPlace(storage, path, agreement, self.options.durable)

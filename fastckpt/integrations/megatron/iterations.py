@@ -149,7 +149,7 @@ def retain(
     root: str,
     newest: int,
     retention: Retention,
-    in_flight: Collection[int] = (),
+    in_flight: Collection[str] = (),
     superseded: Collection[int] = (),
 ) -> list[int]:
     """Removes old iterations, and what aborted saves have left of some; returns their numbers.
@@ -157,18 +157,18 @@ def retain(
 
     Args:
         newest: the iteration committed last; neither it nor a later one is removed.
-        in_flight: iterations that are being saved, which are left alone.
+        in_flight: directories that are being saved to, which are left alone.
         superseded: iterations that the tracker named before.
     """
     if retention.keep_last is None:
         return []
-    known, stays = _iterations(root), {newest, *in_flight}
+    known, stays = _iterations(root), {newest}
     if retention.superseded_only:
         stays |= {number for number, _ in known} - {*superseded}
     complete, going = list[Entry](), list[str]()
     for number, is_whole in reversed(known):
         name, path = str(number), os.path.join(root, directory_name(number))
-        is_pinned = number in stays or os.path.islink(path)
+        is_pinned = number in stays or path in in_flight or os.path.islink(path)
         if is_whole and number <= newest:
             complete.append(Entry(name, number, is_pinned=is_pinned))
         elif number < newest and not is_pinned:

@@ -26,7 +26,7 @@ from fastckpt.integrations.megatron.state import (
     rng_objects,
     rng_state,
 )
-from fastckpt.integrations.megatron.strategies import SaveStrategy, serialized
+from fastckpt.integrations.megatron.strategies import Afterwards, SaveStrategy, serialized
 
 LAYOUTS = ("dp_reshardable", "fully_reshardable")
 
@@ -135,7 +135,7 @@ def save_checkpoint(
     strategy = SaveStrategy(fence=fence, timeout_s=timeout_s, on_error=on_error)
     is_first = saves.is_first(root)
 
-    def begin(after_commit: Callable[[], None]) -> SaveHandle:
+    def begin(afterwards: Afterwards) -> SaveHandle:
         sharded, common = save_preprocess(
             state | (extra or {}), is_first, preprocess_common_state_dict_fn
         )
@@ -143,7 +143,7 @@ def save_checkpoint(
             sharded,
             os.path.join(root, iterations.directory_name(iteration)),
             serialized(common).getvalue() if dist.get_rank() == 0 else None,
-            after_commit,
+            afterwards,
         )
 
     return saves.begin(root, iteration, retention, begin)

@@ -15,7 +15,7 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
@@ -54,6 +54,19 @@ _CONFIG = {
 }
 
 
+class Afterwards(NamedTuple):
+    """What is to be done after the commit of a save, on the first rank; neither call may raise.
+
+    Attributes:
+        lane: saves of one lane commit in the order of their beginning.
+        committed: called before the result is told; ended: after that.
+    """
+
+    lane: str
+    committed: Callable[[], None]
+    ended: Callable[[], None]
+
+
 class Writer(dcp.Writer):
     """Adds, before the commit, the files that make a DCP directory one of Megatron's. A checkpoint
     that is there already is replaced as a whole, with them.
@@ -63,7 +76,7 @@ class Writer(dcp.Writer):
             Their checksum in `.metadata` tells when the two are of different saves.
         is_common_new: whether Megatron has written common.pt, and so has broken a checkpoint that
             was there.
-        after_commit: called when the checkpoint is committed; it must not raise.
+        afterwards: what is to be done after the commit.
     """
 
     def __init__(
@@ -71,15 +84,17 @@ class Writer(dcp.Writer):
         path: str,
         common: bytes | None = None,
         is_common_new: bool = False,
-        after_commit: Callable[[], None] | None = None,
+        afterwards: Afterwards | None = None,
     ) -> None:
         super().__init__(path)
         self._common, self._is_common_new = common, is_common_new
-        self._after_commit = after_commit
+        self._afterwards = afterwards
+        self.lane = None if afterwards is None else afterwards.lane
 
     def _place(self, storage: Storage, path: str, agreement: Round) -> ItemsPlace:
-        of_checkpoint = (METADATA, _is_part, self._is_common_new)
-        return SwapItemsPlace(storage, path, agreement, self.options.durable, *of_checkpoint)
+        how = (self.options.durable, METADATA, _is_part, self._is_common_new)
+        ended = None if self._afterwards is None else self._afterwards.ended
+        return SwapItemsPlace(storage, path, agreement, *how, ended)
 
     def commit(self, storage: Storage, metadata: Metadata, results: Any, directory: str) -> Any:
         """Commits, on the first rank in the background, when all data is durable."""
@@ -100,8 +115,8 @@ class Writer(dcp.Writer):
         return super().commit(storage, metadata, results, directory)
 
     def committed(self) -> None:
-        if self._after_commit is not None:
-            self._after_commit()
+        if self._afterwards is not None:
+            self._afterwards.committed()
 
     def _write(self, storage: Storage, path: str, content: bytes) -> None:
         """Writes a file that counts only once `.metadata`, which comes last, is written."""
@@ -166,17 +181,17 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         sharded_state_dict: ShardedStateDict,
         directory: str,
         common: bytes | None = None,
-        after_commit: Callable[[], None] | None = None,
+        afterwards: Afterwards | None = None,
     ) -> SaveHandle:
         """Begins to save a state dict without its common state and with its factories applied;
-        `common` and `after_commit` are Writer's.
+        `common` and `afterwards` are Writer's.
         """
         self.begun += 1
         held = dict(holdings(nested_values(sharded_state_dict)))
         is_common_new = common is None and _COMMON_KEY not in held  # Megatron's own save() calls
         handle: SaveHandle = dcp.async_save(
             held,
-            storage_writer=Writer(directory, common, is_common_new, after_commit),
+            storage_writer=Writer(directory, common, is_common_new, afterwards),
             planner=DividingSavePlanner(),
             **self._options,
         )
