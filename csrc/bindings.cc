@@ -21,7 +21,6 @@
 #include "engine/cloning.h"
 #include "engine/engine.h"
 #include "engine/scattered_writes.h"
-#include "planes/literals.h"
 #include "planes/planes.h"
 #include "polyval/polyval.h"
 
@@ -206,16 +205,6 @@ void bind_planes(py::module_& m) {
               join_planes(from.bytes.data(), from.count, from.bytes.size(), turned,
                           static_cast<uint8_t*>(to.ptr));
           });
-    m.def("put_literals", [](const py::buffer& source, const py::buffer& target) {
-        const py::buffer_info from = source.request(), to = target.request(/*writable=*/true);
-        const auto count = static_cast<size_t>(from.size * from.itemsize);
-        if (count == 0 || count > UINT32_MAX)
-            throw py::value_error("a frame has one byte to 2^32 - 1");
-        WithoutGil nogil;
-        return put_literals(static_cast<const uint8_t*>(from.ptr), count,
-                            static_cast<uint8_t*>(to.ptr),
-                            static_cast<size_t>(to.size * to.itemsize));
-    });
 }
 
 using PolyvalFunction = decltype(&polyval);

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import zstandard
 
-from fastckpt._engine import join_planes, put_literals, split_planes
+from fastckpt._engine import join_planes, split_planes
 from fastckpt.plan.image import ItemRun
 
 # A block's runs are cut here, so that there are few of them: small ones become part of others.
@@ -33,10 +33,6 @@ _LEVEL = 1
 _HASH_LOG = 6
 _SAMPLES, _SAMPLE_BYTES = 32, 512
 _SHARE_MAX = 15 / 16  # of a sample, for a plane to be compressed
-# Of what literals take: a search for repeats is worth its time, here and in the reader, if they are
-# no chance.
-_REPEATS_SHARE_MAX = 7 / 8
-
 
 _StoredRun = tuple[int, int, tuple[int, ...]]  # its size and kind, the stored sizes of its planes
 
@@ -103,16 +99,11 @@ class PlanesEncoder:
 def _put(compressor: zstandard.ZstdCompressor, plane: memoryview, target: memoryview) -> int:
     """Fills target from a plane, compressed if that makes it smaller; returns how many bytes."""
     sample = _sample(plane)
-    of_literals = put_literals(sample, target[: len(sample)]) or len(sample)
-    of_repeats = len(compressor.compress(sample))
-    limit, smaller = _SHARE_MAX * len(sample), target[: len(plane) - 1]
-    if of_repeats < _REPEATS_SHARE_MAX * of_literals and of_repeats <= limit:
+    if len(compressor.compress(sample)) <= _SHARE_MAX * len(sample):
         frame = compressor.compress(plane)  # a stream into target would go through a buffer
-        if len(frame) <= len(smaller):
+        if len(frame) < len(plane):
             _copy(frame, target[: len(frame)])
             return len(frame)
-    elif of_literals <= limit and (nbytes := put_literals(plane, smaller)):
-        return nbytes
     _copy(plane, target[: len(plane)])
     return len(plane)
 
