@@ -286,14 +286,14 @@ void bind_jobs(py::module_& m) {
             nogil)
         .def(
             "write_to",
-            [](WriteJob& job, int fd, uint64_t file_offset, std::shared_ptr<Backend> backend,
-               bool direct, double patience_s, std::shared_ptr<TokenBucket> bucket) {
+            [](WriteJob& job, int fd, uint64_t file_offset, std::shared_ptr<Sink> sink, bool direct,
+               double patience_s, std::shared_ptr<TokenBucket> bucket) {
                 job.write_to(
-                    fd, file_offset, std::move(backend), direct,
+                    fd, file_offset, std::move(sink), direct,
                     std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(patience_s)),
                     std::move(bucket));
             },
-            py::arg("fd"), py::arg("file_offset"), py::arg("backend"), py::arg("direct"),
+            py::arg("fd"), py::arg("file_offset"), py::arg("sink"), py::arg("direct"),
             py::arg("patience_s") = 0.0, py::arg("bucket") = nullptr, nogil)
         .def("tokens_waited_s", &WriteJob::tokens_waited_s)
         .def("memory_waited_s", &WriteJob::memory_waited_s)
@@ -369,20 +369,35 @@ void bind_devices(py::module_& m) {
         .def_readonly("end", &DeviceRange::end);
 }
 
-void bind_engine(py::module_& m) {
+void bind_sinks(py::module_& m) {
     const py::call_guard<WithoutGil> nogil;
-    py::class_<Backend, std::shared_ptr<Backend>>(m, "Backend",
-                                                  py::release_gil_before_calling_cpp_dtor())
-        .def_property_readonly("name", &Backend::name)
+    py::class_<Sink, std::shared_ptr<Sink>>(m, "Sink", py::release_gil_before_calling_cpp_dtor())
+        .def_property_readonly("name", &Sink::name);
+    py::class_<Backend, Sink, std::shared_ptr<Backend>>(m, "Backend",
+                                                        py::release_gil_before_calling_cpp_dtor())
         .def("close", &Backend::close, nogil);
-    m.def("threads_backend", &threads_backend, nogil);
+    m.def(
+        "threads_backend",
+        [](unsigned threads, int niceness) { return threads_backend(threads, niceness); },
+        py::arg("threads"), py::arg("niceness") = 0, nogil);
     m.def("uring_backend", &uring_backend, nogil);
     m.def(
         "callback_backend",
         [](py::function transfer, unsigned threads) {
-            return callback_backend(python_transfer(std::move(transfer)), threads);
+            return threads_backend(threads, 0, python_transfer(std::move(transfer)));
         },
         py::arg("transfer"), py::arg("threads") = 1);
+    m.def(
+        "callback_sink",
+        [](Backend& threads, py::function transfer) {
+            return std::shared_ptr<Sink>(
+                callback_sink(threads, python_transfer(std::move(transfer))));
+        },
+        py::keep_alive<0, 1>());
+}
+
+void bind_engine(py::module_& m) {
+    const py::call_guard<WithoutGil> nogil;
     py::class_<Allowance, std::shared_ptr<Allowance>>(m, "Allowance")
         .def(py::init<size_t>(), py::arg("blocks"))
         .def_property_readonly("blocks", &Allowance::blocks);
@@ -414,15 +429,15 @@ void bind_engine(py::module_& m) {
         .def(
             "read",
             [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-               std::shared_ptr<Backend> backend, bool direct, size_t window_blocks,
+               std::shared_ptr<Sink> sink, bool direct, size_t window_blocks,
                std::vector<uint32_t> wanted, std::shared_ptr<GdsStage> gds) {
                 WithoutGil release;
-                return engine.read(fd, nbytes, std::move(crcs), std::move(wanted),
-                                   std::move(backend), direct, window_blocks, std::move(gds));
+                return engine.read(fd, nbytes, std::move(crcs), std::move(wanted), std::move(sink),
+                                   direct, window_blocks, std::move(gds));
             },
-            py::arg("fd"), py::arg("nbytes"), py::arg("crcs"), py::arg("backend"),
-            py::arg("direct"), py::arg("window_blocks"),
-            py::arg("wanted") = std::vector<uint32_t>(), py::arg("gds") = nullptr,
+            py::arg("fd"), py::arg("nbytes"), py::arg("crcs"), py::arg("sink"), py::arg("direct"),
+            py::arg("window_blocks"), py::arg("wanted") = std::vector<uint32_t>(),
+            py::arg("gds") = nullptr,
             py::keep_alive<0, 1>())  // whose mutex a closed stream still takes
         .def(
             "prefault",
@@ -440,7 +455,6 @@ void bind_engine(py::module_& m) {
 }
 
 void bind_cloning(py::module_& m) {
-    const py::call_guard<WithoutGil> nogil;
     py::class_<Cloner, std::shared_ptr<Cloner>>(m, "Cloner")
         .def(py::init([](uint64_t nbytes, size_t block_bytes, size_t chunk_bytes,
                          const std::string& key, int other, const py::buffer& old,
@@ -463,12 +477,10 @@ void bind_cloning(py::module_& m) {
         .def("taken", &Cloner::taken)
         .def("loss", &Cloner::loss)
         .def("refusal", &Cloner::refusal);
-    py::class_<CloningBackend, Backend, std::shared_ptr<CloningBackend>>(
-        m, "CloningBackend", py::release_gil_before_calling_cpp_dtor())
-        .def(py::init<std::shared_ptr<Backend>, unsigned>(), py::arg("inner"), py::arg("threads"),
-             nogil)
-        .def("add", &CloningBackend::add)
-        .def("remove", &CloningBackend::remove);
+    py::class_<CloneSink, Sink, std::shared_ptr<CloneSink>>(
+        m, "CloneSink", py::release_gil_before_calling_cpp_dtor())
+        .def(py::init<Backend&, Backend&, std::shared_ptr<Cloner>>(), py::keep_alive<1, 2>(),
+             py::keep_alive<1, 3>());
 }
 
 // Casts all items of one buffer into another.
@@ -498,17 +510,16 @@ void bind_scattered_writes(py::module_& m) {
                  return py::make_tuple(written.nbytes, written.crc);
              })
         .def("whole_page", &Scatterer::whole_page);
-    py::class_<ScatterBackend, Backend, std::shared_ptr<ScatterBackend>>(
-        m, "ScatterBackend", py::release_gil_before_calling_cpp_dtor())
-        .def(py::init([](unsigned threads, std::optional<py::function> transfer) {
-                 return std::make_shared<ScatterBackend>(
-                     threads,
+    py::class_<ScatterSink, Sink, std::shared_ptr<ScatterSink>>(
+        m, "ScatterSink", py::release_gil_before_calling_cpp_dtor())
+        .def(py::init([](Backend& threads, std::shared_ptr<Scatterer> scatterer,
+                         std::optional<int> buffered, std::optional<py::function> transfer) {
+                 return std::make_shared<ScatterSink>(
+                     threads, std::move(scatterer), buffered,
                      transfer ? python_transfer(std::move(*transfer)) : transfer_by_syscall);
              }),
-             py::arg("threads"), py::arg("transfer") = std::nullopt)
-        .def("add", &ScatterBackend::add, py::arg("fd"), py::arg("scatterer"),
-             py::arg("buffered") = std::nullopt)
-        .def("remove", &ScatterBackend::remove);
+             py::arg("threads"), py::arg("scatterer"), py::arg("buffered") = std::nullopt,
+             py::arg("transfer") = std::nullopt, py::keep_alive<1, 2>());
     m.def("cast_kernels", [] {
         py::dict kernels;
         using namespace cast_kernels;
@@ -533,6 +544,7 @@ PYBIND11_MODULE(_engine, m) {
     bind_jobs(m);
     bind_streams(m);
     bind_devices(m);
+    bind_sinks(m);
     bind_engine(m);
     bind_cloning(m);
     bind_scattered_writes(m);

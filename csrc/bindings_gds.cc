@@ -8,7 +8,7 @@
 
 #include "bindings_gil.h"
 #include "crc32/crc32_gpu.h"
-#include "gds/gds_backend.h"
+#include "gds/gds_sink.h"
 #include "gds/gds_stage.h"
 
 namespace py = pybind11;
@@ -24,7 +24,7 @@ using OpEnd = std::tuple<size_t, int, int>;
 
 // Submits ops (kind, fd, address, nbytes, offset, direct), waits until all have finished, and
 // returns the bytes, errno and retries of each.
-std::vector<OpEnd> run_ops(Backend& backend, const std::vector<OpRow>& rows) {
+std::vector<OpEnd> run_ops(Sink& sink, const std::vector<OpRow>& rows) {
     std::vector<Op> ops(rows.size());
     std::mutex mu;
     std::condition_variable ended;
@@ -42,7 +42,7 @@ std::vector<OpEnd> run_ops(Backend& backend, const std::vector<OpRow>& rows) {
             if (--left == 0) ended.notify_one();
         };
     }
-    for (Op& op : ops) backend.submit(&op);
+    for (Op& op : ops) sink.submit(&op);
     std::unique_lock lock(mu);
     ended.wait(lock, [&] { return left == 0; });
     std::vector<OpEnd> ends;
@@ -122,28 +122,26 @@ void bind_backend(py::module_& m) {
         .def_property_readonly("count", &GdsBlocks::count)
         .def_property_readonly("block_bytes", &GdsBlocks::block_bytes)
         .def_property_readonly("refusal", &GdsBlocks::refusal);
-    py::class_<GdsBackend, Backend, std::shared_ptr<GdsBackend>>(
-        m, "GdsBackend", py::release_gil_before_calling_cpp_dtor())
-        .def("begin_file", &GdsBackend::begin_file, nogil)
-        .def("end_file",
-             [](GdsBackend& backend, int fd) {
+    py::class_<GdsSink, Sink, std::shared_ptr<GdsSink>>(m, "GdsSink",
+                                                        py::release_gil_before_calling_cpp_dtor())
+        .def(py::init<int, std::shared_ptr<GdsBlocks>, Backend&>(), py::keep_alive<1, 4>(), nogil)
+        .def("end",
+             [](GdsSink& sink) {
                  GdsReport report;
                  {
                      WithoutGil release;
-                     report = backend.end_file(fd);
+                     report = sink.end();
                  }
                  return py::make_tuple(report.direct_bytes, report.host_bytes,
                                        report.fallback_reason);
              })
-        .def("fallback_reason", &GdsBackend::fallback_reason)
-        .def("mode", [](const GdsBackend& backend, int fd) { return as_tuple(backend.mode(fd)); });
+        .def("mode", [](const GdsSink& sink) { return as_tuple(sink.mode()); });
     py::class_<GdsStage, std::shared_ptr<GdsStage>>(m, "GdsStage",
                                                     py::release_gil_before_calling_cpp_dtor())
         .def(py::init([](std::shared_ptr<GdsBlocks> blocks) {
                  return std::make_shared<GdsStage>(std::move(blocks));
              }),
              nogil);
-    m.def("gds_backend", &gds_backend, nogil);
     m.def("run_ops", &run_ops, nogil);
     m.def("copy_on_device", &copy_on_device, nogil);
 }

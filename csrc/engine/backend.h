@@ -1,6 +1,7 @@
-// The seam below the engine: a backend moves one block between memory and a file descriptor and
-// reports how it ended. It knows bytes, descriptors and offsets; it does not know arenas, images or
-// checkpoints.
+// The seam below the engine: a sink moves one block between memory and a file descriptor and
+// reports how it ended. Those of a mount, with threads of their own, are backends; those of one
+// open file use the threads of a backend. They know bytes, descriptors and offsets; they do not
+// know arenas, images or checkpoints.
 #pragma once
 
 #include <sys/types.h>
@@ -34,6 +35,8 @@ struct Patience {
     bool is_over() const { return end.load() == 1; }
 };
 
+class FileSink;
+
 struct Op {
     enum class Kind { read, write, copy };  // copy: by a device, which is no backend's operation
     Kind kind = Kind::write;
@@ -48,7 +51,9 @@ struct Op {
 
     Patience* patience = nullptr;  // null: refusals are final
 
-    // Set by the backend. At the end of the file a read ends with done < nbytes and no error.
+    FileSink* sink = nullptr;  // which has the op handled; null: the backend does
+
+    // Set by whoever transfers. At the end of the file a read ends with done < nbytes and no error.
     size_t done = 0;
     int error = 0;  // errno, 0 for none
     int retries = 0;
@@ -79,43 +84,76 @@ struct BackendUnavailable : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-class Backend {
+class Backend;
+
+// Where the ops of a file go.
+class Sink {
   public:
-    virtual ~Backend() = default;
+    virtual ~Sink() = default;
     // Takes an op, which must stay at its address until finished, and does not wait for it.
     virtual void submit(Op* op) = 0;
     // Ends with ECANCELED those ops of a job, known by its patience, that no thread has begun, and
     // those in the kernel that it can still cancel. The others end when the kernel is done.
     virtual void withdraw(const Patience* job) = 0;
-    // Finishes all ops submitted, then stops its threads. Idempotent; submit() must not follow.
-    virtual void close() = 0;
     virtual const char* name() const = 0;
+    // The backends whose threads its ops use.
+    virtual std::vector<std::shared_ptr<Backend>> backends() = 0;
 };
 
-// Transfers with pread/pwrite on `threads` threads, in the order of submission.
-std::shared_ptr<Backend> threads_backend(unsigned threads);
+// A sink with threads, for all files of a mount.
+class Backend : public Sink, public std::enable_shared_from_this<Backend> {
+  public:
+    std::vector<std::shared_ptr<Backend>> backends() override { return {shared_from_this()}; }
+    // Finishes all ops submitted, then stops its threads. Idempotent; submit() must not follow.
+    virtual void close() = 0;
+};
+
+// Makes one attempt of an op; returns bytes or -errno. For codecs, cuFile and test doubles.
+using Transfer =
+    std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
+
+// The attempt by system calls. Buffered writes do not stay in the page cache, unless op.stays.
+ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64_t offset);
+
+// Handles ops on `threads` threads, in the order of submission: each by its sink, or without one by
+// `transfer`. The threads' niceness is raised by `niceness`.
+std::shared_ptr<Backend> threads_backend(unsigned threads, int niceness = 0,
+                                         Transfer transfer = transfer_by_syscall);
 
 // One ring on one thread, at most `depth` transfers in flight. Throws BackendUnavailable when the
 // build, the kernel or the sandbox has no io_uring.
 std::shared_ptr<Backend> uring_backend(unsigned depth);
 
-// Calls `transfer` for each attempt, on `threads` threads: for codecs, cuFile and test doubles.
-using Transfer =
-    std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
-std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads = 1);
+// The way of one open file's ops, which it handles itself, on the threads of a threads_backend. The
+// end of an op may end it, so nothing of it is touched after finish().
+class FileSink : public Sink {
+  public:
+    // Somebody else keeps the threads for as long: an op's end comes on one of them, which would
+    // wait for itself if it ended them.
+    explicit FileSink(Backend& threads) : threads_(threads) {}
+    void submit(Op* op) override {
+        op->sink = this;
+        threads_.submit(op);
+    }
+    void withdraw(const Patience* job) override { threads_.withdraw(job); }
+    const char* name() const override { return threads_.name(); }
+    std::vector<std::shared_ptr<Backend>> backends() override { return threads_.backends(); }
+    // Sees to the op's end, unless it says when it wants the op again. Called by a thread for each
+    // op.
+    virtual Again handle(Op& op) = 0;
+
+  private:
+    Backend& threads_;
+};
+
+// Handles ops by `transfer`.
+std::shared_ptr<FileSink> callback_sink(Backend& threads, Transfer transfer);
 
 // Calls `transfer` until op.done or op.error is final, which it does not report, or until it has to
 // be called later.
 Again carry_out(Op& op, const Transfer& transfer);
 
-// Hands each op to a function, on `threads` threads and in the order of submission. The function
-// sees to the op's end, unless it says when it wants the op again. The threads' niceness is raised
-// by `niceness`.
-using Handle = std::function<Again(Op&)>;
-std::shared_ptr<Backend> handing_backend(Handle handle, unsigned threads, int niceness = 0);
-
-// Makes one attempt of an op by system calls; returns bytes or -errno. Buffered writes do not stay
-// in the page cache, unless op.stays.
-ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64_t offset);
+// Does the same, and reports the end.
+Again handle_by(Op& op, const Transfer& transfer);
 
 }  // namespace fastckpt

@@ -76,8 +76,8 @@ ssize_t write_buffered(int fd, std::byte* data, size_t nbytes, uint64_t offset) 
 
 class ThreadsBackend final : public Backend {
   public:
-    ThreadsBackend(unsigned threads, Handle handle, int niceness)
-        : handle_(std::move(handle)), niceness_(niceness) {
+    ThreadsBackend(unsigned threads, int niceness, Transfer transfer)
+        : transfer_(std::move(transfer)), niceness_(niceness) {
         CHECK(threads > 0);
         try {
             for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
@@ -137,7 +137,8 @@ class ThreadsBackend final : public Backend {
         // On Linux it is this thread's alone, and always allowed to grow.
         [[maybe_unused]] const int niceness = nice(niceness_);
         while (Op* const op = next()) {
-            const Again again = handle_(*op);
+            FileSink* const sink = op->sink;
+            const Again again = sink ? sink->handle(*op) : handle_by(*op, transfer_);
             if (!again) continue;
             {
                 std::lock_guard lock(mu_);
@@ -170,7 +171,7 @@ class ThreadsBackend final : public Backend {
         }
     }
 
-    const Handle handle_;
+    const Transfer transfer_;
     const int niceness_;
     std::vector<std::thread> threads_;
     std::mutex mu_;
@@ -181,13 +182,15 @@ class ThreadsBackend final : public Backend {
     bool closing_ = false;
 };
 
-Handle transferring(Transfer transfer) {
-    return [transfer = std::move(transfer)](Op& op) {
-        const Again again = carry_out(op, transfer);
-        if (!again) finish(op);
-        return again;
-    };
-}
+class CallbackSink final : public FileSink {
+  public:
+    CallbackSink(Backend& threads, Transfer transfer)
+        : FileSink(threads), transfer_(std::move(transfer)) {}
+    Again handle(Op& op) override { return handle_by(op, transfer_); }
+
+  private:
+    const Transfer transfer_;
+};
 
 }  // namespace
 
@@ -278,16 +281,18 @@ Again carry_out(Op& op, const Transfer& transfer) {
     return again;
 }
 
-std::shared_ptr<Backend> threads_backend(unsigned threads) {
-    return handing_backend(transferring(transfer_by_syscall), threads);
+Again handle_by(Op& op, const Transfer& transfer) {
+    const Again again = carry_out(op, transfer);
+    if (!again) finish(op);
+    return again;
 }
 
-std::shared_ptr<Backend> callback_backend(Transfer transfer, unsigned threads) {
-    return handing_backend(transferring(std::move(transfer)), threads);
+std::shared_ptr<Backend> threads_backend(unsigned threads, int niceness, Transfer transfer) {
+    return std::make_shared<ThreadsBackend>(threads, niceness, std::move(transfer));
 }
 
-std::shared_ptr<Backend> handing_backend(Handle handle, unsigned threads, int niceness) {
-    return std::make_shared<ThreadsBackend>(threads, std::move(handle), niceness);
+std::shared_ptr<FileSink> callback_sink(Backend& threads, Transfer transfer) {
+    return std::make_shared<CallbackSink>(threads, std::move(transfer));
 }
 
 }  // namespace fastckpt

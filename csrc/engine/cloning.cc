@@ -177,120 +177,98 @@ std::pair<int, uint64_t> Cloner::refusal() const {
 }
 
 // A write of which parts are under way. Each part holds it, so that the last one frees it.
-struct CloningBackend::Divided {
+struct CloneSink::Divided {
     Divided(Op& op, size_t count) : whole(op), parts(count), left(count) {}
-    Op& whole;  // its outcome is protected by the backend's mutex until it is finished
+    void on_part_written(const Op& part);
+
+    std::mutex mu;
+    // State below is protected by mu until `whole` is finished.
+    Op& whole;
     std::vector<Op> parts;
-    size_t left;  // protected by the backend's mutex
+    size_t left;
 };
 
-CloningBackend::CloningBackend(std::shared_ptr<Backend> inner, unsigned threads)
-    : inner_(std::move(inner)),
-      threads_(handing_backend(
-          [this](Op& op) -> Again {
-              handle(op);
-              return std::nullopt;
-          },
-          threads, kNiceness)) {}
-
-void CloningBackend::add(int fd, std::shared_ptr<Cloner> cloner) {
-    std::lock_guard lock(mu_);
-    cloners_[fd] = std::move(cloner);
+void CloneSink::withdraw(const Patience* job) {
+    FileSink::withdraw(job);
+    inner_.withdraw(job);
 }
 
-void CloningBackend::remove(int fd) {
-    std::lock_guard lock(mu_);
-    cloners_.erase(fd);
+std::vector<std::shared_ptr<Backend>> CloneSink::backends() {
+    return {inner_.shared_from_this(), FileSink::backends().front()};
 }
 
-std::shared_ptr<Cloner> CloningBackend::cloner_of(int fd) {
-    std::lock_guard lock(mu_);
-    const auto found = cloners_.find(fd);
-    CHECK(found != cloners_.end());
-    return found->second;
+Again CloneSink::handle(Op& op) {
+    const Cloner::Rest left = cloner_->rest(op);
+    for (const auto& [begin, end] : left.of_other) bring(op, begin, end);
+    if (op.error == 0 && !left.staged.empty()) {
+        divide(op, left.staged);
+    } else {
+        if (op.error == 0) op.done = op.nbytes;
+        finish(op);
+    }
+    return std::nullopt;
 }
 
-void CloningBackend::close() {
-    threads_->close();
-    std::unique_lock lock(mu_);
-    none_divided_.wait(lock, [this] { return divided_ == 0; });
-}
-
-void CloningBackend::handle(Op& op) {
-    const auto cloner = cloner_of(op.fd);
-    const Cloner::Rest left = cloner->rest(op);
-    for (const auto& [begin, end] : left.of_other) bring(*cloner, op, begin, end);
-    if (op.error == 0 && !left.staged.empty()) return divide(op, left.staged);
-    if (op.error == 0) op.done = op.nbytes;
-    finish(op);
+// Makes `part` the bytes from `begin` on of an op, `nbytes` of them.
+void take_part(Op& part, const Op& whole, size_t begin, size_t nbytes) {
+    part.kind = whole.kind;
+    part.fd = whole.fd;
+    part.data = whole.data + begin;
+    part.nbytes = nbytes;
+    part.offset = whole.offset + begin;
+    part.direct = whole.direct;
+    part.patience = whole.patience;
 }
 
 // Writes bytes [begin, end) of an op, which are not in memory, chunk by chunk, so that little
 // memory is taken. What cannot be fetched is a Loss, which the cloner tells.
-void CloningBackend::bring(Cloner& cloner, Op& whole, size_t begin, size_t end) {
-    const size_t chunk_bytes = cloner.chunk_bytes();
+void CloneSink::bring(Op& whole, size_t begin, size_t end) {
+    const size_t chunk_bytes = cloner_->chunk_bytes();
     const std::unique_ptr<std::byte, void (*)(void*)> memory(
         static_cast<std::byte*>(std::aligned_alloc(kDirectAlign, chunk_bytes)), std::free);
+    CHECK(memory != nullptr);
     for (size_t at = begin; at < end && whole.error == 0; at += chunk_bytes) {
         const size_t nbytes = std::min(chunk_bytes, end - at);
         const uint64_t offset = whole.offset + at;
-        const size_t content = std::min<uint64_t>(nbytes, cloner.nbytes() - offset);
-        CHECK(memory != nullptr);
-        if (!cloner.fetch(offset, memory.get(), content)) return;
+        const size_t content = std::min<uint64_t>(nbytes, cloner_->nbytes() - offset);
+        if (!cloner_->fetch(offset, memory.get(), content)) return;
         std::memset(memory.get() + content, 0, nbytes - content);
         Op part;
-        part.kind = whole.kind;
-        part.fd = whole.fd;
+        take_part(part, whole, at, nbytes);
         part.data = memory.get();
-        part.nbytes = nbytes;
-        part.offset = offset;
-        part.direct = whole.direct;
-        part.patience = whole.patience;
         const auto written = std::make_shared<std::promise<void>>();
         part.finished = [written](Op&) { written->set_value(); };
-        inner_->submit(&part);
+        inner_.submit(&part);
         written->get_future().wait();
         whole.error = part.error;
         whole.done = at + part.done;
     }
 }
 
-void CloningBackend::divide(Op& whole, const Cloner::Ranges& ranges) {
+void CloneSink::divide(Op& whole, const Cloner::Ranges& ranges) {
     const auto divided = std::make_shared<Divided>(whole, ranges.size());
     for (size_t i = 0; i < ranges.size(); ++i) {
         const auto [begin, end] = ranges[i];
         Op& part = divided->parts[i];
-        part.kind = whole.kind;
-        part.fd = whole.fd;
-        part.data = whole.data + begin;
-        part.nbytes = end - begin;
-        part.offset = whole.offset + begin;
-        part.direct = whole.direct;
-        part.patience = whole.patience;
-        part.finished = [this, divided](Op& op) { on_part_written(*divided, op); };
+        take_part(part, whole, begin, end - begin);
+        part.finished = [divided](Op& op) { divided->on_part_written(op); };
     }
-    {
-        std::lock_guard lock(mu_);
-        ++divided_;
-    }
-    for (Op& part : divided->parts) inner_->submit(&part);
+    Backend& inner = inner_;  // the last part may end this object
+    for (Op& part : divided->parts) inner.submit(&part);
 }
 
-void CloningBackend::on_part_written(Divided& divided, const Op& part) {
+void CloneSink::Divided::on_part_written(const Op& part) {
     CHECK(part.error != 0 || part.done == part.nbytes);
-    Op& whole = divided.whole;
     {
-        std::lock_guard lock(mu_);
+        std::lock_guard lock(mu);
         if (part.error != 0 && whole.error == 0) {
             whole.error = part.error;
             whole.done = part.offset + part.done - whole.offset;
         }
-        if (--divided.left > 0) return;
+        if (--left > 0) return;
     }
     if (whole.error == 0) whole.done = whole.nbytes;
     finish(whole);
-    std::lock_guard lock(mu_);
-    if (--divided_ == 0) none_divided_.notify_all();
 }
 
 }  // namespace fastckpt

@@ -4,11 +4,9 @@
 // other one is, nor the checksums of that.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -99,42 +97,23 @@ class Cloner final : public Known {
     std::optional<Loss> loss_;
 };
 
-// Has a file's cloner see each write to it, and passes what that leaves on to another backend.
-class CloningBackend final : public Backend {
+// Has a cloner see each write to a file, and passes what that leaves on to a backend.
+class CloneSink final : public FileSink {
   public:
-    // Hashes and clones on `threads` threads. The inner backend is closed after this one, or with
-    // nothing under way.
-    CloningBackend(std::shared_ptr<Backend> inner, unsigned threads);
-    ~CloningBackend() override { close(); }
-
-    // Says which cloner sees the writes to fd. Before remove(), they have all ended.
-    void add(int fd, std::shared_ptr<Cloner> cloner);
-    void remove(int fd);
-
-    void submit(Op* op) override { threads_->submit(op); }
-    void withdraw(const Patience* job) override {
-        threads_->withdraw(job);
-        inner_->withdraw(job);
-    }
-    void close() override;
-    const char* name() const override { return "cloning"; }
+    // `threads` hash and clone; `inner` is kept for as long as they are.
+    CloneSink(Backend& inner, Backend& threads, std::shared_ptr<Cloner> cloner)
+        : FileSink(threads), inner_(inner), cloner_(std::move(cloner)) {}
+    void withdraw(const Patience* job) override;
+    std::vector<std::shared_ptr<Backend>> backends() override;
+    Again handle(Op& op) override;
 
   private:
     struct Divided;
-    std::shared_ptr<Cloner> cloner_of(int fd);
-    void handle(Op& op);
-    void bring(Cloner& cloner, Op& whole, size_t begin, size_t end);
+    void bring(Op& whole, size_t begin, size_t end);
     void divide(Op& whole, const Cloner::Ranges& ranges);
-    void on_part_written(Divided& divided, const Op& part);
 
-    const std::shared_ptr<Backend> inner_;
-    std::mutex mu_;
-    // State below is protected by mu_.
-    std::map<int, std::shared_ptr<Cloner>> cloners_;
-    size_t divided_ = 0;  // ops of which parts are under way
-    std::condition_variable none_divided_;
-
-    const std::shared_ptr<Backend> threads_;  // last, since they use all of the above
+    Backend& inner_;
+    const std::shared_ptr<Cloner> cloner_;
 };
 
 }  // namespace fastckpt

@@ -59,16 +59,16 @@ std::shared_ptr<WriteJob> Engine::stage(std::vector<Segment> segments, std::vect
 }
 
 std::shared_ptr<ReadStream> Engine::read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-                                         std::vector<uint32_t> wanted,
-                                         std::shared_ptr<Backend> backend, bool direct,
-                                         size_t window_blocks, std::shared_ptr<GdsStage> gds) {
+                                         std::vector<uint32_t> wanted, std::shared_ptr<Sink> sink,
+                                         bool direct, size_t window_blocks,
+                                         std::shared_ptr<GdsStage> gds) {
     CHECK(gds == nullptr || gds->block_bytes() == block_bytes());
     std::shared_ptr<ReadStream> stream(new ReadStream(*this, fd, nbytes, std::move(crcs),
-                                                      std::move(wanted), backend.get(), direct,
-                                                      window_blocks, std::move(gds)));
+                                                      std::move(wanted), direct, window_blocks,
+                                                      std::move(gds)));
     std::lock_guard lock(mu_);
-    CHECK(!closing_);
-    keep(backend);
+    CHECK(!closing_ && sink != nullptr);
+    stream->sink_ = keep(sink);
     ++streams_open_;
     stream->fill_window();
     return stream;
@@ -80,9 +80,14 @@ bool Engine::prefault(size_t begin, size_t end, unsigned threads,
     return pinner == nullptr || arena_.pin(begin, end, pinner) == 0;
 }
 
-void Engine::keep(const std::shared_ptr<Backend>& backend) {
-    if (std::find(backends_.begin(), backends_.end(), backend) == backends_.end())
-        backends_.push_back(backend);
+std::shared_ptr<Sink> Engine::keep(const std::shared_ptr<Sink>& sink) {
+    std::shared_ptr<Sink> held = sink;
+    for (auto& backend : sink->backends()) {
+        if (backend == sink) held = std::shared_ptr<Sink>(std::shared_ptr<Sink>(), sink.get());
+        if (std::find(backends_.begin(), backends_.end(), backend) == backends_.end())
+            backends_.push_back(std::move(backend));
+    }
+    return held;
 }
 
 void Engine::run() {

@@ -95,7 +95,7 @@ class Known {
     virtual ~Known() = default;
     virtual size_t chunk_bytes() const = 0;
     // The CRC-32 of a chunk of the image, given in memory that nobody changes, if it is known. Then
-    // the job's backend sees to it, and gets ops whose `data` has nothing there: null if nothing of
+    // the job's sink sees to it, and gets ops whose `data` has nothing there: null if nothing of
     // the op was staged.
     virtual std::optional<uint32_t> crc_if_known(uint64_t offset, const std::byte* bytes,
                                                  size_t nbytes) = 0;
@@ -134,7 +134,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     // its size. Writes that a server refuses are tried again for `patience`. With a bucket, blocks
     // are written in its grains, of whole pages, as it has tokens; without one, whole and at once.
     // Called once.
-    void write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct,
+    void write_to(int fd, uint64_t file_offset, std::shared_ptr<Sink> sink, bool direct,
                   std::chrono::nanoseconds patience = {},
                   std::shared_ptr<TokenBucket> bucket = nullptr);
     // True when all copies are done or queued on their devices, or the job failed; false after
@@ -167,7 +167,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     // Stages and submits no further block. Transfers in flight complete; the job then counts as
     // failed with ECANCELED, unless every block was submitted before.
     void cancel();
-    // As cancel(), also if every block was submitted; what the backend has not begun, or can stop,
+    // As cancel(), also if every block was submitted; what the sink has not begun, or can stop,
     // ends at once. The rest holds its memory until wait_written() returns true: it may never.
     void give_up();
     Standstill standstill();
@@ -256,7 +256,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     size_t next_submit_ = 0;
     int fd_ = -1;
     uint64_t file_offset_ = 0;
-    Backend* backend_ = nullptr;  // owned by the engine; null until write_to()
+    std::shared_ptr<Sink> sink_;  // null until write_to()
     bool direct_ = false;
     Patience patience_;
     std::shared_ptr<TokenBucket> bucket_;         // null: nothing limits the rate
@@ -327,7 +327,7 @@ class ReadStream {
     friend class Engine;
     struct Block;
     ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-               std::vector<uint32_t> wanted, Backend* backend, bool direct, size_t window_blocks,
+               std::vector<uint32_t> wanted, bool direct, size_t window_blocks,
                std::shared_ptr<GdsStage> gds);
     size_t block_count() const;
     size_t index_at(size_t place) const;
@@ -359,7 +359,7 @@ class ReadStream {
     const uint64_t nbytes_;
     const std::vector<uint32_t> crcs_;    // of all blocks of the file; empty: nothing is verified
     const std::vector<uint32_t> wanted_;  // blocks to read, ascending; empty: all
-    Backend* const backend_;              // owned by the engine
+    std::shared_ptr<Sink> sink_;          // reset by close()
     const bool direct_;
     const size_t window_blocks_;
     std::shared_ptr<GdsStage> gds_;  // null: blocks are the arena's; reset by close()
@@ -393,7 +393,7 @@ class Engine {
     // where jobs share one, write_to() must not wait for another job's blocks, or both may wait for
     // ever. The segments' memory stays valid until wait_staged() returns true. `devices` says which
     // of it is devices'. With `gds`, blocks that lie on its device as a whole are staged there: its
-    // blocks have this engine's size, and write_to()'s backend can write them. Of `numbers`, those
+    // blocks have this engine's size, and write_to()'s sink can write them. Of `numbers`, those
     // that are not finite are counted as they are staged, which with `gds` nobody on the host sees.
     // Of a block in the host's memory, the chunks up to the first that is not `known` are only
     // read; such a job has no slots and converts nothing.
@@ -407,9 +407,9 @@ class Engine {
     // Begins to read [0, nbytes) of fd, which stays open until close(). crcs holds the CRC-32 of
     // every block, or nothing; `wanted` the ascending numbers of the blocks that will be asked for,
     // or nothing for all. With `gds`, blocks are its device's, have this engine's size, and go only
-    // to that device; the backend can read them.
+    // to that device; the sink can read them.
     std::shared_ptr<ReadStream> read(int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-                                     std::vector<uint32_t> wanted, std::shared_ptr<Backend> backend,
+                                     std::vector<uint32_t> wanted, std::shared_ptr<Sink> sink,
                                      bool direct, size_t window_blocks,
                                      std::shared_ptr<GdsStage> gds);
 
@@ -428,7 +428,8 @@ class Engine {
     friend class WriteJob;
     friend class ReadStream;
     void run();
-    void keep(const std::shared_ptr<Backend>& backend);
+    // Keeps the backends of a sink. Returns what a job or stream holds of it: nothing of a backend.
+    std::shared_ptr<Sink> keep(const std::shared_ptr<Sink>& sink);
     // Each does one piece of work, with the lock released meanwhile, since a call of the driver may
     // wait for others; false if there is none.
     bool stage_one(std::unique_lock<std::mutex>& lock);

@@ -29,19 +29,18 @@ void advise_huge(std::byte* target, uint64_t nbytes) {
 }  // namespace
 
 ReadStream::ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
-                       std::vector<uint32_t> wanted, Backend* backend, bool direct,
-                       size_t window_blocks, std::shared_ptr<GdsStage> gds)
+                       std::vector<uint32_t> wanted, bool direct, size_t window_blocks,
+                       std::shared_ptr<GdsStage> gds)
     : engine_(engine),
       fd_(fd),
       nbytes_(nbytes),
       crcs_(std::move(crcs)),
       wanted_(std::move(wanted)),
-      backend_(backend),
       direct_(direct),
       window_blocks_(std::max<size_t>(1, window_blocks)),
       gds_(std::move(gds)) {
     blocks_.resize(wanted_.empty() ? block_count() : wanted_.size());
-    CHECK(fd_ >= 0 && backend_ != nullptr);
+    CHECK(fd_ >= 0);
     CHECK(crcs_.empty() || crcs_.size() == block_count());
     for (size_t place = 0; place < wanted_.size(); ++place)
         CHECK(wanted_[place] < block_count() &&
@@ -93,7 +92,7 @@ void ReadStream::fill_window() {
         blocks_[place] = std::move(block);
         ++outstanding_;
         ++engine_.ops_outstanding_;
-        backend_->submit(&raw->op);
+        sink_->submit(&raw->op);
     }
 }
 
@@ -353,6 +352,7 @@ void ReadStream::close() {
     --engine_.streams_open_;
     engine_.changed_.notify_all();
     const auto gds = std::move(gds_);  // so that whoever still holds the stream keeps no GPU memory
+    const auto sink = std::move(sink_);
     lock.unlock();
 }
 

@@ -241,31 +241,16 @@ std::optional<uint64_t> Scatterer::whole_page() const {
     return std::nullopt;
 }
 
-ScatterBackend::ScatterBackend(unsigned threads, Transfer transfer)
-    : transfer_(std::move(transfer)),
-      threads_(handing_backend([this](Op& op) { return handle(op); }, threads)) {}
+ScatterSink::ScatterSink(Backend& threads, std::shared_ptr<Scatterer> scatterer,
+                         std::optional<int> buffered, Transfer transfer)
+    : FileSink(threads),
+      scatterer_(std::move(scatterer)),
+      buffered_(buffered),
+      transfer_(std::move(transfer)) {}
 
-void ScatterBackend::add(int fd, std::shared_ptr<Scatterer> scatterer,
-                         std::optional<int> buffered) {
-    const std::lock_guard lock(mu_);
-    files_[fd] = {std::move(scatterer), buffered};
-}
-
-void ScatterBackend::remove(int fd) {
-    const std::lock_guard lock(mu_);
-    files_.erase(fd);
-}
-
-Again ScatterBackend::handle(Op& op) {
-    Placed file;
-    {
-        const std::lock_guard lock(mu_);
-        const auto found = files_.find(op.fd);
-        CHECK(found != files_.end());
-        file = found->second;
-    }
-    op.direct = file.buffered.has_value();
-    const Again again = file.scatterer->write(op, file.buffered.value_or(-1), transfer_);
+Again ScatterSink::handle(Op& op) {
+    op.direct = buffered_.has_value();
+    const Again again = scatterer_->write(op, buffered_.value_or(-1), transfer_);
     if (!again) finish(op);
     return again;
 }

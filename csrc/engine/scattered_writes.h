@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -66,35 +65,19 @@ class Scatterer {
     Written written_{0, 0};  // protected by mu_
 };
 
-// Has a file's scatterer write the ops for it, on threads of its own.
-class ScatterBackend final : public Backend {
+// Has a scatterer write the ops for a file. With `buffered`, a descriptor of the same file, that of
+// the ops has O_DIRECT; the ops themselves are not direct.
+class ScatterSink final : public FileSink {
   public:
     // `transfer` makes each attempt to write.
-    ScatterBackend(unsigned threads, Transfer transfer);
-    ~ScatterBackend() override { close(); }
-
-    // Says which scatterer writes the ops for fd, until remove(). With `buffered`, a descriptor of
-    // the same file, fd has O_DIRECT; the ops themselves are not direct.
-    void add(int fd, std::shared_ptr<Scatterer> scatterer, std::optional<int> buffered);
-    void remove(int fd);
-
-    void submit(Op* op) override { threads_->submit(op); }
-    void withdraw(const Patience* job) override { threads_->withdraw(job); }
-    void close() override { threads_->close(); }
-    const char* name() const override { return threads_->name(); }
+    ScatterSink(Backend& threads, std::shared_ptr<Scatterer> scatterer, std::optional<int> buffered,
+                Transfer transfer = transfer_by_syscall);
+    Again handle(Op& op) override;
 
   private:
-    struct Placed {
-        std::shared_ptr<Scatterer> scatterer;
-        std::optional<int> buffered;
-    };
-    Again handle(Op& op);
-
+    const std::shared_ptr<Scatterer> scatterer_;
+    const std::optional<int> buffered_;
     const Transfer transfer_;
-    std::mutex mu_;
-    std::map<int, Placed> files_;  // protected by mu_
-
-    const std::shared_ptr<Backend> threads_;  // last, since they use all of the above
 };
 
 }  // namespace fastckpt

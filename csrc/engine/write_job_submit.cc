@@ -1,4 +1,4 @@
-// Submits a WriteJob's sealed blocks to the backend, as fast as the bucket allows, or gives them
+// Submits a WriteJob's sealed blocks to the sink, as fast as the bucket allows, or gives them
 // up. See engine.h for the contract.
 #include <algorithm>
 #include <cerrno>
@@ -20,16 +20,15 @@ size_t log2_up(uint64_t n) {
 }
 }  // namespace
 
-void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> backend, bool direct,
+void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Sink> sink, bool direct,
                         std::chrono::nanoseconds patience, std::shared_ptr<TokenBucket> bucket) {
     std::lock_guard lock(engine_.mu_);
-    CHECK(backend_ == nullptr && backend != nullptr && fd >= 0);
+    CHECK(sink_ == nullptr && sink != nullptr && fd >= 0);
     CHECK(!direct || file_offset % kDirectAlign == 0);
     CHECK(bucket == nullptr || bucket->grain_bytes() % kDirectAlign == 0);
-    engine_.keep(backend);
     fd_ = fd;
     file_offset_ = file_offset;
-    backend_ = backend.get();
+    sink_ = engine_.keep(sink);
     direct_ = direct;
     patience_.whole = patience;
     bucket_ = std::move(bucket);
@@ -37,7 +36,7 @@ void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Backend> b
     engine_.changed_.notify_all();
 }
 
-// Submits sealed blocks once there is a backend, as far as there are tokens; frees them if the job
+// Submits sealed blocks once there is a sink, as far as there are tokens; frees them if the job
 // failed.
 void WriteJob::submit_ready_blocks() {
     std::optional<Clock::time_point> later;
@@ -49,7 +48,7 @@ void WriteJob::submit_ready_blocks() {
             if (block.parts_under_way == 0) on_written(block);
             continue;
         }
-        if (backend_ == nullptr) break;
+        if (sink_ == nullptr) break;
         const uint64_t begin = block.submitted;
         const uint64_t end = part_end(block);
         if (bucket_ != nullptr) later = bucket_->take(end - begin, Clock::now());
@@ -123,7 +122,7 @@ void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
     ++block.parts_under_way;
     ++engine_.ops_outstanding_;
     if (++ops_under_way_ == 1) moved_at_ = Clock::now();
-    backend_->submit(&part);
+    sink_->submit(&part);
 }
 
 double WriteJob::tokens_waited_s() {
@@ -150,24 +149,21 @@ void WriteJob::cancel() {
 }
 
 void WriteJob::give_up() {
-    std::shared_ptr<Backend> backend;
+    std::shared_ptr<Sink> sink;
     {
         std::lock_guard lock(engine_.mu_);
         if (finished()) return;
         fail({Op::Kind::write, file_offset_, ECANCELED});
         submit_ready_blocks();
         engine_.changed_.notify_all();
-        const auto& kept = engine_.backends_;
-        const auto found = std::find_if(
-            kept.begin(), kept.end(), [this](const auto& each) { return each.get() == backend_; });
-        if (found != kept.end()) backend = *found;
+        sink = sink_;
     }
-    if (backend != nullptr) backend->withdraw(&patience_);  // which takes the mutex for each op
+    if (sink != nullptr) sink->withdraw(&patience_);  // which takes the mutex for each op
 }
 
 Standstill WriteJob::standstill() {
     std::lock_guard lock(engine_.mu_);
-    if (backend_ == nullptr || finished()) return {};
+    if (sink_ == nullptr || finished()) return {};
     const auto now = Clock::now();
     const auto since = [now](Clock::time_point then) {
         return std::chrono::duration<double>(now - then).count();

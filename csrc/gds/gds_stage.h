@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "crc32/crc32_gpu.h"
-#include "gds/gds_backend.h"
+#include "gds/gds_sink.h"
 
 namespace fastckpt {
 

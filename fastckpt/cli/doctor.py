@@ -78,7 +78,7 @@ def _directory(directory: str) -> Iterator[Row]:
 
 
 def _told(route: Route) -> str:
-    return f"{route.backend.name}, {'O_DIRECT' if route.direct else 'buffered'}: {route.why}"
+    return f"{route.sink.name}, {'O_DIRECT' if route.direct else 'buffered'}: {route.why}"
 
 
 def _ring(fd: int, path: str) -> str:
@@ -125,8 +125,9 @@ def _gpu(directory: str) -> Iterator[Row]:
         with atomic.temporary(current.storage, path) as (fd, name):
             try:
                 current.storage.set_direct(fd, writing=True)
-                yield Row("GPUDirect Storage", direct.begin_file(fd))
-                direct.end_file(fd)
+                sink, mode = direct.begin_file(fd)
+                direct.end_file(sink)
+                yield Row("GPUDirect Storage", mode)
             finally:
                 current.storage.remove(name)
     except (CheckpointError, OSError) as error:

@@ -21,35 +21,36 @@ THREADS = 8  # that is, transfers under way at a time
 
 
 class GdsDevice:
-    """The registered blocks of one GPU, and their backend. close() frees all.
+    """The registered blocks of one GPU, and the threads that transfer them. close() frees all.
 
     Attributes:
         stage: the blocks, for the engine.
-        backend: transfers blocks of the GPU by cuFile, and all others as other backends do.
     """
 
     def __init__(self, library: _engine.CufileLibrary, queue: _engine.DeviceQueue) -> None:
-        blocks = _engine.GdsBlocks(library, queue, BLOCKS, BLOCK_BYTES)
         self.queue = queue
-        self.stage = _engine.GdsStage(blocks)
-        self.backend = _engine.gds_backend(blocks, THREADS)
+        self._blocks = _engine.GdsBlocks(library, queue, BLOCKS, BLOCK_BYTES)
+        self.stage = _engine.GdsStage(self._blocks)
+        self._threads = _engine.threads_backend(THREADS)
 
-    def begin_file(self, fd: int) -> str:
-        """Registers a file; returns cuFile's mode for it and the reason, in words."""
-        self.backend.begin_file(fd)
-        name, why = self.backend.mode(fd)
-        return f"cuFile, {name} mode: {why}"
+    def begin_file(self, fd: int) -> tuple[_engine.GdsSink, str]:
+        """Registers a file. Returns what transfers blocks of the GPU by cuFile, and all others as
+        backends do; and cuFile's mode for the file with the reason, in words.
+        """
+        sink = _engine.GdsSink(fd, self._blocks, self._threads)
+        name, why = sink.mode()
+        return sink, f"cuFile, {name} mode: {why}"
 
-    def end_file(self, fd: int) -> tuple[int, int, str]:
+    def end_file(self, sink: _engine.GdsSink) -> tuple[int, int, str]:
         """Deregisters a file after its last transfer. Returns how many bytes cuFile moved, how many
         bytes of the GPU went through the host, and why, or "".
         """
-        return self.backend.end_file(fd)
+        return sink.end()
 
     def close(self) -> None:
-        self.backend.close()
+        self._threads.close()
         # An error that somebody keeps may hold this object by its traceback: free the GPU's memory.
-        del self.backend, self.stage, self.queue
+        del self._threads, self.stage, self._blocks, self.queue
 
 
 class Gds:

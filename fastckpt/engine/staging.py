@@ -9,8 +9,8 @@ import ctypes
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,13 +46,16 @@ IO_THREADS = 4
 MOUNTS_MAX = 8  # with backends of their own; those met later share the last one's
 STAGERS_MAX = 4
 _WARM_BYTES = 64 << 20  # at a time
+_CLONES_NICENESS = 10  # whoever waits for copies of memory is not to wait for their hashes, too
 _DOUBLE = "the storage double transfers the bytes"
 
 
 class Route(NamedTuple):
-    """The way one file is read or written: by which backend, with O_DIRECT or not, and why."""
+    """The way one file is read or written: by which backend, or by what uses its threads for this
+    file alone; with O_DIRECT or not, and why.
+    """
 
-    backend: _engine.Backend
+    sink: _engine.Sink
     direct: bool
     why: str
     patience_s: float = 0.0  # for how long a write that a server refuses is tried again
@@ -94,7 +97,6 @@ class Staging:
         self._abandoned = False
         self._unstaged: dict[SaveHandle, None] = {}
         self._hook: Any = None
-        self._transfers: dict[int, Callable[[str, int, memoryview, int], int]] = {}
 
     def engine(self) -> _engine.Engine:
         """Returns the engine, made at the first call. Its arena takes memory only when used."""
@@ -178,8 +180,7 @@ class Staging:
             if requested == "io_uring":
                 raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")
             why = f"{why}; but {ring}"
-        make = partial(_engine.threads_backend, IO_THREADS)
-        threads = self._backend("threads", self._mount(fd), make)
+        threads = self._threads("threads", fd, IO_THREADS)
         return self._decided(Route(threads, direct, why, patience_s), path)
 
     def _direct(
@@ -209,84 +210,60 @@ class Staging:
             choice.begin(fd, device, direct, policy.direct, nbytes)
         return direct, why, policy
 
-    @contextmanager
-    def through(
-        self, fd: int, transfer: Callable[[str, int, memoryview, int], int]
-    ) -> Iterator[Route]:
-        """Yields a route that hands blocks of fd to a function while the body runs.
+    def through(self, fd: int, transfer: Callable[[str, int, memoryview, int], int]) -> Route:
+        """Returns a route that hands blocks of fd to a function.
 
         Args:
             transfer: (kind, fd, memory, offset) -> bytes moved; called by several threads at once,
                 for different blocks.
         """
-        backend = self._backend(
-            "callback of many",
-            self._mount(fd),
-            lambda: _engine.callback_backend(self._dispatch, stager_count()),
-        )
-        self._transfers[fd] = transfer
-        try:
-            yield Route(backend, False, "buffered, through Python")
-        finally:
-            del self._transfers[fd]
+        threads = self._threads("codecs", fd, stager_count())
+        return Route(_engine.callback_sink(threads, transfer), False, "buffered, through Python")
 
-    def _dispatch(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
-        return self._transfers[fd](kind, fd, memory, offset)
-
-    @contextmanager
-    def cloning(self, fd: int, route: Route, cloner: _engine.Cloner) -> Iterator[Route]:
-        """Yields a route that has a cloner see each block of fd, and writes what it leaves as the
-        given route does, while the body runs.
+    def cloning(self, fd: int, route: Route, cloner: _engine.Cloner) -> Route:
+        """Returns a route that has a cloner see each block of fd, and writes what it leaves as the
+        given route does.
         """
-        inner = route.backend
-        name = f"cloning before {inner.name}"
-        make = partial(_engine.CloningBackend, inner, stager_count())
-        backend = self._backend(name, self._mount(fd), make)
-        assert isinstance(backend, _engine.CloningBackend)
-        backend.add(fd, cloner)
-        try:
-            yield route._replace(backend=backend)
-        finally:
-            backend.remove(fd)
+        inner = route.sink
+        assert isinstance(inner, _engine.Backend)
+        threads = self._threads("clones", fd, stager_count(), _CLONES_NICENESS)
+        return route._replace(sink=_engine.CloneSink(inner, threads, cloner))
 
-    @contextmanager
-    def scatter_route(self, fd: int, path: str, scatterer: Scatterer) -> Iterator[Route]:
-        """Yields a route that has a scatterer write the blocks of fd, while the body runs.
+    def scatter_route(self, fd: int, path: str, scatterer: Scatterer, closing: ExitStack) -> Route:
+        """Returns a route that has a scatterer write the blocks of fd.
 
         Args:
             path: the file's path, for messages.
+            closing: is left after the last write.
 
         Raises:
             StorageError: the file cannot be opened once more, or as route().
         """
         transfer, page = self.storage.transfer, scatterer.whole_page()
+        direct, why, patience_s, buffered = False, _DOUBLE, PATIENCE_S, None
+        if transfer is None:
+            why, policy = "buffered: no page is this rank's alone", self.storage.policy(fd)[1]
+            if page is not None:
+                direct, why, policy = self._direct(fd, path, True, page, None)
+            patience_s = PATIENCE_S if policy.remote else 0.0
+        if direct:
+            # Pages that others write to, too, need a descriptor without O_DIRECT.
+            with reported("open", path):
+                buffered = self.storage.reopen(fd)
+            closing.callback(close_quietly, self.storage, buffered)
         # Its threads wait for the disk most of the time: as many writes are under way as of a ring.
-        make = partial(_engine.ScatterBackend, QUEUE_DEPTH, transfer)
-        backend = self._backend("scatter", self._mount(fd), make)
-        assert isinstance(backend, _engine.ScatterBackend)
-        with ExitStack() as opened:
-            route, buffered = Route(backend, False, _DOUBLE, PATIENCE_S), None
-            if transfer is None:
-                direct, why, policy = (
-                    False,
-                    "buffered: no page is this rank's alone",
-                    self.storage.policy(fd)[1],
-                )
-                if page is not None:
-                    direct, why, policy = self._direct(fd, path, True, page, None)
-                route = Route(backend, direct, why, PATIENCE_S if policy.remote else 0.0)
-            if route.direct:
-                # Pages that others write to, too, need a descriptor without O_DIRECT.
-                with reported("open", path):
-                    buffered = self.storage.reopen(fd)
-                opened.callback(close_quietly, self.storage, buffered)
-            backend.add(fd, scatterer.of_engine, buffered)
-            opened.callback(backend.remove, fd)
-            yield route
+        threads = self._threads("scattered writes", fd, QUEUE_DEPTH)
+        sink = _engine.ScatterSink(threads, scatterer.of_engine, buffered, transfer)
+        return Route(sink, direct, why, patience_s)
+
+    def _threads(self, kind: str, fd: int, count: int, niceness: int = 0) -> _engine.Backend:
+        """Returns the threads that do this kind of work for an open file's mount."""
+        make = partial(_engine.threads_backend, count, niceness)
+        return self._backend(kind, self._mount(fd), make)
 
     def _decided(self, route: Route, path: str) -> Route:
         """Logs a route when it is taken for the first time; ranks of a machine decide alike."""
-        taken = f"{route.backend.name}, {'direct' if route.direct else 'buffered'}"
+        taken = f"{route.sink.name}, {'direct' if route.direct else 'buffered'}"
         with self._lock:
             new = (taken, route.why) not in self._logged
             self._logged.add((taken, route.why))
@@ -372,7 +349,7 @@ class Staging:
                 engine = own = _engine.Engine(arena_bytes, block_bytes, stager_count())
             window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
             of_engine = engine.read(
-                fd, nbytes, list(crcs), route.backend, route.direct, window, list(wanted)
+                fd, nbytes, list(crcs), route.sink, route.direct, window, list(wanted)
             )
             return EngineReadStream(of_engine, own, opened.pop_all().close, self.devices.text)
 
@@ -393,22 +370,24 @@ class Staging:
         with reported("read", path):
             refusal = self.storage.set_direct(fd, writing=False)
 
+        sink, mode = direct.begin_file(fd)
+
         def close() -> None:
-            _nbytes, _through_host, reason = direct.end_file(fd)
+            _nbytes, _through_host, reason = direct.end_file(sink)
             if reason:
                 self.gds.warn(reason)
             self._close(fd)
 
         stream = None
         try:
-            log.info("reading %r by %s", path, direct.begin_file(fd))
-            way = (direct.backend, refusal is None, BLOCKS // 2, list(wanted), direct.stage)
+            log.info("reading %r by %s", path, mode)
+            way = (sink, refusal is None, BLOCKS // 2, list(wanted), direct.stage)
             stream = self.engine().read(fd, nbytes, list(crcs), *way)
             return EngineReadStream(stream, None, close, self.devices.text)
         except BaseException:  # the caller closes fd, whose number may become another file's
             if stream is not None:
                 stream.close()
-            direct.end_file(fd)
+            direct.end_file(sink)
             raise
 
     def warm(self, nbytes: int, reads: DeviceSources) -> None:

@@ -37,7 +37,7 @@ class Cell(NamedTuple):
     @classmethod
     def of(cls, route: Route) -> Cell:
         """Returns the settings of a transfer that goes by a route."""
-        name = route.backend.name
+        name = route.sink.name
         depth = QUEUE_DEPTH if name == "io_uring" else IO_THREADS
         return cls(name, BLOCK_BYTES, depth, route.direct)
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 from math import inf
 from operator import add
 
+from fastckpt import _engine
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.reuse import Cloner
@@ -148,7 +149,7 @@ class ImageTransfer:
         self._storage = staging.storage
         self._fd: int | None = None
         self._direct = direct
-        self._direct_fd: int | None = None  # while it is registered
+        self._registered: _engine.GdsSink | None = None
         self._way = ""
         self._stats: SaveStats | None = None
         self._image: Image | None = image  # keeps the sources until they were copied
@@ -244,18 +245,18 @@ class ImageTransfer:
         """
         if self._job is None:
             return
-        backend, self._fd, self._path = route.backend, fd, path or self._path
+        sink, self._fd, self._path = route.sink, fd, path or self._path
         if self._direct is not None:
-            self._way, self._direct_fd = self._direct.begin_file(fd), fd
-            backend = self._direct.backend
-        self._job.write_to(fd, offset, backend, route.direct, route.patience_s, route.bucket)
+            sink, self._way = self._direct.begin_file(fd)
+            self._registered = sink
+        self._job.write_to(fd, offset, sink, route.direct, route.patience_s, route.bucket)
 
     def _end_file(self) -> None:
         """Deregisters the file when nothing is in flight, and notes how its bytes were written."""
-        fd, self._direct_fd = self._direct_fd, None
-        if fd is None or self._direct is None:
+        sink, self._registered = self._registered, None
+        if sink is None or self._direct is None:
             return
-        nbytes, through_host, reason = self._direct.end_file(fd)
+        nbytes, through_host, reason = self._direct.end_file(sink)
         if reason:
             self._gds.warn(reason)
             self._way = f"{reason}; {through_host} bytes of the GPU went through the host"

@@ -138,7 +138,6 @@ class ImageFile:
                     fd, name = making.enter_context(make(purpose))
                     route = self._ready(fd, purpose, allocates, timed, scatterer is None)
                     self._files.push(making.pop_all())
-                # Entered after the file, and so left before that is closed.
                 self._take(fd, route or self._scatter_route(fd, scatterer))
                 return name
             except _Full as full:
@@ -171,17 +170,15 @@ class ImageFile:
         self.fd, self.route, self.is_open = fd, route, True
         stats = self._stats
         if stats is not None:
-            stats.backend, stats.direct, stats.why = route.backend.name, route.direct, route.why
+            stats.backend, stats.direct, stats.why = route.sink.name, route.direct, route.why
 
     def through(self, transfer: Transfer) -> None:
         """Hands blocks to a function that writes them, as Staging.through() does."""
-        through = self._pipeline.staging.through(self.fd, transfer)
-        self.route = self._files.enter_context(through)
+        self.route = self._pipeline.staging.through(self.fd, transfer)
 
     def clone_by(self, cloner: Cloner) -> None:
         """Has a cloner see each block before it is written, as Staging.cloning() does."""
-        cloning = self._pipeline.staging.cloning(self.fd, self.route, cloner.of_engine)
-        self.route = self._files.enter_context(cloning)
+        self.route = self._pipeline.staging.cloning(self.fd, self.route, cloner.of_engine)
 
     def allocate(self, nbytes: int) -> None:
         """Takes room for a file that was made without; raises StorageError if it is too little."""
@@ -194,8 +191,7 @@ class ImageFile:
 
     def _scatter_route(self, fd: int, scatterer: Scatterer | None) -> Route:
         assert scatterer is not None
-        route = self._pipeline.staging.scatter_route(fd, self._path, scatterer)
-        return self._files.enter_context(route)
+        return self._pipeline.staging.scatter_route(fd, self._path, scatterer, self._files)
 
     def close(self) -> None:
         """Closes the file, with nothing in flight to it; then another may be made or joined."""

@@ -170,7 +170,7 @@ class StepCopies:
         def damaged(begin: int, end: int) -> str:
             return listed(map(repr, index.keys_in(begin, end))) or "its header"
 
-        with self.opened(index.file, index.file_nbytes) as fd, ExitStack() as reading:
+        with self.opened(index.file, index.file_nbytes) as fd:
             if index.codec is not None:
                 reader = FrameReader(
                     self._storage,
@@ -182,7 +182,7 @@ class StepCopies:
                     kept=frames,
                     unpadded=unpadded,
                 )
-                route = reading.enter_context(self._staging.through(fd, reader.transfer))
+                route = self._staging.through(fd, reader.transfer)
             blocks = BlockChecksums(*sizes, index.block_crcs, b"")
             yield Body(self._staging, fd, path, blocks, damaged, OVERWRITTEN, route)
 

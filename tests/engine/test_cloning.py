@@ -90,17 +90,13 @@ class Disk:
 
 
 @contextmanager
-def cloning(
-    disk: Disk, fd: int, cloner: _engine.Cloner, threads: int = 2
-) -> Iterator[_engine.CloningBackend]:
+def cloning(disk: Disk, cloner: _engine.Cloner, threads: int = 2) -> Iterator[_engine.CloneSink]:
     with callback_backend(disk.write) as inner:
-        backend = _engine.CloningBackend(inner, threads)
-        backend.add(fd, cloner)
+        hashing = _engine.threads_backend(threads, 10)
         try:
-            yield backend
+            yield _engine.CloneSink(inner, hashing, cloner)
         finally:
-            backend.close()
-            backend.remove(fd)
+            hashing.close()
 
 
 def staged(
@@ -147,10 +143,10 @@ def save(
         source, fd = memory_file(files, old), memory_file(files, nbytes=len(new))
         sizes = (len(new), block_bytes, CHUNK)
         cloner = _engine.Cloner(*sizes, key, source, b"".join(known), disk.clone, disk.read)
-        with cloning(disk, fd, cloner) as backend:
+        with cloning(disk, cloner) as sink:
             held = bytearray(new)
             job = staged(engine, held, 3, cloner if in_place else None, cuts)
-            job.write_to(fd, 0, backend, direct)
+            job.write_to(fd, 0, sink, direct)
             assert job.wait_staged(WAIT_S)
             held[:] = bytes(len(held))
             assert job.wait_written(WAIT_S) and engine.arena_blocks_in_use() == 0
@@ -274,10 +270,10 @@ def test_after_a_refused_clone_everything_is_written() -> None:
         sizes = (len(new), 8 * CHUNK, CHUNK)
         hashes = b"".join(hashes_of(old))
         cloner = _engine.Cloner(*sizes, KEY, source, hashes, disk.clone)
-        with cloning(disk, fd, cloner, threads=1) as backend:
+        with cloning(disk, cloner, threads=1) as sink:
             held = bytearray(new)
             job = staged(engine, held, 1)
-            job.write_to(fd, 0, backend, False)
+            job.write_to(fd, 0, sink, False)
             assert job.wait_written(WAIT_S) and job.failure() is None
         assert content_of(fd) == new
     assert disk.clones == [Range(0, CHUNK), Range(2 * CHUNK, 4 * CHUNK)]
@@ -331,10 +327,10 @@ def test_what_is_known_keeps_no_memory() -> None:
         source, fd = memory_file(files, old), memory_file(files, nbytes=len(old))
         sizes, hashes, disk = (len(old), 8 * CHUNK, CHUNK), b"".join(hashes_of(old)), Disk()
         cloner = _engine.Cloner(*sizes, KEY, source, hashes, disk.clone, disk.read)
-        with cloning(disk, fd, cloner) as backend:
+        with cloning(disk, cloner) as sink:
             job = staged(engine, held, 1, cloner)
             assert job.wait_staged(WAIT_S) and engine.arena_blocks_in_use() == 1
-            job.write_to(fd, 0, backend, False)
+            job.write_to(fd, 0, sink, False)
             assert job.wait_written(WAIT_S) and job.failure() is None
         assert content_of(fd) == held and disk.writes == [Range(79 * CHUNK, 80 * CHUNK)]
 
@@ -352,8 +348,8 @@ def test_numbers_that_are_not_finite_are_counted_where_they_lie() -> None:
         run = array("Q", [0, len(held), 4, 0xFF << 23])
         how = (_engine.Allowance(1), 1)
         job = engine.stage(segments, array("Q"), *how, numbers=run, known=cloner)
-        with cloning(disk, fd, cloner) as backend:
-            job.write_to(fd, 0, backend, False)
+        with cloning(disk, cloner) as sink:
+            job.write_to(fd, 0, sink, False)
             assert job.wait_written(WAIT_S) and job.non_finite() == [3]
     assert not disk.writes
 
@@ -409,44 +405,29 @@ class Gated(Disk):
 @contextmanager
 def under_way(
     disk: Gated, new: bytes, old: bytes, blocks: int
-) -> Iterator[tuple[_engine.WriteJob, _engine.CloningBackend, int]]:
+) -> Iterator[tuple[_engine.WriteJob, int]]:
     """A job of which a part is being written, and no more than so many blocks are staged."""
     with ExitStack() as files, engine_of(blocks, 8 * CHUNK) as engine:
         source, fd = memory_file(files, old), memory_file(files, nbytes=len(new))
         sizes = (len(new), 8 * CHUNK, CHUNK)
         hashes = b"".join(hashes_of(old))
         cloner = _engine.Cloner(*sizes, KEY, source, hashes, disk.clone)
-        with cloning(disk, fd, cloner) as backend:
+        with cloning(disk, cloner) as sink:
             held = bytearray(new)
             job = staged(engine, held, blocks)
-            job.write_to(fd, 0, backend, False)
+            job.write_to(fd, 0, sink, False)
             assert disk.reached.wait(WAIT_S)
             try:
-                yield job, backend, fd
+                yield job, fd
             finally:
                 disk.go_on.set()
                 assert job.wait_written(WAIT_S)
 
 
-def test_close_waits_for_parts_under_way() -> None:
-    old = random.Random(4).randbytes(8 * CHUNK)
-    disk, new = Gated(), changed(old, {2, 6})
-    with under_way(disk, new, old, 1) as (job, backend, fd):
-        closing = threading.Thread(target=backend.close)
-        closing.start()
-        closing.join(0.2)
-        assert closing.is_alive()
-        disk.go_on.set()
-        closing.join(WAIT_S)
-        assert len(disk.writes) == 2
-        assert job.wait_written(WAIT_S) and job.failure() is None
-        assert content_of(fd) == new
-
-
 def test_a_cancelled_job_ends_with_what_is_under_way() -> None:
     old = random.Random(5).randbytes(80 * CHUNK)
     disk, new = Gated(), changed(old, set(range(0, 80, 8)))
-    with under_way(disk, new, old, 1) as (job, _backend, fd):
+    with under_way(disk, new, old, 1) as (job, fd):
         job.cancel()
         assert not job.wait_written(0.0)
         disk.go_on.set()
@@ -462,8 +443,8 @@ def test_files_that_are_written_at_once_have_their_own_cloners() -> None:
     with ExitStack() as stack:
         engine = stack.enter_context(engine_of(4, 8 * CHUNK))
         inner = stack.enter_context(callback_backend(disk.write, 2))
-        backend = _engine.CloningBackend(inner, 2)
-        stack.callback(backend.close)
+        hashing = _engine.threads_backend(2)
+        stack.callback(hashing.close)
         files: list[tuple[int, bytearray, _engine.Cloner, _engine.WriteJob]] = []
         for number in range(3):
             old = random.Random(number).randbytes((20 + number) * CHUNK)
@@ -472,13 +453,11 @@ def test_files_that_are_written_at_once_have_their_own_cloners() -> None:
             sizes = (len(new), 8 * CHUNK, CHUNK)
             hashes = b"".join(hashes_of(old))
             cloner = _engine.Cloner(*sizes, KEY, source, hashes, disk.clone)
-            backend.add(fd, cloner)
             files.append((fd, new, cloner, staged(engine, new, 2)))
-        for fd, _new, _cloner, job in files:
-            job.write_to(fd, 0, backend, False)
+        for fd, _new, cloner, job in files:
+            job.write_to(fd, 0, _engine.CloneSink(inner, hashing, cloner), False)
         for fd, new, cloner, job in files:
             assert job.wait_written(WAIT_S) and job.failure() is None
-            backend.remove(fd)
             assert content_of(fd) == new
             assert sum(cloner.cloned()) == len(new) - 2 * CHUNK
 
@@ -543,12 +522,12 @@ def test_what_changes_meanwhile_has_the_checksum_of_what_was_written(disk: Path)
                 other, fd = memory_file(files, old), memory_file(files, nbytes=len(old))
                 tools = (disk_of_file.clone, disk_of_file.read)
                 cloner = _engine.Cloner(*sizes, KEY, other, hashes, *tools)
-                with cloning(disk_of_file, fd, cloner, 1) as backend:
+                with cloning(disk_of_file, cloner, 1) as sink:
                     allowance = _engine.Allowance(4)
                     job = engine.stage(
                         plan, array("Q"), allowance, 1, numbers=numbers, known=cloner
                     )
-                    job.write_to(fd, 0, backend, False)
+                    job.write_to(fd, 0, sink, False)
                     assert job.wait_written(WAIT_S) and job.failure() is None
                 written = pieces(content_of(fd))
                 assert list(map(zlib.crc32, written)) == job.block_crcs()

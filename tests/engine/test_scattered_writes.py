@@ -149,15 +149,13 @@ def part_of(tensors: Sequence[Tensor], rank: int) -> Part:
 
 @contextmanager
 def scattering(
-    fd: int, scatterer: Scatterer, write: Write | None = None, buffered: int | None = None
-) -> Iterator[_engine.ScatterBackend]:
-    backend = _engine.ScatterBackend(3, write)
-    backend.add(fd, scatterer.of_engine, buffered)
+    scatterer: Scatterer, write: Write | None = None, buffered: int | None = None
+) -> Iterator[_engine.ScatterSink]:
+    threads = _engine.threads_backend(3)
     try:
-        yield backend
+        yield _engine.ScatterSink(threads, scatterer.of_engine, buffered, write)
     finally:
-        backend.close()
-        backend.remove(fd)
+        threads.close()
 
 
 def write_parts(
@@ -176,8 +174,8 @@ def write_parts(
             for at in range(0, len(image), block_bytes)
         ]
         random.Random(len(ops)).shuffle(ops)
-        with scattering(fd, scatterer, write, buffered) as backend:
-            ended += _engine.run_ops(backend, ops)
+        with scattering(scatterer, write, buffered) as sink:
+            ended += _engine.run_ops(sink, ops)
     return ended
 
 
@@ -319,9 +317,9 @@ def test_whole_pages_that_lie_as_in_the_file_are_written_from_where_they_are() -
         written.append((fd, offset, len(part)))
         return len(part)
 
-    with scattering(99, scatterer, write, buffered=98) as backend:
+    with scattering(scatterer, write, buffered=98) as sink:
         ops = [("write", 99, address_of(memory), len(image), 0, False)]
-        assert _engine.run_ops(backend, ops) == [(len(image), 0, 0)]
+        assert _engine.run_ops(sink, ops) == [(len(image), 0, 0)]
     whole = 2 * values.nbytes
     assert written == [(99, 0, whole), (98, whole, 2000)]
     assert joined_crc([Part(image, scatterer)], whole + 2000) == zlib.crc32(rendering(tensors))

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt import _engine
 from fastckpt.engine.gds import LIBRARY, GdsDevice
 from tests import accelerator, cuda_stub
 from tests.accelerator import Runtime, here
@@ -49,8 +50,8 @@ def cufile(driver: CudaStub, runtime: Runtime, monkeypatch: pytest.MonkeyPatch) 
     """
     moved, end_file = Moved(), GdsDevice.end_file
 
-    def counted(self: GdsDevice, fd: int) -> tuple[int, int, str]:
-        nbytes, by_host, why = end_file(self, fd)
+    def counted(self: GdsDevice, sink: _engine.GdsSink) -> tuple[int, int, str]:
+        nbytes, by_host, why = end_file(self, sink)
         moved.nbytes += nbytes
         moved.refused += [why] * (by_host > 0)
         return nbytes, by_host, why

@@ -85,7 +85,12 @@ def library_of(path: str, driver: _engine.CudaDriver) -> _engine.CufileLibrary:
 class Gds(NamedTuple):
     queue: _engine.DeviceQueue
     blocks: _engine.GdsBlocks
-    backend: _engine.GdsBackend
+    threads: _engine.Backend
+
+
+class File(NamedTuple):
+    fd: int
+    sink: _engine.GdsSink
 
 
 def made(stubs: Stubs, threads: int = 2, blocks: int = BLOCKS, block_bytes: int = BLOCK) -> Gds:
@@ -93,7 +98,7 @@ def made(stubs: Stubs, threads: int = 2, blocks: int = BLOCKS, block_bytes: int 
     queue = _engine.DeviceQueue(driver, 0)
     library = library_of(stubs.cufile.path, driver)
     memory = _engine.GdsBlocks(library, queue, blocks, block_bytes)
-    return Gds(queue, memory, _engine.gds_backend(memory, threads))
+    return Gds(queue, memory, _engine.threads_backend(threads))
 
 
 @contextmanager
@@ -102,8 +107,12 @@ def gds_of(stubs: Stubs, threads: int = 2) -> Iterator[Gds]:
     try:
         yield gds
     finally:
-        gds.backend.close()
+        gds.threads.close()
         reset(stubs)  # what is alive is freed, whatever the test made fail
+
+
+def begun(gds: Gds, fd: int) -> File:
+    return File(fd, _engine.GdsSink(fd, gds.blocks, gds.threads))
 
 
 def fill(address: int, content: bytes) -> None:
@@ -118,23 +127,25 @@ def content_of(seed: int, nbytes: int) -> bytes:
     return random.Random(seed).randbytes(nbytes)
 
 
-def write_blocks(gds: Gds, fd: int, content: bytes, direct: bool = True) -> list[tuple[int, ...]]:
+def write_blocks(
+    gds: Gds, file: File, content: bytes, direct: bool = True
+) -> list[tuple[int, ...]]:
     """All blocks at once; the file gets them in reverse."""
     ops: list[Op] = []
     for index in range(BLOCKS):
         address = gds.blocks.address(index)
         fill(address, content[index * BLOCK : (index + 1) * BLOCK])
-        ops.append(("write", fd, address, BLOCK, (BLOCKS - 1 - index) * BLOCK, direct))
-    return _engine.run_ops(gds.backend, ops)
+        ops.append(("write", file.fd, address, BLOCK, (BLOCKS - 1 - index) * BLOCK, direct))
+    return _engine.run_ops(file.sink, ops)
 
 
-def read_blocks(gds: Gds, fd: int, direct: bool = True) -> tuple[list[tuple[int, ...]], bytes]:
+def read_blocks(gds: Gds, file: File, direct: bool = True) -> tuple[list[tuple[int, ...]], bytes]:
     for index in range(BLOCKS):
         fill(gds.blocks.address(index), bytes(BLOCK))
     ends = _engine.run_ops(
-        gds.backend,
+        file.sink,
         [
-            ("read", fd, gds.blocks.address(index), BLOCK, index * BLOCK, direct)
+            ("read", file.fd, gds.blocks.address(index), BLOCK, index * BLOCK, direct)
             for index in range(BLOCKS)
         ],
     )
@@ -146,10 +157,9 @@ def reversed_blocks(content: bytes) -> bytes:
 
 
 @contextmanager
-def direct_file(gds: Gds, path: Path, flags: int = CREATE | os.O_DIRECT) -> Iterator[int]:
+def direct_file(gds: Gds, path: Path, flags: int = CREATE | os.O_DIRECT) -> Iterator[File]:
     with opened(path, flags) as fd:
-        gds.backend.begin_file(fd)
-        yield fd
+        yield begun(gds, fd)
 
 
 CONTENT = content_of(1, BLOCKS * BLOCK)
@@ -278,12 +288,12 @@ def test_the_mount_table_names_the_file_system(disk: Path) -> None:
 
 def test_mode_of_a_file_that_fell_back_says_why(stubs: Stubs, disk: Path) -> None:
     with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
-        assert gds.backend.mode(fd)[0] == "compat"
-        gds.backend.begin_file(fd)
-        assert gds.backend.mode(fd) == ("compat", "the file was not opened with O_DIRECT")
+        assert begun(gds, fd).sink.mode() == ("compat", "the file was not opened with O_DIRECT")
+    with gds_of(stubs) as gds, direct_file(gds, disk / "image") as file:
+        assert file.sink.mode()[0] == "compat"
     stubs.cufile.fail("cuFileBufRegister", 5036)
-    with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
-        assert gds.backend.mode(fd) == ("compat", gds.blocks.refusal)
+    with gds_of(stubs) as gds, direct_file(gds, disk / "image") as file:
+        assert file.sink.mode() == ("compat", gds.blocks.refusal)
 
 
 # Blocks.
@@ -291,7 +301,6 @@ def test_mode_of_a_file_that_fell_back_says_why(stubs: Stubs, disk: Path) -> Non
 
 def test_blocks_are_aligned_registered_once_and_freed(stubs: Stubs) -> None:
     gds = made(stubs)
-    assert gds.backend.name == "gds"
     assert (gds.blocks.count, gds.blocks.block_bytes, gds.blocks.refusal) == (BLOCKS, BLOCK, "")
     addresses = [gds.blocks.address(index) for index in range(BLOCKS)]
     assert addresses[0] % 65536 == 0
@@ -319,14 +328,13 @@ def test_blocks_come_back_from_a_file(stubs: Stubs, disk: Path, most: int, threa
     """By cuFile alone, which may transfer less than it is asked for."""
     with gds_of(stubs, threads) as gds:
         stubs.cufile.at_most(most)
-        with direct_file(gds, disk / "image") as fd:
-            assert write_blocks(gds, fd, CONTENT) == WHOLE
-            assert gds.backend.end_file(fd) == (len(CONTENT), 0, "")
+        with direct_file(gds, disk / "image") as file:
+            assert write_blocks(gds, file, CONTENT) == WHOLE
+            assert file.sink.end() == (len(CONTENT), 0, "")
         assert (disk / "image").read_bytes() == reversed_blocks(CONTENT)
-        with direct_file(gds, disk / "image", os.O_RDONLY | os.O_DIRECT) as fd:
-            assert read_blocks(gds, fd) == (WHOLE, reversed_blocks(CONTENT))
-            assert gds.backend.end_file(fd) == (len(CONTENT), 0, "")
-        assert gds.backend.fallback_reason() == ""
+        with direct_file(gds, disk / "image", os.O_RDONLY | os.O_DIRECT) as file:
+            assert read_blocks(gds, file) == (WHOLE, reversed_blocks(CONTENT))
+            assert file.sink.end() == (len(CONTENT), 0, "")
         assert stubs.cufile.alive().files == 0
         assert not stubs.cuda.log(), "nothing was copied"
 
@@ -350,17 +358,16 @@ def test_what_cufile_refuses_goes_through_the_host(
     with gds_of(stubs, 1) as gds:
         reports = []
         for flags in (CREATE | os.O_DIRECT, os.O_RDWR | os.O_DIRECT):
-            with direct_file(gds, disk / "image", flags) as fd:
-                assert write_blocks(gds, fd, CONTENT) == WHOLE
+            with direct_file(gds, disk / "image", flags) as file:
+                assert write_blocks(gds, file, CONTENT) == WHOLE
                 assert (disk / "image").read_bytes() == reversed_blocks(CONTENT)
-                assert read_blocks(gds, fd) == (WHOLE, reversed_blocks(CONTENT))
-                reports.append(gds.backend.end_file(fd))
+                assert read_blocks(gds, file) == (WHOLE, reversed_blocks(CONTENT))
+                reports.append(file.sink.end())
         direct, by_host, reason = reports[0]
         assert direct + by_host == 2 * len(CONTENT) and by_host > 0
         assert words in reason and reason.startswith(f"{name}: ")
         if name == "cuFileWrite":
             assert direct == after * BLOCK and stubs.cufile.calls(name) == after + 1 + BLOCKS
-        assert gds.backend.fallback_reason() == reason
         if name == "cuFileBufRegister":
             assert gds.blocks.refusal == reason and reports[1] == reports[0]
         else:
@@ -372,50 +379,49 @@ def test_what_the_file_system_refuses_cufile_is_tried_by_the_host(
     stubs: Stubs, disk: Path, number: int
 ) -> None:
     stubs.cufile.fail("cuFileWrite", FILE_SYSTEM, number, after=2, times=1)
-    with gds_of(stubs) as gds, direct_file(gds, disk / "image") as fd:
-        assert write_blocks(gds, fd, CONTENT) == WHOLE
+    with gds_of(stubs) as gds, direct_file(gds, disk / "image") as file:
+        assert write_blocks(gds, file, CONTENT) == WHOLE
         assert (disk / "image").read_bytes() == reversed_blocks(CONTENT)
         reason = f"cuFileWrite: {os.strerror(number)} (errno {number})"
-        assert gds.backend.end_file(fd)[2] == reason
+        assert file.sink.end()[2] == reason
 
 
 def test_a_refusal_in_the_middle_of_an_op(stubs: Stubs, disk: Path) -> None:
     """What cuFile has moved stays; the rest goes through the host."""
-    with gds_of(stubs, 1) as gds, direct_file(gds, disk / "image") as fd:
+    with gds_of(stubs, 1) as gds, direct_file(gds, disk / "image") as file:
         stubs.cufile.at_most(8 * PAGE)
         stubs.cufile.fail("cuFileWrite", 5030, after=5, times=1)
-        assert write_blocks(gds, fd, CONTENT) == WHOLE
-        assert gds.backend.end_file(fd)[:2] == (40 * PAGE, len(CONTENT) - 40 * PAGE)
+        assert write_blocks(gds, file, CONTENT) == WHOLE
+        assert file.sink.end()[:2] == (40 * PAGE, len(CONTENT) - 40 * PAGE)
         assert (disk / "image").read_bytes() == reversed_blocks(CONTENT)
 
 
 def test_interruptions_are_tried_again(stubs: Stubs, disk: Path) -> None:
-    with gds_of(stubs, 1) as gds, direct_file(gds, disk / "image") as fd:
+    with gds_of(stubs, 1) as gds, direct_file(gds, disk / "image") as file:
         stubs.cufile.fail("cuFileWrite", FILE_SYSTEM, errno.EINTR, times=3)
-        assert write_blocks(gds, fd, CONTENT) == [(BLOCK, 0, 3), *WHOLE[1:]]
-        assert gds.backend.fallback_reason() == ""
+        assert write_blocks(gds, file, CONTENT) == [(BLOCK, 0, 3), *WHOLE[1:]]
         stubs.cufile.fail("cuFileRead", FILE_SYSTEM, errno.EINTR)
-        ends, found = read_blocks(gds, fd)
+        ends, found = read_blocks(gds, file)
         assert [end[:2] for end in ends] == [(BLOCK, 0)] * BLOCKS, "not for ever"
         assert found == reversed_blocks(CONTENT)
-        assert "errno 4" in gds.backend.end_file(fd)[2]
+        assert "errno 4" in file.sink.end()[2]
 
 
 def test_a_write_that_moves_nothing_is_a_refusal(stubs: Stubs, disk: Path) -> None:
     path = disk / "image"
     path.write_bytes(CONTENT)
-    with gds_of(stubs) as gds, direct_file(gds, path, os.O_RDWR | os.O_DIRECT) as fd:
-        empty = ("write", fd, gds.blocks.address(0), BLOCK, 0, True)
+    with gds_of(stubs) as gds, direct_file(gds, path, os.O_RDWR | os.O_DIRECT) as file:
+        empty = ("write", file.fd, gds.blocks.address(0), BLOCK, 0, True)
         stubs.cufile.fail("cuFileWrite", FILE_SYSTEM, 0, times=1)
-        assert _engine.run_ops(gds.backend, [empty]) == [(BLOCK, 0, 0)]
-        assert "(errno 0)" in gds.backend.end_file(fd)[2]
+        assert _engine.run_ops(file.sink, [empty]) == [(BLOCK, 0, 0)]
+        assert "(errno 0)" in file.sink.end()[2]
 
 
 @pytest.mark.parametrize("flag", ["O_NOFOLLOW", "O_NONBLOCK", "O_APPEND"])
 def test_flags_that_cufile_refuses_are_named(stubs: Stubs, disk: Path, flag: str) -> None:
     flags = CREATE | os.O_DIRECT | getattr(os, flag)
-    with gds_of(stubs) as gds, direct_file(gds, disk / "a", flags) as fd:
-        assert "5019" in gds.backend.end_file(fd)[2]
+    with gds_of(stubs) as gds, direct_file(gds, disk / "a", flags) as file:
+        assert "5019" in file.sink.end()[2]
 
 
 @pytest.mark.parametrize("opening", ["create", "open", "open_to_write"])
@@ -428,8 +434,8 @@ def test_cufile_takes_what_the_seam_opens(stubs: Stubs, disk: Path, opening: str
         fd = storage.create(path, 0o600) if opening == "create" else getattr(storage, opening)(path)
         try:
             assert storage.set_direct(fd, writing=opening == "create") is None
-            gds.backend.begin_file(fd)
-            assert gds.backend.end_file(fd) == (0, 0, "")
+            file = begun(gds, fd)
+            assert file.sink.end() == (0, 0, "")
         finally:
             storage.close(fd)
 
@@ -450,10 +456,10 @@ def test_what_is_written_to_is_no_link(disk: Path, opening: str, target: str) ->
 
 def test_files_opened_without_o_direct_go_through_the_host(stubs: Stubs, disk: Path) -> None:
     with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
-        gds.backend.begin_file(fd)
-        assert write_blocks(gds, fd, CONTENT, direct=False) == WHOLE
-        assert read_blocks(gds, fd, direct=False) == (WHOLE, reversed_blocks(CONTENT))
-        report = gds.backend.end_file(fd)
+        file = begun(gds, fd)
+        assert write_blocks(gds, file, CONTENT, direct=False) == WHOLE
+        assert read_blocks(gds, file, direct=False) == (WHOLE, reversed_blocks(CONTENT))
+        report = file.sink.end()
         assert report == (0, 2 * len(CONTENT), "the file was not opened with O_DIRECT")
         assert stubs.cufile.calls("cuFileHandleRegister") == 0
 
@@ -464,19 +470,19 @@ def test_reads_end_with_the_file(stubs: Stubs, disk: Path, refused: bool) -> Non
     path.write_bytes(CONTENT[: BLOCK + PAGE + 100])
     if refused:
         stubs.cufile.fail("cuFileHandleRegister", 5008)
-    with gds_of(stubs) as gds, direct_file(gds, path, os.O_RDONLY | os.O_DIRECT) as fd:
-        ends, found = read_blocks(gds, fd)
+    with gds_of(stubs) as gds, direct_file(gds, path, os.O_RDONLY | os.O_DIRECT) as file:
+        ends, found = read_blocks(gds, file)
         assert ends == [(BLOCK, 0, 0), (PAGE + 100, 0, 0), *[(0, 0, 0)] * (BLOCKS - 2)]
         assert found[: BLOCK + PAGE + 100] == path.read_bytes()
-        gds.backend.end_file(fd)
+        file.sink.end()
 
 
 def test_what_no_one_can_write_is_an_error(stubs: Stubs) -> None:
     with gds_of(stubs) as gds, opened(Path("/dev/full"), os.O_RDWR) as fd:
-        gds.backend.begin_file(fd)
-        ends = write_blocks(gds, fd, CONTENT, direct=False)
+        file = begun(gds, fd)
+        ends = write_blocks(gds, file, CONTENT, direct=False)
         assert [end[:2] for end in ends] == [(0, errno.ENOSPC)] * BLOCKS
-        assert gds.backend.end_file(fd)[:2] == (0, 0)
+        assert file.sink.end()[:2] == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -487,20 +493,20 @@ def test_a_device_that_fails_fails_the_op(stubs: Stubs, disk: Path, name: str) -
     """Only once neither way is left."""
     with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
         stubs.cufile.fail("cuFileHandleRegister", 5008)
-        gds.backend.begin_file(fd)
+        file = begun(gds, fd)
         stubs.cuda.fail(name, ILLEGAL_ADDRESS, times=1)
-        ends = write_blocks(gds, fd, CONTENT, direct=False)
+        ends = write_blocks(gds, file, CONTENT, direct=False)
         assert sorted(end[1] for end in ends) == [0] * (BLOCKS - 1) + [errno.EIO]
-        gds.backend.end_file(fd)
+        file.sink.end()
 
 
 def test_a_device_without_context_fails_the_op(stubs: Stubs, disk: Path) -> None:
-    with gds_of(stubs) as gds, direct_file(gds, disk / "image") as fd:
+    with gds_of(stubs) as gds, direct_file(gds, disk / "image") as file:
         stubs.cuda.fail("cuCtxPushCurrent_v2", ILLEGAL_ADDRESS)
-        ends = write_blocks(gds, fd, CONTENT)
+        ends = write_blocks(gds, file, CONTENT)
         assert [end[:2] for end in ends] == [(0, errno.EIO)] * BLOCKS
         stubs.cuda.configure()
-        direct, by_host, reason = gds.backend.end_file(fd)
+        direct, by_host, reason = file.sink.end()
         assert (direct, by_host) == (0, 0)
         assert reason == "context: CUDA_ERROR_ILLEGAL_ADDRESS (700): an illegal memory access"
 
@@ -509,51 +515,50 @@ def test_a_read_whose_copy_fails_is_an_error(stubs: Stubs, disk: Path) -> None:
     path = disk / "image"
     path.write_bytes(CONTENT)
     with gds_of(stubs) as gds, opened(path, os.O_RDONLY) as fd:
-        gds.backend.begin_file(fd)
+        file = begun(gds, fd)
         stubs.cuda.fail("cuMemcpyHtoDAsync_v2", ILLEGAL_ADDRESS)
-        ends, _ = read_blocks(gds, fd, direct=False)
+        ends, _ = read_blocks(gds, file, direct=False)
         assert [end[:2] for end in ends] == [(0, errno.EIO)] * BLOCKS
-        gds.backend.end_file(fd)
+        file.sink.end()
 
 
 def test_unpinned_buffers_will_do(stubs: Stubs, disk: Path) -> None:
     with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
         stubs.cuda.fail("cuMemHostRegister_v2", OUT_OF_MEMORY)
-        gds.backend.begin_file(fd)
-        assert write_blocks(gds, fd, CONTENT, direct=False) == WHOLE
+        file = begun(gds, fd)
+        assert write_blocks(gds, file, CONTENT, direct=False) == WHOLE
         assert stubs.cuda.alive().pinned_parts == 0
-        gds.backend.end_file(fd)
+        file.sink.end()
     assert (disk / "image").read_bytes() == reversed_blocks(CONTENT)
 
 
-def test_buffers_are_few_and_freed_on_close(stubs: Stubs, disk: Path) -> None:
+def test_buffers_are_few_and_freed_with_the_blocks(stubs: Stubs, disk: Path) -> None:
     gds = made(stubs, threads=2)
     with opened(disk / "image", CREATE) as fd:
-        gds.backend.begin_file(fd)
+        file = begun(gds, fd)
         for _ in range(3):
-            write_blocks(gds, fd, CONTENT, direct=False)
+            write_blocks(gds, file, CONTENT, direct=False)
         alive = stubs.cuda.alive()
         assert 1 <= alive.pinned_parts <= 2 and alive.pinned_bytes == alive.pinned_parts * BLOCK
-        gds.backend.end_file(fd)
-    gds.backend.close()
-    gds.backend.close()
+        file.sink.end()
+    gds.threads.close()
+    del gds, file
     assert stubs.cuda.alive().pinned_parts == 0
 
 
-def test_close_deregisters_what_was_not_ended(stubs: Stubs, disk: Path) -> None:
-    gds = made(stubs)
-    with direct_file(gds, disk / "image"):
+def test_a_file_that_was_not_ended_is_deregistered_with_its_sink(stubs: Stubs, disk: Path) -> None:
+    with gds_of(stubs) as gds, direct_file(gds, disk / "image") as file:
         assert stubs.cufile.alive().files == 1
-        gds.backend.close()
-        assert stubs.cufile.alive().files == 0
+        del file
+    assert stubs.cufile.alive().files == 0
 
 
 def test_memory_of_the_host_is_written_as_ever(stubs: Stubs, disk: Path) -> None:
-    """Ops beside the blocks need no cuFile, and no begin_file()."""
+    """Ops beside the blocks need no cuFile."""
     memory = bytearray(CONTENT[:PAGE])
-    with gds_of(stubs) as gds, opened(disk / "image", CREATE) as fd:
-        op = ("write", fd, address_of(memory), PAGE, 0, False)
-        assert _engine.run_ops(gds.backend, [op]) == [(PAGE, 0, 0)]
+    with gds_of(stubs) as gds, direct_file(gds, disk / "image", CREATE) as file:
+        op = ("write", file.fd, address_of(memory), PAGE, 0, False)
+        assert _engine.run_ops(file.sink, [op]) == [(PAGE, 0, 0)]
         assert stubs.cufile.calls("cuFileWrite") == 0
     assert (disk / "image").read_bytes() == CONTENT[:PAGE]
 
@@ -586,16 +591,16 @@ def test_whatever_fails_nothing_is_lost(
         libraries.cufile.fail(name, code, after=after, times=times)
     libraries.cufile.at_most(most)
     expected = [content_of(index, pages * PAGE) for index, pages in enumerate(pieces)]
-    with gds_of(libraries) as gds, direct_file(gds, disk / "image") as fd:
+    with gds_of(libraries) as gds, direct_file(gds, disk / "image") as file:
         where = list(enumerate(expected))
         offsets = [sum(pieces[:index]) * PAGE for index in range(len(pieces))]
         for index, content in where:
             fill(gds.blocks.address(index), content)
         for kind in ("write", "read"):
             ends = _engine.run_ops(
-                gds.backend,
+                file.sink,
                 [
-                    (kind, fd, gds.blocks.address(index), len(content), offsets[index], True)
+                    (kind, file.fd, gds.blocks.address(index), len(content), offsets[index], True)
                     for index, content in where
                 ],
             )
@@ -605,17 +610,16 @@ def test_whatever_fails_nothing_is_lost(
                 for index, _ in where:
                     fill(gds.blocks.address(index), bytes(BLOCK))
         assert [held(gds.blocks.address(i), len(content)) for i, content in where] == expected
-        direct, by_host, reason = gds.backend.end_file(fd)
+        direct, by_host, reason = file.sink.end()
         assert direct + by_host == 2 * sum(map(len, expected))
         assert (by_host > 0) is (reason != "")
-    del gds
+    del gds, file
     assert libraries.cufile.alive() == (0, 0, 0) and libraries.cuda.memory().allocations == 0
 
 
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ("run(('write', 1, blocks.address(0), 4096, 0, True))", "found != files_.end()"),
         ("run(('write', 1, blocks.address(1) + 4096, 8192, 0, True))", "last <= end"),
         ("blocks.address(2)", "index < count_"),
         ("_engine.GdsBlocks(library, queue, 2, 1000)", "block_bytes % kDirectAlign"),
@@ -628,8 +632,8 @@ def test_programmers_errors_are_checked(stubs: Stubs, wrong: str, words: str) ->
         "queue = _engine.DeviceQueue(driver, 0)\n"
         f"library = _engine.CufileLibrary({stubs.cufile.path!r}, driver, {os.devnull!r})\n"
         "blocks = _engine.GdsBlocks(library, queue, 2, 8192)\n"
-        "backend = _engine.gds_backend(blocks, 1)\n"
-        "run = lambda op: _engine.run_ops(backend, [op])\n"
+        "sink = _engine.GdsSink(1, blocks, _engine.threads_backend(1))\n"
+        "run = lambda op: _engine.run_ops(sink, [op])\n"
         f"{wrong}\n"
     )
     ended = interpreters.run(code)
@@ -880,10 +884,10 @@ def test_a_job_without_a_block_of_its_gpu_holds_up_no_other(stubs: Stubs, disk: 
         assert other.wait_staged(WAIT_S), "it waits behind the job that no block is left for"
         assert not waiting.wait_queued(0)
         other.cancel()
-        with direct_file(gds, disk / "image") as fd:
-            waiting.write_to(fd, 0, gds.backend, True)
+        with direct_file(gds, disk / "image") as file:
+            waiting.write_to(file.fd, 0, file.sink, True)
             assert waiting.wait_written(WAIT_S) and waiting.failure() is None
-            gds.backend.end_file(fd)
+            file.sink.end()
         assert (disk / "image").read_bytes() == content
         engine.close()
         del waiting, other, engine, stage, device

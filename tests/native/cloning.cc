@@ -1,4 +1,4 @@
-// The cloning backend without Python: files written at once by one engine, in front of threads that
+// The cloning sink without Python: files written at once by one engine, in front of threads that
 // write, with clones that are refused and writes that fail by chance. Meant for the sanitizers, and
 // checks every byte besides. Knows the engine's headers; must not know formats.
 #include "engine/cloning.h"
@@ -21,9 +21,8 @@
 namespace {
 
 using fastckpt::Allowance;
-using fastckpt::Backend;
 using fastckpt::Cloner;
-using fastckpt::CloningBackend;
+using fastckpt::CloneSink;
 using fastckpt::Engine;
 using fastckpt::Op;
 using fastckpt::Polyval;
@@ -111,7 +110,8 @@ void write_versions(Random& random) {
         if (writes_left.fetch_sub(1) <= 0) return ssize_t{-ENOSPC};
         return fastckpt::transfer_by_syscall(op, data, (nbytes + 1) / 2, offset);
     };
-    auto backend = std::make_shared<CloningBackend>(fastckpt::callback_backend(writing, 3), 2);
+    const auto inner = fastckpt::threads_backend(3, 0, writing);
+    const auto hashing = fastckpt::threads_backend(2);
     Engine engine(4 * kBlock, kBlock, 2);
     std::vector<std::unique_ptr<Version>> versions;
     for (int i = 0; i < 3; ++i) {
@@ -120,13 +120,12 @@ void write_versions(Random& random) {
         version.job = engine.stage({{0, version.now.size(), address}}, {}, {}, nullptr,
                                    std::make_shared<Allowance>(1 + below(random, 3)), 2, {}, {},
                                    below(random, 2) == 0 ? version.cloner : nullptr);
-        backend->add(version.target.fd(), version.cloner);
-        version.job->write_to(version.target.fd(), 0, backend, false);
+        version.job->write_to(version.target.fd(), 0,
+                              std::make_shared<CloneSink>(*inner, *hashing, version.cloner), false);
     }
     if (below(random, 4) == 0) versions[0]->job->cancel();
     for (auto& version : versions) {
         expect(version->job->wait_written(kLongest), "a job ends in time");
-        backend->remove(version->target.fd());
         const int error = version->job->failure().error;
         expect(error == 0 || error == ENOSPC || error == ECANCELED, "a job fails as its writes do");
         if (error != 0) continue;
@@ -138,42 +137,11 @@ void write_versions(Random& random) {
     engine.close();
 }
 
-// Whatever close() finds under way has ended when it returns.
-void close_at_once(Random& random) {
-    std::atomic<int> clones_left{1 << 20};
-    Version version(random, clones_left);
-    std::vector<Op> ops((version.now.size() + kBlock - 1) / kBlock);
-    std::atomic<size_t> ended{0};
-    {
-        CloningBackend backend(fastckpt::threads_backend(2), 2);
-        backend.add(version.target.fd(), version.cloner);
-        for (size_t i = 0; i < ops.size(); ++i) {
-            Op& op = ops[i];
-            op.fd = version.target.fd();
-            op.data = &version.now[i * kBlock];
-            op.nbytes = std::min(kBlock, version.now.size() - i * kBlock);
-            op.offset = i * kBlock;
-            op.finished = [&ended](Op& whole) {
-                expect(whole.error == 0 && whole.done == whole.nbytes, "an op succeeds");
-                ++ended;
-            };
-            backend.submit(&op);
-        }
-        backend.close();
-        expect(ended == ops.size(), "close() waits for all ops");
-        backend.close();
-    }
-    expect(version.target.content(version.now.size()) == version.now, "bytes are right");
-}
-
 }  // namespace
 
 int main() {
     Random random(20261124);
-    for (int round = 0; round < 60; ++round) {
-        write_versions(random);
-        close_at_once(random);
-    }
+    for (int round = 0; round < 60; ++round) write_versions(random);
     std::printf("cloning: %d failures\n", failures.load());
     return failures == 0 ? EXIT_SUCCESS : EXIT_FAILURE;
 }

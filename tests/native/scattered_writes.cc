@@ -1,4 +1,4 @@
-// The scattering backend without Python: several images written at once into one file, converted,
+// The scattering sink without Python: several images written at once into one file, converted,
 // by writes that are short and interrupted by chance. Meant for the sanitizers, and checks every
 // byte besides. Knows the engine's headers; must not know formats.
 #include "engine/scattered_writes.h"
@@ -20,12 +20,11 @@
 namespace {
 
 using fastckpt::Allowance;
-using fastckpt::Backend;
 using fastckpt::Dtype;
 using fastckpt::Engine;
 using fastckpt::Op;
-using fastckpt::ScatterBackend;
 using fastckpt::Scatterer;
+using fastckpt::ScatterSink;
 using fastckpt::Segment;
 
 constexpr size_t kBlock = 64 << 10;
@@ -88,28 +87,28 @@ void write_matrix(Dtype stored) {
     std::vector<Rank> ranks;
     std::vector<int> descriptors;
     for (uint64_t number = 0; number < kRanks; ++number) ranks.emplace_back(number, stored);
-    const auto backend = std::make_shared<ScatterBackend>(3, write_some);
+    const auto threads = fastckpt::threads_backend(3);
     std::vector<std::shared_ptr<fastckpt::WriteJob>> jobs;
     for (Rank& rank : ranks) {
         descriptors.push_back(dup(fd));
-        backend->add(descriptors.back(), rank.scatterer, std::nullopt);
+        const auto sink =
+            std::make_shared<ScatterSink>(*threads, rank.scatterer, std::nullopt, write_some);
         const Segment segment{0, rank.values.size() * sizeof(float),
                               reinterpret_cast<uint64_t>(rank.values.data())};
         jobs.push_back(engine.stage({segment}, {}, {}, nullptr, allowance, 2));
-        jobs.back()->write_to(descriptors.back(), 0, backend, false);
+        jobs.back()->write_to(descriptors.back(), 0, sink, false);
     }
     uint64_t written = 0;
     uint32_t crc = 0;
     for (size_t i = 0; i < kRanks; ++i) {
         expect(jobs[i]->wait_written(kLongest), "a job ends");
         expect(jobs[i]->failure().error == 0, "a job succeeds");
-        backend->remove(descriptors[i]);
         ::close(descriptors[i]);
         written += ranks[i].scatterer->written().nbytes;
         crc ^= ranks[i].scatterer->written().crc;
     }
     engine.close();
-    backend->close();
+    threads->close();
 
     std::vector<float> values;
     for (uint64_t row = 0; row < kRows; ++row)

@@ -295,7 +295,7 @@ def test_circle_is_found() -> None:
         ("engine.h", '#  include "Python.h"\n'),
         ("bindings.cc", "#include <torch/extension.h>\n"),
         ("arena.cc", "#include <cuda_runtime.h>\n"),
-        ("gds_backend.cc", "#include <cufile.h>\n"),
+        ("gds_sink.cc", "#include <cufile.h>\n"),
     ],
 )
 def test_wrong_header_is_found(file_name: str, text: str) -> None:

@@ -1,11 +1,12 @@
-// Transfers by cuFile, and through the host instead: see gds_backend.h.
-#include "gds/gds_backend.h"
+// Transfers by cuFile, and through the host instead: see gds_sink.h.
+#include "gds/gds_sink.h"
 
 #include <fcntl.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include "check.h"
 
@@ -65,119 +66,94 @@ bool GdsBlocks::contains(const std::byte* data, size_t nbytes) const {
     return true;
 }
 
-GdsBackend::GdsBackend(std::shared_ptr<GdsBlocks> blocks, unsigned threads)
-    : blocks_(std::move(blocks)),
-      threads_(
-          callback_backend([this](const Op& op, std::byte* data, size_t nbytes,
-                                  uint64_t offset) { return transfer(op, data, nbytes, offset); },
-                           threads)) {}
-
-GdsBackend::~GdsBackend() { close(); }
-
-void GdsBackend::submit(Op* op) { threads_->submit(op); }
-
-void GdsBackend::close() {
-    threads_->close();
-    const std::lock_guard lock(mu_);
-    for (const auto& [fd, file] : files_) deregister(file);
-    files_.clear();
-    buffers_.clear();
-}
-
-void GdsBackend::begin_file(int fd) {
-    end_file(fd);  // in case its former owner was interrupted before it could do so
-    File file;
-    const int flags = fcntl(fd, F_GETFL);
-    std::string refusal = blocks_->refusal();
-    if (refusal.empty() && (flags == -1 || (flags & O_DIRECT) == 0))
-        refusal = "the file was not opened with O_DIRECT";
-    if (refusal.empty()) {
-        const DeviceQueue::Current current(*blocks_->queue());
-        cufile::Descriptor descriptor{};
-        descriptor.type = cufile::kHandleOfDescriptor;
-        descriptor.handle.fd = fd;
-        const cufile::Error error = blocks_->library().handle_register(&file.handle, &descriptor);
-        if (error.code != 0) {
-            file.handle = nullptr;
-            refusal = "cuFileHandleRegister: " + blocks_->library().text(error);
+std::unique_ptr<HostMemory> GdsBlocks::take_buffer() {
+    {
+        const std::lock_guard lock(mu_);
+        if (!buffers_.empty()) {
+            auto taken = std::move(buffers_.back());
+            buffers_.pop_back();
+            return taken;
         }
     }
+    return std::make_unique<HostMemory>(queue_, std::min(kBufferBytes, block_bytes_));
+}
+
+void GdsBlocks::give_buffer(std::unique_ptr<HostMemory> buffer) {
     const std::lock_guard lock(mu_);
-    if (!refusal.empty()) refuse(file, refusal);
-    CHECK(files_.emplace(fd, std::move(file)).second);
+    buffers_.push_back(std::move(buffer));
 }
 
-GdsReport GdsBackend::end_file(int fd) {
-    File file;
-    {
-        const std::lock_guard lock(mu_);
-        const auto found = files_.find(fd);
-        if (found == files_.end()) return {};
-        CHECK(found->second.busy == 0);
-        file = std::move(found->second);
-        files_.erase(found);
-    }
-    deregister(file);
-    return file.report;
-}
-
-std::string GdsBackend::fallback_reason() const {
-    const std::lock_guard lock(mu_);
-    return first_refusal_;
-}
-
-GdsMode GdsBackend::mode(int fd) const {
-    {
-        const std::lock_guard lock(mu_);
-        const auto found = files_.find(fd);
-        if (found != files_.end() && !found->second.report.fallback_reason.empty())
-            return {false, found->second.report.fallback_reason};
-    }
-    if (!blocks_->refusal().empty()) return {false, blocks_->refusal()};
-    return gds_mode(blocks_->library().properties(), file_system_of(fd));
-}
-
-// Called under mu_.
-void GdsBackend::refuse(File& file, const std::string& reason) {
-    if (file.report.fallback_reason.empty()) file.report.fallback_reason = reason;
-    if (first_refusal_.empty()) first_refusal_ = reason;
-}
-
-void GdsBackend::deregister(const File& file) const {
-    if (file.handle == nullptr) return;
+GdsSink::GdsSink(int fd, std::shared_ptr<GdsBlocks> blocks, Backend& threads)
+    : FileSink(threads),
+      fd_(fd),
+      blocks_(std::move(blocks)),
+      transfer_([this](const Op& op, std::byte* data, size_t nbytes, uint64_t offset) {
+          return transfer(op, data, nbytes, offset);
+      }) {
+    const int flags = fcntl(fd, F_GETFL);
+    report_.fallback_reason = blocks_->refusal();
+    if (report_.fallback_reason.empty() && (flags == -1 || (flags & O_DIRECT) == 0))
+        report_.fallback_reason = "the file was not opened with O_DIRECT";
+    if (!report_.fallback_reason.empty()) return;
     const DeviceQueue::Current current(*blocks_->queue());
-    blocks_->library().handle_deregister(file.handle);
+    cufile::Descriptor descriptor{};
+    descriptor.type = cufile::kHandleOfDescriptor;
+    descriptor.handle.fd = fd;
+    const cufile::Error error = blocks_->library().handle_register(&handle_, &descriptor);
+    if (error.code == 0) return;
+    handle_ = nullptr;
+    report_.fallback_reason = "cuFileHandleRegister: " + blocks_->library().text(error);
+}
+
+GdsReport GdsSink::end() {
+    {
+        const std::lock_guard lock(mu_);
+        CHECK(busy_ == 0);
+    }
+    deregister();
+    return report_;
+}
+
+GdsMode GdsSink::mode() const {
+    {
+        const std::lock_guard lock(mu_);
+        if (!report_.fallback_reason.empty()) return {false, report_.fallback_reason};
+    }
+    return gds_mode(blocks_->library().properties(), file_system_of(fd_));
+}
+
+void GdsSink::deregister() {
+    if (handle_ == nullptr) return;
+    const DeviceQueue::Current current(*blocks_->queue());
+    blocks_->library().handle_deregister(std::exchange(handle_, nullptr));
 }
 
 // Makes one attempt; returns bytes or -errno. If cuFile refuses, the host does it at once.
-ssize_t GdsBackend::transfer(const Op& op, std::byte* data, size_t nbytes, uint64_t offset) {
+ssize_t GdsSink::transfer(const Op& op, std::byte* data, size_t nbytes, uint64_t offset) {
     if (!blocks_->contains(data, nbytes)) return transfer_by_syscall(op, data, nbytes, offset);
     std::unique_lock lock(mu_);
-    const auto found = files_.find(op.fd);
-    CHECK(found != files_.end());
-    File& file = found->second;  // it stays alive, at its address, while it is busy
-    const bool direct = file.report.fallback_reason.empty();
-    ++file.busy;
+    const bool direct = report_.fallback_reason.empty();
+    ++busy_;
     lock.unlock();
 
     std::string refusal;
     ssize_t direct_result = 0, host_result = 0;
-    if (direct) direct_result = by_cufile(file.handle, op, data, nbytes, offset, &refusal);
+    if (direct) direct_result = by_cufile(op, data, nbytes, offset, &refusal);
     const bool by_hand = !direct || !refusal.empty();
     if (by_hand) host_result = by_host(op, data, nbytes, offset, &refusal);
 
     lock.lock();
-    if (!refusal.empty()) refuse(file, refusal);
-    file.report.direct_bytes +=
+    if (report_.fallback_reason.empty()) report_.fallback_reason = refusal;
+    report_.direct_bytes +=
         by_hand ? 0 : static_cast<uint64_t>(std::max<ssize_t>(direct_result, 0));
-    file.report.host_bytes += static_cast<uint64_t>(std::max<ssize_t>(host_result, 0));
-    --file.busy;
+    report_.host_bytes += static_cast<uint64_t>(std::max<ssize_t>(host_result, 0));
+    --busy_;
     return by_hand ? host_result : direct_result;
 }
 
 // Returns bytes or -EINTR; or sets `refusal`, and nothing counts as transferred.
-ssize_t GdsBackend::by_cufile(cufile::Handle handle, const Op& op, std::byte* data, size_t nbytes,
-                              uint64_t offset, std::string* refusal) const {
+ssize_t GdsSink::by_cufile(const Op& op, std::byte* data, size_t nbytes, uint64_t offset,
+                           std::string* refusal) const {
     const cufile::Library& library = blocks_->library();
     const bool write = op.kind == Op::Kind::write;
     const auto at = static_cast<off_t>(offset);
@@ -188,8 +164,8 @@ ssize_t GdsBackend::by_cufile(cufile::Handle handle, const Op& op, std::byte* da
         return 0;
     }
     errno = 0;
-    const ssize_t result = write ? library.write(handle, blocks_->base(), nbytes, at, within)
-                                 : library.read(handle, blocks_->base(), nbytes, at, within);
+    const ssize_t result = write ? library.write(handle_, blocks_->base(), nbytes, at, within)
+                                 : library.read(handle_, blocks_->base(), nbytes, at, within);
     const int error = errno;
     const bool at_end = result == 0 && !write;
     // Part of a page counts as the end of the file for a direct read, so it must be at the end.
@@ -204,25 +180,12 @@ ssize_t GdsBackend::by_cufile(cufile::Handle handle, const Op& op, std::byte* da
     return 0;
 }
 
-std::unique_ptr<HostMemory> GdsBackend::take_buffer() {
-    {
-        const std::lock_guard lock(mu_);
-        if (!buffers_.empty()) {
-            auto taken = std::move(buffers_.back());
-            buffers_.pop_back();
-            return taken;
-        }
-    }
-    return std::make_unique<HostMemory>(blocks_->queue(),
-                                        std::min(kBufferBytes, blocks_->block_bytes()));
-}
-
 // Moves at most a buffer's size. If the device fails, returns -EIO and sets `failure`.
-ssize_t GdsBackend::by_host(const Op& op, std::byte* data, size_t nbytes, uint64_t offset,
-                            std::string* failure) {
+ssize_t GdsSink::by_host(const Op& op, std::byte* data, size_t nbytes, uint64_t offset,
+                         std::string* failure) const {
     std::unique_ptr<HostMemory> buffer;
     try {
-        buffer = take_buffer();
+        buffer = blocks_->take_buffer();
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
     }
@@ -240,15 +203,13 @@ ssize_t GdsBackend::by_host(const Op& op, std::byte* data, size_t nbytes, uint64
         result = -EIO;
         if (failure->empty()) *failure = refusal;
     }
-    const std::lock_guard lock(mu_);
-    buffers_.push_back(std::move(buffer));
+    blocks_->give_buffer(std::move(buffer));
     return result;
 }
 
 // Copies, and waits until that is done. If the wait fails, the copy may still write to the buffer
 // when the next op has it; but that op fails too, since the device keeps such an error.
-std::string GdsBackend::move(const Op& op, std::byte* host, std::byte* device,
-                             size_t nbytes) const {
+std::string GdsSink::move(const Op& op, std::byte* host, std::byte* device, size_t nbytes) const {
     DeviceQueue& queue = *blocks_->queue();
     cuda::Result result = op.kind == Op::Kind::write
                               ? queue.copy_to_host(host, number(device), nbytes)
@@ -257,10 +218,6 @@ std::string GdsBackend::move(const Op& op, std::byte* host, std::byte* device,
     if (result == cuda::kSuccess) result = queue.mark(&mark);
     if (result == cuda::kSuccess) result = queue.wait(mark);
     return result == cuda::kSuccess ? "" : "copy: " + queue.driver().text(result);
-}
-
-std::shared_ptr<GdsBackend> gds_backend(std::shared_ptr<GdsBlocks> blocks, unsigned threads) {
-    return std::make_shared<GdsBackend>(std::move(blocks), threads);
 }
 
 }  // namespace fastckpt

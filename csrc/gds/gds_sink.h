@@ -1,15 +1,13 @@
-// Blocks of device memory, and a backend that moves them to and from files by cuFile, or through
+// Blocks of device memory, and the sink that moves them to and from a file by cuFile, or through
 // the host's memory if cuFile refuses: a refusal costs time and never an op. It must not know what
 // the blocks hold, which op comes next, or when a block's contents are complete.
 #pragma once
 
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <unordered_map>
 #include <vector>
 
 #include "engine/backend.h"
@@ -41,6 +39,9 @@ class GdsBlocks {
     // Why cuFile did not register the memory; empty if it did.
     const std::string& refusal() const { return refusal_; }
     const cufile::Library& library() const { return *library_; }
+    // A buffer of the host's memory, for what goes through it. Throws std::bad_alloc.
+    std::unique_ptr<HostMemory> take_buffer();
+    void give_buffer(std::unique_ptr<HostMemory> buffer);
     const std::shared_ptr<DeviceQueue>& queue() const { return queue_; }
 
   private:
@@ -50,6 +51,8 @@ class GdsBlocks {
     const DeviceMemory memory_;
     std::byte* const base_;
     std::string refusal_;
+    std::mutex mu_;
+    std::vector<std::unique_ptr<HostMemory>> buffers_;  // free ones, protected by mu_
 };
 
 // How a file's bytes were moved.
@@ -59,57 +62,40 @@ struct GdsReport {
     std::string fallback_reason;
 };
 
-// Moves ops whose data lies in the blocks by cuFile, all others, in host memory, by system calls.
-// cuFileWrite reads memory at once and in no stream's order: a write may be submitted only when the
-// copies that fill the block are done, and a block may be used only when its read has finished.
-class GdsBackend final : public Backend {
+// Moves a file's ops whose data lies in the blocks by cuFile, all others, in host memory, by system
+// calls. cuFileWrite reads memory at once and in no stream's order: a write may be submitted only
+// when the copies that fill the block are done, and a block may be used only when its read has
+// finished.
+class GdsSink final : public FileSink {
   public:
-    GdsBackend(std::shared_ptr<GdsBlocks> blocks, unsigned threads);
-    ~GdsBackend() override;
+    // Registers the descriptor. If that is refused, or the file was not opened with O_DIRECT, its
+    // ops go through the host.
+    GdsSink(int fd, std::shared_ptr<GdsBlocks> blocks, Backend& threads);
+    ~GdsSink() override { deregister(); }
+    Again handle(Op& op) override { return handle_by(op, transfer_); }
 
-    void submit(Op* op) override;
-    void withdraw(const Patience* job) override { threads_->withdraw(job); }
-    void close() override;
-    const char* name() const override { return "gds"; }
-
-    // Registers a descriptor, before its first op with data in the blocks. If that is refused, or
-    // the file was not opened with O_DIRECT, its ops go through the host.
-    void begin_file(int fd);
-    // Deregisters a descriptor, after its last such op has finished and before it is closed. The
-    // report is empty for one that was not begun.
-    GdsReport end_file(int fd);
-    // Why cuFile first refused any file; empty if it did not.
-    std::string fallback_reason() const;
-    // The mode that cuFile claims for a file.
-    GdsMode mode(int fd) const;
+    // Deregisters the descriptor, after its last op has finished and before it is closed.
+    GdsReport end();
+    // The mode that cuFile claims for the file.
+    GdsMode mode() const;
 
   private:
-    struct File {
-        cufile::Handle handle = nullptr;  // null if it was not registered
-        unsigned busy = 0;
-        GdsReport report;
-    };
-
     ssize_t transfer(const Op& op, std::byte* data, size_t nbytes, uint64_t offset);
-    ssize_t by_cufile(cufile::Handle handle, const Op& op, std::byte* data, size_t nbytes,
-                      uint64_t offset, std::string* refusal) const;
+    ssize_t by_cufile(const Op& op, std::byte* data, size_t nbytes, uint64_t offset,
+                      std::string* refusal) const;
     ssize_t by_host(const Op& op, std::byte* data, size_t nbytes, uint64_t offset,
-                    std::string* failure);
+                    std::string* failure) const;
     std::string move(const Op& op, std::byte* host, std::byte* device, size_t nbytes) const;
-    std::unique_ptr<HostMemory> take_buffer();
-    void refuse(File& file, const std::string& reason);
-    void deregister(const File& file) const;
+    void deregister();
 
+    const int fd_;
     const std::shared_ptr<GdsBlocks> blocks_;
+    const Transfer transfer_;
+    cufile::Handle handle_ = nullptr;  // null if it is not registered
     mutable std::mutex mu_;
     // State below is protected by mu_.
-    std::unordered_map<int, File> files_;
-    std::vector<std::unique_ptr<HostMemory>> buffers_;  // one for each thread that needed one
-    std::string first_refusal_;
-    // The last member, so that its threads end before the others are destroyed.
-    const std::shared_ptr<Backend> threads_;
+    unsigned busy_ = 0;
+    GdsReport report_;
 };
-
-std::shared_ptr<GdsBackend> gds_backend(std::shared_ptr<GdsBlocks> blocks, unsigned threads);
 
 }  // namespace fastckpt
