@@ -31,7 +31,7 @@ from fastckpt import Checkpointer  # noqa: E402
 from fastckpt.saving import pipeline  # noqa: E402
 from fastckpt.storage import policies  # noqa: E402
 
-WAYS: dict[str, dict[str, Any]] = {"written": {}, "reused": {"reuse": "auto"}}
+WAYS: dict[str, dict[str, Any]] = {"written": {}, "reused": {"codec": "reuse"}}
 CLOCKS = ("stall_s", "committed_s")
 RANK, SECTOR_BYTES = 8, 512
 WARM_UPS = 2  # saves of each way

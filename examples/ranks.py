@@ -116,20 +116,22 @@ def report_saves(saves: list[fastckpt.SaveHandle], rank: Rank, wait: bool = Fals
 @contextmanager
 def tensorboard_log(
     path: Path | None, rank: Rank
-) -> Iterator[Callable[[int, fastckpt.SaveStats], None] | None]:
-    """Opens the first rank's log for TensorBoard, and gives what a Checkpointer calls after each
-    commit; None without a path, and on other ranks.
+) -> Iterator[Callable[[fastckpt.SaveHandle, int], None]]:
+    """Opens the first rank's log for TensorBoard, and gives what is called when a save is over;
+    that does nothing without a path, and on other ranks.
     """
     if path is None or rank.number:
-        yield None
+        yield lambda _handle, _step: None
         return
     from torch.utils.tensorboard import SummaryWriter
 
     with SummaryWriter(str(path)) as writer:
 
-        def tell(step: int, stats: fastckpt.SaveStats) -> None:
+        def tell(handle: fastckpt.SaveHandle, step: int) -> None:
             for clock in ("stall_s", "staged_s", "written_s", "committed_s"):
-                writer.add_scalar(f"checkpoint/{clock}", getattr(stats, clock), step)
+                seconds = getattr(handle.stats, clock)
+                if seconds is not None:  # else the save has failed before
+                    writer.add_scalar(f"checkpoint/{clock}", seconds, step)
 
         yield tell
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,10 +195,8 @@ def main() -> int:
         }
         saves: list[fastckpt.SaveHandle] = []
         with (
-            tensorboard_log(args.tensorboard, rank) as on_commit,
-            fastckpt.Checkpointer(
-                args.root, keep_last=3, fence="step", on_commit=on_commit
-            ) as checkpointer,
+            tensorboard_log(args.tensorboard, rank) as tell,
+            fastckpt.Checkpointer(args.root, keep_last=3, fence="step") as checkpointer,
             loss_log(args.loss_log, rank) as log,
         ):
             first = checkpointer.restore(state, required=args.resume) or 0
@@ -212,6 +211,7 @@ def main() -> int:
                 report(log, rank, step, loss, last=step == args.steps - 1)
                 if args.every and (step + 1) % args.every == 0:
                     saves.append(checkpointer.save(step + 1, state))
+                    saves[-1].add_done_callback(partial(tell, step=step + 1))
                 report_saves(saves, rank)
             report_saves(saves, rank, wait=True)
     return 0

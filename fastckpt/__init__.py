@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from fastckpt.lazy.into import load_into
     from fastckpt.lazy.open import open as open
     from fastckpt.lazy.tensors import LazyTensor, LazyTensors
+    from fastckpt.ranks.stop_signals import StopSignals
     from fastckpt.state.fit import Differences
     from fastckpt.state.tree import PerRank
 
@@ -64,6 +65,7 @@ __all__ = [  # without open: `import *` must not hide the built-in
     "SaveHandle",
     "SaveStats",
     "StagingConflict",
+    "StopSignals",
     "StorageError",
     "TruncatedFile",
     "__version__",
@@ -81,6 +83,7 @@ _NAMED_LATER = {
     "LazyTensor": "fastckpt.lazy.tensors",
     "LazyTensors": "fastckpt.lazy.tensors",
     "PerRank": "fastckpt.state.tree",
+    "StopSignals": "fastckpt.ranks.stop_signals",
     "export": "fastckpt.directories.export",
     "load": "fastckpt.api",
     "load_into": "fastckpt.lazy.into",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -20,9 +20,7 @@ from fastckpt.arguments.checks import (
     Codec,
     Fence,
     OnError,
-    Reuse,
     StagingWay,
-    Stripe,
     check_callable,
     check_choice,
     check_deadline,
@@ -30,20 +28,17 @@ from fastckpt.arguments.checks import (
     check_integer,
     check_path,
     check_seconds,
-    check_signals,
     optional,
 )
 from fastckpt.arguments.environment import launched_rank
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.directories.export import HuggingFace, Writing, checked_export, export_step
 from fastckpt.formats.step_names import step_name
-from fastckpt.handle import SaveHandle, SaveStats, Veto
+from fastckpt.handle import SaveHandle, Veto
 from fastckpt.options import Pacing
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.ranks.round import TIMEOUT_S, Round
-from fastckpt.ranks.signal_handlers import SignalHandlers
-from fastckpt.ranks.stop import StopAgreement
 from fastckpt.saving import giving_up, pipeline
 from fastckpt.saving.save import Save
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
@@ -116,19 +111,20 @@ class Checkpointer:
             may wait to be drained; the save() after that waits. Default: 2.
         codec: None: shards are stored as they are. "planes": compressed without loss, split into
             bytes of equal significance, of which exponents compress and mantissas do not. "zstd":
-            compressed as they are: this gains less, but `zstd -d` restores them.
-        reuse: None, or "auto": what a shard has in common with the same rank's shard of the last
-            step is shared with it on the disk, and not written again, where the file system can
-            clone ranges (XFS, btrfs): for frozen weights. Each step stays whole if others are
-            removed, but damage to shared bytes is one to all that share them. Not with codec or
-            staging="gds"; with `local`, only there.
+            compressed as they are: this gains less, but `zstd -d` restores them. "reuse": stored as
+            they are, but what a shard has in common with the same rank's shard of the last step is
+            shared with it on the disk, and not written again, where the file system can clone
+            ranges (XFS, btrfs): for frozen weights. Each step stays whole if others are removed,
+            but damage to shared bytes is one to all that share them. Not with staging="gds"; with
+            `local`, only there.
         check_finite: whether a step is refused, on all ranks, if it has floating-point numbers that
             are infinite or not a number, as they were copied: result() raises CheckpointError on
             the rank that has them, naming the first in its shard, PeerFailed elsewhere. Looks at
             tensors of the state's dicts, lists, tuples and state_dicts, of dtypes from float64 to
             float8 (e4m3fn, e5m2), not inside of other objects or PerRank, nor at sparse or negated
             ones; small ones are then stored in the first rank's shard. Not with staging="gds".
-        staging, stripe, backend, durable: as fastckpt.save's.
+        staging, backend, durable: as fastckpt.save's. On Lustre, large files are striped unless the
+            root has a layout (`lfs setstripe`).
         drain_rate: the most bytes per second that a node writes, as a number or a text such as
             "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. This and
             max_writers spare storage that others use, too. They delay writing, never
@@ -142,17 +138,8 @@ class Checkpointer:
             the export behind the save of the step, with the same fence, and so copies its tensors
             once more. An export that fails, or cannot begin, costs no step: the next save() warns
             of it, and `exported` or close() raises it. Pacing does not concern exports.
-        on_commit: called on every rank with the step and its SaveStats when a step is committed, on
-            the thread of the save; it should not take long. What it raises is logged.
         before_commit, on_error: as fastckpt.save's. With "raise", save() raises the errors of steps
             of this root alone; of others, and of exports, it warns. "warn" is of exports, too.
-        stop_signals: signals that ask the job to stop, such as ("SIGUSR1", "SIGTERM"), for
-            stop_requested(): names, with or without SIG, signal.Signals or their numbers. Until
-            close() they no longer end the process; handlers that were there before are called, too.
-            Needs the main thread. (): none is handled on this rank, which still stops with the
-            others. Default: none is handled, and stop_requested() raises.
-        takeover: whether the first save takes the root from a job that seems to live, as after a
-            crash of its host; that job's saves then fail with RootInUse.
 
     Attributes:
         restored_from: for each file that the last restore() or load() needed on this rank, by its
@@ -163,11 +150,9 @@ class Checkpointer:
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
-            group, the root is a file, `local` lies on the root's file system, exports are to go to
-            the root or to have a directory among their files, or stop_signals are given on another
-            thread than the main one.
+            group, the root is a file, `local` lies on the root's file system, or exports are to go
+            to the root or to have a directory among their files.
         StorageError: a file that exports are to have is missing.
-        CheckpointError: no thread can be started, which stop_signals need.
     """
 
     def __init__(
@@ -182,10 +167,8 @@ class Checkpointer:
         fence: Fence = "call",
         staging_bytes: int | str | None = None,
         codec: Codec | None = None,
-        reuse: Reuse | None = None,
         check_finite: bool = False,
         staging: StagingWay = "host",
-        stripe: Stripe = "auto",
         backend: BackendName = "auto",
         durable: bool = True,
         drain_rate: float | str | None = None,
@@ -193,11 +176,8 @@ class Checkpointer:
         timeout_s: float = TIMEOUT_S,
         log: bool = False,
         export: HuggingFace | None = None,
-        on_commit: Callable[[int, SaveStats], None] | None = None,
         before_commit: Veto | None = None,
         on_error: OnError = "raise",
-        stop_signals: Collection[str | int] | None = None,
-        takeover: bool = False,
     ) -> None:
         self.root = os.path.realpath(check_path("root", root))
         self.group = default_group() if group is None else group
@@ -208,35 +188,37 @@ class Checkpointer:
             check_choice("on_error", on_error, ON_ERROR)
             check_flag("log", log)
             check_seconds("timeout_s", timeout_s)
-            optional(check_callable, "on_commit", on_commit)
             optional(check_callable, "before_commit", before_commit)
-            signals = optional(check_signals, "stop_signals", stop_signals)
-            SignalHandlers.check(signals or ())
             pacing = Pacing(drain_rate, max_writers, timeout_s)
-            how = (backend, durable, staging_bytes, staging, stripe, pacing)
-            kept = (keep_last, keep_every, local, keep_local)
-            self._options = StepOptions(*how, codec, *kept, reuse, check_finite)
+            self._options = StepOptions(
+                backend,
+                durable,
+                staging_bytes,
+                staging,
+                pacing=pacing,
+                codec=codec,
+                keep_last=keep_last,
+                keep_every=keep_every,
+                local=local,
+                keep_local=keep_local,
+                check_finite=check_finite,
+            )
             self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
-            self._open = OpenRoot(pipeline.current().storage, self.root, takeover)
+            self._open = OpenRoot(pipeline.current().storage, self.root)
             self._steps = self._open.steps
             self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES
             self._reader: StepReader | None = None  # of the restore that is running
-            self._logs, self._on_commit, self._before_commit = log, on_commit, before_commit
+            self._logs, self._before_commit = log, before_commit
             self.exported: SaveHandle | None = None
             self._handles, self._exports = list[SaveHandle](), list[SaveHandle]()
             self._is_step, self._closed, self._ended = is_step(self.root), False, False
             self._tier: LocalTier | None = None
-            self._stop: StopAgreement | None = None
             self._memo = per_group.GroupMemo(self._coordinator)
             self._export = checked_export(export, self.root, self._coordinator.rank == 0)
             self._rank_of = ranks_within(self.group)
             if (path := self._options.local_path) is not None:
                 self._tier = LocalTier(path, self._steps, self._coordinator, self._options)
                 opened.callback(self._tier.close)
-            if signals is not None:
-                self._stop = StopAgreement(self._coordinator, timeout_s)
-                opened.callback(self._stop.close)
-                self._handlers = SignalHandlers(signals, self._stop.ask)
             self._opened = opened.pop_all()
 
     def save(self, step: int, state: Any, *, deadline_s: float | None = None) -> SaveHandle:
@@ -245,8 +227,8 @@ class Checkpointer:
         Args:
             step: 0 or more. If the step exists, the commit of this one replaces it.
             state: see the class.
-            deadline_s: in how many seconds from now the job will end, such as after
-                stop_requested(); all ranks pass one, or none does. drain_rate and max_writers
+            deadline_s: in how many seconds from now the job will end, as when StopSignals say that
+                it is to stop; all ranks pass one, or none does. drain_rate and max_writers
                 then do not delay this save, and without `local` drain_rate no longer delays those
                 in flight either, for whose commits it waits. No export is begun. With
                 `local` it waits for no other step's drain, and goes to the nodes first, as ever;
@@ -315,7 +297,9 @@ class Checkpointer:
             plan = StepPlan(handle, agreement, step, content, place, options, *lent)
             parts = (handle, agreement, plan, place, options, self._before_commit)
             save = Save(*parts, fence=self._fence, lane=self.root)
-            self._tell_of(handle, step)
+            if self._logs and self._coordinator.rank == 0:
+                log_path = os.path.join(self.root, save_log.NAME)
+                handle.add_done_callback(save_log.noting(log_path, step))
         del content, plan, parts
         # With a tier this step waits for none that has a rate, and would only share with them.
         current.rates.lift(self.root, deadline_s is not None and self._tier is None)
@@ -454,29 +438,6 @@ class Checkpointer:
         self._tell("loaded", found[0], started)
         return found[1]
 
-    def stop_requested(self) -> bool:
-        """Returns whether the job is to stop: one of stop_signals has come to any rank. All ranks
-        call it equally often, such as once in each training step, from one thread each.
-
-        The n-th call returns the same on every rank, without a collective, at whatever pace they
-        go; once it is True, it stays True. A call takes microseconds. Only after a signal one call
-        waits, for about a second, until all ranks have heard of it.
-
-        Raises:
-            PeerFailed: the job is to stop, but ranks cannot agree on when: one is dead or has no
-                stop_signals, or the job's store is gone. It comes after about ten seconds, or
-                timeout_s if that is shorter.
-            ValueError: the Checkpointer has no stop_signals or is closed, or several ranks made it
-                before init_process_group().
-        """
-        self._current()
-        if self._stop is None:
-            raise ValueError(
-                f"the Checkpointer of {self.root!r} was made without stop_signals: pass "
-                'stop_signals=("SIGUSR1", "SIGTERM") to it, on all ranks'
-            )
-        return self._stop.is_reached()
-
     def steps(self) -> list[int]:
         """Returns the committed steps, ascending, as this rank sees the directory now.
 
@@ -520,8 +481,6 @@ class Checkpointer:
         pipeline.current().rates.forget(self.root)
         self._opened.close()
         self._open.close()
-        if self._stop is not None:
-            self._handlers.close()  # only now: a second signal must not end what was waited for
         self._ended = True
         return pressed
 
@@ -538,14 +497,6 @@ class Checkpointer:
             if error is None:
                 raise
             log.warning("a save failed too: %s", failure)  # the body's own error is raised
-
-    def _tell_of(self, handle: SaveHandle, step: int) -> None:
-        """Has the end of a save noted in the log, and told to on_commit."""
-        if self._logs and self._coordinator.rank == 0:
-            path = os.path.join(self.root, save_log.NAME)
-            handle.add_done_callback(save_log.noting(path, step))
-        if self._on_commit is not None:
-            handle.add_done_callback(save_log.telling(self._on_commit, step))
 
     def _current(self) -> pipeline.Pipeline:
         if self._closed:

@@ -11,7 +11,6 @@ import operator
 import os
 import re
 import reprlib
-import signal
 from collections.abc import Callable
 from contextlib import suppress
 from math import isfinite, isnan
@@ -26,8 +25,7 @@ _SHOWN_CHARS = 80  # a value that a message quotes is cut to these: it may be a 
 Fence = Literal["call", "step"]
 BackendName = Literal["auto", "io_uring", "threads"]
 StagingWay = Literal["host", "gds"]
-Codec = Literal["zstd", "planes"]
-Reuse = Literal["auto"]
+Codec = Literal["zstd", "planes", "reuse"]
 OnError = Literal["raise", "warn"]
 Stripe = Literal["auto", "keep"] | tuple[int, int | str]
 Striping = str | tuple[int, int]  # a Stripe that was checked: its size is in bytes
@@ -41,17 +39,8 @@ FENCES: tuple[Fence, ...] = get_args(Fence)
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 STAGINGS: tuple[StagingWay, ...] = get_args(StagingWay)
 CODECS: tuple[Codec | None, ...] = (None, *get_args(Codec))
-REUSES: tuple[Reuse | None, ...] = (None, *get_args(Reuse))
 ON_ERROR: tuple[OnError, ...] = get_args(OnError)
 
-_UNHANDLED = {
-    **dict.fromkeys((signal.SIGKILL, signal.SIGSTOP), "which no process can handle"),
-    **dict.fromkeys(
-        (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
-        "which tells of a fault that has to end the process",
-    ),
-    signal.SIGCHLD: "which tells that a child process has ended",
-}
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
 # pathlib makes one slash of two: Path("s3://bucket/a") is "s3:/bucket/a".
 _COLLAPSED_URL = re.compile(
@@ -209,34 +198,6 @@ def check_path(name: str, value: object) -> str:
     with suppress(FileNotFoundError):  # the working directory is gone; then what follows fails
         return os.path.join(os.getcwd(), path)
     return path
-
-
-def check_signals(name: str, value: object) -> tuple[signal.Signals, ...]:
-    """Returns signals, each once, which are given by their names, with or without SIG, or numbers;
-    there may be none. Those that cannot be requests to stop are refused.
-    """
-    example = 'names of signals, such as ("SIGTERM", "SIGUSR1")'
-    if not isinstance(value, tuple | list | set | frozenset):
-        raise TypeError(f"{name} is {_told(value)}, must be a tuple of {example}")
-    found: dict[signal.Signals, None] = {}
-    for each in value:
-        number = _signal(each)
-        if number is None:
-            raise ValueError(f"{name} has {shown(each)}, must have {example}")
-        if number in _UNHANDLED:
-            raise ValueError(f"{name} has {number.name}, {_UNHANDLED[number]}: choose another")
-        found[number] = None
-    return (*found,)
-
-
-def _signal(value: Any) -> signal.Signals | None:
-    if isinstance(value, str):
-        names = signal.Signals.__members__
-        return names.get(value) or names.get(f"SIG{value}")
-    try:
-        return None if isinstance(value, bool) else signal.Signals(value)
-    except ValueError:
-        return None
 
 
 class _Short(reprlib.Repr):

@@ -198,6 +198,12 @@ def _repair(commands: Any) -> None:
         "only you can know, by their age, which is shown, unless another node's lock is seen "
         "here: first see to it that no job is saving to DIR",
     )
+    parser.add_argument(
+        "--takeover",
+        action="store_true",
+        help="leave the root to the job that saves there next, although another one seems to live, "
+        "as after a crash of its host; if it does live, its next save fails with RootInUse",
+    )
     _add_local(parser, "also list, and remove, what saves left there on their way to DIR")
     add_json(parser)
 

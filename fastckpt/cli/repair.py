@@ -52,6 +52,8 @@ class Debris(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     storage, directory = pipeline.current().storage, real_root(arguments.directory)
+    if arguments.takeover:
+        Lease(storage, directory).take_over()
     tiers = [steps.root for steps in tiers_of(storage, directory, arguments.local)]
     found = []
     for root in (directory, *filter(os.path.isdir, tiers)):

@@ -14,6 +14,15 @@ from contextlib import suppress
 from types import FrameType
 from typing import Any
 
+_UNHANDLED = {
+    **dict.fromkeys((signal.SIGKILL, signal.SIGSTOP), "which no process can handle"),
+    **dict.fromkeys(
+        (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
+        "which tells of a fault that has to end the process",
+    ),
+    signal.SIGCHLD: "which tells that a child process has ended",
+}
+
 
 class SignalHandlers:
     """Handlers of these signals, from now until close().
@@ -97,6 +106,36 @@ class SignalHandlers:
         elif earlier == signal.SIG_DFL and (number == signal.SIGTERM if is_child else not is_told):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def checked_signals(value: object) -> tuple[signal.Signals, ...]:
+    """Returns signals, each once, which are given by their names, with or without SIG, or numbers;
+    there may be none. Those that cannot be requests to stop are refused.
+    """
+    example = 'names of signals, such as ("SIGTERM", "SIGUSR1")'
+    if not isinstance(value, tuple | list | set | frozenset):
+        raise TypeError(
+            f"signals is {value!r:.80} of type {type(value).__name__}, must be a tuple of {example}"
+        )
+    found: dict[signal.Signals, None] = {}
+    for each in value:
+        number = _signal(each)
+        if number is None:
+            raise ValueError(f"signals has {each!r:.80}, must have {example}")
+        if number in _UNHANDLED:
+            raise ValueError(f"signals has {number.name}, {_UNHANDLED[number]}: choose another")
+        found[number] = None
+    return (*found,)
+
+
+def _signal(value: Any) -> signal.Signals | None:
+    if isinstance(value, str):
+        names = signal.Signals.__members__
+        return names.get(value) or names.get(f"SIG{value}")
+    try:
+        return None if isinstance(value, bool) else signal.Signals(value)
+    except ValueError:
+        return None
 
 
 def _names(numbers: Sequence[signal.Signals]) -> str:

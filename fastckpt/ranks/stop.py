@@ -1,4 +1,4 @@
-"""The call of stop_requested() from which on all ranks of a job answer True.
+"""The call of StopSignals.requested() from which on all ranks of a job answer True.
 
 Responsible for agreeing on its number in the background, over the job's store. It must not know who
 asks the job to stop, nor how.
@@ -193,7 +193,7 @@ class StopAgreement:
             pause(since, until)
         self._stop = int(self._call("get", "stop"))
         level = logging.DEBUG if self._coordinator.rank else logging.INFO
-        log.log(level, "asked to stop: stop_requested() is True from call %d on", self._stop)
+        log.log(level, "asked to stop: requested() is True from call %d on", self._stop)
 
     def _missing(self) -> PeerFailed:
         """Returns the error of this rank if others have not promised in time."""
@@ -203,8 +203,7 @@ class StopAgreement:
         more = f" and {len(missing) - _RANKS_NAMED} more" if len(missing) > _RANKS_NAMED else ""
         return PeerFailed(
             f"the job was asked to stop, and {named}{more} did not agree within "
-            f"{self._timeout_s:g} s on when: all ranks make their Checkpointers with stop_signals, "
-            "and must be alive",
+            f"{self._timeout_s:g} s on when: all ranks make StopSignals, and must be alive",
             tuple(missing),
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shlex
 import socket
 import threading
 import time
@@ -41,12 +42,11 @@ class Lease:
 
     Attributes:
         path: of the file.
-        takes_over: whether it is taken although a job may have it, the next time that it is taken.
     """
 
     def __init__(self, storage: Storage, root: str) -> None:
         self.path = os.path.join(root, NAME)
-        self.takes_over = False
+        self._takes_over = False
         self._storage, self._root = storage, root
         self._lock = threading.Lock()
         self._fd, self._pid = -1, 0
@@ -72,11 +72,18 @@ class Lease:
         with self._lock:
             for _ in range(_TRIES_MAX):
                 if self.is_held or self._was_made():
-                    self.takes_over = False
                     return
                 with reported("open", self.path):
                     self._clear_or_adopt()
         raise StorageError("open", self.path, errno.EEXIST)
+
+    def take_over(self) -> None:
+        """Takes the lease although a job may have it, and leaves it to whoever saves next. If that
+        job lives after all, it sees that, and its save fails. Raises as take().
+        """
+        self._takes_over = True
+        self.take()
+        self.release()
 
     def _was_made(self) -> bool:
         """Makes the file; returns False if there is one, or if another job thought it dead."""
@@ -124,12 +131,12 @@ class Lease:
             if record is not None and record.nonce == _nonce() and not record.is_over:
                 self._keep(fd)
                 kept = True
-            elif self.takes_over or self._is_over(record, fd):
+            elif self._takes_over or self._is_over(record, fd):
                 # Only who has its lock removes it: else it might be the lease of who was faster.
-                if not (self.takes_over or self._is_unlocked(fd)):
+                if not (self._takes_over or self._is_unlocked(fd)):
                     time.sleep(_PAUSE_S)
                 elif not storage.is_removed(fd, self.path):
-                    self._may_come_back |= self.takes_over
+                    self._may_come_back |= self._takes_over
                     with suppress(FileNotFoundError):  # where there are no locks
                         storage.remove(self.path)
             else:
@@ -282,11 +289,12 @@ def _holder(record: LeaseRecord | None) -> str:
 def _refusal(root: str, record: LeaseRecord | None, age_s: float, ends_by_age: bool) -> str:
     since = "" if record is None else f", since {record.began}"
     lasts_s = int(_UNWRITTEN_S) if record is None else record.lasts_s
-    advice = "If it hangs and cannot be ended, pass takeover=True to Checkpointer"
+    command = f"`fastckpt repair {shlex.quote(root)} --takeover`"
+    advice = f"If it hangs and cannot be ended, run {command}"
     if ends_by_age:
         advice = (
-            "If it is gone, because its host crashed or is cut off, pass takeover=True to "
-            f"Checkpointer, or wait: {lasts_s} s after the last renewal its lease counts as dead"
+            f"If it is gone, because its host crashed or is cut off, run {command}, or wait: "
+            f"{lasts_s} s after the last renewal its lease counts as dead"
         )
     return (
         f"{root!r} is in use by another job: {_holder(record)} saves there{since}, and renewed its "

@@ -13,12 +13,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import datetime, timezone
 from functools import partial
-from threading import current_thread, main_thread
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.handle import SaveHandle, SaveStats
+from fastckpt.handle import SaveHandle
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import NoRegularFile, Storage, from_the_path, reported
 
@@ -50,22 +49,6 @@ def noting(path: str, step: int) -> Callable[[Any], None]:
             log.warning("step %d is not in the log: %s", step, error)
 
     return note
-
-
-def telling(on_commit: Callable[[int, SaveStats], None], step: int) -> Callable[[Any], None]:
-    """Returns a callback for a SaveHandle, which tells on_commit of the commit of a step."""
-
-    def tell(handle: SaveHandle) -> None:
-        try:
-            if handle.failure() is None:
-                on_commit(step, handle.stats)
-        except BaseException as error:  # SystemExit, too: this is the thread of the save
-            log.exception("on_commit raised, after step %d was committed", step)
-            # If no thread could be started, this one is the caller's, whom Ctrl-C is meant for.
-            if isinstance(error, KeyboardInterrupt) and current_thread() is main_thread():
-                raise
-
-    return tell
 
 
 def entries(storage: Storage, path: str) -> list[dict[str, Any]]:

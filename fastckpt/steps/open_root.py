@@ -10,7 +10,6 @@ import os
 import weakref
 from contextlib import suppress
 
-from fastckpt.arguments.checks import check_flag
 from fastckpt.errors import StorageError
 from fastckpt.steps.lease import Lease
 from fastckpt.steps.root import Steps
@@ -31,19 +30,16 @@ class OpenRoot:
 
     Args:
         storage, root: as Steps'.
-        takeover: whether the first save takes the root over from another job.
 
     Attributes:
         steps: the steps under the root.
     """
 
-    def __init__(self, storage: Storage, root: str, takeover: bool) -> None:
+    def __init__(self, storage: Storage, root: str) -> None:
         self._pid = os.getpid()
         self._saves = self._has_warned = False
         known = [each.steps for each in _others(root) if each.steps.storage is storage]
         self.steps: Steps = known[0] if known else Steps(storage, root, Lease(storage, root))
-        if check_flag("takeover", takeover) and self.steps.lease is not None:
-            self.steps.lease.takes_over = True
         _open.add(weakref.ref(self, _open.discard))
 
     def note_save(self, makes_root: bool) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from fastckpt.arguments.checks import (
     CODECS,
-    REUSES,
     Codec,
-    Reuse,
     check_choice,
     check_count,
     check_flag,
@@ -18,6 +17,7 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.options import WriteOptions
 
+Compression: TypeAlias = Literal["zstd", "planes"]
 KEEP_LOCAL = 2  # steps, if the caller does not say
 
 
@@ -34,7 +34,6 @@ class StepOptions(WriteOptions):
     keep_every: int | None = None
     local: str | os.PathLike[str] | None = None
     keep_local: int | None = None
-    reuse: Reuse | None = None
     check_finite: bool = False
 
     def __post_init__(self) -> None:
@@ -48,9 +47,10 @@ class StepOptions(WriteOptions):
         optional(check_count, "keep_local", self.keep_local)
         if self.local_path is None and self.keep_local is not None:
             raise ValueError("keep_local without local: there is no local tier to keep steps in")
-        check_choice("reuse", self.reuse, REUSES)
-        if self.reuse is not None:
-            self._check_reuse()
+        if self.reuses and self.staging == "gds":
+            raise ValueError(
+                'codec="reuse" with staging="gds": what is hashed has to be in host memory'
+            )
         if check_flag("check_finite", self.check_finite) and self.staging == "gds":
             raise ValueError(
                 'check_finite with staging="gds": numbers are looked at in host memory, past which '
@@ -62,8 +62,12 @@ class StepOptions(WriteOptions):
         """The directory `local` as a path; None if there is no local tier."""
         return optional(check_path, "local", self.local)
 
-    def _check_reuse(self) -> None:
-        if self.codec is not None:
-            raise ValueError("reuse with codec: compressed blocks have no fixed place in a file")
-        if self.staging == "gds":
-            raise ValueError('reuse with staging="gds": what is hashed has to be in host memory')
+    @property
+    def reuses(self) -> bool:
+        """Whether shards share on the disk what they have in common with those of the last step."""
+        return self.codec == "reuse"
+
+    @property
+    def compression(self) -> Compression | None:
+        """The codec that compresses the blocks of shards, if one does."""
+        return None if self.codec == "reuse" else self.codec

@@ -55,7 +55,7 @@ class StepPlan(Plan):
     ) -> None:
         super().__init__(content.reads, content.watched)
         # A codec makes one frame of each block, or it is compared with the last step's.
-        self.whole = options.codec is not None or options.reuse is not None
+        self.whole = options.codec is not None
         self._handle = handle
         self._agreement = agreement
         self._step = step
@@ -72,7 +72,7 @@ class StepPlan(Plan):
         content, agreement = self._content, self._agreement
         assert content is not None
         reuse = None
-        if self._options.reuse is not None:
+        if self._options.reuses:
             reuse = Reuse(agreement.rank, self._handle.stats)
         own = Shard(content.leaves, content.per_rank, agreement.rank, by_size=reuse is not None)
         names = own.look_at_numbers() if self._options.check_finite else []
@@ -167,7 +167,7 @@ class _ShardOutput(Output):
         self._options = options
         self._reuse = reuse
         self._rank = agreement.rank
-        self._name = shard_name(agreement.rank, options.codec)
+        self._name = shard_name(agreement.rank, options.compression)
         self._writer: FrameWriter | None = None
 
     def known(self, files: ExitStack) -> Cloner | None:
@@ -176,7 +176,8 @@ class _ShardOutput(Output):
         return self._reuse.known(self._place.lasting, self._shard.nbytes, files)
 
     def open(self) -> None:
-        shard, file, step, codec = self._shard, self.file, self._place.step, self._options.codec
+        shard, file, step = self._shard, self.file, self._place.step
+        codec = self._options.compression
         self._writer = None
         if shard.is_empty:
             return
@@ -202,7 +203,7 @@ class _ShardOutput(Output):
         frames = () if self._writer is None else self._writer.frames()
         crcs = file.transfer.block_crcs()
         hashes = None if self._reuse is None else self._reuse.hashes(crcs)
-        index = shard.index(self.nonce, self._name, crcs, self._options.codec, frames, hashes)
+        index = shard.index(self.nonce, self._name, crcs, self._options.compression, frames, hashes)
         if self._reuse is not None:
             self._reuse.note(index)
         file.end(shard.nbytes)

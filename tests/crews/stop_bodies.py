@@ -1,4 +1,4 @@
-"""What each rank does in the tests of stop_requested(); the module whose functions the ranks call.
+"""What each rank does in the tests of StopSignals; the module whose functions the ranks call.
 
 Must not know what should come of it.
 """
@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from fastckpt import Checkpointer
+from fastckpt import Checkpointer, StopSignals
 from tests.crews.group_crew import Member
 from tests.crews.steps_bodies import meet
 
@@ -25,15 +25,17 @@ def loop_until_stopped(member: Member, root: str, sender: int, receiver: int) ->
     Returns the number of steps, and the step that is committed.
     """
     member.store.set(f"pid/{root}/{member.rank}", str(os.getpid()))
-    stop_signals = ("SIGTERM", "SIGUSR1")
-    with Checkpointer(root, group=member.group, stop_signals=stop_signals) as checkpointer:
+    with (
+        StopSignals(member.group) as signals,
+        Checkpointer(root, group=member.group) as checkpointer,
+    ):
         meet(member)
         for step in range(1, CALLS_MAX):
             time.sleep(0.001 * (1 + 2 * member.rank))  # the paces
             if step == 20 and member.rank == sender:
                 pid = int(member.store.get(f"pid/{root}/{receiver}"))
                 os.kill(pid, signal.SIGUSR1)
-            if checkpointer.stop_requested():
+            if signals.requested():
                 checkpointer.save(step, {"step": torch.tensor([step])})
                 break
     meet(member)

@@ -2,7 +2,7 @@
 threads run, over every kind of store; and an error, never two answers, where ranks cannot agree.
 
 Ranks are threads here, and run in an order that chance decides, one bytecode of stop.py at a time.
-Must not know signals: those are tests/steps/test_stop_signals.py's business.
+Must not know signals: those are tests/ranks/test_stop_signals.py's business.
 """
 
 from __future__ import annotations

@@ -255,9 +255,9 @@ def keep_last(stage: Stage) -> None:
 def reuse(stage: Stage) -> None:
     """The second step shares with the first what has not changed."""
     first = state_of_ranks(stage, 1)
-    with stage.unrecorded(), checkpointer(stage, reuse="auto") as saving:
+    with stage.unrecorded(), checkpointer(stage, codec="reuse") as saving:
         saving.save(1, first).result(WAIT_S)
-    with stage.recorded(), checkpointer(stage, reuse="auto") as saving:
+    with stage.recorded(), checkpointer(stage, codec="reuse") as saving:
         saving.save(2, first | {"all": octets(3 * MIB, 2)}).result(WAIT_S)
 
 

@@ -176,7 +176,9 @@ def test_what_cannot_be_pickled_is_the_callers_error(disk: Path) -> None:
                 checkpointer.save(1, bad)
         cycle: list[Any] = []
         cycle.append(cycle)
-        with pytest.raises(ValueError, match="nested more than 200 deep"):
+        with pytest.raises(
+            ValueError, match=r"contains itself: .*at .a/0. is what stands at .a. again"
+        ):
             checkpointer.save(1, {"a": cycle})
         checkpointer.save(1, state(1)).result(WAIT_S)
     assert directories(disk / "run") == ["step-00000001"]

@@ -39,7 +39,7 @@ from tests.hosts import become
 from tests.steps.test_checkpointer import state
 if sys.argv[2]:
     become(sys.argv[2], own_pids="own pids" in sys.argv)
-checkpointer = Checkpointer(sys.argv[1], takeover="takeover" in sys.argv)
+checkpointer = Checkpointer(sys.argv[1])
 for line in sys.stdin:
     error = checkpointer.save(int(line), state(int(line))).exception(60)
     print(f"{os.getpid()} {type(error).__name__}: {error}" if error else os.getpid(), flush=True)
@@ -69,7 +69,7 @@ def test_the_second_of_two_live_jobs_is_refused(disk: Path, first: str, second: 
         refused = saved(other, 2)
         host = first or socket.gethostname()
         assert "RootInUse" in refused and f"process {pid} on host {host!r}" in refused
-        assert repr(str(disk)) in refused and "takeover=True" in refused
+        assert repr(str(disk)) in refused and f"`fastckpt repair {disk} --takeover`" in refused
         assert "or wait" not in refused, "its lease counts for nothing once it is gone"
         assert directories(disk) == [name(1)]
         assert saved(one, 3) == pid
@@ -98,7 +98,8 @@ def test_a_job_that_was_taken_over_commits_nothing_more(disk: Path) -> None:
     """Nor when the job that took the root has ended; but then it may begin again."""
     with Program(SAVES, disk, "") as one:
         pid = saved(one, 1)
-        with Checkpointer(disk, takeover=True) as checkpointer:
+        assert main(["repair", str(disk), "--takeover"]) == 0
+        with Checkpointer(disk) as checkpointer:
             checkpointer.save(2, state(2)).result(WAIT_S)
             refused = saved(one, 3)
             assert "RootInUse" in refused and f"process {os.getpid()} on host" in refused
@@ -114,7 +115,8 @@ def test_a_job_that_was_taken_over_commits_nothing_more(disk: Path) -> None:
 def test_a_job_that_was_taken_over_and_comes_back_late(disk: Path) -> None:
     with Program(SAVES, disk, "") as one:
         pid = saved(one, 1)
-        with Checkpointer(disk, takeover=True) as checkpointer:
+        assert main(["repair", str(disk), "--takeover"]) == 0
+        with Checkpointer(disk) as checkpointer:
             checkpointer.save(2, state(2)).result(WAIT_S)
         assert "was taken over by another job" in saved(one, 3)
         assert directories(disk) == [name(1), name(2)]

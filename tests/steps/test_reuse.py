@@ -104,7 +104,7 @@ def assert_holds(found: Any, expected: Any) -> None:
 
 
 def saved(root: Path, *steps: int, **options: Any) -> list[SaveStats]:
-    with Checkpointer(root, reuse="auto", **options) as checkpointer:
+    with Checkpointer(root, codec="reuse", **options) as checkpointer:
         return [checkpointer.save(step, state(step)).result(WAIT_S) for step in steps]
 
 
@@ -192,10 +192,8 @@ KINDS = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reuse": "always"}, "reuse is 'always', must be one of"),
-        ({"reuse": True}, "reuse is True"),
-        ({"reuse": "auto", "codec": "zstd"}, "reuse with codec: compressed blocks"),
-        ({"reuse": "auto", "staging": "gds"}, 'reuse with staging="gds": what is hashed'),
+        ({"codec": "auto"}, "codec is 'auto', must be one of"),
+        ({"codec": "reuse", "staging": "gds"}, 'codec="reuse" with staging="gds": what is hashed'),
     ],
 )
 def test_arguments_are_checked(disk: Path, options: dict[str, Any], message: str) -> None:
@@ -284,7 +282,7 @@ def test_small_tensors_that_change_lie_together(memory: Path) -> None:
             }
         return held
 
-    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+    with process_on(Cloning()), Checkpointer(memory, codec="reuse") as checkpointer:
         for step in (1, 2):
             stats = checkpointer.save(step, layers(step)).result(WAIT_S)
         assert_holds(checkpointer.load(2), layers(2))
@@ -306,7 +304,7 @@ def test_every_option_brings_back_the_same(memory: Path, options: dict[str, Any]
     def large(step: int) -> Any:
         return state(step, 20 * MIB + 12_345, 3 * MIB)
 
-    with process_on(Cloning()), Checkpointer(memory, reuse="auto", **options) as checkpointer:
+    with process_on(Cloning()), Checkpointer(memory, codec="reuse", **options) as checkpointer:
         for step in (1, 2, 3):
             stats = checkpointer.save(step, large(step)).result(WAIT_S)
             assert_holds(checkpointer.load(step), large(step))
@@ -317,7 +315,7 @@ def test_the_last_chunk_is_shared_only_if_both_files_end_there(
     memory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A shorter chunk has the same hash as one with zeros behind it."""
-    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+    with process_on(Cloning()), Checkpointer(memory, codec="reuse") as checkpointer:
         for step, nbytes in enumerate([1000, 2000, 2000, 1000]):
             zeros = {"zeros": torch.zeros(5 * CHUNK_BYTES + nbytes, dtype=torch.uint8)}
             stats = checkpointer.save(step, zeros).result(WAIT_S)
@@ -329,7 +327,7 @@ def test_the_last_chunk_is_shared_only_if_both_files_end_there(
 
 def test_of_what_changes_as_a_whole_little_is_hashed(memory: Path) -> None:
     """Once it stops changing, all is hashed again, and shared by the step after that."""
-    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+    with process_on(Cloning()), Checkpointer(memory, codec="reuse") as checkpointer:
         nbytes, unhashed = [], []
         for step, seed in enumerate([1, 2, 2, 2]):
             weights = {"weights": noise(3 * BLOCK_BYTES - 2 * CHUNK_BYTES, seed)}
@@ -352,7 +350,7 @@ def test_a_shard_may_end_where_the_last_one_has_more_of_the_block(
 ) -> None:
     """All of the shorter block is cloned, and has another CRC-32 than the longer one."""
     long = noise(3 * BLOCK_BYTES, 1)
-    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+    with process_on(Cloning()), Checkpointer(memory, codec="reuse") as checkpointer:
         for step, nbytes in enumerate([3 * BLOCK_BYTES, blocks * BLOCK_BYTES + 9 * CHUNK_BYTES]):
             cut = {"cut": long[: nbytes - 4096].clone()}
             stats = checkpointer.save(step, cut).result(WAIT_S)
@@ -430,11 +428,11 @@ def test_each_step_is_what_was_saved_whatever_becomes_of_older_ones(
     with place_of(kind, disk, memory) as place:
         for rng in storm.rounds(4, 100):
             history, states, root = History(rng), list[Any](), place / "run"
-            checkpointer = Checkpointer(root, reuse="auto", keep_last=rng.choice([None, 2, 3]))
+            checkpointer = Checkpointer(root, codec="reuse", keep_last=rng.choice([None, 2, 3]))
             for step in range(rng.randint(3, 6)):
                 if rng.random() < 0.3:  # the job is started again
                     checkpointer.close()
-                    checkpointer = Checkpointer(root, reuse="auto")
+                    checkpointer = Checkpointer(root, codec="reuse")
                 states.append(history.now())
                 stats = checkpointer.save(step, states[-1]).result(WAIT_S)
                 last, shard = root / name(step - 1) / SHARD, root / name(step) / SHARD
@@ -459,7 +457,7 @@ def test_each_step_is_what_was_saved_whatever_becomes_of_older_ones(
 def test_what_is_shared_takes_no_room(disk: Path, kind: str) -> None:
     """Nor is there room for it a second time."""
     with mounted(kind, disk) as mount:
-        with Checkpointer(mount / "run", reuse="auto") as checkpointer:
+        with Checkpointer(mount / "run", codec="reuse") as checkpointer:
             for step in range(4):
                 held = state(step, 140 * MIB, MIB)  # twice as much does not fit
                 stats = checkpointer.save(step, held).result(WAIT_S)
@@ -499,7 +497,7 @@ def test_what_is_shared_is_durable_when_the_step_is_committed(disk: Path) -> Non
 
 
 def test_a_bit_that_the_disk_has_flipped_is_found_in_the_new_step(memory: Path) -> None:
-    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+    with process_on(Cloning()), Checkpointer(memory, codec="reuse") as checkpointer:
         checkpointer.save(1, state(1)).result(WAIT_S)
         flip(memory / name(1) / SHARD, 3 * CHUNK_BYTES)
         assert checkpointer.save(2, state(2)).result(WAIT_S).reused_nbytes > 0
@@ -566,7 +564,7 @@ def test_a_hash_that_is_equal_though_the_bytes_are_not(memory: Path, in_all: boo
         equal = len(new) if in_all else len(new) - HASH_BYTES
         assert old[:equal] != new[:equal]
         put_hashes(memory, 1, new[:equal] + old[equal:])
-        with Checkpointer(memory, reuse="auto") as checkpointer:
+        with Checkpointer(memory, codec="reuse") as checkpointer:
             error = checkpointer.save(2, state(2)).exception(WAIT_S)
             if in_all:
                 assert isinstance(error, CorruptCheckpoint)
@@ -585,7 +583,7 @@ def test_a_hash_that_is_equal_where_the_bytes_lie_though_they_are_not(
     memory: Path, in_all: bool
 ) -> None:
     """What has been compared before it would have been staged is told as what was staged."""
-    with process_on(Cloning()), Checkpointer(memory, reuse="auto") as checkpointer:
+    with process_on(Cloning()), Checkpointer(memory, codec="reuse") as checkpointer:
         for step in (2, 1):
             checkpointer.save(step, state(step)).result(WAIT_S)
         old, new = hashes_of(memory, 1), hashes_of(memory, 2)
@@ -612,7 +610,7 @@ def test_what_has_not_changed_takes_no_staging_memory(memory: Path) -> None:
     """All is staged while no block can be written, in fewer blocks than the state has."""
     storage, nbytes = HeldAtTheFirstClone(), 6 * BLOCK_BYTES
     options: dict[str, Any] = {"staging_bytes": 2 * BLOCK_BYTES, "fence": "step"}
-    with process_on(storage), Checkpointer(memory, reuse="auto", **options) as checkpointer:
+    with process_on(storage), Checkpointer(memory, codec="reuse", **options) as checkpointer:
         for step in (1, 2):
             handle = checkpointer.save(step, state(step, nbytes))
             handle.wait_staged(WAIT_S)
@@ -625,7 +623,7 @@ def test_what_has_not_changed_takes_no_staging_memory(memory: Path) -> None:
 
 def saved_unstaged(memory: Path, storage: RefusesLater, harm: Callable[[], None]) -> Any:
     """Saves step 2 beside step 1, whose bytes are not staged and cannot be cloned."""
-    with process_on(storage), Checkpointer(memory, reuse="auto") as checkpointer:
+    with process_on(storage), Checkpointer(memory, codec="reuse") as checkpointer:
         checkpointer.save(1, large(1)).result(WAIT_S)
         harm()
         storage.refuses = True
@@ -712,7 +710,7 @@ def test_after_the_first_refusal_everything_is_written(
     memory: Path, code: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage = Refuses(1, code)
-    with process_on(storage), Checkpointer(memory, reuse="auto") as checkpointer:
+    with process_on(storage), Checkpointer(memory, codec="reuse") as checkpointer:
         checkpointer.save(1, large(1)).result(WAIT_S)
         stats = checkpointer.save(2, large(2)).result(WAIT_S)
         assert_holds(checkpointer.load(2), large(2))
@@ -739,7 +737,7 @@ class Full(Cloning):
 def test_a_shortage_tells_what_is_needed_and_left(memory: Path) -> None:
     """Though no room is taken ahead."""
     storage = Full()
-    with process_on(storage), Checkpointer(memory, reuse="auto") as checkpointer:
+    with process_on(storage), Checkpointer(memory, codec="reuse") as checkpointer:
         checkpointer.save(1, state(1)).result(WAIT_S)
         storage.is_full = True
         room = r"up to [\d.]+ KiB are needed and 1\.00 MiB are left on the file system"
@@ -775,7 +773,7 @@ class HeldAtTheFirstClone(Cloning):
 
 def test_a_step_that_is_removed_while_it_is_reused(memory: Path) -> None:
     storage = HeldAtTheFirstClone()
-    with process_on(storage), Checkpointer(memory, reuse="auto") as checkpointer:
+    with process_on(storage), Checkpointer(memory, codec="reuse") as checkpointer:
         checkpointer.save(1, state(1)).result(WAIT_S)
         handle = checkpointer.save(2, state(2))
         assert storage.reached.wait(WAIT_S)
@@ -815,7 +813,7 @@ def of_rows(step: int) -> dict[str, torch.Tensor]:
 
 def save_rows(member: Member, root: Path, steps: list[int]) -> None:
     """Saves steps whose tensors are distributed over the ranks by their rows."""
-    with Checkpointer(root, group=member.group, reuse="auto", log=True) as checkpointer:
+    with Checkpointer(root, group=member.group, codec="reuse", log=True) as checkpointer:
         for step in steps:
             rows = {key: spread_by_group(member, held) for key, held in of_rows(step).items()}
             checkpointer.save(step, rows).result(WAIT_S)
@@ -849,7 +847,7 @@ class Prepared(NamedTuple):
 
 
 def prepared(live: Path) -> Prepared:
-    with process_on(Cloning()), Checkpointer(live / "run", reuse="auto", durable=False) as first:
+    with process_on(Cloning()), Checkpointer(live / "run", codec="reuse", durable=False) as first:
         first.save(1, state(1)).result(WAIT_S)
         return Prepared(live / "run", first._steps.own_index)
 
@@ -862,7 +860,7 @@ def save_second(before: Prepared, storage: Storage, in_place: bool) -> BaseExcep
     staged; or else in another one.
     """
     with process_on(storage):
-        checkpointer = Checkpointer(before.root, reuse="auto", keep_last=1)
+        checkpointer = Checkpointer(before.root, codec="reuse", keep_last=1)
         checkpointer._steps.own_index = before.own if in_place else None
         handle = checkpointer.save(2, state(2))
         error = handle.exception(WAIT_S)
@@ -929,7 +927,7 @@ def test_any_operation_may_be_the_last(memory: Path, in_place: bool) -> None:
         before = prepared(live)
         storage = CloningCrash(live, count)
         with process_on(storage), suppress(PowerCut):  # what it is for
-            checkpointer = Checkpointer(before.root, reuse="auto", keep_last=1)
+            checkpointer = Checkpointer(before.root, codec="reuse", keep_last=1)
             checkpointer._steps.own_index = before.own if in_place else None
             checkpointer.save(2, state(2)).exception(WAIT_S)
         if count > len(storage.log):

@@ -38,6 +38,7 @@ from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
 from fastckpt.steps.known import Begun
+from fastckpt.steps.lease import Lease
 from fastckpt.steps.retention import superfluous
 from fastckpt.steps.root import Steps
 from fastckpt.steps.uncommitted_step import UncommittedStep
@@ -440,7 +441,8 @@ def test_debris_of_the_living_stays_and_of_the_dead_goes(
         assert told(process) == "stopped"
         files = set(os.listdir(root / name(5)))
         assert len(files) > 1 and "manifest.json" not in files
-        after_it = saved(root, 6, takeover=True)
+        Lease(Storage(), str(root)).take_over()
+        after_it = saved(root, 6)
         assert after_it == [name(4), name(5), name(6)], "its save may yet commit"
         assert set(os.listdir(root / name(5))) >= files
         assert saved(root, 5) == [name(4), name(5), name(5, 1), name(6)]

@@ -1,5 +1,5 @@
-"""Checkpointer.stop_requested() with real signals in real processes: every rank stops at the same
-call, and everything else about signals is as it would be without a Checkpointer.
+"""StopSignals with real signals in real processes: every rank stops at the same
+call, and everything else about signals is as it would be without them.
 
 How ranks agree, in any order of their threads, is tests/ranks/test_stop.py's business.
 """
@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from fastckpt import Checkpointer
-from fastckpt.arguments.checks import check_signals
+from fastckpt import StopSignals
 from fastckpt.errors import CheckpointError
 from fastckpt.ranks import stop
 from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.signal_handlers import checked_signals
 from fastckpt.ranks.stop import StopAgreement
 from tests.crews import stop_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery
@@ -57,11 +57,11 @@ import itertools, sys
 import torch, fastckpt
 
 state = {"step": torch.zeros(1)}
-with fastckpt.Checkpointer(sys.argv[1], stop_signals=("SIGUSR1", "SIGTERM")) as checkpointer:
+with fastckpt.StopSignals() as signals, fastckpt.Checkpointer(sys.argv[1]) as checkpointer:
     first = checkpointer.restore(state) or 0
     for step in itertools.count(first):
         state["step"] += 1
-        stop = checkpointer.stop_requested()
+        stop = signals.requested()
         if step == first + 5:
             print("trains", flush=True)
         if stop:
@@ -88,24 +88,24 @@ def test_a_job_that_is_told_to_stop_saves_and_goes_on_later(disk: Path, number: 
 
 MANNERS = """
 import os, signal, sys, threading, time
-import torch, fastckpt
+import fastckpt
 
 heard = []
 def own(number, _frame):
     heard.append(number)
 
 def made(*names):
-    return fastckpt.Checkpointer(sys.argv[1], stop_signals=names)
+    return fastckpt.StopSignals(None, names)
 
 # A handler that was there before is called, too, and put back.
 signal.signal(signal.SIGUSR1, own)
-checkpointer = made("SIGUSR1", signal.SIGTERM)
-assert not checkpointer.stop_requested()
+signals = made("SIGUSR1", signal.SIGTERM)
+assert not signals.requested()
 signal.raise_signal(signal.SIGUSR1)
 assert heard == [signal.SIGUSR1]
-assert checkpointer.stop_requested() and checkpointer.stop_requested()
+assert signals.requested() and signals.requested()
 signal.raise_signal(signal.SIGTERM)
-checkpointer.close()
+signals.close()
 assert signal.getsignal(signal.SIGUSR1) is own
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 until = time.monotonic() + 30  # a thread whose work is done is there for another moment
@@ -113,7 +113,7 @@ while threading.active_count() > 1 and time.monotonic() < until:
     time.sleep(0.01)
 assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
 try:
-    checkpointer.stop_requested()
+    signals.requested()
 except ValueError as error:
     assert "closed" in str(error)
 else:
@@ -124,7 +124,7 @@ one = made("SIGUSR1")
 two = made("SIGUSR1")
 one.close()
 signal.raise_signal(signal.SIGUSR1)
-assert heard == [signal.SIGUSR1] * 2 and two.stop_requested()
+assert heard == [signal.SIGUSR1] * 2 and two.requested()
 two.close()
 signal.raise_signal(signal.SIGUSR1)
 assert heard == [signal.SIGUSR1] * 3
@@ -134,7 +134,7 @@ signal.signal(signal.SIGUSR1, signal.SIG_DFL)
 older, newer = made("SIGUSR1"), made("SIGUSR1")
 older.close()
 signal.raise_signal(signal.SIGUSR1)
-assert newer.stop_requested()
+assert newer.requested()
 newer.close()
 assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
@@ -150,7 +150,7 @@ if worker == 0:
     os._exit(7)
 assert os.read(said, 5) == b"lives"
 assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
-assert not three.stop_requested()
+assert not three.requested()
 
 # A handler that somebody else put in front stays; the default action counts again behind it.
 behind = signal.getsignal(signal.SIGTERM)
@@ -162,31 +162,22 @@ signal.raise_signal(signal.SIGTERM)
 
 
 @pytest.mark.multiprocess
-def test_signals_are_as_without_a_checkpointer(disk: Path) -> None:
-    ended = run(MANNERS, disk / "run")
+def test_signals_are_as_without_them() -> None:
+    ended = run(MANNERS)
     assert ended.stdout == "ends\n", ended.stderr
     assert ended.returncode == -signal.SIGTERM
 
 
 UNCLOSED = """
-import sys
 import fastckpt
-checkpointer = fastckpt.Checkpointer(sys.argv[1], stop_signals=("SIGTERM",))
-assert not checkpointer.stop_requested()
+signals = fastckpt.StopSignals(None, ("SIGTERM",))
+assert not signals.requested()
 """
 
 
 @pytest.mark.multiprocess
-def test_a_process_ends_without_close(disk: Path) -> None:
-    assert run(UNCLOSED, disk / "run").returncode == 0
-
-
-def test_nothing_is_handled_unless_asked(disk: Path) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    with Checkpointer(disk / "run") as checkpointer:
-        assert signal.getsignal(signal.SIGTERM) == before
-        with pytest.raises(ValueError, match="was made without stop_signals: pass stop_signals="):
-            checkpointer.stop_requested()
+def test_a_process_ends_without_close() -> None:
+    assert run(UNCLOSED).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -194,10 +185,10 @@ def test_nothing_is_handled_unless_asked(disk: Path) -> None:
     [
         ("SIGTERM", TypeError, "must be a tuple of names of signals, such as"),
         (15, TypeError, "must be a tuple of names of signals, such as"),
-        (("SIGTERN",), ValueError, "stop_signals has 'SIGTERN', must have names of signals"),
-        ((4711,), ValueError, "stop_signals has 4711"),
-        ((True,), ValueError, "stop_signals has True, must have names of signals"),
-        ((None,), ValueError, "stop_signals has None"),
+        (("SIGTERN",), ValueError, "signals has 'SIGTERN', must have names of signals"),
+        ((4711,), ValueError, "signals has 4711"),
+        ((True,), ValueError, "signals has True, must have names of signals"),
+        ((None,), ValueError, "signals has None"),
         (("SIGKILL",), ValueError, "SIGKILL, which no process can handle"),
         (("STOP",), ValueError, "SIGSTOP, which no process can handle"),
         ((signal.SIGSEGV,), ValueError, "SIGSEGV, which tells of a fault"),
@@ -207,23 +198,23 @@ def test_nothing_is_handled_unless_asked(disk: Path) -> None:
         (("SIGCHLD",), ValueError, "SIGCHLD, which tells that a child process has ended"),
     ],
 )
-def test_wrong_signals(disk: Path, given: object, error: type[Exception], text: str) -> None:
+def test_wrong_signals(given: object, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        Checkpointer(disk / "run", stop_signals=given)  # type: ignore[arg-type]
+        StopSignals(None, given)  # type: ignore[arg-type]
 
 
 def test_what_is_open_is_closed_where_no_thread_can_be_started(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closed = told_of_closing(monkeypatch)
     monkeypatch.setattr(stop, "start_thread", lambda *_: False)
     with pytest.raises(CheckpointError, match="no thread can be started"):
-        Checkpointer(disk / "run", stop_signals=("SIGUSR1",))
+        StopSignals(None, ("SIGUSR1",))
     assert closed == [Coordinator]
 
 
 def test_what_is_open_is_closed_where_a_handler_is_refused(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closed, before, install = told_of_closing(monkeypatch), signal.getsignal(2), signal.signal
 
@@ -234,7 +225,7 @@ def test_what_is_open_is_closed_where_a_handler_is_refused(
 
     monkeypatch.setattr(signal, "signal", refuse)
     with pytest.raises(OSError, match="Invalid argument"):
-        Checkpointer(disk / "run", stop_signals=("SIGINT", "SIGUSR2"))
+        StopSignals(None, ("SIGINT", "SIGUSR2"))
     assert closed == [StopAgreement, Coordinator] and signal.getsignal(2) == before
 
 
@@ -253,22 +244,22 @@ def told_of_closing(monkeypatch: pytest.MonkeyPatch) -> list[type]:
 
 def test_signals_by_their_names_and_numbers() -> None:
     given = ["USR1", "SIGUSR1", signal.SIGUSR1, int(signal.SIGTERM), "TERM", "HUP"]
-    assert check_signals("stop_signals", given) == (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
+    assert checked_signals(given) == (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP)
 
 
-def test_a_rank_may_handle_none(disk: Path) -> None:
+def test_a_rank_may_handle_none() -> None:
     before = [signal.getsignal(number) for number in signal.valid_signals()]
-    with Checkpointer(disk / "run", stop_signals=()) as checkpointer:
+    with StopSignals(None, ()) as signals:
         assert [signal.getsignal(number) for number in signal.valid_signals()] == before
-        assert not checkpointer.stop_requested()
+        assert not signals.requested()
 
 
-def test_another_thread_is_told_of_the_main_one(disk: Path) -> None:
+def test_another_thread_is_told_of_the_main_one() -> None:
     said = []
 
     def make() -> None:
         try:
-            Checkpointer(disk / "run", stop_signals=("SIGUSR1",))
+            StopSignals(None, ("SIGUSR1",))
         except ValueError as error:
             said.append(str(error))
 
