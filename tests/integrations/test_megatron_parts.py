@@ -432,29 +432,6 @@ def test_any_operation_of_a_commit_may_be_the_last(tmp_path: Path) -> None:
     assert complete > 6
 
 
-def test_any_operation_of_a_removal_may_be_the_last(tmp_path: Path) -> None:
-    """An iteration that is still complete has all its files."""
-    run, after = tmp_path / "run", tmp_path / "after"
-    old, names = run / iterations.directory_name(1), set()
-    for count in range(6):
-        old.mkdir(parents=True)
-        for name in (".metadata", "common.pt", "__0_0.distcp"):
-            (old / name).write_bytes(b"whole")
-        (run / iterations.directory_name(2)).mkdir(exist_ok=True)
-        (run / iterations.directory_name(2) / ".metadata").touch()
-        storage = Crash(run, count)
-        with process_on(storage), contextlib.suppress(PowerCut):  # what it is for
-            iterations.retain(str(run), 2, Retention(1))
-        for _label, image in storage.images(SUITE_SEED + count):
-            plant(image, after, dead_pid())
-            if iterations.is_complete(str(after / old.name)):
-                assert len(os.listdir(after / old.name)) == 3, storage.log[:count]
-            names.add(frozenset(os.listdir(after)))
-            shutil.rmtree(after)
-        shutil.rmtree(run)
-    assert len(names) == 2 and len(storage.log) < 6
-
-
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])
 def test_iterations_commit_in_the_order_of_their_saves(
     tmp_path: Path, numbers: tuple[int, int]

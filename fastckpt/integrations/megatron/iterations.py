@@ -1,7 +1,7 @@
 """Iterations of a run as Megatron lays them out: iter_0001000/ and the tracker that names the last.
 
 Responsible for names, for which iterations are complete, for moving the tracker atomically, and for
-removing old ones. It must not know what is in a checkpoint, nor Megatron, torch or ranks.
+removing old ones. It must not know what is in a checkpoint, nor Megatron.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from fastckpt.errors import Vanished
+from fastckpt.directories.save import remove_directory
+from fastckpt.errors import StorageError, Vanished
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly
@@ -174,17 +175,13 @@ def retain(
         elif number < newest and not is_pinned:
             going.append(name)
     going += may_go(complete, retention.keep_last, retention.keep_every)
-    removed, storage = [], pipeline.current().storage
+    removed = []
     for number in sorted(map(int, going)):
         path = os.path.join(root, directory_name(number))
         try:
-            # First `.metadata`, so that nobody takes what is left for a checkpoint.
-            if is_complete(path):
-                storage.remove(os.path.join(path, METADATA))
-                storage.sync_directory(path)  # so that no power cut brings it back
-            storage.remove_tree(path)
+            remove_directory(path)
             removed.append(number)
-        except OSError as error:
+        except StorageError as error:
             log.warning("old iteration %r could not be removed: %s", path, error)
     return removed
 
