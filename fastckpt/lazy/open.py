@@ -8,10 +8,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
 from contextlib import ExitStack
 
 from fastckpt.arguments.checks import check_path
+from fastckpt.directories import iterations
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.hugging_face import INDEX, INDEX_SUFFIX
@@ -22,7 +22,7 @@ from fastckpt.lazy.source import Source
 from fastckpt.lazy.step import StepSource
 from fastckpt.lazy.tensors import LazyTensors
 from fastckpt.lazy.torch_file import torch_file
-from fastckpt.reading.verified import opened_regular, read_small
+from fastckpt.reading.verified import opened_regular
 from fastckpt.saving import pipeline
 from fastckpt.steps.no_steps import what_is_there
 from fastckpt.steps.root import Steps
@@ -34,9 +34,6 @@ log = logging.getLogger("fastckpt")
 _ZIP, _JSON_AT = b"PK\x03\x04", 8
 _SAFETENSORS = ".safetensors"
 _METADATA = ".metadata"  # of torch.distributed.checkpoint
-_TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron
-_TRACKER_BYTES_MAX = 64
-_ITERATION = re.compile(r"\s*(\d{1,18})\s*")
 
 
 def open(path: str | os.PathLike[str]) -> LazyTensors:
@@ -51,8 +48,9 @@ def open(path: str | os.PathLike[str]) -> LazyTensors:
     Args:
         path: a file of fastckpt.save, torch.save or safetensors; a step of a Checkpointer, or its
             root (then the newest step whose files all have their sizes); a directory of
-            torch.distributed.checkpoint, of Megatron (torch_dist), or of Hugging Face
-            (safetensors); or a directory with one .safetensors file.
+            torch.distributed.checkpoint, of Megatron (torch_dist) or its run (then the newest
+            complete iteration), or of Hugging Face (safetensors); or a directory with one
+            .safetensors file.
 
     Returns:
         LazyTensors, to be closed. Its is_verified tells whether what is read is compared with
@@ -135,26 +133,14 @@ def _directory(storage: Storage, staging: Staging, path: str) -> tuple[str, Sour
     if len(files) == 1:
         file = os.path.join(path, files[0])
         return file, _file(storage, staging, os.path.realpath(file))
-    if _TRACKER in names:
-        return _directory(storage, staging, _iteration(storage, path))
+    if iterations.TRACKER in names:
+        choices = iterations.candidates(path)
+        if not choices:
+            raise CorruptCheckpoint(f"{path!r} holds no complete iteration of Megatron's")
+        return _directory(storage, staging, choices[0][1])
     if MANIFEST in names and not any(map(STEP_NAME.match, names)):
         return path, _step(storage, staging, Steps(storage, root), name)  # which says what is wrong
     return _newest(storage, staging, path)
-
-
-def _iteration(storage: Storage, path: str) -> str:
-    """Returns the directory of the iteration that Megatron's tracker names."""
-    tracker = os.path.join(path, _TRACKER)
-    said = read_small(storage, tracker, _TRACKER_BYTES_MAX).decode(errors="replace")
-    found = _ITERATION.fullmatch(said)
-    if found is None and said.strip() != "release":
-        raise CorruptCheckpoint(f"{tracker!r} says {said!r}, must be the number of an iteration")
-    name = "release" if found is None else f"iter_{int(found[1]):07d}"
-    directory = os.path.join(path, name)
-    with reported("open", directory):
-        if not storage.is_directory(directory):
-            raise FileNotFoundError(errno.ENOENT, f"{_TRACKER} names it, but it does not exist")
-    return directory
 
 
 def _step(storage: Storage, staging: Staging, steps: Steps, name: str) -> StepSource:

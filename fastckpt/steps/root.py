@@ -502,43 +502,41 @@ class Steps:
 
     def is_dead(self, name: str, others_after_s: float) -> bool:
         """Returns whether remove_if_dead() would remove a directory."""
-        with suppress(OSError):  # removed meanwhile, or not to be read
-            entries = self.storage.names(self.path(name))
-            if not self.may_be_committed(name) and all(map(OURS.fullmatch, entries)):
-                here, left = self.storage, atomic.temporaries_among(entries, MANIFEST)
-                return all(
-                    (atomic.is_of_dead(here, path) and is_unlocked(here, path))
-                    or self._is_of_other_dead(name, path, others_after_s)
-                    for path in map(self.path, [name] * len(left), left)
-                )
-        return False
+        return self._left_in(name, others_after_s) is not None
 
     def remove_if_dead(self, name: str, others_after_s: float = atomic.DEAD_AFTER_S) -> bool:
-        """Removes a directory without a manifest if its save is surely over; returns whether.
+        """Removes a directory without a manifest if its save is surely over; returns whether."""
+        entries = self._left_in(name, others_after_s)
+        with suppress(OSError):  # it is left to a later call
+            if entries is not None:
+                self._empty(name, entries)
+                return True
+        return False
+
+    def _left_in(self, name: str, others_after_s: float) -> list[str] | None:
+        """Returns what is in a directory without a manifest if its save is surely over; else None.
 
         That is so if no temporary manifest is left, which a save removes last, or none whose owner
         may live: its process on this host is gone, or another host wrote it `others_after_s` ago,
         and nobody is seen to have locked it. A directory that holds anything that no save makes
         stays.
         """
-        storage, manifest = self.storage, self.path(name, MANIFEST)
-        try:
-            if not storage.is_directory(self.path(name)) or self.may_be_committed(name):
-                return False
+        storage = self.storage
+        with suppress(OSError):  # removed meanwhile, or not to be read
             # Only what is there now is removed, so a save that begins meanwhile keeps its files.
+            if not storage.is_directory(self.path(name)):
+                return None
             entries = storage.names(self.path(name))
             if not all(map(OURS.fullmatch, entries)):
-                return False
-            atomic.remove_debris(storage, manifest)
-            for path in atomic.temporaries(storage, manifest):
-                if not self._is_of_other_dead(name, path, others_after_s):
-                    return False
-            if self.may_be_committed(name):  # the save was alive and has committed meanwhile
-                return False
-            self._empty(name, entries)
-        except OSError:  # it is left to a later call
-            return False
-        return True
+                return None
+            for left in atomic.temporaries_among(entries, MANIFEST):
+                path = self.path(name, left)
+                is_dead = atomic.is_of_dead(storage, path) and is_unlocked(storage, path)
+                if not is_dead and not self._is_of_other_dead(name, path, others_after_s):
+                    return None
+            if not self.may_be_committed(name):  # nor has the save committed meanwhile
+                return entries
+        return None
 
     def _is_of_other_dead(self, name: str, temporary: str, after_s: float) -> bool:
         """Returns whether a temporary manifest is another host's, so old, and not locked."""

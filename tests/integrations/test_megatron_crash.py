@@ -25,9 +25,10 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader, load
 
 from fastckpt import CheckpointError
+from fastckpt.directories import iterations
 from fastckpt.directories.hidden_directory import HiddenDirectory
 from fastckpt.integrations import dcp
-from fastckpt.integrations.megatron import SaveStrategy, iterations, strategies
+from fastckpt.integrations.megatron import SaveStrategy, strategies
 from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.ranks import round as round_module
 from fastckpt.ranks.coordinator import Coordinator

@@ -30,9 +30,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle, StorageError
+from fastckpt.directories import iterations
+from fastckpt.directories.iterations import Retention
 from fastckpt.integrations import dcp, megatron
 from fastckpt.integrations.megatron import (
-    iterations,
     load,
     partial_reads,
     save_planner,
@@ -40,7 +41,6 @@ from fastckpt.integrations.megatron import (
     strategies,
 )
 from fastckpt.integrations.megatron import optimizer as optimizers
-from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.integrations.megatron.reshard import (
     Catalog,
     Piece,

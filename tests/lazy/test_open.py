@@ -115,6 +115,14 @@ def dcp_by_fastckpt(state: dict[str, torch.Tensor], disk: Path) -> Path:
     return disk / "dcp"
 
 
+def iterations(state: dict[str, torch.Tensor], disk: Path) -> Path:
+    """As if the job was killed between the commit and the move of Megatron's tracker."""
+    os.renames(dcp_by_torch(state, disk), disk / "run" / "iter_0000012")
+    (disk / "run" / "iter_0000013").mkdir()
+    (disk / "run" / "latest_checkpointed_iteration.txt").write_text("11")
+    return disk / "run"
+
+
 KINDS = {
     "fastckpt": (by_fastckpt, True),
     "torch": (by_torch, False),
@@ -124,6 +132,7 @@ KINDS = {
     "compressed step": (compressed, True),
     "dcp of torch": (dcp_by_torch, False),
     "dcp of fastckpt": (dcp_by_fastckpt, True),
+    "megatron": (iterations, False),
 }
 
 

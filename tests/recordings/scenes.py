@@ -23,12 +23,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
+from fastckpt.directories import iterations
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.directories.verify import check
 from fastckpt.integrations import dcp as ours
 from fastckpt.integrations._tag import Tag
-from fastckpt.integrations.megatron import SaveStrategy, iterations
+from fastckpt.integrations.megatron import SaveStrategy
 from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.integrations.transformers import _rotate
 from fastckpt.options import Pacing, WriteOptions

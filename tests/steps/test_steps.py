@@ -514,10 +514,12 @@ def test_a_locked_temporary_is_alive(root: Path) -> None:
     assert saved(root, 4) == [name(3), name(4)]
 
 
-@pytest.mark.parametrize("when", [1, 2, 3])
-@pytest.mark.parametrize("committing", [False, True])
+@pytest.mark.parametrize(
+    ("after", "committing"),
+    [("is_directory", False), ("names", False), ("status", False), ("names", True)],
+)
 def test_a_directory_that_comes_to_life_while_it_is_looked_at(
-    root: Path, when: int, committing: bool
+    root: Path, after: str, committing: bool
 ) -> None:
     """Another save makes its temporary after the first look, or commits: the directory stays."""
     directory = root / name(5)
@@ -527,7 +529,7 @@ def test_a_directory_that_comes_to_life_while_it_is_looked_at(
     class Late(Recorder):
         def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
             result = real()
-            if operation.name == "names" and len(self.numbers_of("names")) == when:
+            if operation.name == after and len(self.numbers_of(after)) == 1:
                 if committing:
                     temporary.rename(directory / "manifest.json")
                 else:

@@ -22,7 +22,8 @@ from megatron.core import dist_checkpointing, parallel_state
 
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.arguments.checks import check_path
-from fastckpt.integrations.megatron import fsdp, iterations
+from fastckpt.directories import iterations
+from fastckpt.integrations.megatron import fsdp
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.optimizer import SHARDING
 from fastckpt.integrations.megatron.state import (

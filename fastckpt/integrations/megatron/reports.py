@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from fastckpt import SaveHandle
-from fastckpt.integrations.megatron import iterations
+from fastckpt.directories import iterations
 from fastckpt.latch import Latch
 
 _NOTING_S = 60.0  # longest wait for a line, once its save has ended

@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
 from fastckpt import SaveHandle
 from fastckpt.arguments.checks import Fence, OnError, check_path
-from fastckpt.integrations.megatron import iterations
-from fastckpt.integrations.megatron.iterations import Retention
+from fastckpt.directories import iterations
+from fastckpt.directories.iterations import Retention
 from fastckpt.integrations.megatron.optimizer import CONTENT, SHARDING, saved_maps
 from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.integrations.megatron.state import (

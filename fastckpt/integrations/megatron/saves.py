@@ -14,9 +14,9 @@ from functools import partial
 from typing import Protocol
 
 from fastckpt import SaveHandle
+from fastckpt.directories import iterations
+from fastckpt.directories.iterations import Retention
 from fastckpt.errors import is_visible
-from fastckpt.integrations.megatron import iterations
-from fastckpt.integrations.megatron.iterations import Retention
 from fastckpt.integrations.megatron.strategies import Afterwards
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import raise_earlier
@@ -141,7 +141,8 @@ class _Run:
         with self._lock:
             if self._named != iteration:
                 return
-            in_flight = {handle.path for handle in pipeline.current().in_flight()}
+            saves = pipeline.current().in_flight()
+            in_flight = {handle.path for handle in saves if not handle.done()}
             try:
                 removed = iterations.retain(
                     self._root, iteration, retention, in_flight, self._superseded

@@ -34,9 +34,9 @@ from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle
 from fastckpt.arguments.checks import Fence, OnError
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace, SwapItemsPlace
+from fastckpt.directories.iterations import COMMON, CONFIG, METADATA
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.integrations import dcp
-from fastckpt.integrations.megatron.iterations import COMMON, CONFIG, METADATA
 from fastckpt.integrations.megatron.partial_reads import read, read_objects, unpickled
 from fastckpt.integrations.megatron.save_planner import DividingSavePlanner, Holdings, may_write
 from fastckpt.ranks.round import Round

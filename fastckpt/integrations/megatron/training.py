@@ -19,8 +19,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
+from fastckpt.directories import iterations
 from fastckpt.integrations import require
-from fastckpt.integrations.megatron import flag_support, iterations
+from fastckpt.integrations.megatron import flag_support
 from fastckpt.integrations.megatron.load import LoadRequest, Restored, restore
 from fastckpt.integrations.megatron.reports import Reports
 from fastckpt.integrations.megatron.save import save_checkpoint
