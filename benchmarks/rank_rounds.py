@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.formats import torch_pickle
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.plan.boxes import Box
 from fastckpt.ranks import round as agreement
 from fastckpt.ranks.coordinator import Coordinator
@@ -74,7 +74,7 @@ def one_save(ranks: int, directory: Path) -> list[dict[str, int]]:
         content = Content(
             [leaf], objects, b"", Description([("weight", "float32")]), DeviceSources(), []
         )
-        handle, options = SaveHandle(str(directory), 0.0), StepOptions(durable=False)
+        handle, options = InnerHandle(str(directory), 0.0), StepOptions(durable=False)
         round_ = speakers[rank].begin("step 0", TIMEOUT_S)
         steps = Steps(pipeline.storage, str(directory))
         place = StepPlace(steps, round_, 0, options)

@@ -24,7 +24,8 @@ from fastckpt.errors import (
     StorageError,
     TruncatedFile,
 )
-from fastckpt.handle import SaveHandle, SaveStats
+from fastckpt.handle import SaveHandle
+from fastckpt.save_stats import SaveStats
 
 # `python -m fastckpt` or the script: --help must not take as long as importing torch does.
 _is_command_line = sys.orig_argv[1:3] == ["-m", "fastckpt"] or (

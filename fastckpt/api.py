@@ -33,9 +33,10 @@ from fastckpt.arguments.checks import (
 from fastckpt.errors import NoPath, telling
 from fastckpt.files.load import TorchLoad, load_alone, load_together
 from fastckpt.files.save import TorchSave, begin_save
-from fastckpt.handle import SaveHandle, Veto
+from fastckpt.handle import SaveHandle
 from fastckpt.options import Pacing, WriteOptions
 from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.save_stats import Veto
 from fastckpt.saving import pipeline
 
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL

@@ -34,12 +34,13 @@ from fastckpt.arguments.environment import launched_rank
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.directories.export import HuggingFace, Writing, checked_export, export_step
 from fastckpt.formats.step_names import step_name
-from fastckpt.handle import SaveHandle, Veto
+from fastckpt.handle import InnerHandle, SaveHandle
 from fastckpt.options import Pacing
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.ranks.round import TIMEOUT_S, Round
-from fastckpt.saving import giving_up, pipeline
+from fastckpt.save_stats import Veto
+from fastckpt.saving import ctrl_c, pipeline
 from fastckpt.saving.save import Save
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.template import Template
@@ -210,7 +211,7 @@ class Checkpointer:
             self._reader: StepReader | None = None  # of the restore that is running
             self._logs, self._before_commit = log, before_commit
             self.exported: SaveHandle | None = None
-            self._handles, self._exports = list[SaveHandle](), list[SaveHandle]()
+            self._handles, self._exports = list[InnerHandle](), list[InnerHandle]()
             self._is_step, self._closed, self._ended = is_step(self.root), False, False
             self._tier: LocalTier | None = None
             self._memo = per_group.GroupMemo(self._coordinator)
@@ -274,7 +275,7 @@ class Checkpointer:
                 draining = self._tier.begin_drain(step)
                 failing.enter_context(draining.failing())
             path, told = os.path.join(self.root, step_name(step)), self._on_error
-            handle = SaveHandle(path, started, kind=self.root, on_error=told)
+            handle = InnerHandle(path, started, kind=self.root, on_error=told)
             if deadline_s is None:
                 current.raise_unreported(path, handle.kind, told)
             place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
@@ -309,7 +310,7 @@ class Checkpointer:
             ways = (self._fence, options.durable, options.staging_bytes, self._timeout_s)
             how = Writing(self.group, *ways)
             self.exported = export_step(state, step, self._export, how, self._on_error)
-            self._exports = [*filter(SaveHandle.may_be_told, self._exports), self.exported]
+            self._exports = [*filter(InnerHandle.may_be_told, self._exports), self.exported]
         return handle
 
     def restore(
@@ -467,7 +468,7 @@ class Checkpointer:
         if self._close(pressed=False):
             raise KeyboardInterrupt
         handles, self._handles, self._exports = (*self._handles, *self._exports), [], []
-        for handle in filter(SaveHandle.may_be_told, handles):
+        for handle in filter(InnerHandle.may_be_told, handles):
             pipeline.raise_earlier(handle)
 
     def _close(self, pressed: bool) -> bool:
@@ -475,7 +476,7 @@ class Checkpointer:
         if self._ended:
             return False
         self._closed = True
-        pressed = giving_up.wait_or_give_up((*self._handles, *self._exports), pressed)
+        pressed = ctrl_c.wait_or_give_up((*self._handles, *self._exports), pressed)
         for lane in (self.root, *([] if self._export is None else [self._export.root])):
             pipeline.current().wait_for(lane, ended=True)
         pipeline.current().rates.forget(self.root)

@@ -1,253 +1,24 @@
-"""SaveHandle, which a caller holds for each save in flight, and SaveStats, its clocks and facts.
+"""SaveHandle, which a caller holds for each save, and InnerHandle, as which the library sees it.
 
-Responsible also for the profile, which says where the time of a save went and which rank was the
-slowest. The module must not know how a save is done.
+The module must not know how a save is done.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import isnan, nan
-from typing import Any, NamedTuple
+from typing import Any
 
-from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, shown_transfer
+from fastckpt.arguments.quantities import shown_share, shown_size
 from fastckpt.errors import CheckpointError, SaveCancelled, fate
 from fastckpt.latch import Latch, SignalSafeFuture, TimedOut, log_aside
+from fastckpt.save_stats import Progress, SaveStats, profile_of
 
 log = logging.getLogger("fastckpt")
-
-# Writes are counted by their size: of at most so many bytes, and more than the size before; the
-# last also counts larger ones. All are powers of 2.
-WRITE_SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 8 << 20)
-_NO_WRITES = (0,) * len(WRITE_SIZES)
-
-
-class RankClocks(NamedTuple):
-    """The bytes and the clocks of one rank of a save. Clocks are seconds since it called save();
-    they are not a number if the rank did not get there.
-
-    Attributes:
-        nbytes: the bytes that it wrote.
-        reused_nbytes: those of them that were shared with the last step instead, as in SaveStats.
-        captured_s: when it had found what is to be saved, and pickled the objects.
-        staged_s: when all tensors had been copied.
-        opened_s: when its files were open, and it began to write.
-        written_s: when the last byte had been transferred.
-        synced_s: when its files were durable, and it began to wait for the others and the commit.
-        paced_s: how long writing waited for the limits that were asked for.
-        memory_waited_s: how long nothing was copied because no staging memory was free.
-        writes: how many writes had at most so many bytes as WRITE_SIZES says, as in SaveStats.
-    """
-
-    nbytes: int
-    reused_nbytes: int
-    captured_s: float
-    staged_s: float
-    opened_s: float
-    written_s: float
-    synced_s: float
-    paced_s: float
-    memory_waited_s: float
-    writes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, stats: SaveStats) -> RankClocks:
-        """Returns those of this rank, so far."""
-        clocks = (getattr(stats, name) for name in cls._fields[2:-1])
-        known = (nan if clock is None else clock for clock in clocks)
-        return cls._make([stats.nbytes, stats.reused_nbytes, *known, stats.writes])
-
-    def to_bytes(self) -> bytes:
-        """Returns them as CLOCKS_BYTES bytes, for the first rank."""
-        return _CLOCKS.pack(*self[:-1], *self.writes)
-
-    @classmethod
-    def from_bytes(cls, content: bytes) -> RankClocks:
-        """Returns what to_bytes() made."""
-        values = _CLOCKS.unpack(content)
-        return cls._make([*values[: -len(WRITE_SIZES)], values[-len(WRITE_SIZES) :]])
-
-    def phases(self) -> dict[str, float]:
-        """Returns the seconds that each phase took which delays the commit."""
-        return {
-            "capture": self.captured_s,
-            "copy": self.staged_s - self.captured_s,
-            "write": self.written_s - max(self.opened_s, self.captured_s),
-            "sync": self.synced_s - self.written_s,
-        }
-
-
-_CLOCKS = struct.Struct(f"<2Q7f{len(WRITE_SIZES)}Q")
-CLOCKS_BYTES = _CLOCKS.size
-
-
-@dataclass
-class SaveStats:
-    """Clocks and facts of one save. Times are seconds since save() was called, None until then.
-
-    Attributes:
-        stall_s: when save() returned, that is, how long the caller was blocked. With the step
-            fence, the time that its optimizer waited is added.
-        captured_s: when what is to be saved had been found, and the objects pickled.
-        staged_s: when everything had been copied, so that the caller might change the object.
-        opened_s: when the files of this process had been opened.
-        written_s: when the last byte had been transferred.
-        synced_s: when the files of this process were durable, or with durable=False complete.
-        committed_s: when the file was durable (with durable=True) and visible under its name; with
-            a local tier, in the root.
-        local_committed_s: when the step was committed in the local tier, on every node; None also
-            if there is no such tier, or the step went straight to the root.
-        local_why: why the step went straight to the root past a local tier, in words; else "".
-        nbytes: the bytes that this process writes, before a codec: the file, its part of it, or its
-            files of a step. 0 if torch.save wrote to an object without a position, as a socket.
-        reused_nbytes: those of them that were not written, but shared with the last step (`reuse`).
-        ranks: how many ranks save together.
-        total_nbytes: the bytes that all ranks write; known on the first rank, when all are done.
-        stored_nbytes: the size of all files of a step, after a codec; known as total_nbytes is.
-        by_rank: the clocks of all ranks; known on the first rank, when all are done.
-        staged_bytes_max: the most bytes of staging memory that the save held at a time.
-        backend: "io_uring" or "threads"; "stock" if torch.save itself wrote to the target.
-        direct: whether O_DIRECT was used.
-        why: why the backend and O_DIRECT were chosen, in words.
-        pacing: the limits that were asked for and this rank's share of them, in words; or "".
-        paced_s: how long writing waited for these limits.
-        memory_waited_s: how long nothing was copied because no staging memory was free, that is,
-            because writing is slower; summed over the files.
-        writes: how many writes this process made, by their size: at most 4 KiB, 64 KiB, 1 MiB,
-            4 MiB, and more. Indexes and the commit record are not among them. With a codec, and in
-            an export, it counts the blocks that are handed over, and not the writes made of them.
-        staging: "host" if nothing lay on a GPU, else the kind of memory that was copied to,
-            "pinned" or "pageable".
-        staging_why: why it was that, in words.
-        d2h_s: how long the slowest GPU copied.
-        d2h_gbps: what the GPUs copied in that time, in 10^9 bytes a second; None if nothing.
-        gpu_stall_s: how long streams of the caller waited for copies, by the GPU's clock; None also
-            if they still wait when the checkpoint commits.
-    """
-
-    stall_s: float | None = None
-    captured_s: float | None = None
-    staged_s: float | None = None
-    opened_s: float | None = None
-    written_s: float | None = None
-    synced_s: float | None = None
-    committed_s: float | None = None
-    local_committed_s: float | None = None
-    local_why: str = ""
-    nbytes: int = 0
-    reused_nbytes: int = 0
-    ranks: int = 1
-    total_nbytes: int | None = None
-    stored_nbytes: int | None = None
-    by_rank: tuple[RankClocks, ...] = ()
-    staged_bytes_max: int = 0
-    backend: str = ""
-    direct: bool = False
-    why: str = ""
-    pacing: str = ""
-    paced_s: float = 0.0
-    memory_waited_s: float = 0.0
-    writes: tuple[int, ...] = _NO_WRITES
-    staging: str = ""
-    staging_why: str = ""
-    d2h_s: float | None = None
-    d2h_gbps: float | None = None
-    gpu_stall_s: float | None = None
-
-    def __str__(self) -> str:
-        """Returns one line: bytes, time, rate, how long the caller was blocked, and the backend."""
-        nbytes, whose = self.nbytes, shown_share(self.ranks)
-        if self.total_nbytes is not None:
-            nbytes, whose = self.total_nbytes, f" by {self.ranks} ranks" if self.ranks > 1 else ""
-        if self.backend == "stock" and not nbytes and self.committed_s is not None:
-            told = [f"bytes not counted, in {shown_time(self.committed_s)}"]
-        elif self.committed_s is None:
-            told = [f"{shown_size(nbytes)}{whose}, not committed"]
-        else:
-            told = [shown_transfer(nbytes, self.committed_s, whose)]
-        reused = sum(its.reused_nbytes for its in self.by_rank) or self.reused_nbytes
-        if reused:
-            told.append(f"{shown_size(reused)} of it reused")
-        if self.local_committed_s is not None:
-            told.append(f"on the node after {shown_time(self.local_committed_s)}")
-        if self.stall_s is not None:
-            told.append(f"the caller was blocked for {shown_time(self.stall_s)}")
-        if self.backend:
-            told.append(f"{self.backend}, O_DIRECT" if self.direct else self.backend)
-        return "; ".join(told)
-
-
-class Progress(NamedTuple):
-    """How many bytes of its part a process has written, of how many."""
-
-    written: int
-    total: int
-
-
-def profile_of(stats: SaveStats) -> dict[str, Any]:
-    """Returns where the time of a save went; see SaveHandle.profile()."""
-    ranks = stats.by_rank or (RankClocks.of(stats),)
-    total = stats.total_nbytes if stats.total_nbytes is not None else stats.nbytes
-    committed_s = stats.committed_s
-    profile: dict[str, Any] = {
-        "ranks": stats.ranks,
-        "nbytes": total,
-        "stored_nbytes": stats.stored_nbytes,
-        "stall_s": stats.stall_s,
-        "local_committed_s": stats.local_committed_s,
-        "committed_s": committed_s,
-        "rate": total / committed_s if committed_s else None,
-        "backend": stats.backend,
-        "direct": stats.direct,
-        "staging": stats.staging,
-        "write_sizes": [*WRITE_SIZES],
-        "by_rank": {
-            name: [_plain(value) for value in column]
-            for name, column in zip(RankClocks._fields, zip(*ranks, strict=True), strict=True)
-        },
-    }
-    slowest = slowest_of(ranks)
-    if slowest is not None:
-        rank, phase, seconds = slowest
-        profile["slowest"] = {"rank": rank, "phase": phase, "seconds": max(0.0, seconds)}
-        agreed_s = committed_s if stats.local_committed_s is None else stats.local_committed_s
-        if agreed_s is not None:
-            profile["commit_s"] = max(0.0, agreed_s - ranks[rank].synced_s)
-    if committed_s is not None and stats.local_committed_s is not None:
-        profile["drain_s"] = max(0.0, committed_s - stats.local_committed_s)
-    return profile
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [*value]
-    return None if isnan(value) else round(value, 6)
-
-
-def slowest_of(ranks: Sequence[RankClocks]) -> tuple[int, str, float] | None:
-    """Returns the rank whose files were durable last, the phase in which it took most longer than
-    the median of all ranks, or of a rank alone the longest one, and how long that was.
-    """
-    known = [number for number, its in enumerate(ranks) if not isnan(its.synced_s)]
-    if not known:
-        return None
-    rank = max(known, key=lambda number: ranks[number].synced_s)
-    own = {name: took for name, took in ranks[rank].phases().items() if not isnan(took)}
-    phases = [ranks[number].phases() for number in known]
-    usual = {name: _median([each[name] for each in phases]) if phases[1:] else 0.0 for name in own}
-    phase = max(own, key=lambda name: own[name] - usual[name], default="")
-    return rank, phase, own.get(phase, 0.0)
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
 
 
 class SaveHandle(SignalSafeFuture[SaveStats]):
@@ -260,61 +31,58 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
     Attributes:
         path: the final path, or "" for a file-like target.
         stats: the SaveStats so far.
-        kind: the saves that raise each other's errors: "file", "dcp", or a directory of steps or
-            exports.
-
-    Args:
-        started: when save() was called, by time.perf_counter().
-        target: the file-like target, if it is one.
-        kind: as the attribute.
-        on_error: "warn": as warn_of_failure().
     """
 
-    def __init__(
-        self,
-        path: str,
-        started: float,
-        target: object = None,
-        *,
-        kind: str = "file",
-        on_error: str = "raise",
-    ) -> None:
+    _shown = "SaveHandle"  # as repr() calls it
+
+    def __init__(self, path: str, started: float, target: object = None) -> None:
         super().__init__()
         self.path = path
-        self._target = type(target).__name__
         self.stats = SaveStats()
-        self.kind = kind
-        self.unkept: Callable[[], object] = bool  # called when its error has been told
-        self.tells = True  # whether this rank, the first one, says what all ranks know
-        self.reported = self._is_warned_of = self.goes_on_told = False
-        self._is_cancelled = False
-        self.given_up_s: float | None = None  # when it was given up, by time.monotonic()
-        self._decider: int | None = None  # the thread that runs before_commit
         self._started = started
-        self._staged = Latch()
-        self._queued = Latch()
-        self._first = Latch()  # set by the first commit, in whichever tier, or by the end
-        self._order: Callable[[], bool] | None = None
-        self._progress: Callable[[], Progress] | None = None
+        self._target = type(target).__name__
         self._pid = os.getpid()
-        if on_error == "warn":
-            self.warn_of_failure()
+        self._decider: int | None = None  # the thread that runs before_commit
+        self._is_cancelled = self._is_reported = False
+        self._staged = Latch()
+        self._first = Latch()  # set by the first commit, in whichever tier, or by the end
+        self._progress: Callable[[], Progress] | None = None
 
     def __repr__(self) -> str:
-        error = self.failure()
+        error = self._failure()
         if error is not None:
             state = f"failed: {type(error).__name__}: {error}"
         elif self.done():
             state = f"committed: {self.stats}"
         else:
-            state = "writing" if self.is_staged() else "copying"
+            state = "writing" if self._staged.is_set() else "copying"
             if self._is_cancelled:
                 state += ", cancel() was called"
         target = repr(self.path) if self.path else f"{self._target} object"
-        return f"<{type(self).__name__} {target}: {state}>"
+        return f"<{self._shown} {target}: {state}>"
 
-    def subject(self) -> str:
-        return f"save to {self.path!r}"
+    def result(self, timeout: float | None = None) -> SaveStats:
+        """Waits for the commit and returns the SaveStats. Raises the save's error, or TimeoutError
+        if it has not ended within `timeout` seconds (None: no limit).
+        """
+        self._check_wait()
+        try:
+            stats = super().result(timeout)
+        except BaseException as error:
+            # A timeout or an interrupt is not the save's error, even if the save failed meanwhile.
+            if self.done() and error is self._failure():
+                self._note_asked()
+            del self  # which keeps the error, which keeps this frame
+            raise
+        self._note_asked()
+        return stats
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Waits for the end of the save. Returns its error or None; raises TimeoutError."""
+        self._check_wait()
+        error = super().exception(timeout)
+        self._note_asked()
+        return error
 
     def cancel(self) -> bool:
         """Asks the save to end without a commit, on all ranks, and to remove what it has written.
@@ -333,7 +101,143 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
                 whether the commit came first.
         """
         self._is_cancelled = True
-        return not self.done() or isinstance(self.failure(), SaveCancelled)
+        return not self.done() or isinstance(self._failure(), SaveCancelled)
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Waits until the object may be changed: it has been copied, or the save has failed.
+
+        Args:
+            timeout: seconds, None for ever.
+
+        Raises:
+            TimeoutError: neither happened within `timeout`.
+        """
+        self._check_process()
+        if not self._staged.wait(timeout):
+            raise TimedOut(f"{self._subject()} was not staged within {timeout:g} s")
+
+    def wait_local(self, timeout: float | None = None) -> bool:
+        """Waits until a step is committed in the local tier, on every node, or else in the root.
+
+        Args:
+            timeout: seconds, None for ever.
+
+        Returns:
+            True if it is committed in the local tier. False if it is committed in the root, because
+                there is no local tier or the step went past it.
+
+        Raises:
+            TimeoutError: it was not committed within `timeout`. CheckpointError: the save failed.
+        """
+        self._check_wait()
+        if not self._first.wait(timeout):
+            raise TimedOut(f"{self._subject()} was not committed within {timeout:g} s")
+        if self.stats.local_committed_s is None:
+            self.result(timeout)
+        return self.stats.local_committed_s is not None
+
+    def progress(self) -> Progress:
+        """Returns how many bytes of its part this process has written so far, of how many.
+
+        Both are 0 until its copies begin, which may have to wait for the saves before it. With a
+        codec they are bytes before it.
+        """
+        progress = self._progress
+        return Progress(self.stats.nbytes, self.stats.nbytes) if progress is None else progress()
+
+    def profile(self) -> dict[str, Any]:
+        """Returns where the time of this save went, as values for JSON.
+
+        Returns:
+            "ranks", "nbytes", "total_nbytes", "stored_nbytes", "stall_s", "committed_s",
+                "local_committed_s", "backend", "direct" and "staging" as in SaveStats; "rate" in
+                bytes a second, of all ranks where total_nbytes is known; "by_rank": for each member
+                of RankClocks the list of all ranks' values; "write_sizes": the sizes by which their
+                "writes" are counted, in bytes; "slowest": the rank whose files were durable last,
+                the phase ("capture", "copy", "write" or "sync") in which it was slow, and the
+                "seconds" of that; "commit_s": from then to the commit, with a local tier to that on
+                the nodes; "drain_s": with such a tier, from there to the commit in the root. Ranks
+                other than the first know only themselves.
+        """
+        return profile_of(self.stats)
+
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise TypeError(
+            f"the save to {self.path!r} belongs to this process: its handle has no copy"
+        )
+
+    def _subject(self) -> str:
+        return f"save to {self.path!r}"
+
+    def _failure(self) -> BaseException | None:
+        """Returns the error of a save that has failed, which does not count as asking for it."""
+        return super().exception(0) if self.done() else None
+
+    def _note_asked(self) -> None:
+        """Notes that the error, if any, is known to the caller."""
+        self._is_reported = True
+
+    def _check_wait(self) -> None:
+        """Raises an error instead of a wait that would never end, or in another process."""
+        self._check_process()
+        if self._decider == threading.get_ident():
+            raise RuntimeError(
+                f"before_commit would wait for itself, since the {self._subject()} ends after it: "
+                "call result(), restore() and close() elsewhere"
+            )
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid and not self.done():
+            raise CheckpointError(
+                f"the save to {self.path!r} belongs to process {self._pid}, which this "
+                "one was forked from: ask for its result there"
+            )
+
+
+class InnerHandle(SaveHandle):
+    """A SaveHandle as the library sees it: what the save notes in it, and who knows of its failure.
+
+    Attributes:
+        kind: the saves that raise each other's errors: "file", "dcp", or a directory of steps or
+            exports.
+        unkept: called when its error has been told.
+        tells: whether this rank, the first one, says what all ranks know.
+        goes_on_told: whether a line has said that the save goes on after Ctrl-C.
+        given_up_s: when it was given up, by time.monotonic(); else None.
+
+    Args:
+        path: as the attribute.
+        started: when save() was called, by time.perf_counter().
+        target: the file-like target, if it is one.
+        kind: as the attribute.
+        on_error: "warn": a failure is logged when it happens, so that no later call raises it;
+            result() does.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        started: float,
+        target: object = None,
+        *,
+        kind: str = "file",
+        on_error: str = "raise",
+    ) -> None:
+        super().__init__(path, started, target)
+        self.kind = kind
+        self.unkept: Callable[[], object] = bool
+        self.tells = True
+        self.goes_on_told = False
+        self.given_up_s: float | None = None
+        self._queued = Latch()
+        self._order: Callable[[], bool] | None = None
+        self._is_warned_of = on_error == "warn"
+        if self._is_warned_of:
+            self.add_done_callback(_warn)
+
+    subject = SaveHandle._subject
+    failure = SaveHandle._failure
+    check_wait = SaveHandle._check_wait
 
     def is_cancelled(self) -> bool:
         """Returns whether cancel() was called on this rank, whatever has become of the save."""
@@ -356,71 +260,22 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         known = self.reported or self._is_warned_of
         return known or isinstance(self.failure(), SaveCancelled)
 
-    def warn_of_failure(self) -> None:
-        """Has a failure logged when it happens, so that no later call raises it; result() does."""
-        self._is_warned_of = True
-        self.add_done_callback(_warn)
-
     def may_be_told(self) -> bool:
         """Returns whether this save may still fail, or has failed and nobody knows its error."""
         return not self.done() or (self.failure() is not None and not self.is_asked_for())
-
-    def wait_staged(self, timeout: float | None = None) -> None:
-        """Waits until the object may be changed: it has been copied, or the save has failed.
-
-        Args:
-            timeout: seconds, None for ever.
-
-        Raises:
-            TimeoutError: neither happened within `timeout`.
-        """
-        self._check_process()
-        if not self._staged.wait(timeout):
-            raise TimedOut(f"{self.subject()} was not staged within {timeout:g} s")
 
     @property
     def reported(self) -> bool:
         """Whether the error, if any, has been told, so that no later save need tell it."""
         return self._is_reported
 
-    @reported.setter
-    def reported(self, reported: bool) -> None:
-        self._is_reported = reported
-        if reported:  # what was to be called keeps the handle, in a cycle
-            unkept, self.unkept = self.unkept, bool
-            unkept()
+    def note_reported(self) -> None:
+        """Notes that it has been told."""
+        super()._note_asked()
+        unkept, self.unkept = self.unkept, bool  # it keeps the handle, in a cycle
+        unkept()
 
-    def result(self, timeout: float | None = None) -> SaveStats:
-        """Waits for the commit and returns the SaveStats. Raises the save's error, or TimeoutError
-        if it has not ended within `timeout` seconds (None: no limit).
-        """
-        self.check_wait()
-        try:
-            stats = super().result(timeout)
-        except BaseException as error:
-            # A timeout or an interrupt is not the save's error, even if the save failed meanwhile.
-            if self.done() and error is self.failure():
-                self.reported = True
-            del self  # which keeps the error, which keeps this frame
-            raise
-        self.reported = True
-        return stats
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits for the end of the save. Returns its error or None; raises TimeoutError."""
-        self.check_wait()
-        error = super().exception(timeout)
-        self.reported = True
-        return error
-
-    def progress(self) -> Progress:
-        """Returns how many bytes of its part this process has written so far, of how many.
-
-        Both are 0 until its copies begin, which may have to wait for the saves before it. With a
-        codec they are bytes before it.
-        """
-        progress = self._progress
-        return Progress(self.stats.nbytes, self.stats.nbytes) if progress is None else progress()
+    _note_asked = note_reported
 
     def how_far(self) -> str:
         """Returns how far the save is on this rank, in words."""
@@ -438,42 +293,6 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         """Notes how the progress is asked for; None: the save has ended."""
         self._progress = progress
 
-    def profile(self) -> dict[str, Any]:
-        """Returns where the time of this save went, as values for JSON.
-
-        Returns:
-            "ranks", "nbytes" of all ranks, "stored_nbytes" of a step, "stall_s", "committed_s",
-                "local_committed_s", "rate" in bytes a second, "backend", "direct" and "staging" as
-                in SaveStats; "by_rank": for each member of RankClocks the list of all ranks'
-                values; "write_sizes": the sizes by which their "writes" are counted, in bytes;
-                "slowest": the rank whose files were durable last, the phase ("capture", "copy",
-                "write" or "sync") in which it was slow, and the "seconds" of that; "commit_s": from
-                then to the commit, with a local tier to that on the nodes; "drain_s": with such a
-                tier, from there to the commit in the root. Ranks other than the first know only
-                themselves.
-        """
-        return profile_of(self.stats)
-
-    def wait_local(self, timeout: float | None = None) -> bool:
-        """Waits until a step is committed in the local tier, on every node, or else in the root.
-
-        Args:
-            timeout: seconds, None for ever.
-
-        Returns:
-            True if it is committed in the local tier. False if it is committed in the root, because
-                there is no local tier or the step went past it.
-
-        Raises:
-            TimeoutError: it was not committed within `timeout`. CheckpointError: the save failed.
-        """
-        self.check_wait()
-        if not self._first.wait(timeout):
-            raise TimedOut(f"{self.subject()} was not committed within {timeout:g} s")
-        if self.stats.local_committed_s is None:
-            self.result(timeout)
-        return self.stats.local_committed_s is not None
-
     def wait_first(self) -> None:
         """Waits for the first commit, in whichever tier, or for the end of the save."""
         self.check_wait()
@@ -484,10 +303,10 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self.stats.local_committed_s = self.elapsed_s()
         self._first.set()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits as SignalSafeFuture.wait(); says so if Ctrl-C ends the wait but not the save."""
+    def _wait_ended(self, timeout: float | None = None) -> bool:
+        """Waits for the end; says so if Ctrl-C ends the wait, but not the save."""
         try:
-            return super().wait(timeout)
+            return super()._wait_ended(timeout)
         except KeyboardInterrupt:
             if not self.done():
                 self.goes_on_told = True
@@ -505,11 +324,11 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         asking for its error; returns whether it has come.
         """
         self.check_wait()
-        return self.wait(timeout)
+        return self._wait_ended(timeout)
 
-    def failure(self) -> BaseException | None:
-        """Returns the error of a save that has failed, which does not count as asking for it."""
-        return super().exception(0) if self.done() else None
+    def wait_quietly(self, timeout: float | None = None) -> bool:
+        """Waits as wait_done(); without a line if Ctrl-C ends the wait."""
+        return super()._wait_ended(timeout)
 
     def elapsed_s(self) -> float:
         return time.perf_counter() - self._started
@@ -552,11 +371,6 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._first.set()
         super().set_exception(exception)
 
-    def __reduce__(self) -> str | tuple[object, ...]:
-        raise TypeError(
-            f"the save to {self.path!r} belongs to this process: its handle has no copy"
-        )
-
     @contextmanager
     def deciding(self) -> Iterator[None]:
         """Refuses waits of this thread for the end of the save, which the body decides on."""
@@ -566,30 +380,10 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         finally:
             self._decider = None
 
-    def check_wait(self) -> None:
-        """Raises an error instead of a wait that would never end, or in another process."""
-        self._check_process()
-        if self._decider == threading.get_ident():
-            raise RuntimeError(
-                f"before_commit would wait for itself, since the {self.subject()} ends after it: "
-                "call result(), restore() and close() elsewhere"
-            )
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid and not self.done():
-            raise CheckpointError(
-                f"the save to {self.path!r} belongs to process {self._pid}, which this "
-                "one was forked from: ask for its result there"
-            )
-
 
 def _warn(handle: Any) -> None:
     error = handle.failure()
     if error is not None and not isinstance(error, SaveCancelled):
-        handle.reported = True
+        handle.note_reported()
         what = fate(error, "was not saved")
         log.warning("%r %s: %s: %s", handle.path, what, type(error).__name__, error)
-
-
-# Says no to a commit by an exception: before_commit's, of the statistics so far and the path.
-Veto = Callable[[SaveStats, str], object]

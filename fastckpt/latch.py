@@ -202,11 +202,11 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
     def done(self) -> bool:
         return self._view.state == _FINISHED
 
-    def subject(self) -> str:
+    def _subject(self) -> str:
         """Returns a name for messages."""
         return repr(self)
 
-    def wait(self, timeout: float | None = None) -> bool:
+    def _wait_ended(self, timeout: float | None = None) -> bool:
         """Waits, for at most `timeout` seconds, for the end; returns whether it has come."""
         return self._ended.wait(timeout)
 
@@ -224,8 +224,8 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
         return super().exception(0)
 
     def _wait(self, timeout: float | None) -> None:
-        if not self.wait(timeout):
-            raise TimedOut(f"{self.subject()} was not over within {timeout:g} s")
+        if not self._wait_ended(timeout):
+            raise TimedOut(f"{self._subject()} was not over within {timeout:g} s")
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Calls fn(self) at the end, on the thread that ends this; at once if it is over."""

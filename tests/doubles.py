@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.pipeline import Pipeline
@@ -53,7 +53,7 @@ def save_through(
     backend: str = "auto",
     durable: bool = True,
     staging_bytes: int | None = None,
-) -> SaveHandle:
+) -> InnerHandle:
     """fastckpt.save to a path, through this pipeline instead of the process's own."""
     with _swapping:
         kept, pipeline_module._current = pipeline_module._current, pipeline

@@ -38,7 +38,7 @@ from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.step_names import step_name
 from fastckpt.formats.strict_json import check_text
 from fastckpt.formats.value_names import dotted, joined
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle, SaveHandle
 from fastckpt.plan.boxes import Box
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
@@ -196,7 +196,7 @@ def checked_export(options: object, root: str, is_first_rank: bool) -> HuggingFa
 
 def export_step(
     state: Any, step: int, options: HuggingFace, how: Writing, on_error: OnError
-) -> SaveHandle:
+) -> InnerHandle:
     """Exports a step of a run, and removes older exports after the commit. What export() would
     raise, the handle has; with on_error="warn" it is logged as well.
     """
@@ -240,7 +240,7 @@ def _exported(
     how: Writing,
     on_error: Told = "raise",
     retaining: Callable[[], None] | None = None,
-) -> SaveHandle:
+) -> InnerHandle:
     shared, rank_of = per_group.together(how.group), ranks_within(how.group)
     shard_bytes = check_size("shard_bytes", options.shard_bytes)
     copied = [check_path("files", file) for file in options.files]

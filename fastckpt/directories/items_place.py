@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from fastckpt.directories.hidden_directory import HiddenDirectory
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.saving.place import Place
@@ -43,7 +43,7 @@ class ItemsPlace(Place):
         self._has_made_it = False
         self._made: list[str] = []
 
-    def awaited(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> Sequence[SaveHandle]:
+    def awaited(self, previous: Sequence[InnerHandle], pipeline: Pipeline) -> Sequence[InnerHandle]:
         # Until those to the same directory end, nobody knows which files they leave.
         return [handle for handle in previous if handle.path == self.directory]
 

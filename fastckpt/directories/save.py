@@ -27,7 +27,7 @@ from fastckpt.directories.draft import Draft
 from fastckpt.directories.swap_place import SwapPlace
 from fastckpt.directories.swap_plan import SwapPlan
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.options import Pacing, WriteOptions
 from fastckpt.ranks import per_group
 from fastckpt.ranks.round import TIMEOUT_S, Round
@@ -55,7 +55,7 @@ def save_directory(
     timeout_s: float = TIMEOUT_S,
     retain: Callable[[], None] | None = None,
     replaces: bool = True,
-) -> SaveHandle:
+) -> InnerHandle:
     """Saves a directory in the background and commits it atomically.
 
     Until the commit, path stays what it was; a crash leaves the old or the new directory, never a
@@ -92,7 +92,7 @@ def save_directory(
     options = WriteOptions(backend, durable, staging_bytes, pacing=Pacing(timeout_s=timeout_s))
     path = os.path.realpath(check_path("path", path))
     lane = os.path.dirname(path)
-    handle = SaveHandle(path, time.perf_counter(), kind=lane, on_error=on_error)
+    handle = InnerHandle(path, time.perf_counter(), kind=lane, on_error=on_error)
     agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
     handled = sys.exc_info()[1]
     try:
@@ -106,7 +106,7 @@ def save_directory(
 
 
 def _begun(
-    handle: SaveHandle,
+    handle: InnerHandle,
     agreement: Round,
     fill: Callable[[Draft], None],
     beside: str | None,

@@ -20,7 +20,7 @@ from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
@@ -86,7 +86,7 @@ class SwapPlan(CapturedPlan):
 
     def __init__(
         self,
-        handle: SaveHandle,
+        handle: InnerHandle,
         agreement: Round,
         draft: Draft,
         place: SwapPlace,

@@ -25,7 +25,7 @@ from fastckpt.engine.read_stream import EngineReadStream
 from fastckpt.engine.scattered_writes import Scatterer
 from fastckpt.engine.stranded import Stranded
 from fastckpt.errors import BackendUnavailable, CheckpointError
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.latch import items_of
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.atomic import close_quietly
@@ -95,7 +95,7 @@ class Staging:
         self._warm_bytes = 0
         self._warms_pinned = False
         self._abandoned = False
-        self._unstaged: dict[SaveHandle, None] = {}
+        self._unstaged: dict[InnerHandle, None] = {}
         self._hook: Any = None
 
     def engine(self) -> _engine.Engine:
@@ -411,7 +411,7 @@ class Staging:
             if exiting or not engine.prefault(at, min(end, at + _WARM_BYTES), 1, pinner):
                 return
 
-    def fence_next_step(self, handle: SaveHandle) -> None:
+    def fence_next_step(self, handle: InnerHandle) -> None:
         """Makes steps of all torch optimizers in this process pass the handle's fence first."""
         # This takes no lock, since a signal handler may raise here, or save.
         for earlier, _ in items_of(self._unstaged):

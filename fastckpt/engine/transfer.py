@@ -22,8 +22,8 @@ from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.reuse import Cloner
 from fastckpt.engine.staging import Allowance, Route, Staging
 from fastckpt.errors import DeviceError, StorageError, ensure
-from fastckpt.handle import WRITE_SIZES, SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, Image
+from fastckpt.save_stats import WRITE_SIZES, SaveStats
 from fastckpt.storage.file_system import Storage, reported, room_text
 
 log = logging.getLogger("fastckpt")

@@ -13,9 +13,10 @@ from fastckpt.files.plan import FilePlan
 from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_save
-from fastckpt.handle import SaveHandle, Veto
+from fastckpt.handle import InnerHandle
 from fastckpt.options import WriteOptions
 from fastckpt.ranks import per_group
+from fastckpt.save_stats import Veto
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save
 from fastckpt.storage.atomic import check_directory, real_path
@@ -57,7 +58,7 @@ def begin_save(
     before_commit: Veto | None,
     on_error: str,
     started: float,
-) -> SaveHandle:
+) -> InnerHandle:
     """Begins a save, or lets torch.save do it; returns when the fence opens.
 
     Args:
@@ -70,8 +71,8 @@ def begin_save(
         current.raise_unreported(path or "", "file", on_error)
     if path is None:
         _refuse_group(group, "to a file-like object")
-        return save_to_object(asked.write, target, SaveHandle("", started, target))
-    handle = SaveHandle(real_path(path), started, on_error=on_error)
+        return save_to_object(asked.write, target, InnerHandle("", started, target))
+    handle = InnerHandle(real_path(path), started, on_error=on_error)
     if is_written_through(path):
         _refuse_group(group, f"to {handle.path!r}, which is no regular file")
         asked.write(path)

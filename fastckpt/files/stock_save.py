@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import IO, Any
 
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly, settle
@@ -20,8 +20,8 @@ log = logging.getLogger("fastckpt")
 
 
 def save_stock(
-    pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: SaveHandle, durable: bool
-) -> SaveHandle:
+    pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: InnerHandle, durable: bool
+) -> InnerHandle:
     """Lets `write` write the file now, and commits it; raises what `write` raises."""
     storage = pipeline.storage
     pipeline.wait_for(handle.path)
@@ -39,7 +39,7 @@ def save_stock(
     return finish_stock(handle)
 
 
-def save_to_object(write: Callable[[Any], None], file: Any, handle: SaveHandle) -> SaveHandle:
+def save_to_object(write: Callable[[Any], None], file: Any, handle: InnerHandle) -> InnerHandle:
     """Lets `write` write to a file-like object now; raises what it raises. The bytes are counted by
     the object's own position, so that nothing stands between the two.
     """
@@ -59,7 +59,7 @@ def _position(file: Any) -> int | None:
         return None
 
 
-def finish_stock(handle: SaveHandle) -> SaveHandle:
+def finish_stock(handle: InnerHandle) -> InnerHandle:
     """Completes the handle of a save that torch.save has done by itself."""
     handle.mark_staged()
     handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"

@@ -10,12 +10,13 @@ import logging
 import os
 import time
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import fastckpt
-from fastckpt import CheckpointError, SaveHandle
+from fastckpt import CheckpointError
 from fastckpt.arguments.checks import ON_ERROR, BackendName, OnError, StagingWay, check_choice
 from fastckpt.errors import fate
+from fastckpt.handle import InnerHandle
 from fastckpt.latch import Latch
 from fastckpt.options import WriteOptions
 from fastckpt.saving import pipeline
@@ -54,7 +55,7 @@ class BackgroundCheckpointIO:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._handles: list[SaveHandle] = []  # in flight or failed, and the last two
+        self._handles: list[InnerHandle] = []  # in flight or failed, and the last two
         self._removals: dict[str, _Removal] = {}
         self._kept: list[str] = []  # to be removed when there is something newer
         self._is_saving = False
@@ -107,14 +108,15 @@ class BackgroundCheckpointIO:
             with reported("list", directory):
                 links = _has_links(directory)
             _unlink_softly(path)
-            handle = fastckpt.save(checkpoint, path, **self._options)
+            handle = cast(InnerHandle, fastckpt.save(checkpoint, path, **self._options))
         except CheckpointError as error:
             if self._on_error == "raise":
                 raise
-            handle = SaveHandle(os.path.realpath(path), time.perf_counter())
+            handle = InnerHandle(os.path.realpath(path), time.perf_counter())
             handle.mark_staged()
             handle.set_exception(error)
-        handle.reported = self._on_error == "warn"
+        if self._on_error == "warn":
+            handle.note_reported()
         earlier = self._handles
         self._handles = [h for h in earlier[:-1] if not _is_settled(h)] + earlier[-1:] + [handle]
         handle.add_done_callback(self._log_failure)
@@ -246,7 +248,7 @@ def _local(path: str | os.PathLike[str]) -> str | None:
     return os.path.abspath(os.path.expanduser(rest if separator else text))
 
 
-def _is_settled(handle: SaveHandle) -> bool:
+def _is_settled(handle: InnerHandle) -> bool:
     """Whether a save is done, and has no error that is still to be raised."""
     return handle.done() and (handle.is_asked_for() or handle.failure() is None)
 

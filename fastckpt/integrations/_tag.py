@@ -18,7 +18,7 @@ from fastckpt.directories.hidden_directory import HiddenDirectory, explaining
 from fastckpt.directories.swap_plan import CapturedPlan
 from fastckpt.errors import CheckpointError, fate
 from fastckpt.formats import torch_pickle
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.options import WriteOptions
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
@@ -43,7 +43,7 @@ class Tag:
         agreement: the round of this tag.
         latest: the path of the file that is to have `content` when the tag is saved; "": none.
         options: how the files are written.
-        on_error: "raise" or "warn", as SaveHandle's.
+        on_error: "raise" or "warn", as InnerHandle's.
 
     Attributes:
         handle: the SaveHandle of the whole tag; its path is the tag's directory.
@@ -58,7 +58,7 @@ class Tag:
         options: WriteOptions,
         on_error: str = "raise",
     ) -> None:
-        self.handle = SaveHandle(path, time.perf_counter(), kind="tag", on_error=on_error)
+        self.handle = InnerHandle(path, time.perf_counter(), kind="tag", on_error=on_error)
         if on_error == "raise":
             self.handle.add_done_callback(_log_failure)
         self._agreement, self._options = agreement, options
@@ -107,7 +107,7 @@ class Tag:
         pipeline.current().save(job)
 
 
-def _log_failure(handle: SaveHandle) -> None:
+def _log_failure(handle: InnerHandle) -> None:
     error = handle.failure()
     if error is not None:
         log.error("tag %r %s: %s", handle.path, fate(error, "was not saved"), error)

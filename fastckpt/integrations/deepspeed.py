@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt import CheckpointError, SaveHandle, StorageError
+from fastckpt import CheckpointError, StorageError
 from fastckpt.arguments.checks import (
     ON_ERROR,
     BackendName,
@@ -25,6 +25,7 @@ from fastckpt.arguments.checks import (
     check_choice,
     check_path,
 )
+from fastckpt.handle import InnerHandle
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
 from fastckpt.options import Pacing, WriteOptions
@@ -139,7 +140,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
         pacing = Pacing(timeout_s=timeout_s)
         self.name = "fastckpt"
-        self.handle: SaveHandle | None = None
+        self.handle: InnerHandle | None = None
         self._on_error, self._timeout_s = on_error, timeout_s
         self._options = WriteOptions(backend, durable, staging_bytes, staging, pacing=pacing)
         self._coordinator: Coordinator | None = None
@@ -222,7 +223,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         self._seal()
         self.drain()
-        self._tell_failure(SaveHandle.result)
+        self._tell_failure(InnerHandle.result)
         return self.handle is None or self.handle.failure() is None
 
     def is_decoupled(self) -> bool:
@@ -277,7 +278,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 self._open.raise_mistake()
         except BaseException as error:
             if self._open is not None:
-                self._open.handle.reported = True
+                self._open.handle.note_reported()
             self._seal(error)
             raise
         self._seal()
@@ -292,7 +293,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self.handle = tag.handle
             tag.conclude(error)
 
-    def _tell_failure(self, raising: Callable[[SaveHandle], object]) -> None:
+    def _tell_failure(self, raising: Callable[[InnerHandle], object]) -> None:
         """Has the error of the last tag raised, once, unless it is only to be warned of."""
         handle = self.handle
         if handle is not None and handle.failure() is not None and not handle.is_asked_for():

@@ -32,7 +32,7 @@ from fastckpt.directories.retention import numbered, retain
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.directories.verify import newest_whole
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
 from fastckpt.options import WriteOptions
@@ -107,7 +107,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         check_choice("on_error", on_error, ON_ERROR)
         WriteOptions(backend, durable, staging_bytes)  # refuses here what each save would refuse
         self._draft: Draft | None = None
-        self._saves: list[tuple[SaveHandle, str]] = []  # not yet waited for, and their paths
+        self._saves: list[tuple[InnerHandle, str]] = []  # not yet waited for, and their paths
         self._saving: dict[str, Any] = {
             "fence": fence,
             "on_error": on_error,

@@ -13,7 +13,7 @@ from contextlib import suppress
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.ranks.round import HEED_S
 from fastckpt.saving.mutation_check import MutationCheck, WatchedTensors
 
@@ -36,7 +36,7 @@ class CopyCompletion:
 
     def __init__(
         self,
-        handle: SaveHandle,
+        handle: InnerHandle,
         reads: DeviceSources,
         watched: Sequence[WatchedTensors],
         forget: Callable[[], None],

@@ -27,11 +27,12 @@ from fastckpt.engine.gds import Gds
 from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, fate, retold
-from fastckpt.handle import CLOCKS_BYTES, RankClocks, SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.latch import Latch, items_of, start_thread
 from fastckpt.ranks.round import Round
+from fastckpt.save_stats import CLOCKS_BYTES, RankClocks
 from fastckpt.saving.copy_completion import CopyCompletion
-from fastckpt.saving.giving_up import any_hangs, wait_at_exit
+from fastckpt.saving.ctrl_c import any_hangs, wait_at_exit
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.storage.file_system import Storage, close_inherited, shortage_told
 
@@ -76,13 +77,13 @@ class Pipeline:
         self._slots: SimpleQueue[None] = SimpleQueue()
         for _ in range(IN_FLIGHT_MAX):
             self._slots.put(None)
-        self._in_flight: dict[SaveHandle, InFlight] = {}  # in the order of save()
+        self._in_flight: dict[InnerHandle, InFlight] = {}  # in the order of save()
         # Their errors may not have been asked for; whether another kind of save has warned of them.
-        self._failed: dict[SaveHandle, bool] = {}
+        self._failed: dict[InnerHandle, bool] = {}
         self._telling: set[int] = set()  # threads that tell a result, and so may run callbacks
         self.retention = threading.Lock()  # held by a save's own thread, which no signal interrupts
 
-    def save(self, job: Job) -> SaveHandle:
+    def save(self, job: Job) -> InnerHandle:
         """Begins a save on a thread of its own; returns when its fence allows."""
         handle = job.handle
         with job.agreement.failing():
@@ -102,7 +103,8 @@ class Pipeline:
                 handle.pass_fence()
         except BaseException:  # Ctrl-C, say: the caller goes on, and may change what is not copied
             # This store comes first: a second signal may end this handler at its first call.
-            job.copying.interrupted = handle.reported = True
+            job.copying.interrupted = True
+            handle.note_reported()
             if job.claim():  # no thread has begun the save, and none will
                 error = CheckpointError(f"the save to {handle.path!r} was interrupted as it began")
                 job.agreement.fail(error)
@@ -195,7 +197,7 @@ class Pipeline:
             if ended is not None:
                 ended.gone.set()
 
-    def _pending(self, lane: str, before: SaveHandle | None = None) -> list[SaveHandle]:
+    def _pending(self, lane: str, before: InnerHandle | None = None) -> list[InnerHandle]:
         pending = []
         for handle, save in items_of(self._in_flight):
             if handle is before:
@@ -215,7 +217,7 @@ class Pipeline:
         if ended and threading.get_ident() not in self._telling:
             self._wait_gone(self._pending(lane))
 
-    def _wait_gone(self, handles: list[SaveHandle]) -> None:
+    def _wait_gone(self, handles: list[InnerHandle]) -> None:
         """Waits until nothing of these saves is left to do, _FREEING_S in all at most."""
         until = time.monotonic() + _FREEING_S
         for handle in handles:
@@ -223,7 +225,7 @@ class Pipeline:
             if save is not None:
                 save.gone.wait(max(0.0, until - time.monotonic()))
 
-    def refuse(self, handle: SaveHandle, error: Exception, handled: BaseException | None) -> None:
+    def refuse(self, handle: InnerHandle, error: Exception, handled: BaseException | None) -> None:
         """Ends a save that could not begin, with an error that result() or the next save raises.
 
         Args:
@@ -245,7 +247,7 @@ class Pipeline:
 
         Args:
             path: the path of the save that is not begun because of it; "": a file-like object.
-            kind: the SaveHandle's.
+            kind: the InnerHandle's.
             on_error: "raise"; or "warn": none prevents this save.
         """
         unheard = self.unreported()
@@ -257,7 +259,7 @@ class Pipeline:
         for first in raised[:1]:
             raise_earlier(first, path)
 
-    def unreported(self) -> list[SaveHandle]:
+    def unreported(self) -> list[InnerHandle]:
         """Returns the failed saves whose errors nobody has asked for."""
         for handle, _ in items_of(self._failed):
             if handle.is_asked_for():
@@ -293,11 +295,11 @@ class Pipeline:
 
         start_thread(take, "fastckpt-prepare")
 
-    def in_flight(self) -> list[SaveHandle]:
+    def in_flight(self) -> list[InnerHandle]:
         """Returns the saves of which something is left to do."""
         return [handle for handle, _ in items_of(self._in_flight)]
 
-    def drain(self, still_s: float = inf) -> list[SaveHandle]:
+    def drain(self, still_s: float = inf) -> list[InnerHandle]:
         """Waits for every save in flight, and for what it does after its commit.
 
         Args:
@@ -329,14 +331,14 @@ class Pipeline:
         self.staging.close()
 
 
-def _how_far(handle: SaveHandle) -> tuple[object, ...]:
+def _how_far(handle: InnerHandle) -> tuple[object, ...]:
     """Returns what changes whenever a save gets on."""
     stats = handle.stats
     clocks = (stats.staged_s, stats.opened_s, stats.written_s, stats.synced_s)
     return (handle.done(), *handle.progress(), *map(repr, clocks))
 
 
-def raise_earlier(handle: SaveHandle, not_begun: str | None = None) -> None:
+def raise_earlier(handle: InnerHandle, not_begun: str | None = None) -> None:
     """Raises the error of an earlier save in a later call; from now on it counts as asked for.
 
     Args:
@@ -361,7 +363,7 @@ class Job:
         agreement: this save's round with the other ranks, or of this rank alone.
         reads: the memory of the state that lies on devices; None: there is none.
         watched: the tensors that must not change before they have been copied.
-        fence: "call" or "step". The caller waits in Pipeline.save() for SaveHandle.pass_fence();
+        fence: "call" or "step". The caller waits in Pipeline.save() for InnerHandle.pass_fence();
             CopyCompletion lets it go.
         lane: saves of one lane commit in the order of their beginning.
 
@@ -373,7 +375,7 @@ class Job:
 
     def __init__(
         self,
-        handle: SaveHandle,
+        handle: InnerHandle,
         agreement: Round,
         reads: DeviceSources | None = None,
         watched: Sequence[WatchedTensors] = (),
@@ -390,7 +392,7 @@ class Job:
         self.copying = CopyCompletion(handle, reads, watched, self.forget, agreement.heed)
         self.fence = fence
         self.lane = lane
-        self.previous: list[SaveHandle] = []  # all in flight: the last may fail before the others
+        self.previous: list[InnerHandle] = []  # all in flight: the last may fail before the others
         self.begun = Latch()  # set when its thread has put it into its lane
         self._claims = [None]
         self.staging_nbytes = 0  # how much it would stage if all pages were there

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.options import Pacing
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
@@ -28,7 +28,7 @@ class Place:
 
     directory: str
 
-    def awaited(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> Sequence[SaveHandle]:
+    def awaited(self, previous: Sequence[InnerHandle], pipeline: Pipeline) -> Sequence[InnerHandle]:
         """Returns the saves that have to end before this one may begin to stage.
 
         Args:
@@ -51,12 +51,12 @@ class Place:
         for output in outputs:
             output.open()
 
-    def wait_turn(self, previous: Sequence[SaveHandle]) -> None:
+    def wait_turn(self, previous: Sequence[InnerHandle]) -> None:
         """Waits, on the first rank, until the saves before this one have published or failed."""
         for handle in previous:
             handle.wait_done()
 
-    def follow(self, previous: Sequence[SaveHandle]) -> None:
+    def follow(self, previous: Sequence[InnerHandle]) -> None:
         """Does the work that other ranks have while the first one publishes."""
 
     def go_on(self, save: Job, pipeline: Pipeline) -> None:

@@ -18,10 +18,11 @@ from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.staging import stager_count
 from fastckpt.engine.transfer import MemoryCopy
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import Progress, SaveHandle, Veto
+from fastckpt.handle import InnerHandle
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES, block_count
 from fastckpt.ranks.round import HEED_S, Round
+from fastckpt.save_stats import Progress, Veto
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
@@ -37,7 +38,7 @@ class Save(Job):
 
     def __init__(
         self,
-        handle: SaveHandle,
+        handle: InnerHandle,
         agreement: Round,
         plan: Plan,
         place: Place,

@@ -17,7 +17,7 @@ from typing import Any
 
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import NoRegularFile, Storage, from_the_path, reported
 
@@ -37,9 +37,12 @@ def noting(path: str, step: int) -> Callable[[Any], None]:
     """
     began = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
-    def note(handle: SaveHandle) -> None:
+    def note(handle: InnerHandle) -> None:
         failure = handle.failure()
-        entry: dict[str, Any] = {"step": step, "began": began, **handle.profile()}
+        profile = handle.profile()
+        total = profile.pop("total_nbytes")
+        entry: dict[str, Any] = {"step": step, "began": began, **profile}
+        entry["nbytes"] = profile["nbytes"] if total is None else total  # None: it failed early
         entry["error"] = None if failure is None else f"{type(failure).__name__}: {failure}"
         line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
         try:

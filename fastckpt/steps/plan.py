@@ -18,7 +18,7 @@ from fastckpt.engine.reuse import Cloner
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import index_name, shard_name
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import compare
@@ -44,7 +44,7 @@ class StepPlan(Plan):
 
     def __init__(
         self,
-        handle: SaveHandle,
+        handle: InnerHandle,
         agreement: Round,
         step: int,
         content: Content,

@@ -13,7 +13,7 @@ from functools import partial
 
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, Vanished, is_visible
 from fastckpt.formats.manifest import Manifest
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.ranks.round import HEED_S, Round
 from fastckpt.saving.copied_file import write_portions
 from fastckpt.saving.pacing import Pace
@@ -51,7 +51,7 @@ class Drain(Job):
 
     def __init__(
         self,
-        handle: SaveHandle,
+        handle: InnerHandle,
         agreement: Round,
         tier: LocalTier,
         options: StepOptions,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.formats.manifest import Manifest
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.options import Pacing
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pacing import Pace
@@ -41,10 +41,10 @@ class NodePlace(Place):
     def __init__(
         self,
         tier: LocalTier,
-        handle: SaveHandle,
+        handle: InnerHandle,
         agreement: Round,
         draining: Round,
-        earlier: Sequence[SaveHandle],
+        earlier: Sequence[InnerHandle],
         number: int,
         options: StepOptions,
         deadline_s: float | None = None,
@@ -81,7 +81,7 @@ class NodePlace(Place):
     def lasting(self) -> None:
         """None: the step may go past the tier because that is lost, and the shards in it too."""
 
-    def awaited(self, previous: Sequence[SaveHandle], pipeline: Pipeline) -> Sequence[SaveHandle]:
+    def awaited(self, previous: Sequence[InnerHandle], pipeline: Pipeline) -> Sequence[InnerHandle]:
         # Before anything is staged: the drain that this waits for needs staging memory, too.
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
             self._tier.refuse("cannot be drained with staging memory of one block")
@@ -171,7 +171,7 @@ class NodePlace(Place):
 
     # ---- the commit in the local tier
 
-    def wait_turn(self, previous: Sequence[SaveHandle]) -> None:
+    def wait_turn(self, previous: Sequence[InnerHandle]) -> None:
         # Also on the way straight to the root: steps that are still being drained have their
         # numbers, by which the order of commits is known.
         for handle in previous:
@@ -211,7 +211,7 @@ class NodePlace(Place):
                 raise
             self._tier.refuse(f"failed: {error}")
 
-    def follow(self, previous: Sequence[SaveHandle]) -> None:
+    def follow(self, previous: Sequence[InnerHandle]) -> None:
         """Publishes on the first rank of another node what rank 0 publishes on its own."""
         if self._past is not None:
             self.wait_turn(previous)  # as rank 0 does

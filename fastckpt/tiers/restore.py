@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from fastckpt.errors import StorageError
 from fastckpt.formats.step_names import step_name
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.load import StepReader
@@ -77,14 +77,14 @@ def first_whole_of_tiers(
 
 def _resumed(
     agreement: Round, current: Pipeline, tier: LocalTier, options: StepOptions
-) -> list[tuple[Undrained, SaveHandle]]:
+) -> list[tuple[Undrained, InnerHandle]]:
     """Begins to drain the steps that the root lacks, newest first; returns each with its handle."""
     nodes, rank, begun = tier.nodes(), agreement.rank, []
     beside = nodes.beside(rank)
     is_able = current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN
     for each in tier.survey(agreement, is_able):
-        handle = SaveHandle(tier.root.path(step_name(each.step)), time.perf_counter())
-        handle.reported = True  # the drain logs its failure, and no later save raises it
+        handle = InnerHandle(tier.root.path(step_name(each.step)), time.perf_counter())
+        handle.note_reported()  # the drain logs its failure, and no later save raises it
         handle.mark_staged()
         handle.mark_local()
         handle.stats.local_committed_s = None  # that was in another job

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.saving import pipeline
 from fastckpt.state.targets import Target
 from fastckpt.steps.load import StepReader
@@ -434,7 +434,7 @@ def _saved_wrongly(member: Member, checkpointer: Checkpointer, step: int, wrong:
         step = -1
     elif wrong == "an error of before":
         path = os.path.join(checkpointer.root, "step")
-        failed = SaveHandle(path, 0.0, kind=checkpointer.root)
+        failed = InnerHandle(path, 0.0, kind=checkpointer.root)
         error = fastckpt.StorageError("open", failed.path, errno.ENAMETOOLONG)
         pipeline.current().refuse(failed, error, None)
     elif wrong == "cannot be pickled":

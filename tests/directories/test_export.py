@@ -33,7 +33,7 @@ from fastckpt.directories.verify import check
 from fastckpt.engine.staging import Allowance
 from fastckpt.errors import CheckpointError, PeerFailed, RanksDisagree, StagingConflict
 from fastckpt.formats.file_list import File
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.plan.boxes import Box, Piece
 from fastckpt.saving import pipeline
 from fastckpt.state.tree import Leaf
@@ -409,8 +409,8 @@ def test_an_export_that_fails_is_told_after_later_ones(
 ) -> None:
     """Even if it fails just before the next one begins."""
 
-    def ended(_state: Any, step: int, *_how: Any) -> SaveHandle:
-        handle = SaveHandle(f"hf/{step}", 0.0)
+    def ended(_state: Any, step: int, *_how: Any) -> InnerHandle:
+        handle = InnerHandle(f"hf/{step}", 0.0)
         if step == 1:
             handle.set_exception(CheckpointError("the disk has gone"))
         else:

@@ -25,7 +25,7 @@ from fastckpt.arguments import environment
 from fastckpt.directories.save import save_directory
 from fastckpt.engine import budget
 from fastckpt.files import place as file_place
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.storage import atomic
 from tests.torches import dcp, needs_dcp
 
@@ -211,7 +211,7 @@ def test_messages_name_the_checkpoint(disk: Path, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_wait_that_ends_names_the_save() -> None:
-    handle = SaveHandle("/a.pt", 0.0)
+    handle = InnerHandle("/a.pt", 0.0)
     for wait in (handle.result, handle.exception):
         with pytest.raises(TimeoutError, match=r"^save to '/a\.pt' was not over within 1e-05 s$"):
             wait(1e-5)

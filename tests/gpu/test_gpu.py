@@ -24,8 +24,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastckpt
+from fastckpt import SaveHandle, SaveStats
 from fastckpt.errors import DeviceError, PeerFailed, RanksDisagree, StagingConflict, StorageError
-from fastckpt.handle import SaveHandle, SaveStats
 from fastckpt.saving import pipeline
 from tests import accelerator, cuda_stub
 from tests.accelerator import KIND, Runtime, here

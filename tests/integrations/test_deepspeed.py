@@ -32,7 +32,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 
 import fastckpt
 from fastckpt import CheckpointError, CorruptCheckpoint, PeerFailed, StorageError
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.integrations._tag import Tag
 from fastckpt.integrations.deepspeed import FastckptCheckpointEngine
 from fastckpt.options import Pacing, WriteOptions
@@ -235,7 +235,7 @@ def save_by_two(
     ended: threading.Event | None = None,
     lost: BaseException | None = None,
     runs: list[Path] | None = None,
-) -> list[SaveHandle]:
+) -> list[InnerHandle]:
     """Two ranks of this process save a tag, each over its own connection to the store; the handle
     of each.
 
@@ -276,7 +276,7 @@ def save_by_two(
     return [each.handle for each in tags]
 
 
-def is_saved(handles: list[SaveHandle]) -> bool:
+def is_saved(handles: list[InnerHandle]) -> bool:
     """Whether the first rank was told that its tag is saved."""
     return bool(handles) and handles[0].done() and handles[0].failure() is None
 
@@ -355,7 +355,7 @@ def saved(memory: Path) -> Path:
     return memory / "saved"
 
 
-def check_fate(run: Path, tag: str, handles: list[SaveHandle]) -> None:
+def check_fate(run: Path, tag: str, handles: list[InnerHandle]) -> None:
     """`latest` leads to a whole tag, and the one that was saved is what ranks were told of it."""
     found, before = step_in(run / tag), (1 if tag == "a" else None)
     assert step_of(run) in {1, 2} and found in {before, 2}

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle, StorageError
 from fastckpt.directories import iterations
 from fastckpt.directories.iterations import Retention
+from fastckpt.handle import InnerHandle
 from fastckpt.integrations import dcp, megatron
 from fastckpt.integrations.megatron import (
     load,
@@ -463,7 +464,7 @@ def test_iterations_commit_in_the_order_of_their_saves(
 
 
 def test_the_failure_of_a_save_is_told_by_waiting_once(tmp_path: Path) -> None:
-    run, handle = megatron.Saves(), SaveHandle("second", 0.0)
+    run, handle = megatron.Saves(), InnerHandle("second", 0.0)
     run.begin(str(tmp_path), 1, Retention(1), lambda _after: handle)
     handle.set_exception(StorageError("write", "second", 28))
     with pytest.raises(StorageError, match=r"an earlier save, to .*, failed: write of 'second'"):

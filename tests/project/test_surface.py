@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import re
+from concurrent.futures import Future
 from typing import get_args, get_type_hints
 
 import fastckpt
+from tests.paths import ROOT
 
 
 def test_a_checkpointer_takes_few_arguments_and_each_of_them_chooses() -> None:
@@ -15,3 +18,11 @@ def test_a_checkpointer_takes_few_arguments_and_each_of_them_chooses() -> None:
         values = [value for part in (hint, *get_args(hint)) for value in get_args(part)]
         texts = [value for value in values if isinstance(value, str)]
         assert len(texts) != 1, f"{name} has one value: it is a flag"
+
+
+def test_a_handle_has_the_methods_of_the_table_and_no_others() -> None:
+    table = (ROOT / "docs" / "training.md").read_text("utf-8").partition("## The handle")[2]
+    named = {*re.findall(r"^\| `(\w+)\(", table.partition("\n\nYou need not")[0], re.MULTILINE)}
+    own = {name for name in dir(fastckpt.SaveHandle) if not name.startswith("_")}
+    assert own - {*dir(Future)} == named - {*dir(Future)}
+    assert named <= own

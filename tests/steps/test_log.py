@@ -19,8 +19,9 @@ import fastckpt
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli import main
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.handle import CLOCKS_BYTES, RankClocks, SaveHandle, slowest_of
+from fastckpt.handle import InnerHandle
 from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.save_stats import CLOCKS_BYTES, RankClocks, slowest_of
 from fastckpt.steps import log
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, attempt
@@ -49,6 +50,7 @@ def test_the_clocks_of_a_save_are_in_order(disk: Path) -> None:
     profile = handle.profile()
     assert json.loads(json.dumps(profile)) == profile
     assert profile["nbytes"] == stats.nbytes == profile["by_rank"]["nbytes"][0]
+    assert profile["total_nbytes"] == stats.total_nbytes
     assert profile["slowest"]["rank"] == 0 and profile["rate"] > 0
     assert profile["by_rank"]["writes"] == [[*stats.writes]]
     assert handle.progress() == (stats.nbytes, stats.nbytes)
@@ -313,13 +315,13 @@ def test_of_a_log_that_is_too_large_the_end_is_read(
 def test_a_save_that_ends_before_save_returns_is_logged_with_all_clocks(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pass_fence = SaveHandle.pass_fence
+    pass_fence = InnerHandle.pass_fence
 
-    def pass_late(self: SaveHandle) -> None:
-        assert SaveHandle.wait(self, WAIT_S)
+    def pass_late(self: InnerHandle) -> None:
+        assert self.wait_done(WAIT_S)
         pass_fence(self)
 
-    monkeypatch.setattr(SaveHandle, "pass_fence", pass_late)
+    monkeypatch.setattr(InnerHandle, "pass_fence", pass_late)
     with fastckpt.Checkpointer(disk, log=True) as checkpointer:
         stats = checkpointer.save(1, state()).result(WAIT_S)
     (entry,) = log.entries(Storage(), str(disk))

@@ -29,11 +29,10 @@ from typing import Any, NamedTuple, TypeVar
 import pytest
 import torch
 
-from fastckpt import Checkpointer, PerRank
+from fastckpt import Checkpointer, PerRank, SaveStats
 from fastckpt.engine.reuse import CHUNK_BYTES, OtherFile, _comparable
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.handle import SaveStats
 from fastckpt.plan.chunk_hashes import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.steps import log as save_log

@@ -41,7 +41,7 @@ from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import Places
 from fastckpt.errors import CheckpointError, fate
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.integrations.dcp import plan_exchange as dcp_plans
 from fastckpt.integrations.dcp.reader import Reader
 from fastckpt.integrations.dcp.writer import Writer, results_of
@@ -56,7 +56,7 @@ __all__ = ["Reader", "Saving", "Writer", "async_save", "save"]
 log = logging.getLogger("fastckpt")
 
 
-class Saving(SaveHandle):
+class Saving(InnerHandle):
     """A fastckpt.SaveHandle that is a Future of the Metadata, as torch's async_save returns one.
 
     Its callbacks run, on a thread of fastckpt, as soon as the checkpoint has committed or failed.
@@ -90,7 +90,7 @@ class Saving(SaveHandle):
 class _Staged(SignalSafeFuture[None]):
     """A future that is done when the state may change: AsyncSaveResponse's staging_completion."""
 
-    def __init__(self, handle: SaveHandle) -> None:
+    def __init__(self, handle: InnerHandle) -> None:
         super().__init__()
         self._handle = handle
         handle.add_done_callback(lambda _: self.set_result(None))
@@ -108,7 +108,7 @@ class _Shared:
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self.plans = dcp_plans.PlanExchange()
-        self.failed: SaveHandle | None = None  # the last with "warn", to be logged again
+        self.failed: InnerHandle | None = None  # the last with "warn", to be logged again
 
 
 _shared = PerGroup("dcp", _Shared)
@@ -346,9 +346,9 @@ class _Conclusion:
         self._writer.committed()
 
 
-def _warn(shared: _Shared, handle: SaveHandle) -> None:
+def _warn(shared: _Shared, handle: InnerHandle) -> None:
     error = handle.failure()
     if error is not None and not handle.is_asked_for():
-        handle.reported = True
+        handle.note_reported()
         shared.failed = handle
         log.warning("the checkpoint %r FAILED and %s: %s", handle.path, fate(error), error)

@@ -30,7 +30,7 @@ from fastckpt.directories.items_capture import captured_items
 from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import ItemsConclusion, ItemsPlan, Places
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import SaveHandle
+from fastckpt.handle import InnerHandle
 from fastckpt.integrations.dcp.plan_exchange import with_member
 from fastckpt.integrations.dcp.storage_base import StorageBase
 from fastckpt.options import WriteOptions
@@ -142,7 +142,7 @@ class Writer(StorageBase, StorageWriter):
     ) -> torch.futures.Future[list[WriteResult]]:
         """Writes and syncs this rank's file, in the background; finish() commits."""
         future: Any = torch.futures.Future()
-        handle = SaveHandle(self.path, time.perf_counter())
+        handle = InnerHandle(self.path, time.perf_counter())
         results: list[WriteResult] = []
 
         def tell(done: Future[Any]) -> None:
@@ -220,7 +220,7 @@ class Writer(StorageBase, StorageWriter):
 
     def save(
         self,
-        handle: SaveHandle,
+        handle: InnerHandle,
         agreement: Round,
         plan: SavePlan,
         planner: SavePlanner,

@@ -19,8 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from fastckpt import SaveHandle
 from fastckpt.directories import iterations
+from fastckpt.handle import InnerHandle
 from fastckpt.latch import Latch
 
 _NOTING_S = 60.0  # longest wait for a line, once its save has ended
@@ -41,16 +41,17 @@ class Reports:
         self._megatron = checkpointing
         self._append_to_progress_log, self._get_args = append_to_progress_log, get_args
         self._given: dict[str, str] = {}  # directories as the user named them, by real path
-        self._begun: SaveHandle | None = None
+        self._begun: InnerHandle | None = None
         self._noting: list[Latch] = []  # for lines of progress.txt
         # Iterations whose "Saved async checkpoint" waits for the "Saving async checkpoint" of the
         # save that was begun last, since Megatron writes that when its call has returned.
         self._saved = deque[int]()
         self._is_announced = True  # whether that line has been written
-        self._due: list[tuple[SaveHandle, Callable[[], None]]] = []  # hooks for the training thread
+        # Hooks for the training thread.
+        self._due: list[tuple[InnerHandle, Callable[[], None]]] = []
 
     @contextlib.contextmanager
-    def saving(self, iteration: int, root: str) -> Iterator[Callable[[SaveHandle], None]]:
+    def saving(self, iteration: int, root: str) -> Iterator[Callable[[InnerHandle], None]]:
         """Reports the beginning of a save in its body, which calls the result with the handle."""
         args = self._get_args()
         self._given[os.path.realpath(root)] = root
@@ -62,7 +63,7 @@ class Reports:
             f"{args.ckpt_format} format"
         )
 
-        def begun(handle: SaveHandle) -> None:
+        def begun(handle: InnerHandle) -> None:
             self._begun = handle
             if self._megatron.is_last_rank():
                 self._due.append((handle, lambda: self._log(iteration, root, metrics)))
@@ -203,7 +204,7 @@ def _place() -> str:
     return f"[ t {tp}/{tps}, p {pp}/{pps} ]"
 
 
-def _when_committed(handle: SaveHandle, tell: Callable[[], None]) -> None:
+def _when_committed(handle: InnerHandle, tell: Callable[[], None]) -> None:
     """Calls a hook, if the save has not failed; an error of the hook must not end training."""
     if handle.failure() is None:
         try:

@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 
-from fastckpt import SaveHandle
 from fastckpt.arguments.checks import Fence, OnError, check_path
 from fastckpt.directories import iterations
 from fastckpt.directories.iterations import Retention
+from fastckpt.handle import InnerHandle, SaveHandle
 from fastckpt.integrations.megatron.optimizer import CONTENT, SHARDING, saved_maps
 from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.integrations.megatron.state import (
@@ -135,7 +135,7 @@ def save_checkpoint(
     strategy = SaveStrategy(fence=fence, timeout_s=timeout_s, on_error=on_error)
     is_first = saves.is_first(root)
 
-    def begin(afterwards: Afterwards) -> SaveHandle:
+    def begin(afterwards: Afterwards) -> InnerHandle:
         sharded, common = save_preprocess(
             state | (extra or {}), is_first, preprocess_common_state_dict_fn
         )

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from fastckpt import SaveHandle
 from fastckpt.directories import iterations
 from fastckpt.directories.iterations import Retention
 from fastckpt.errors import is_visible
+from fastckpt.handle import InnerHandle
 from fastckpt.integrations.megatron.strategies import Afterwards
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import raise_earlier
@@ -45,7 +45,7 @@ class Saves:
     def __init__(self, listener: Listener | None = None) -> None:
         self._listener = listener
         self._runs: dict[str, _Run] = {}
-        self._handles: list[SaveHandle] = []
+        self._handles: list[InnerHandle] = []
 
     @property
     def is_idle(self) -> bool:
@@ -64,7 +64,7 @@ class Saves:
             if not handle.is_asked_for() and handle.failure() is not None:
                 raise_earlier(handle)
 
-    def _wait(self) -> list[SaveHandle]:
+    def _wait(self) -> list[InnerHandle]:
         handles, self._handles = self._handles, []
         for handle in handles:
             handle.wait_done()
@@ -90,8 +90,8 @@ class Saves:
         root: str,
         iteration: int,
         retention: Retention,
-        save: Callable[[Afterwards], SaveHandle],
-    ) -> SaveHandle:
+        save: Callable[[Afterwards], InnerHandle],
+    ) -> InnerHandle:
         """Begins a save: `save` is given what is to be done after its commit."""
         run = self._runs.setdefault(root, _Run(root, self._listener))
         ended = partial(run.ended, iteration, retention)

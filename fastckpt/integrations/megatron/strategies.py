@@ -30,12 +30,13 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle
+from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.arguments.checks import Fence, OnError
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace, SwapItemsPlace
 from fastckpt.directories.iterations import COMMON, CONFIG, METADATA
 from fastckpt.formats.torch_pickle import torch_save
+from fastckpt.handle import InnerHandle
 from fastckpt.integrations import dcp
 from fastckpt.integrations.megatron.partial_reads import read, read_objects, unpickled
 from fastckpt.integrations.megatron.save_planner import DividingSavePlanner, Holdings, may_write
@@ -182,14 +183,14 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         directory: str,
         common: bytes | None = None,
         afterwards: Afterwards | None = None,
-    ) -> SaveHandle:
+    ) -> InnerHandle:
         """Begins to save a state dict without its common state and with its factories applied;
         `common` and `afterwards` are Writer's.
         """
         self.begun += 1
         held = dict(holdings(nested_values(sharded_state_dict)))
         is_common_new = common is None and _COMMON_KEY not in held  # Megatron's own save() calls
-        handle: SaveHandle = dcp.async_save(
+        handle: InnerHandle = dcp.async_save(
             held,
             storage_writer=Writer(directory, common, is_common_new, afterwards),
             planner=DividingSavePlanner(),

@@ -13,13 +13,14 @@ import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from fastckpt.directories import iterations
+from fastckpt.handle import InnerHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.megatron import flag_support
 from fastckpt.integrations.megatron.load import LoadRequest, Restored, restore
@@ -244,7 +245,7 @@ class _Functions:
                 ),
                 **options,
             )
-            begun(handle)
+            begun(cast(InnerHandle, handle))
 
     def load_checkpoint(
         self,

@@ -12,18 +12,18 @@ import time
 from collections.abc import Sequence
 
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import SaveHandle
-from fastckpt.latch import SignalSafeFuture, log_aside
+from fastckpt.handle import InnerHandle
+from fastckpt.latch import log_aside
 
 GIVEN_UP_S = 10.0  # the longest wait for the end of saves that were given up
 _LOOK_S = 0.2
 
 
-def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
+def wait_or_give_up(handles: Sequence[InnerHandle], pressed: bool) -> bool:
     """Waits for the end of these saves, and raises no errors of theirs.
 
     The first Ctrl-C is answered by one line, which says what is awaited. The second one gives the
-    saves up; so does the first one if an earlier line, of SaveHandle.wait(), has said that it does.
+    saves up; so does the first one if an earlier line, of InnerHandle, has said that it does.
     The others do nothing.
 
     Args:
@@ -34,7 +34,7 @@ def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
 
     Raises:
         CheckpointError: a save has not ended within GIVEN_UP_S since it was given up, be it by an
-            earlier wait. Or as SaveHandle.check_wait().
+            earlier wait. Or as InnerHandle.check_wait().
     """
     awaited = [handle for handle in handles if not handle.done()]
     for handle in awaited:
@@ -48,7 +48,7 @@ def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
                 _answer([handle for handle in awaited if not handle.goes_on_told])
             for handle in awaited:
                 # Python does not notice a signal that comes just before a wait, until that ends.
-                while not SignalSafeFuture.wait(handle, _LOOK_S):
+                while not handle.wait_quietly(_LOOK_S):
                     pass
             return pressed
         except KeyboardInterrupt:
@@ -61,7 +61,7 @@ def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
             for handle in awaited:
                 handle.give_up()
             for handle in awaited:
-                SignalSafeFuture.wait(handle, _left_s(handle))
+                handle.wait_quietly(_left_s(handle))
             awaited = [handle for handle in awaited if not handle.done()]
             is_over = any(_left_s(handle) == 0.0 for handle in awaited)
         except KeyboardInterrupt:
@@ -75,19 +75,19 @@ def wait_or_give_up(handles: Sequence[SaveHandle], pressed: bool) -> bool:
     return pressed
 
 
-def wait_at_exit(handles: Sequence[SaveHandle]) -> None:
+def wait_at_exit(handles: Sequence[InnerHandle]) -> None:
     """Waits as wait_or_give_up(); a KeyboardInterrupt that ends the program counts as the first."""
     kind = getattr(sys, "last_type", None)  # of the error that Python has printed as the last one
     wait_or_give_up(handles, isinstance(kind, type) and issubclass(kind, KeyboardInterrupt))
 
 
-def any_hangs(handles: Sequence[SaveHandle]) -> bool:
+def any_hangs(handles: Sequence[InnerHandle]) -> bool:
     """Returns whether one of these saves has not ended within GIVEN_UP_S since it was given up."""
     given_up = [handle for handle in handles if handle.is_given_up() and not handle.done()]
     return any(_left_s(handle) == 0.0 for handle in given_up)
 
 
-def _left_s(handle: SaveHandle) -> float:
+def _left_s(handle: InnerHandle) -> float:
     """Returns how long this save, which was given up, is still waited for. It is counted from when
     it was: a Ctrl-C may break a wait off wherever Python is, and the next wait goes on with it.
     """
@@ -95,7 +95,7 @@ def _left_s(handle: SaveHandle) -> float:
     return max(0.0, handle.given_up_s + GIVEN_UP_S - time.monotonic())
 
 
-def _answer(handles: list[SaveHandle]) -> None:
+def _answer(handles: list[InnerHandle]) -> None:
     """Logs one line about saves that go on."""
     if not handles:
         return
