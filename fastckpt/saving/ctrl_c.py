@@ -7,11 +7,12 @@ No signal handler is installed: Python raises KeyboardInterrupt where the proces
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, fate
 from fastckpt.handle import InnerHandle
 from fastckpt.latch import log_aside
 
@@ -19,7 +20,19 @@ GIVEN_UP_S = 10.0  # the longest wait for the end of saves that were given up
 _LOOK_S = 0.2
 
 
-def wait_or_give_up(handles: Sequence[InnerHandle], pressed: bool) -> bool:
+def wait_for(handles: Sequence[InnerHandle]) -> None:
+    """Waits for the end of these saves."""
+    for handle in handles:
+        # Python does not notice a signal that comes just before a wait, until that ends.
+        while not handle.wait_quietly(_LOOK_S):
+            pass
+
+
+def wait_or_give_up(
+    handles: Sequence[InnerHandle],
+    pressed: bool,
+    wait: Callable[[Sequence[InnerHandle]], None] = wait_for,
+) -> bool:
     """Waits for the end of these saves, and raises no errors of theirs.
 
     The first Ctrl-C is answered by one line, which says what is awaited. The second one gives the
@@ -28,6 +41,7 @@ def wait_or_give_up(handles: Sequence[InnerHandle], pressed: bool) -> bool:
 
     Args:
         pressed: whether Ctrl-C has been pressed before the wait.
+        wait: waits for these saves, in steps of less than a second.
 
     Returns:
         Whether Ctrl-C has been pressed before the wait or in it.
@@ -46,10 +60,7 @@ def wait_or_give_up(handles: Sequence[InnerHandle], pressed: bool) -> bool:
             if pressed and not is_answered:
                 is_answered = True
                 _answer([handle for handle in awaited if not handle.goes_on_told])
-            for handle in awaited:
-                # Python does not notice a signal that comes just before a wait, until that ends.
-                while not handle.wait_quietly(_LOOK_S):
-                    pass
+            wait(awaited)
             return pressed
         except KeyboardInterrupt:
             pressed = True
@@ -75,10 +86,38 @@ def wait_or_give_up(handles: Sequence[InnerHandle], pressed: bool) -> bool:
     return pressed
 
 
-def wait_at_exit(handles: Sequence[InnerHandle]) -> None:
-    """Waits as wait_or_give_up(); a KeyboardInterrupt that ends the program counts as the first."""
+def wait_at_exit(
+    handles: Sequence[InnerHandle],
+    drain: Callable[[float, Sequence[InnerHandle]], list[InnerHandle]],
+    still_s: float,
+) -> None:
+    """Waits as wait_or_give_up(), and until nothing of these saves is left to do. A
+    KeyboardInterrupt that ends the program counts as the first.
+
+    Nobody watches this thread, because Python 3.12.0 to 3.12.2 start no thread as they exit.
+
+    Args:
+        drain: waits for saves, and returns those of which none gets on for so many seconds.
+        still_s: after that the process ends with them.
+    """
+
+    def wait(awaited: Sequence[InnerHandle]) -> None:
+        left = drain(still_s, awaited)
+        for handle in left:
+            outcome = fate(handle.failure(), "is committed") if handle.done() else "may be lost"
+            sys.stderr.write(
+                f"fastckpt: the save to {handle.path!r} {outcome}; it has not got on for "
+                f"{still_s:.0f} s and is not waited for any longer: does its server or disk "
+                "answer?\n"
+            )
+        if left:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)  # no thread of these saves can be joined
+
     kind = getattr(sys, "last_type", None)  # of the error that Python has printed as the last one
-    wait_or_give_up(handles, isinstance(kind, type) and issubclass(kind, KeyboardInterrupt))
+    wait_or_give_up(handles, isinstance(kind, type) and issubclass(kind, KeyboardInterrupt), wait)
+    wait(handles)
 
 
 def any_hangs(handles: Sequence[InnerHandle]) -> bool:

@@ -6,7 +6,6 @@ and for what happens to them at exit and after a fork. It must not know what a s
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import errno
 import logging
@@ -28,7 +27,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, fate, retold
 from fastckpt.handle import InnerHandle
-from fastckpt.latch import Latch, items_of, start_thread
+from fastckpt.latch import Latch, items_of, log_aside, start_thread
 from fastckpt.ranks.round import Round
 from fastckpt.save_stats import CLOCKS_BYTES, RankClocks
 from fastckpt.saving.copy_completion import CopyCompletion
@@ -299,10 +298,13 @@ class Pipeline:
         """Returns the saves of which something is left to do."""
         return [handle for handle, _ in items_of(self._in_flight)]
 
-    def drain(self, still_s: float = inf) -> list[InnerHandle]:
+    def drain(
+        self, still_s: float = inf, only: Sequence[InnerHandle] | None = None
+    ) -> list[InnerHandle]:
         """Waits for every save in flight, and for what it does after its commit.
 
         Args:
+            only: no others than these.
             still_s: for how long none of them may get on. Each has bounds of its own, but a call of
                 the file system that does not return has none.
 
@@ -310,7 +312,7 @@ class Pipeline:
             The saves that have not ended.
         """
         seen, since, logged = None, time.monotonic(), 0.0
-        while saves := items_of(self._in_flight):
+        while saves := [it for it in items_of(self._in_flight) if only is None or it[0] in only]:
             if saves[0][1].gone.wait(_LOOK_S):
                 continue
             now = [(handle, _how_far(handle)) for handle, _ in saves]
@@ -322,7 +324,9 @@ class Pipeline:
             if still >= logged + _LOG_S:
                 logged = still
                 paths = ", ".join(repr(handle.path) for handle, _ in saves)
-                log.warning("the saves to %s have not got on for %.0f s", paths, still)
+                log_aside(
+                    logging.WARNING, "the saves to %s have not got on for %.0f s", paths, still
+                )
         return []
 
     def close(self) -> None:
@@ -526,29 +530,12 @@ def _comes_too_late() -> bool:
     return here is not main and (_exited or (here.daemon and not main.is_alive()))
 
 
-def _watch_exit() -> None:
-    """Ends the process if it waits for saves of which none gets on for _STILL_S."""
-    left = [] if _current is None else _current.drain(_STILL_S)
-    for handle in left:
-        outcome = fate(handle.failure(), "is committed") if handle.done() else "may be lost"
-        sys.stderr.write(
-            f"fastckpt: the save to {handle.path!r} {outcome}; it has not got on for "
-            f"{_STILL_S:.0f} s and is not waited for any longer: does its server or disk answer?\n"
-        )
-    if left:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)  # no thread of these saves can be joined
-
-
 def _begin_exit() -> None:
     """Waits for all saves: Python would join their threads without a word, and Ctrl-C would end
-    that, but not them. What hangs is watched.
+    that, but not them. An error makes Python end without joining any thread.
     """
-    with suppress(RuntimeError):  # no thread can be started
-        _thread.start_new_thread(_watch_exit, ())
     if _current is not None:
-        wait_at_exit(_current.in_flight())  # an error makes Python end without joining any thread
+        wait_at_exit(_current.in_flight(), _current.drain, _STILL_S)
 
 
 def _at_exit() -> None:
@@ -562,8 +549,7 @@ def _at_exit() -> None:
         pipeline.staging.abandon()
         return
     try:
-        wait_at_exit(pipeline.in_flight())
-        pipeline.drain()
+        wait_at_exit(pipeline.in_flight(), pipeline.drain, _STILL_S)
     except BaseException:  # Ctrl-C was pressed as a save ended, or what was given up now hangs
         pipeline.staging.abandon()
         raise

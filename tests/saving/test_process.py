@@ -301,9 +301,10 @@ def test_import_alone_starts_nothing() -> None:
 # Forks.
 
 FORK = """
-import faulthandler, os, signal, sys
+import faulthandler, os, signal, sys, warnings
 import torch, fastckpt
 from tests.saving.test_handle import HeldTensor
+warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
 # The threads of OpenMP do not survive a fork, whoever forks: torch computes on this one.
 torch.set_num_threads(1)
 

@@ -44,6 +44,7 @@ class Interruption:
 
     def __enter__(self) -> Interruption:
         self._before = sys.gettrace()
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 traces those of no frame without
         sys.settrace(self._called)
         return self
 
@@ -65,6 +66,8 @@ class Interruption:
                 self.moments += 1
                 if self.moments == self._at:
                     raise Signalled
+        elif event == "exception":  # a call that fails is followed by no look
+            self._last.pop(frame, None)
         return self._traced
 
 
