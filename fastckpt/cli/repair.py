@@ -82,7 +82,7 @@ def _temporaries(storage: Storage, directory: str) -> Iterator[Debris]:
     """Yields the steps that were not committed, and what has a temporary's name."""
     steps = Steps(storage, directory)
     for name in steps.incomplete():
-        if steps.is_dead(name, others_after_s=0.0):
+        if steps.left_in(name, others_after_s=0.0) is not None:
             path = steps.path(name)
             left = atomic.temporaries(storage, steps.path(name, MANIFEST))
             is_ours = all(map(atomic.is_of_this_host, left))

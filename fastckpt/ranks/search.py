@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from fastckpt.errors import (
@@ -32,33 +31,33 @@ GONE = "removed"  # the verdict on one that was removed meanwhile; others say wh
 _TOLD = (CorruptCheckpoint, IncompatibleCheckpoint, CheckpointError)
 
 
-@dataclass
 class Trial(Generic[T]):
     """An attempt to read one candidate, on one rank.
 
-    Attributes:
+    Args:
         path: its path.
         stages: are called one after another, each on all ranks or on none: when no rank has met
             damage before. The last one returns what was found. They raise CorruptCheckpoint for
             damage, Vanished if it is gone; any other error ends the search.
         is_gone: tells, after damage, whether it was removed meanwhile, which looks the same.
-        verdict: what the ranks found: "" if it is whole, GONE, or what the first of those that met
-            damage says of it.
+
+    Attributes:
+        verdict: of all ranks: "" if it is whole, GONE, or what the first that met damage says.
     """
 
-    path: str
-    stages: Sequence[Callable[[], T]]
-    is_gone: Callable[[], bool]
-    verdict: str = ""
+    def __init__(
+        self, path: str, stages: Sequence[Callable[[], T]], is_gone: Callable[[], bool]
+    ) -> None:
+        self.path, self.stages, self.is_gone, self.verdict = path, stages, is_gone, ""
 
     def end(self, error: BaseException | None) -> None:
-        """Does what is left to do when all ranks have tried it: then the verdict is known, or the
-        search ends with this error, in whose place another one may be raised.
+        """Does what is left to do once the verdict is known, or the search ends with this error, in
+        whose place another one may be raised.
         """
 
 
 class Search(Generic[T]):
-    """One search, for which all ranks make one of these and call look().
+    """One search, for which all ranks make one of these and call look() by listed_anew().
 
     Args:
         agreement: a round for this search alone.
@@ -80,16 +79,13 @@ class Search(Generic[T]):
         warns: bool = True,
     ) -> None:
         self._agreement, self._candidates, self._trial_of = agreement, candidates, trial_of
-        self._warns = warns
-        self._listings, self._verdicts = itertools.count(), itertools.count(1)
+        self._warns, self._numbers = warns, itertools.count()
         self.damaged: dict[Candidate, str] = {}
         self.has_lost = False
 
     def look(self) -> T | None:
-        """Returns what was found in the best candidate that is whole; None if there is none.
-
-        Raises:
-            Vanished: one is gone, so a newer one has been committed: list again, by listed_anew().
+        """Returns what was found in the best candidate that is whole; None if there is none. Raises
+        Vanished if one is gone, so that a newer one has been committed.
         """
         # List again after damage: one that was committed meanwhile may be whole.
         while left := [each for each in self._listed() if each not in self.damaged]:
@@ -110,7 +106,7 @@ class Search(Generic[T]):
 
     def _listed(self) -> list[Candidate]:
         """Returns the candidates of the first rank; every rank raises the error that it met."""
-        agreement, key = self._agreement, f"candidates {next(self._listings)}"
+        agreement, key = self._agreement, f"candidates {next(self._numbers)}"
         if agreement.rank == 0:
             try:
                 told: list[Any] = [None, [*self._candidates()]]
@@ -146,7 +142,7 @@ class Search(Generic[T]):
         If a rank finds the candidate gone, that is the verdict: damage on the others may mean the
         same.
         """
-        agreement, number = self._agreement, next(self._verdicts)
+        agreement, number = self._agreement, next(self._numbers)
         agreement.put(f"tried {number}", problem.encode(errors="replace"))
         if agreement.rank == 0:
             answers = agreement.gather(f"tried {number}")

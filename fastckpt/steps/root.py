@@ -500,20 +500,16 @@ class Steps:
                 known.is_left = False
                 self._forget(name)
 
-    def is_dead(self, name: str, others_after_s: float) -> bool:
-        """Returns whether remove_if_dead() would remove a directory."""
-        return self._left_in(name, others_after_s) is not None
-
     def remove_if_dead(self, name: str, others_after_s: float = atomic.DEAD_AFTER_S) -> bool:
         """Removes a directory without a manifest if its save is surely over; returns whether."""
-        entries = self._left_in(name, others_after_s)
+        entries = self.left_in(name, others_after_s)
         with suppress(OSError):  # it is left to a later call
             if entries is not None:
                 self._empty(name, entries)
                 return True
         return False
 
-    def _left_in(self, name: str, others_after_s: float) -> list[str] | None:
+    def left_in(self, name: str, others_after_s: float) -> list[str] | None:
         """Returns what is in a directory without a manifest if its save is surely over; else None.
 
         That is so if no temporary manifest is left, which a save removes last, or none whose owner
@@ -524,7 +520,7 @@ class Steps:
         storage = self.storage
         with suppress(OSError):  # removed meanwhile, or not to be read
             # Only what is there now is removed, so a save that begins meanwhile keeps its files.
-            if not storage.is_directory(self.path(name)):
+            if not storage.is_directory(self.path(name)) or self.may_be_committed(name):
                 return None
             entries = storage.names(self.path(name))
             if not all(map(OURS.fullmatch, entries)):
@@ -534,7 +530,7 @@ class Steps:
                 is_dead = atomic.is_of_dead(storage, path) and is_unlocked(storage, path)
                 if not is_dead and not self._is_of_other_dead(name, path, others_after_s):
                     return None
-            if not self.may_be_committed(name):  # nor has the save committed meanwhile
+            if not self.may_be_committed(name):  # nor has it committed meanwhile
                 return entries
         return None
 

@@ -204,15 +204,6 @@ def test_the_last_ones_are_those_committed_last(root: Path) -> None:
     assert saved(root, 7, keep_last=3) == [name(3), name(7), name(20)]
 
 
-def test_attempts_at_a_step_count_once(root: Path) -> None:
-    with Checkpointer(root, keep_last=2) as checkpointer:
-        for step in (1, 2, 2, 2, 3, 3):
-            checkpointer.save(step, state(step))
-    assert len(directories(root)) == 2
-    with Checkpointer(root) as checkpointer:
-        assert checkpointer.steps() == [2, 3]
-
-
 def test_what_others_put_into_a_step_stays(root: Path) -> None:
     saved(root, 1)
     (root / name(1) / "notes.txt").write_text("the best one")
@@ -634,18 +625,6 @@ def test_a_step_whose_last_sync_fails_is_visible_and_makes_no_room(root: Path) -
     assert directories(root) == [name(4)]
 
 
-def test_steps_that_may_not_be_durable_do_not_count_as_kept(root: Path) -> None:
-    storage = SyncFailsAfterRename()
-    with process_on(storage), Checkpointer(root, keep_last=2) as checkpointer:
-        for step in (1, 2, 3):
-            if step == 2:
-                storage.arm()
-            checkpointer.save(step, state(step)).exception(WAIT_S)
-        assert directories(root) == [name(1), name(2), name(3)]
-        checkpointer.save(4, state(4)).result(WAIT_S)
-    assert directories(root) == [name(3), name(4)]
-
-
 def test_without_a_descriptor_for_the_last_sync_nothing_is_committed(root: Path) -> None:
     """What can fail before the rename does: too many open files, a directory not to be read."""
     for code in (errno.EMFILE, errno.EACCES):
@@ -1005,15 +984,6 @@ def test_steps_that_vanish_while_they_are_listed(root: Path, count: int) -> None
         ):
             storage.left = count
             assert ask() == storage.step
-
-
-def test_steps_that_vanish_whenever_they_are_listed(root: Path, at_once: None) -> None:
-    """There are some, so there is no None."""
-    saved(root, 1)
-    with process_on(Busy(root, 1000)), Checkpointer(root) as checkpointer:
-        with pytest.raises(StorageError, match="gone when it was looked at, 20 times") as caught:
-            checkpointer.latest()
-        assert caught.value.errno == errno.EBUSY
 
 
 class Abandoning(Steps):
