@@ -21,9 +21,9 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import Checkpointer, SaveHandle
-from fastckpt.latch import SignalSafeFuture
-from fastckpt.saving import giving_up, pipeline
+from fastckpt import Checkpointer
+from fastckpt.handle import InnerHandle
+from fastckpt.saving import ctrl_c, pipeline
 from tests import interpreters
 from tests.saving.test_process import run_python
 from tests.storm import Storm
@@ -276,8 +276,8 @@ def test_the_second_may_come_while_the_line_about_the_first_is_logged(folder: Pa
 
 
 HANGS = """
-from fastckpt.saving import giving_up, pipeline
-giving_up.GIVEN_UP_S = 0.5
+from fastckpt.saving import ctrl_c, pipeline
+ctrl_c.GIVEN_UP_S = 0.5
 pipeline.current().storage.sync = lambda *_: threading.Event().wait()
 fastckpt.save(state, path)
 train()
@@ -297,18 +297,18 @@ def test_a_save_that_hangs_does_not_keep_the_process(folder: Path) -> None:
 
 
 def test_a_wait_that_was_broken_off_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release, wait = threading.Event(), SignalSafeFuture.wait
+    release, wait = threading.Event(), InnerHandle.wait_quietly
 
-    def release_and_wait(handle: SaveHandle, timeout_s: float) -> bool:
+    def release_and_wait(handle: InnerHandle, timeout_s: float) -> bool:
         release.set()
         return wait(handle, timeout_s)
 
     monkeypatch.setattr(pipeline.current().storage, "sync", lambda *_: release.wait(LIMIT_S))
-    monkeypatch.setattr(SignalSafeFuture, "wait", release_and_wait)
+    monkeypatch.setattr(InnerHandle, "wait_quietly", release_and_wait)
     handle = fastckpt.save({"w": torch.ones(9)}, folder / "a.pt")
     handle.give_up()  # by a wait that a further Ctrl-C has ended
-    assert not giving_up.any_hangs([handle])
-    giving_up.wait_or_give_up([handle], pressed=True)
+    assert not ctrl_c.any_hangs([handle])
+    ctrl_c.wait_or_give_up([handle], pressed=True)
     assert handle.done()
 
 
