@@ -17,6 +17,14 @@ from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, s
 # Writes are counted by their size: of at most so many bytes, and more than the size before; the
 # last also counts larger ones. All are powers of 2.
 WRITE_SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 8 << 20)
+# The phases of a rank that delay the commit, with the clocks of their begin and end: "" is the call
+# of save(). Copies and writes overlap.
+PHASES = (
+    ("capture", "", "captured_s"),
+    ("copy", "captured_s", "staged_s"),
+    ("write", "opened_s", "written_s"),
+    ("sync", "written_s", "synced_s"),
+)
 _NO_WRITES = (0,) * len(WRITE_SIZES)
 
 
@@ -66,13 +74,9 @@ class RankClocks(NamedTuple):
         return cls._make([*values[: -len(WRITE_SIZES)], values[-len(WRITE_SIZES) :]])
 
     def phases(self) -> dict[str, float]:
-        """Returns the seconds that each phase took which delays the commit."""
-        return {
-            "capture": self.captured_s,
-            "copy": self.staged_s - self.captured_s,
-            "write": self.written_s - max(self.opened_s, self.captured_s),
-            "sync": self.synced_s - self.written_s,
-        }
+        """Returns the seconds that each phase took."""
+        clocks = {**self._asdict(), "": 0.0}
+        return {name: clocks[end] - clocks[begin] for name, begin, end in PHASES}
 
 
 _CLOCKS = struct.Struct(f"<2Q7f{len(WRITE_SIZES)}Q")

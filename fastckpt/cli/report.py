@@ -14,17 +14,11 @@ from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli.pyplot import load_pyplot
 from fastckpt.cli.shared_arguments import shown_name
 from fastckpt.errors import CheckpointError
+from fastckpt.save_stats import PHASES
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import entries
 from fastckpt.storage.file_system import reported
 
-# The phases of a rank: name, clocks of begin and end. Copies and writes overlap.
-_PHASES = (
-    ("capture", "", "captured_s"),
-    ("copy", "captured_s", "staged_s"),
-    ("write", "opened_s", "written_s"),
-    ("sync", "written_s", "synced_s"),
-)
 _RANKS_DRAWN = 256
 
 
@@ -105,7 +99,7 @@ def _print_one(entry: dict[str, Any], limit: float) -> None:
     if entry["error"] is not None:
         print(f"failed: {shown_name(entry['error'])}")
     print(f"{'phase':10}{'median':>12}{'longest':>12}  on rank")
-    for name, begin, end in _PHASES:
+    for name, begin, end in PHASES:
         took = {rank: b - a for rank, (a, b) in _spans(entry, begin, end).items()}
         if took:
             order = sorted(took, key=lambda rank: took[rank])
@@ -163,7 +157,7 @@ def _draw(entry: dict[str, Any], path: str) -> None:
     count = len(entry["by_rank"]["captured_s"])
     step = -(-count // _RANKS_DRAWN)
     height = 0.8 / 2
-    for name, begin, end in _PHASES:
+    for name, begin, end in PHASES:
         spans = {r: its for r, its in _spans(entry, begin, end).items() if r % step == 0}
         # Copies and writes overlap: the former are drawn in the lower half of a rank's bar.
         at = [

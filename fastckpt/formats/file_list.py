@@ -10,8 +10,15 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.formats.strict_json import check_members, check_text, decode, encode, shown
+from fastckpt.errors import CorruptCheckpoint
+from fastckpt.formats.strict_json import (
+    check_members,
+    check_text,
+    decode,
+    encode,
+    refuse_newer,
+    shown,
+)
 
 NAME = "fastckpt.json"
 VERSION = 1
@@ -52,12 +59,8 @@ def from_bytes(content: bytes) -> dict[str, File]:
         if len(content) > NBYTES_MAX:
             raise ValueError(f"it has more than {NBYTES_MAX} bytes")
         value = decode(content)
-        if isinstance(value, dict) and isinstance(value.get("fastckpt"), int):
-            version: int = value["fastckpt"]
-            if version > VERSION:
-                raise IncompatibleCheckpoint(
-                    f"{NAME} has version {version}, this fastckpt reads up to {VERSION}: update it"
-                )
+        if isinstance(value, dict):
+            refuse_newer(NAME, value.get("fastckpt"), VERSION)
         validate(value)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{NAME} is malformed: {error}") from None

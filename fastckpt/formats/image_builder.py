@@ -9,8 +9,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fastckpt.errors import IncompatibleCheckpoint, ensure
-from fastckpt.formats.strict_json import check_block_bytes
+from fastckpt.errors import ensure
+from fastckpt.formats.strict_json import check_block_bytes, refuse_newer
 from fastckpt.plan.image import PAGE_BYTES, Image, address_of, block_count
 
 TAIL_BYTES_MAX = 1 << 32
@@ -98,16 +98,8 @@ class ClosingLine:
         match = self._pattern.search(tail)
         if match is None or zlib.crc32(tail[:-CRC_DIGITS]) != int(match[3], 16):
             return None
-        refuse_newer(int(match[1]), self._version)
+        refuse_newer("the file", int(match[1]), self._version)
         return int(match[1])
-
-
-def refuse_newer(version: object, known: int) -> None:
-    """Raises IncompatibleCheckpoint if this is a number above the version that is known."""
-    if type(version) is int and version > known:
-        raise IncompatibleCheckpoint(
-            f"it has format version {version}, this fastckpt reads up to {known}: update it"
-        )
 
 
 def digits_of(crcs: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ import hashlib
 import re
 import struct
 import zlib
-from collections.abc import Sequence, Set
+from collections.abc import Set
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise
@@ -26,7 +26,6 @@ from fastckpt.formats.shard_index import (
     check_version,
     crc_digits,
     lines,
-    per_rank_key,
 )
 from fastckpt.formats.strict_json import check_members, decode, encode, shown
 from fastckpt.plan.boxes import span
@@ -312,18 +311,6 @@ def is_manifest(content: bytes) -> bool:
 def key_hash(key: str) -> int:
     """Returns the 32 bits that stand for a tensor's key in Writer.keys."""
     return zlib.crc32(key.encode())
-
-
-def may_have_values(writers: Sequence[Writer], rank: int) -> list[Writer]:
-    """Returns the writers whose file may hold a rank's values, likely ones first: the rank itself,
-    or else those that may have gathered its shard.
-    """
-    own = [writer for writer in writers if writer.rank == rank]
-    if own:
-        return own
-    key = key_hash(per_rank_key(rank))
-    before = [writer for writer in writers if writer.rank < rank]
-    return [each for each in reversed(before) if each.keys is None or key in each.keys]
 
 
 def may_hold(writer: Writer, keys: Set[int], low: float, high: float) -> bool:

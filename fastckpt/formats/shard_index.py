@@ -19,7 +19,6 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.safetensors import DTYPES, METADATA, kind_of
 from fastckpt.formats.strict_json import (
     KINDS_MAX,
-    NUMBER_END,
     check_block_bytes,
     check_members,
     check_texts,
@@ -27,6 +26,7 @@ from fastckpt.formats.strict_json import (
     decode,
     encode,
     is_numbers,
+    refuse_newer,
     shown,
     without_numbers,
 )
@@ -37,9 +37,8 @@ from fastckpt.plan.image import PAGE_BYTES, block_count
 FORMAT, VERSION = "fastckpt-index", 3
 INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
-_PER_RANK_OF = f"{PER_RANK}~rank"
-# Version 1 has no values of ranks other than the writer, version 2 has; neither has the codec
-# "planes" or hashes. What older readers understand is written for them.
+# Version 1 has neither the codec "planes" nor hashes: what older readers understand is written for
+# them. Version 2, of earlier development, had shards of several ranks in one file.
 _FIRST_VERSION, _GATHERED_VERSION = 1, 2
 _SUFFIXES = {None: "", "zstd": ".zst", "planes": ".planes"}  # of files, by their codec
 _CRC_DIGITS = 8
@@ -99,15 +98,6 @@ class ShardIndex:
     per_rank: tuple[int, int] | None
     hashes: ChunkHashes | None = None
 
-    def values_of(self, rank: int) -> tuple[int, int] | None:
-        """Returns begin and size, in bytes, of the values of the writer or of a rank whose shard
-        it gathered; None if they are not here.
-        """
-        if rank == self.rank:
-            return self.per_rank
-        found = self.by_key.get(per_rank_key(rank), ())
-        return next(((piece.begin, piece.box.numel) for piece in found), None)
-
     @cached_property
     def by_key(self) -> dict[str, list[Piece]]:
         """The pieces of each tensor, by its key."""
@@ -136,9 +126,7 @@ class ShardIndex:
 
         written = {
             "format": FORMAT,
-            "version": _version(
-                gathers(self.pieces), self.codec, has_hashes=self.hashes is not None
-            ),
+            "version": _version(self.codec, has_hashes=self.hashes is not None),
             "nonce": self.nonce,
             "rank": self.rank,
             "file": self.file,
@@ -174,13 +162,13 @@ class ShardIndex:
 
         Raises:
             CorruptCheckpoint: it is malformed.
-            IncompatibleCheckpoint: a newer fastckpt wrote it, or it has derived tensors.
+            IncompatibleCheckpoint: a newer fastckpt wrote it, or one of earlier development.
         """
         if len(content) > INDEX_BYTES_MAX:
             raise CorruptCheckpoint(f"{len(content)} bytes are too many for an index")
         try:
             written: Any = decode(content)
-            _refuse_derived(written)
+            _refuse_gone(written)
             check_version(written, FORMAT, VERSION)
             pieces = validate(written)
         except (ValueError, RecursionError) as error:
@@ -247,11 +235,17 @@ def _check_frames(index: Any, blocks: int) -> None:
         raise ValueError(f"frames are not multiples of {PAGE_BYTES} with the sum {file_nbytes}")
 
 
-def _refuse_derived(written: object) -> None:
+def _refuse_gone(written: object) -> None:
+    """Raises IncompatibleCheckpoint for what only versions before 0.1.0 wrote."""
+    what = ""
     if isinstance(written, dict) and "derived_nbytes" in written:
+        what = "bf16 tensors that are derived from fp32 tensors"
+    elif isinstance(written, dict) and written.get("version") == _GATHERED_VERSION:
+        what = "shards of several ranks in one file (writers_per_node)"
+    if what and isinstance(written, dict) and written.get("format") == FORMAT:
         raise IncompatibleCheckpoint(
-            "it has bf16 tensors that are derived from fp32 tensors, as only versions of fastckpt "
-            'before 0.1.0 wrote: load the step with that version, and save it with codec="zstd"'
+            f"it has {what}, as only versions of fastckpt before 0.1.0 wrote: load the step with "
+            'that version, and save it anew without, such as with codec="zstd"'
         )
 
 
@@ -277,13 +271,9 @@ def _hashes_read(written: Any) -> ChunkHashes:
     return ChunkHashes(bytes.fromhex(written["key"]), written["chunk_bytes"], values)
 
 
-def _version(gathers: bool, codec: str | None, *, has_hashes: bool) -> int:
-    """Returns the first version that has this codec and, if there are, hashes and values of other
-    ranks.
-    """
-    if codec == "planes" or has_hashes:
-        return VERSION
-    return _GATHERED_VERSION if gathers else _FIRST_VERSION
+def _version(codec: str | None, *, has_hashes: bool) -> int:
+    """Returns the first version that has this codec and, if there are, hashes."""
+    return VERSION if codec == "planes" or has_hashes else _FIRST_VERSION
 
 
 _PIECE_KINDS: dict[str, type | tuple[type, ...]] = {
@@ -318,9 +308,8 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
     wholes, boxes, nbytes = ([*map(itemgetter(member), found)] for member in range(3))
     pieces = tuple(map(_piece, zip(keys, dtypes, wholes, boxes, begins, strict=True)))
     has_hashes = "hashes" in index
-    if index["version"] != _version(gathers(pieces), index["codec"], has_hashes=has_hashes):
-        told = "2 has values of other ranks, 3 has planes or hashes"
-        raise ValueError(f"its version {index['version']} does not fit: {told}")
+    if index["version"] != _version(index["codec"], has_hashes=has_hashes):
+        raise ValueError(f"its version {index['version']} does not fit: 3 has planes or hashes")
     extents = [*zip(begins, nbytes, keys, strict=True)]
     if index["per_rank"] is not None:
         if not is_numbers(index["per_rank"]) or len(index["per_rank"]) != 2:
@@ -358,11 +347,7 @@ def _check_piece(key: str, dtype: Any, shape: Any, offset: Any, size: Any) -> in
 def check_version(written: object, form: str, version: int) -> None:
     """Raises IncompatibleCheckpoint if this is the format `form`, in a version above `version`."""
     if isinstance(written, dict) and written.get("format") == form:
-        found = written.get("version")
-        if type(found) is int and version < found < NUMBER_END:
-            raise IncompatibleCheckpoint(
-                f"it is a {form} of version {found}, this fastckpt reads up to {version}: update it"
-            )
+        refuse_newer(f"the {form}", written.get("version"), version)
 
 
 def check_nonce(nonce: str) -> None:
@@ -394,21 +379,6 @@ def shard_name(rank: int, codec: str | None) -> str:
 
 def index_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
-
-
-def per_rank_key(rank: int) -> str:
-    """Returns the key of a gathered rank's values; in tensors' keys, a digit follows each `~`."""
-    return f"{_PER_RANK_OF}{rank}"
-
-
-def is_per_rank(piece: Piece) -> bool:
-    """Tells whether a piece holds the values of a rank, and is not of a tensor."""
-    return piece.key.startswith(_PER_RANK_OF)
-
-
-def gathers(pieces: Sequence[Piece]) -> bool:
-    """Tells whether one of these is_per_rank()."""
-    return _PER_RANK_OF in "".join(map(itemgetter(0), pieces)) and any(map(is_per_rank, pieces))
 
 
 def entry_name(key: str, shape: Sequence[int], box: Box) -> str:

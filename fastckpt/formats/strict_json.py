@@ -14,6 +14,7 @@ from math import isfinite
 from operator import itemgetter
 from typing import Any
 
+from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.plan.image import PAGE_BYTES
 
 NUMBER_END = 1 << 63
@@ -64,6 +65,14 @@ _DECODER = json.JSONDecoder(
 def encode(value: object) -> str:
     """Returns compact JSON in ASCII. Raises ValueError for NaN and infinities."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def refuse_newer(what: str, version: object, known: int) -> None:
+    """Raises IncompatibleCheckpoint if this is a version above the one that is known."""
+    if type(version) is int and known < version < NUMBER_END:
+        raise IncompatibleCheckpoint(
+            f"{what} has version {version}, this fastckpt reads up to {known}: update it"
+        )
 
 
 def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what: str) -> None:

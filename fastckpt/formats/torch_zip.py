@@ -25,9 +25,9 @@ from fastckpt.formats.image_builder import (
     check_body,
     crcs_in,
     digits_of,
-    refuse_newer,
 )
 from fastckpt.formats.record_division import RecordDivision, nbytes_of
+from fastckpt.formats.strict_json import refuse_newer
 from fastckpt.formats.torch_pickle import Capture, torch_save
 from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, BlockChecksums, Image, block_count
 
@@ -276,7 +276,7 @@ def parse(tail: bytes, body_nbytes: int) -> BlockChecksums:
     try:
         checksums, _ = json.JSONDecoder().raw_decode(tail[: _json_end(tail)].decode())
         if isinstance(checksums, dict):
-            refuse_newer(checksums.get("version"), VERSION)
+            refuse_newer("the file", checksums.get("version"), VERSION)
         validate(checksums, body_nbytes)
         if checksums["version"] != version:
             raise ValueError(f"its version {checksums['version']} is not that of the comment")

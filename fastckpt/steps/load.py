@@ -10,7 +10,7 @@ import io
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain, filterfalse, product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from fastckpt.engine.gds_read_stream import whole_blocks
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError, ensure
 from fastckpt.formats import partial_objects, safetensors
-from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_have_values, may_hold
-from fastckpt.formats.shard_index import Piece, ShardIndex, gathers, is_per_rank
+from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_hold
+from fastckpt.formats.shard_index import Piece, ShardIndex
 from fastckpt.plan.boxes import Box, copies, covers, intersect, span
 from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
@@ -89,10 +89,7 @@ class StepReader:
         """
         for writer in self.manifest.writers:
             index = self._index(writer)
-            pieces: Sequence[Piece] = index.pieces
-            if gathers(pieces):
-                pieces = [*filterfalse(is_per_rank, pieces)]
-            yield self._path(index.file), pieces
+            yield self._path(index.file), index.pieces
 
     def objects(self, weights_only: bool) -> Any:
         """Returns the nest of everything that is not in shards; with weights_only, notes stand for
@@ -148,15 +145,14 @@ class StepReader:
         """
         if rank >= self.manifest.world_size:
             return None
-        for writer in may_have_values(self.manifest.writers, rank):
-            index = self._index(writer)
-            place = index.values_of(rank)
-            if place is not None:
-                what = f"the values of rank {rank} in {self._path(index.file)!r}"
-                content = io.BytesIO(self._read_bytes(index, *place))
-                values = partial_objects.loaded(content, weights_only, what)
-                return values if isinstance(values, dict) else {}
-        return {}
+        writer = next((each for each in self.manifest.writers if each.rank == rank), None)
+        index = None if writer is None else self._index(writer)
+        if index is None or index.per_rank is None:
+            return {}
+        what = f"the values of rank {rank} in {self._path(index.file)!r}"
+        content = io.BytesIO(self._read_bytes(index, *index.per_rank))
+        values = partial_objects.loaded(content, weights_only, what)
+        return values if isinstance(values, dict) else {}
 
     def _read_bytes(self, index: ShardIndex, begin: int, nbytes: int) -> bytearray:
         """Returns a range of a shard, read in parts."""

@@ -53,7 +53,6 @@ from fastckpt.formats.shard_index import (
     ShardIndex,
     entry_name,
     index_name,
-    per_rank_key,
     shard_name,
 )
 from fastckpt.plan.boxes import Box, intersect, span
@@ -720,18 +719,10 @@ def test_a_newer_index_is_incompatible() -> None:
         INDEX_WRITER.parse_index(newer, NONCE)
 
 
-def test_values_of_other_ranks_make_an_index_of_version_2() -> None:
-    """And only they: what older readers understand is written for them."""
-    box = Box((0,), (3,))
-    own = Piece(per_rank_key(7), "U8", (3,), box, INDEX.nbytes - 3)
-    gathered = replace(INDEX, pieces=(own,), per_rank=None)
-    content = gathered.to_bytes()
-    assert b'"version":2' in content and ShardIndex.from_bytes(content) == gathered
-    assert gathered.values_of(7) == (INDEX.nbytes - 3, 3) and gathered.values_of(8) is None
-    assert INDEX.values_of(INDEX.rank) == INDEX.per_rank != gathered.values_of(INDEX.rank)
-    for old, new, index in ((b"2", b"1", content), (b"1", b"2", GOLDEN_INDEX)):
-        with pytest.raises(CorruptCheckpoint, match="values of other ranks"):
-            ShardIndex.from_bytes(index.replace(b'"version":' + old, b'"version":' + new, 1))
+def test_shards_of_several_ranks_in_one_file_are_refused_by_name() -> None:
+    gathered = GOLDEN_INDEX.replace(b'"version":1', b'"version":2', 1)
+    with pytest.raises(IncompatibleCheckpoint, match=r"several ranks in one file.*save it anew"):
+        ShardIndex.from_bytes(gathered)
 
 
 def test_planes_make_an_index_of_version_3() -> None:
@@ -774,9 +765,6 @@ def test_hashes_make_an_index_of_version_3() -> None:
     for old, new, index in ((b"3", b"1", content), (b"1", b"3", GOLDEN_INDEX)):
         with pytest.raises(CorruptCheckpoint, match="3 has planes or hashes"):
             ShardIndex.from_bytes(index.replace(b'"version":' + old, b'"version":' + new, 1))
-    shared = Piece(per_rank_key(7), "U8", (3,), Box((0,), (3,)), INDEX.nbytes - 3)
-    both = replace(HASHED, pieces=(shared,), per_rank=None)
-    assert ShardIndex.from_bytes(both.to_bytes()) == both
 
 
 HOSTILE_HASHES: list[tuple[Change, str]] = [
