@@ -27,9 +27,9 @@ from fastckpt.arguments.checks import (
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.retention import retain
 from fastckpt.directories.save import Told, save_directory
 from fastckpt.directories.shared_files import SharedFiles, SharedTensor
+from fastckpt.directories.shelf import retain
 from fastckpt.directories.swap_place import names_in
 from fastckpt.directories.verify import list_of
 from fastckpt.errors import CheckpointError

@@ -13,12 +13,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fastckpt.directories.save import remove_directory
-from fastckpt.errors import StorageError, Vanished
+from fastckpt.directories.shelf import numbered
+from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.keep import Entry, may_go
-from fastckpt.storage.vanishing import listed_anew
 
 log = logging.getLogger("fastckpt")
 
@@ -27,7 +27,7 @@ NON_PERSISTENT = "non_persistent"
 COMMON, CONFIG, METADATA = "common.pt", "metadata.json", ".metadata"
 _TRACKER_BYTES_MAX = 64
 LEGACY_PREFIX = "mp_rank_"  # of the directories that the format "torch" has
-_NAME = re.compile(r"iter_(\d{7,})")
+_NAME = re.compile(r"iter_(\d{7,})\Z")
 
 
 @dataclass(frozen=True)
@@ -55,25 +55,6 @@ def is_complete(directory: str) -> bool:
     return os.path.isfile(os.path.join(directory, METADATA))
 
 
-def complete_iterations(root: str) -> list[int]:
-    """Returns the iterations that were committed, ascending.
-
-    Raises:
-        StorageError: each time it is tried, all that is listed is gone when it is looked at.
-    """
-
-    def look() -> list[int] | None:
-        listed = _iterations(root)
-        found = [number for number, complete in listed if complete]
-        paths = [os.path.join(root, directory_name(number)) for number, _ in listed]
-        gone = [path for path in paths if not os.path.lexists(path)]
-        if gone and not found:  # a newer one was complete before they were removed
-            raise Vanished(gone[-1])
-        return found or None
-
-    return listed_anew(look) or []
-
-
 def tracked(root: str) -> int | str | None:
     """Returns what the tracker names: a number or "release"; None if it is missing or garbage."""
     text = _tracker_text(root)
@@ -94,12 +75,11 @@ def _tracker_text(root: str) -> str | None:
 def candidates(root: str) -> list[tuple[int, str]]:
     """Returns (iteration, directory) pairs worth loading, best first: the release, if the tracker
     names it, else the complete iterations, newest first. One newer than the tracker's counts: its
-    job was killed between the commit and the tracker's move.
+    job was killed between the commit and the tracker's move. Raises as numbered().
     """
     if tracked(root) == RELEASE:
         return [(0, os.path.join(root, RELEASE))]
-    found = complete_iterations(root)
-    return [(number, os.path.join(root, directory_name(number))) for number in reversed(found)]
+    return numbered(root, _NAME, is_complete)
 
 
 def disagreement(root: str, number: int) -> str | None:
@@ -163,34 +143,23 @@ def retain(
     """
     if retention.keep_last is None:
         return []
-    known, stays = _iterations(root), {newest}
+    known, stays = numbered(root, _NAME), {newest}
     if retention.superseded_only:
         stays |= {number for number, _ in known} - {*superseded}
     complete, going = list[Entry](), list[str]()
-    for number, is_whole in reversed(known):
-        name, path = str(number), os.path.join(root, directory_name(number))
+    for number, path in known:
         is_pinned = number in stays or path in in_flight or os.path.islink(path)
-        if is_whole and number <= newest:
-            complete.append(Entry(name, number, is_pinned=is_pinned))
+        if number <= newest and is_complete(path):
+            complete.append(Entry(path, number, is_pinned=is_pinned))
         elif number < newest and not is_pinned:
-            going.append(name)
+            going.append(path)
     going += may_go(complete, retention.keep_last, retention.keep_every)
     removed = []
-    for number in sorted(map(int, going)):
-        path = os.path.join(root, directory_name(number))
+    for number, path in reversed(known):
         try:
-            remove_directory(path)
-            removed.append(number)
+            if path in going:
+                remove_directory(path)
+                removed.append(number)
         except StorageError as error:
             log.warning("old iteration %r could not be removed: %s", path, error)
     return removed
-
-
-def _iterations(root: str) -> list[tuple[int, bool]]:
-    """Returns (iteration, whether it is complete) for all directories so named, ascending."""
-    try:
-        names = os.listdir(root)
-    except FileNotFoundError:
-        return []
-    numbers = sorted(int(match[1]) for name in names if (match := _NAME.fullmatch(name)))
-    return [(number, is_complete(os.path.join(root, directory_name(number)))) for number in numbers]

@@ -26,8 +26,8 @@ from fastckpt.arguments.checks import (
     check_path,
 )
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.retention import numbered, retain
 from fastckpt.directories.save import save_directory, wait_for_directories
+from fastckpt.directories.shelf import numbered, retain
 from fastckpt.directories.verify import newest_whole
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
@@ -106,8 +106,8 @@ def save_state(
 
     def rotate() -> None:
         if beside is not None and project.total_limit is not None:
-            newest_first = numbered(os.path.dirname(path), _NAME)
-            retain(newest_first, max(1, project.total_limit), beside=beside)
+            found = numbered(os.path.dirname(path), _NAME)
+            retain([path for _, path in found], max(1, project.total_limit), beside=beside)
 
     return save_directory(
         path,
@@ -154,7 +154,7 @@ def load_state(
 
     def listed() -> list[str]:
         if given is None:
-            return numbered(directory, _NAME)
+            return [path for _, path in numbered(directory, _NAME)]
         return [given] if os.path.isdir(given) else []
 
     found = newest_whole(listed, group_of_job(), timeout_s) or input_dir

@@ -28,8 +28,8 @@ from fastckpt.arguments.checks import (
     check_choice,
 )
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.retention import numbered, retain
 from fastckpt.directories.save import save_directory, wait_for_directories
+from fastckpt.directories.shelf import numbered, retain
 from fastckpt.directories.verify import newest_whole
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import InnerHandle
@@ -181,7 +181,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
 
         def listed() -> list[str]:
             if resume_from is True:
-                return numbered(self.args.output_dir, _NAME)
+                return [path for _, path in numbered(self.args.output_dir, _NAME)]
             return [str(resume_from)] if os.path.isdir(resume_from) else []
 
         return newest_whole(listed, group_of_job(), self._saving["timeout_s"]) or resume_from

@@ -8,6 +8,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -22,8 +23,10 @@ import torch
 import torch.distributed as dist
 
 import fastckpt
+from fastckpt.directories import iterations
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
+from fastckpt.directories.shelf import numbered
 from fastckpt.directories.swap_place import SwapPlace
 from fastckpt.directories.verify import check, newest_whole
 from fastckpt.engine.staging import Allowance
@@ -672,21 +675,46 @@ def test_arguments_are_checked(disk: Path) -> None:
 
 def test_a_directory_that_is_gone_when_its_turn_comes(disk: Path) -> None:
     """A newer one was there before it was removed: the directories are listed again."""
-
-    def fill(draft: Draft) -> None:
-        draft.add({"w": torch.zeros(2)}, "a.pt")
-
     listings = 0
 
     def listed() -> list[str]:
         nonlocal listings
         there = sorted(map(str, disk.glob("checkpoint-*")), reverse=True)
         if (listings := listings + 1) < 4:
-            save_directory(str(disk / f"checkpoint-{listings}"), fill).result(WAIT_S)
+            os.mkdir(disk / f"checkpoint-{listings}")
             for path in there:
-                shutil.rmtree(path)
+                os.rmdir(path)
         return there
 
-    with through(Storage()):
-        save_directory(str(disk / "checkpoint-0"), fill).result(WAIT_S)
-        assert newest_whole(listed) == str(disk / "checkpoint-3")
+    os.mkdir(disk / "checkpoint-0")
+    assert newest_whole(listed) == str(disk / "checkpoint-3")
+
+
+@pytest.mark.parametrize("is_whole", [os.path.isdir, iterations.is_complete])
+def test_directories_that_are_all_removed_while_they_are_listed(
+    disk: Path, is_whole: Callable[[str], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is a newer one then, or an error: a run that has saved does not begin anew."""
+    monkeypatch.setattr("fastckpt.storage.vanishing.LISTING_PAUSES_S", (0.0,) * 20)
+    real, left, names = os.listdir, 5, re.compile(r"at-(\d+)\Z")
+
+    def make(number: int) -> None:
+        (disk / f"at-{number}").mkdir()
+        (disk / f"at-{number}" / iterations.METADATA).touch()
+
+    def listdir(path: str) -> list[str]:
+        nonlocal left
+        there = real(path)
+        if left > 0:
+            left -= 1
+            make(100 - left)
+            for name in there:
+                shutil.rmtree(disk / name)
+        return there
+
+    make(1)
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert numbered(str(disk), names, is_whole) == [(100, str(disk / "at-100"))]
+    left = 1000
+    with pytest.raises(StorageError, match="gone when it was looked at, 20 times"):
+        numbered(str(disk), names, is_whole)

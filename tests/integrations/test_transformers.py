@@ -43,7 +43,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import fastckpt
-from fastckpt.directories import retention
+from fastckpt.directories import shelf
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint, StorageError
@@ -286,8 +286,8 @@ def test_old_checkpoints_go_when_newer_ones_are_there(
         seen.append((Path(path).name, newest.name))
         real(path)
 
-    real = retention.remove_directory
-    monkeypatch.setattr(retention, "remove_directory", remove)
+    real = shelf.remove_directory
+    monkeypatch.setattr(shelf, "remove_directory", remove)
     make(AsyncTrainer, disk, save_total_limit=2).train()
     assert numbers(disk) == [6, 8]
     assert [old for old, _new in seen] == ["checkpoint-2", "checkpoint-4"]

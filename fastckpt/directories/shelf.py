@@ -1,0 +1,52 @@
+"""Checkpoint directories of a run, by the numbers in their names: which there are, which may go.
+
+It must not know what the files mean, nor how a directory is written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+
+from fastckpt.directories.save import remove_directory
+from fastckpt.errors import Vanished
+from fastckpt.storage.keep import Entry, may_go
+from fastckpt.storage.vanishing import listed_anew
+
+
+def numbered(
+    parent: str, names: re.Pattern[str], is_whole: Callable[[str], bool] = os.path.isdir
+) -> list[tuple[int, str]]:
+    """Returns (number, path) of the directories in `parent` whose names match, the one with the
+    highest number first: that is the pattern's first group. There are none if there is no `parent`.
+
+    Args:
+        parent, names: where, and how they are called.
+        is_whole: whether a path counts.
+
+    Raises:
+        StorageError: each time it is tried, all that is listed is gone when it is looked at.
+    """
+
+    def look() -> list[tuple[int, str]] | None:
+        listed = os.listdir(parent) if os.path.isdir(parent) else []
+        matches = [match for match in map(names.match, listed) if match]
+        found = [(int(match[1]), os.path.join(parent, match.string)) for match in matches]
+        whole = [each for each in found if is_whole(each[1])]
+        gone = [path for _number, path in found if not os.path.lexists(path)]
+        if gone and not whole:  # a newer one was there before they were removed
+            raise Vanished(gone[-1])
+        return sorted(whole, reverse=True) or None
+
+    return listed_anew(look) or []
+
+
+def retain(
+    newest_first: Sequence[str], last: int, *, best: str | None = None, beside: str | None = None
+) -> None:
+    """Removes all of these directories but the `last` ones. `best` is as may_go()'s, `beside` as
+    remove_directory()'s.
+    """
+    for path in may_go([Entry(path) for path in newest_first], last, best=best):
+        remove_directory(path, beside)
