@@ -12,49 +12,27 @@ to stdout.
 from __future__ import annotations
 
 import argparse
-import inspect
-import json
 import mmap
 import os
 import random
-import signal
-import statistics
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
-import report
+import harness
+from burst_targets import SLACK_BYTES, reason_missing, targets
+from harness import Line, Row, at_most, middle, progress, told
+from rank_crew import Crew, crew
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # an installed fastckpt comes first
-
-from burst_plot import svg  # noqa: E402
-from burst_targets import SLACK_BYTES, targets  # noqa: E402
-from rank_bars import Line, as_json, at_most, markdown, surroundings, told  # noqa: E402
-from rank_crew import Crew, crew  # noqa: E402
-from rank_devices import reason_missing  # noqa: E402
-
-import fastckpt  # noqa: E402
-
-STARTED = time.monotonic()
-WORKER = Path(__file__).resolve().parent / "burst_worker.py"
 MIB = 1 << 20
 READ_BYTES, READ_EVERY_S = 64 << 10, 0.002
 FILE_BYTES = 64 * MIB
 LOCAL_FACTOR = 5
 QUIET_S = 3.0
 BAR = 1.5
-Row = dict[str, Any]
-
-
-def progress(line: str) -> None:
-    """Say on stderr what was just measured."""
-    print(f"[{time.monotonic() - STARTED:7.1f} s] {line}", file=sys.stderr, flush=True)
 
 
 class Reader:
@@ -109,27 +87,26 @@ def percentile(seconds: list[float], share: float) -> float:
 
 def ways(rate: float, ranks: int, local: str) -> dict[str, Row | None]:
     """What is compared: name, and options of Checkpointer; None: torch.save."""
-    pace = {"drain_rate": 0.5 * rate * ranks}
+    pace, tier = {"drain_rate": 0.5 * rate * ranks}, {"local": local}
     found: dict[str, Row | None] = {"sync": None, "async": {}, "async, paced": pace}
-    if "local" in inspect.signature(fastckpt.Checkpointer).parameters:
-        tier = {"local": local}
-        found |= {"tiered": tier, "tiered, paced": tier | pace}
-    return found
+    return found | {"tiered": tier, "tiered, paced": tier | pace}
 
 
 def one_save(members: Crew, root: str, options: Row | None, step: int) -> Row:
     """One burst: the slowest rank's clocks, and what it took until nothing was left to do."""
     began = time.perf_counter()
     if options is None:
-        answers = members("save_sync", path=f"{root}/sync.pt")
+        answers = members("torch_save_part", path=f"{root}/sync.pt")
     else:
-        members("open", root=f"{root}/steps", options=options)
-        answers = members("save", step=step)
-        members("close")
+        members("open_steps", name="steps", root=f"{root}/steps", keep_last=1, **options)
+        answers = members("save_step", name="steps", step=step)
+        members("close_steps", name="steps")
     drained_s = time.perf_counter() - began
     if options is not None:
-        members("clear")
-    slowest = {key: max(answer[key] for answer in answers) for key in answers[0]}
+        # Each rank its own: the first, which would, does not see the others' targets.
+        members("clear", directory=f"{root}/steps")
+    clocks = {"stall_s": "stall_s", "committed_s": "root_s"}
+    slowest = {key: max(row[of] for row in answers) for key, of in clocks.items()}
     return slowest | {"drained_s": drained_s}
 
 
@@ -143,11 +120,11 @@ def measure(options: argparse.Namespace, backing: Path) -> list[Row]:
         targets(options.ranks, room, int(rate), backing) as storage,
         targets(1, room * options.ranks, int(LOCAL_FACTOR * rate), backing) as fast,
         ExitStack() as stack,
-        crew(options.ranks, storage.given, WORKER) as members,
+        crew(options.ranks, storage.given) as members,
     ):
         reader = stack.enter_context(Reader(storage.mounted[0] / "somebody-elses"))
         root = str(storage.common)
-        members("hold", nbytes=nbytes)
+        members("hold_part", nbytes=nbytes)
         compared = ways(rate, options.ranks, str(fast.mounted[0] / "local"))
         for number in range(options.rounds):
             for name, settings in compared.items():
@@ -170,11 +147,11 @@ def measure(options: argparse.Namespace, backing: Path) -> list[Row]:
 def summary(rows: list[Row]) -> dict[str, Row]:
     """Medians of each way over the rounds, and of all quiet times together."""
     keys = ("stall_s", "committed_s", "drained_s", "p50_s", "p99_s")
-    idle_s = statistics.median(row["idle_p99_s"] for row in rows)
+    idle_s = middle(rows, "idle_p99_s")
     found: dict[str, Row] = {}
     for name in dict.fromkeys(row["way"] for row in rows):
         own = [row for row in rows if row["way"] == name]
-        found[name] = {key: statistics.median(row[key] for row in own) for key in keys}
+        found[name] = {key: middle(own, key) for key in keys}
         found[name] |= {"idle_p99_s": idle_s, "p99_ratio": found[name]["p99_s"] / idle_s}
     return found
 
@@ -194,46 +171,28 @@ def lines(found: dict[str, Row]) -> list[Line]:
     return [*told_lines, at_most("a reader's p99 at half the rate / idle", ratio, BAR)]
 
 
-def arguments() -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description="Benchmark bursts of saves on shared storage.")
-    parser.add_argument("--ranks", type=int, default=2, help="each with a target of its own")
-    parser.add_argument("--size", type=float, default=96, help="MiB that each rank saves")
-    parser.add_argument("--rate", type=float, default=100, help="MB/s that each target takes")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds over all that is compared")
-    parser.add_argument(
-        "--backing", type=Path, default=Path("/dev/shm"), help="directory for the devices' files"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+def main() -> int:
+    """Run what the command line asks for; returns 1 when the bar was missed."""
+    parser = harness.options_of("Benchmark bursts of saves on shared storage.", rounds=3)
+    add = parser.add_argument
+    add("--ranks", type=int, default=2, help="each with a target of its own")
+    add("--size", type=float, default=96, help="MiB that each rank saves")
+    add("--rate", type=float, default=100, help="MB/s that each target takes")
+    parser.set_defaults(dir=Path("/dev/shm"))  # of the files behind the devices
     options = parser.parse_args()
-    if min(options.ranks, options.size, options.rate, options.rounds) <= 0:
+    if min(options.ranks, options.size, options.rate) <= 0:
         parser.error("numbers must be positive")
-    return options
-
-
-def main() -> None:
-    """Run what the command line asks for; exits with 1 when the bar was missed."""
-    options = arguments()
     missing = reason_missing()
     if missing is not None:
         sys.exit(f"burst: {missing}")
-    for number in (signal.SIGTERM, signal.SIGHUP):  # devices are taken away on the way out
-        signal.signal(number, lambda *_: sys.exit(1))
-    environment = report.environment(options.backing, sys.argv[1:])
-    rows = measure(options, options.backing)
+    with harness.place("burst", options.dir) as directory:
+        record = {"environment": harness.environment(directory)}
+        rows = measure(options, directory)
     found = summary(rows)
-    told_lines = lines(found)
-    record = {"environment": environment, "lines": as_json(told_lines), "rows": rows}
-    options.out.mkdir(parents=True, exist_ok=True)
-    stamp = datetime.now(timezone.utc).strftime("%Y%m%dT%H%M%SZ")
-    path = options.out / f"burst-{stamp}.json"
-    path.write_text(json.dumps(record | {"summary": found}, indent=1) + "\n")
-    path.with_suffix(".svg").write_text(svg(found))
-    progress(f"wrote {path.name}")
-    print(surroundings(environment) + "\n\n" + markdown(told_lines))
-    if any(line.passed is False for line in told_lines):
-        sys.exit(1)
+    sections = harness.recorded({"A burst on shared storage": lines(found)})
+    record |= {"lines": sections, "results": rows, "summary": found}
+    return harness.concluded(record, options.out, "burst")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -10,18 +10,53 @@ written to them.
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rank_devices import BLKIO, patiently, run
-
+BLKIO = Path("/sys/fs/cgroup/blkio")  # cgroup v1: the kernel throttles direct and buffered writes
+PROGRAMS = ("losetup", "mkfs.ext4", "mount", "unshare")
+GONE_S = 10.0  # a namespace, and what is mounted in it, outlives its last process by moments
 QUEUE = 4  # requests of a target; the fewest that a kernel allows
 SLACK_BYTES = 96 << 20  # of file systems and journals
 # Puts a target of its own under the common path, for one process alone, which is throttled.
 ENTER = 'mount --bind "$1" "$2" && echo $$ > "$3/cgroup.procs" && shift 3 && exec "$@"'
+
+
+def reason_missing() -> str | None:
+    """Return why there can be no such targets here, or None when there can."""
+    if os.geteuid() != 0:
+        return "mounting needs root"
+    if not (BLKIO / "blkio.throttle.write_bps_device").exists():
+        return "there is no cgroup v1 blkio controller that throttles"
+    lacking = [program for program in PROGRAMS if shutil.which(program) is None]
+    return f"not installed: {', '.join(lacking)}" if lacking else None
+
+
+def patiently(action: Callable[[], object]) -> None:
+    """Do something again until it works; raise what it raises after GONE_S."""
+    end = time.monotonic() + GONE_S
+    while True:
+        try:
+            action()
+            return
+        except OSError:
+            if time.monotonic() >= end:
+                raise
+        time.sleep(0.05)
+
+
+def run(*command: str) -> str:
+    """Run a program; returns what it printed, or raises OSError with what it complained of."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except subprocess.CalledProcessError as error:
+        raise OSError(f"{' '.join(command)}: {error.stderr.strip()}") from None
 
 
 @dataclass(frozen=True)

@@ -14,15 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rank_bars import Line, at_most, holds, told
-from rank_bench import ROOT, RankBench, Row, measure, median, ratio
-from storage import drop_page_cache, fsync_tree
-
-sys.path.append(str(ROOT))  # an installed fastckpt comes first
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import Line, Row, holds
+from rank_bench import RankBench, against, measure
+from storage import drop_page_cache, fsync_tree
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 from fastckpt.integrations import dcp as ours
@@ -40,6 +37,7 @@ SYNC: dict[str, Save] = {
     "torch save": lambda state, path: dcp.save(state, checkpoint_id=path),
     "Writer": lambda state, path: dcp.save(state, storage_writer=ours.Writer(path)),
 }
+OWN, THEIRS = "fastckpt loads its own", "torch loads torch's"
 READERS: dict[str, Any] = {"torch": dcp.FileSystemReader, "fastckpt": ours.Reader}
 
 
@@ -99,8 +97,8 @@ class Bench(RankBench):
             else:
                 self.discard(path)
         loads = [
-            ("torch loads torch's", "torch", paths["torch async"]),
-            ("fastckpt loads its own", "fastckpt", paths["fastckpt async"]),
+            (THEIRS, "torch", paths["torch async"]),
+            (OWN, "fastckpt", paths["fastckpt async"]),
             ("fastckpt loads torch's", "fastckpt", paths["torch async"]),
             ("torch loads Writer's", "torch", paths["Writer"]),
         ]
@@ -113,38 +111,20 @@ class Bench(RankBench):
 
 def lines_of(rows: list[Row], right: bool) -> list[Line]:
     """What was measured against what it has to be."""
-
-    def against(what: str, name: str, base: str, key: str, bar: float | None) -> Line:
-        value = ratio(rows, name, base, key)
-        seconds = f" ({median(rows, name, key):.3f} s; {median(rows, base, key):.3f} s)"
-        if bar is None:
-            return told(what, f"{value:.2f} x{seconds}")
-        line = at_most(what, value, bar, ".2f", " x")
-        return Line(what, line.bar, line.measured + seconds, line.passed)
-
-    torch_async, torch_save, own = "torch async", "torch save", "fastckpt async"
-    load = "torch loads torch's"
-    return [
-        against("async_save: stall", own, torch_async, "stall_s", 0.35),
-        against("async_save: committed", own, torch_async, "committed_s", 0.4),
-        against("async_save: CPU seconds of all ranks", own, torch_async, "cpu_s", 0.5),
-        against("async_save, step fence: stall", "fastckpt step", torch_async, "stall_s", None),
-        against(
-            "async_save, step fence: committed", "fastckpt step", torch_async, "committed_s", None
-        ),
-        against("dcp.save with Writer: committed", "Writer", torch_save, "committed_s", 0.4),
-        against("dcp.save with Writer: CPU seconds", "Writer", torch_save, "cpu_s", None),
-        against(
-            "dcp.load with Reader, its own: cold", "fastckpt loads its own", load, "loaded_s", 0.5
-        ),
-        against(
-            "dcp.load with Reader, its own: CPU", "fastckpt loads its own", load, "load_cpu_s", None
-        ),
-        against(
-            "dcp.load with Reader, torch's: cold", "fastckpt loads torch's", load, "loaded_s", None
-        ),
-        holds("every load gave back what was saved, bit by bit; torch's of Writer's too", right),
-    ]
+    bars = (
+        ("async_save: stall", "fastckpt async", "torch async", "stall_s", 0.35),
+        ("async_save: committed", "fastckpt async", "torch async", "committed_s", 0.4),
+        ("async_save: CPU seconds of all ranks", "fastckpt async", "torch async", "cpu_s", 0.5),
+        ("async_save, step fence: stall", "fastckpt step", "torch async", "stall_s"),
+        ("async_save, step fence: committed", "fastckpt step", "torch async", "committed_s"),
+        ("dcp.save with Writer: committed", "Writer", "torch save", "committed_s", 0.4),
+        ("dcp.save with Writer: CPU seconds", "Writer", "torch save", "cpu_s"),
+        ("dcp.load with Reader, its own: cold", OWN, THEIRS, "loaded_s", 0.5),
+        ("dcp.load with Reader, its own: CPU", OWN, THEIRS, "load_cpu_s"),
+        ("dcp.load with Reader, torch's: cold", "fastckpt loads torch's", THEIRS, "loaded_s"),
+    )
+    every = "every load gave back what was saved, bit by bit; torch's of Writer's too"
+    return [*(against(rows, *bar) for bar in bars), holds(every, right)]
 
 
 if __name__ == "__main__":

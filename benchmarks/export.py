@@ -16,16 +16,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rank_bars import Line, at_most, holds, told
-from rank_bench import ROOT, RankBench, Row, measure, median, ratio
-from storage import fsync_tree
-
-sys.path.append(str(ROOT))  # an installed fastckpt comes first
-
 import safetensors
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from harness import Line, Row, holds
+from rank_bench import RankBench, against, measure
+from storage import fsync_tree
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
 import fastckpt
@@ -130,25 +127,17 @@ class Bench(RankBench):
 
 def lines_of(rows: list[Row], right: bool) -> list[Line]:
     """What was measured against what it has to be."""
-
-    def against(what: str, base: str, key: str, bar: float | None) -> Line:
-        value = ratio(rows, "export", base, key)
-        seconds = f" ({median(rows, 'export', key):.3f} s; {median(rows, base, key):.3f} s)"
-        if bar is None:
-            return told(what, f"{value:.2f} x{seconds}")
-        line = at_most(what, value, bar, ".2f", " x")
-        return Line(what, line.bar, line.measured + seconds, line.passed)
-
     torchs = "HuggingFaceStorageWriter"
-    return [
-        against("committed, of a save of as many bytes", "save", "committed_s", 1.1),
-        against(f"committed, of {torchs} with consolidation", "torch", "committed_s", 0.3),
-        against("stall, of a save of as many bytes", "save", "stall_s", None),
-        against(f"stall, of {torchs}", "torch", "stall_s", None),
-        against("CPU seconds of all ranks, of the save", "save", "cpu_s", None),
-        against(f"CPU seconds of all ranks, of {torchs}", "torch", "cpu_s", None),
-        holds("the files hold the masters, rounded, bit by bit; torch's, too", right),
-    ]
+    bars = (
+        ("committed, of a save of as many bytes", "save", "committed_s", 1.1),
+        (f"committed, of {torchs} with consolidation", "torch", "committed_s", 0.3),
+        ("stall, of a save of as many bytes", "save", "stall_s"),
+        (f"stall, of {torchs}", "torch", "stall_s"),
+        ("CPU seconds of all ranks, of the save", "save", "cpu_s"),
+        (f"CPU seconds of all ranks, of {torchs}", "torch", "cpu_s"),
+    )
+    every = "the files hold the masters, rounded, bit by bit; torch's, too"
+    return [*(against(rows, what, "export", *of) for what, *of in bars), holds(every, right)]
 
 
 if __name__ == "__main__":

@@ -16,17 +16,30 @@ from typing import Any
 
 import torch
 from gpu_device import Device
-from gpu_peers import load_to_host, wrong_tensors
-from gpu_setting import Here, Measured, Row, middle
-from rank_bars import Line, at_least, at_most, holds, told
-from report import failures, measured, median_of, number, paired, table
+from gpu_peers import load_to_host
+from gpu_setting import Here, Measured
+from harness import (
+    Line,
+    Row,
+    at_least,
+    at_most,
+    holds,
+    median_of,
+    middle,
+    number,
+    progress,
+    table,
+    told,
+)
+from report import failures, measured, paired
 from rivals.peer import Peer
 from safetensors.torch import load_file, save_file
-from saving import attempted, rotated, timed_save
-from state import byte_view, flat_tensors, nbytes_of
+from saving import attempted, timed_save
 from storage import fsync_tree, remove
 
 import fastckpt
+from fastckpt.cli.bench.benchmark import rotated
+from fastckpt.cli.bench.state import byte_view, differing, flat_tensors, nbytes_of
 from fastckpt.engine.gds import BLOCKS
 from fastckpt.plan.image import BLOCK_BYTES
 
@@ -97,7 +110,7 @@ def run_memory(here: Here) -> Measured:
         for count in range(2):
             row = here.device.memory_added(partial(fastckpt_saved, here, fence=fence))
             rows.append({"fence": fence, "save": count, **row})
-            here.progress(f"memory, fence {fence}: {row}")
+            progress(f"memory, fence {fence}: {row}")
         mine = [row for row in rows if row["fence"] == fence]
         peak = max(max(row["allocated_bytes"], row["device_bytes"]) for row in mine)
         what = f"GPU memory added at most, host path, fence {fence}"
@@ -140,7 +153,7 @@ def run_copy(here: Here) -> Measured:
         seconds, gbps = here.device.copied(stats)
         row = {"round": count, "d2h_s": seconds, "d2h_gbps": gbps, "plain_gbps": speed}
         rows.append({**row, "ratio": gbps / speed, "staging": stats.staging})
-        here.progress(f"copy {count + 1}/{here.rounds}: {gbps:.2f} GB/s, plain {speed:.2f}")
+        progress(f"copy {count + 1}/{here.rounds}: {gbps:.2f} GB/s, plain {speed:.2f}")
     last = rows[-1]
     what = "D2H into the arena, of a plain pinned copy"
     lines = [
@@ -190,7 +203,7 @@ def run_call(here: Here) -> Measured:
             if count >= 0:
                 rows.append(row)
                 clocks = f"{row['returned_ms']:.1f} ms, stream {row['event_s']:.3f} s"
-                here.progress(f"call {count + 1}/{here.rounds}, {fence}, busy {busy}: {clocks}")
+                progress(f"call {count + 1}/{here.rounds}, {fence}, busy {busy}: {clocks}")
     lines = []
     for fence, busy in cases:
         mine = [row for row in rows if (row["fence"], row["busy"]) == (fence, busy)]
@@ -214,15 +227,13 @@ def run_commit(here: Here) -> Measured:
         for peer in rotated(here.peers, count):
             here.device.synchronize()
             save = partial(timed_save, peer, here.state, target)
-            row = {"round": count, **attempted(peer.name, here.progress, save)}
+            row = {"round": count, **attempted(peer.name, save)}
             if count >= 0 and "error" not in row:
-                here.progress(
-                    f"commit {count + 1}/{here.rounds} {peer.name}: {row['durable_s']:.3f} s"
-                )
+                progress(f"commit {count + 1}/{here.rounds} {peer.name}: {row['durable_s']:.3f} s")
             last = count == here.rounds - 1 and "error" not in row
             if last:
                 check = partial(checked, peer, target, here.state)
-                row.update(attempted(peer.name, here.progress, check))
+                row.update(attempted(peer.name, check))
             remove(target)
             if count >= 0 or "error" in row:
                 rows.append(row)
@@ -232,7 +243,7 @@ def run_commit(here: Here) -> Measured:
 
 def checked(peer: Peer, target: Path, state: Any) -> Row:
     """Load what a peer saved and compare it with the state, bit by bit."""
-    return {"wrong_tensors": wrong_tensors(load_to_host(peer, target, state), state)}
+    return {"wrong_tensors": differing(load_to_host(peer, target, state), state)}
 
 
 def commit_lines(here: Here, rows: list[Row], disk: list[Row]) -> Measured:
@@ -287,9 +298,9 @@ def run_load(here: Here) -> Measured:
         limits.append({"round": count, **here.disk(reading=True), "h2d_bps": plain.to_device_bps()})
         for name in rotated(list(loads), count):
             load = partial(one_load, here, *loads[name])
-            row = {"round": count, "peer": name, **attempted(name, here.progress, load)}
+            row = {"round": count, "peer": name, **attempted(name, load)}
             rows.append(row)
-            here.progress(f"load {count + 1}/{here.rounds} {name}: {row.get('load_s', 'failed')}")
+            progress(f"load {count + 1}/{here.rounds} {name}: {row.get('load_s', 'failed')}")
     remove(folder)
     here.failures += failures({"load": {"rows": rows}})
     return load_lines(here, rows, limits, list(loads))
@@ -304,7 +315,7 @@ def one_load(here: Here, file: Path, load: Callable[[], Any]) -> Row:
     loaded = load()
     here.device.synchronize()
     seconds = time.perf_counter() - started
-    wrong = wrong_tensors(loaded, here.state)
+    wrong = differing(loaded, here.state)
     return {"load_s": seconds, "cold_by": cold, "wrong_tensors": wrong}
 
 

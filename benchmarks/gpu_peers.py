@@ -14,13 +14,16 @@ from typing import Any
 
 import torch
 from gpu_device import Device
+from harness import progress
 from rivals.dcp import DcpAsyncStager
 from rivals.fastckpt_save import Fastckpt, FastckptStep
 from rivals.peer import Peer, Save
 from rivals.process import reason_of
 from rivals.torch_checkpointing_save import TorchCheckpointing
 from rivals.torch_save import TorchSave
-from state import State, blank_like, flat_tensors, same
+from saving import blank_like
+
+from fastckpt.cli.bench.state import State
 
 
 class TorchSaveGpu(TorchSave):
@@ -90,9 +93,7 @@ class FastckptStepGpu(FastckptGpu):
     fence = "step"
 
 
-def open_peers(
-    device: Device, progress: Callable[[str], None]
-) -> tuple[list[Peer], dict[str, str]]:
+def open_peers(device: Device) -> tuple[list[Peer], dict[str, str]]:
     """Start all peers; returns those that run, and for each of the others the reason."""
     candidates: list[Peer] = [
         TorchSaveGpu(),
@@ -128,16 +129,3 @@ def load_to_host(peer: Peer, target: Path, state: State) -> Any:
     """Load with a peer what it saved of a state like this one."""
     template = blank_like(state, "cpu") if peer.fills_template else {}
     return peer.load(target, template)
-
-
-def wrong_tensors(got: Any, want: State) -> list[str]:
-    """Name the tensors of `want` that `got` does not hold bit by bit, wherever both lie.
-
-    One at a time is brought to where the other is: there may be no room for all.
-    """
-    mine = flat_tensors(got)
-    return [
-        name
-        for name, tensor in flat_tensors(want).items()
-        if name not in mine or not same(mine[name].to(tensor.device), tensor)
-    ]

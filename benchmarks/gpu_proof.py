@@ -28,15 +28,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from state import leaves, same
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # an installed fastckpt comes first
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # an installed fastckpt comes first
 
-import fastckpt  # noqa: E402
-from fastckpt import _engine  # noqa: E402
-from fastckpt.errors import CorruptCheckpoint, DeviceError, StagingConflict  # noqa: E402
-from fastckpt.saving import pipeline  # noqa: E402
+import fastckpt
+from fastckpt import _engine
+from fastckpt.cli.bench.state import leaves, same
+from fastckpt.errors import CorruptCheckpoint, DeviceError, StagingConflict
+from fastckpt.saving import pipeline
 
 NO_GPU, NOTHING = 3, 4
 WAIT_S = 60

@@ -5,23 +5,19 @@ What is costly is made when it is first asked for. It must not know what is meas
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ceiling import Cell, EngineIo, Fio
+from ceiling import Ceiling
 from gpu_device import Device
 from gpu_peers import open_peers
-from rank_bars import Line
-from report import median_of
-from rivals.peer import Peer
-from state import State, gpt_state
+from harness import Line, Row
+from rivals.peer import Peer, State
 from storage import drop_page_cache
 
-Row = dict[str, Any]
-ONE_CELL: Cell = {"block_mib": 1, "depth": 1, "engine": "psync", "direct": True}
+from fastckpt.cli.bench.state import gpt_state
 
 
 @dataclass
@@ -44,7 +40,6 @@ class Here:
         every: training steps from one save to the next.
         step_s: how long a training step is made, at least.
         directory: on the file system to measure.
-        progress: told what was just done.
         missing: what was not measured, and why.
         failures: what went wrong.
     """
@@ -55,7 +50,6 @@ class Here:
     every: int
     step_s: float
     directory: Path
-    progress: Callable[[str], None]
     missing: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -67,35 +61,21 @@ class Here:
     @cached_property
     def peers(self) -> list[Peer]:
         """The peers that run here."""
-        peers, missing = open_peers(self.device, self.progress)
+        peers, missing = open_peers(self.device)
         self.missing |= missing
         return peers
 
     @cached_property
-    def ceiling(self) -> Fio | EngineIo:
-        """fio's best cells here, scanned once; without fio those of the bare engine."""
-        reason = Fio.reason_missing()
-        if reason is not None:
-            self.missing["fio"] = f"{reason}: {EngineIo.name} sets the limit"
-            engine = EngineIo(self.directory, self.nbytes, self.progress)
-            engine.scan()
-            return engine
-        fio = Fio(self.directory, self.nbytes, self.progress)
-        if self.device.judged:
-            fio.scan()
-        else:  # one cell is enough to see that all is called
-            fio.write_cells = fio.timed("write", self.nbytes, [ONE_CELL])
-            fio.read_cells = fio.timed("read", self.nbytes, [ONE_CELL])
-        return fio
+    def ceiling(self) -> Ceiling:
+        """What the disk can do, scanned once; without a GPU one cell is enough."""
+        found = Ceiling(self.directory, self.nbytes, quick=not self.device.judged)
+        if found.missing:
+            self.missing["fio"] = found.missing
+        return found
 
     def disk(self, *, reading: bool) -> Row:
-        """Return the bytes a second that the disk can do just now: write_bps, and read_bps if asked
-        for, where they could be measured.
-        """
-        found = self.ceiling.measure(reading)
-        write = found.pop("write")
-        speeds = {"write_bps": write, "read_bps": max(found.values(), default=0.0)}
-        return {key: speed for key, speed in speeds.items() if speed}
+        """Return the bytes a second that the disk can do now: write_bps, and read_bps if asked."""
+        return {f"{key}_bps": rate for key, rate in self.ceiling.measure(reading).items()}
 
     def cool(self, path: Path) -> str:
         """Empty the page cache before a load; returns how."""
@@ -112,10 +92,3 @@ class Here:
         self.release()
         for peer in self.__dict__.pop("peers", []):
             peer.close()
-
-
-def middle(rows: list[Row], key: str) -> float:
-    """Return the median of a column that every row has."""
-    value = median_of(rows, key)
-    assert value is not None, key
-    return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,19 +19,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from dragging import Watch
 from gpu_device import Device
-from gpu_peers import guard_of, load_to_host, wrong_tensors
-from gpu_setting import Here, Measured, Row, middle
-from rank_bars import Line, at_most, holds, told
-from report import failures, measured, median_of, number, table
+from gpu_peers import guard_of, load_to_host
+from gpu_setting import Here, Measured
+from harness import Line, Row, at_most, holds, median_of, middle, number, progress, table, told
+from report import failures, measured
 from rivals.peer import Peer, Save
-from saving import attempted, rotated
-from state import State, flat_tensors, nbytes_of
+from saving import attempted
 from storage import remove
 from train_gpt import GPT, Preset
 
 from fastckpt import SaveStats
+from fastckpt.cli.bench.benchmark import rotated
+from fastckpt.cli.bench.state import State, differing, flat_tensors, nbytes_of
 
 BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
 HEAD_WIDTH = 64
@@ -114,14 +115,32 @@ class Loop:
         )
 
 
-class TimedWatch(Watch):
-    """Waits for one save in a thread and notes when it was durable."""
+class Watch:
+    """Waits for one save in a thread, so that the loop only looks at a flag, and notes when it was
+    durable.
+    """
 
     ended = math.nan
 
+    def __init__(self, save: Save) -> None:
+        self.error: BaseException | None = None
+        self.thread = threading.Thread(target=self.run, args=(save,), daemon=True)
+        self.thread.start()
+
     def run(self, save: Save) -> None:
-        super().run(save)
+        try:
+            save.wait_durable()
+        except BaseException as error:  # carried to the training thread by finish()
+            self.error = error
         self.ended = time.perf_counter()
+
+    def flushing(self) -> bool:
+        return self.thread.is_alive()
+
+    def finish(self) -> None:
+        self.thread.join()
+        if self.error is not None:
+            raise self.error
 
 
 def quiet_steps(loop: Loop, steps: int) -> tuple[float, float]:
@@ -143,7 +162,7 @@ def one_window(peer: Peer, loop: Loop, target: Path, every: int) -> Row:
     begin, started = device.mark(), time.perf_counter()
     save = peer.save(loop.state(), target)
     returned_s = time.perf_counter() - started
-    watch = TimedWatch(save)
+    watch = Watch(save)
     if not peer.background:
         watch.finish()
     guard = guard_of(peer, save)
@@ -191,32 +210,32 @@ def torn(peer: Peer, loop: Loop, target: Path) -> Row:
     for _ in range(AFTER_STEPS):
         loop.step(guard)
     save.wait_durable()
-    return {"wrong_tensors": wrong_tensors(load_to_host(peer, target, state), want)}
+    return {"wrong_tensors": differing(load_to_host(peer, target, state), want)}
 
 
 def run_train(here: Here) -> Measured:
     """Train, and save with every peer in turn."""
     here.release()
     loop = Loop(here.device, here.nbytes, here.step_s)
-    here.progress(loop.describe())
+    progress(loop.describe())
     target = here.directory / "train"
     rows: list[Row] = []
     # The first round only lets every peer allocate what it reuses.
     for count in range(-1, here.rounds):
         for peer in rotated(here.peers, count):
             window = partial(one_window, peer, loop, target, here.every)
-            row = {"round": count, **attempted(peer.name, here.progress, window)}
+            row = {"round": count, **attempted(peer.name, window)}
             remove(target)
             if count >= 0 or "error" in row:
                 rows.append(row)
             if count >= 0 and "error" not in row:
-                here.progress(
+                progress(
                     f"train {count + 1}/{here.rounds} {peer.name}: "
                     f"lost {row['lost_percent']:.2f}%, durable {row['durable_s']:.3f} s"
                 )
     checks = []
     for peer in here.peers:
-        check = attempted(peer.name, here.progress, partial(torn, peer, loop, target))
+        check = attempted(peer.name, partial(torn, peer, loop, target))
         checks.append({"peer": peer.name, **check})
         remove(target)
     here.failures += failures({"train": {"rows": rows + checks}})

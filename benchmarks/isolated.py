@@ -1,37 +1,34 @@
-"""The workloads that say what a process is left with: crc, memory and saves200.
+"""The workloads beside whole saves: what one core does (crc, codec), and the memory of a save.
 
-Memory and leaks are measured in a fresh process each, so that no peer inherits another's. It must
-not know how results are shown.
+That is measured in a fresh process each, so that no peer inherits another's. It must not know how
+results are shown.
 """
 
 from __future__ import annotations
 
-import importlib
-import os
-import shutil
-import statistics
+import mmap
 import tempfile
 import time
 import zlib
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
+from harness import Row, progress
 from rivals.fastckpt_save import Fastckpt
 from rivals.peer import Peer
 from rivals.process import in_process_of
 from saving import attempted
-from state import gpt_state, nbytes_of
 from storage import remove
 
-Row = dict[str, Any]
-Progress = Callable[[str], None]
-SHM = "/dev/shm"
-WARM_UP_SAVES = 10
-SAVES = 200
-SAVES_STATE_BYTES = 64 << 20
+from fastckpt import _engine
+from fastckpt.cli.bench.benchmark import in_turn
+from fastckpt.cli.bench.state import byte_view, gpt_state, nbytes_of
+from fastckpt.engine.codec import FrameWriter, encoder_of
+from fastckpt.plan.image import BLOCK_BYTES, ItemRun
+from fastckpt.storage.file_system import Storage
+
+CODECS = ("planes", "zstd")
 CRC_SIZES = {"256 KiB": 256 << 10, "64 MiB": 64 << 20}
 CRC_SLICE_S = 0.1
 
@@ -60,7 +57,7 @@ def growth_of_one_save(peer: Peer, nbytes: int, directory: Path) -> Row:
     return {"state_bytes": nbytes_of(state), "before_bytes": before, "growth_bytes": peak - before}
 
 
-def run_memory(peers: list[Peer], nbytes: int, directory: Path, progress: Progress) -> Row:
+def run_memory(peers: list[Peer], nbytes: int, directory: Path) -> Row:
     """Measure the peak memory of one save by each peer, and by fastckpt with a quarter arena."""
     cases = {peer.name: peer for peer in peers}
     if Fastckpt.name in cases:
@@ -69,7 +66,7 @@ def run_memory(peers: list[Peer], nbytes: int, directory: Path, progress: Progre
     for label, peer in cases.items():
         staging_bytes = peer.staging_bytes if isinstance(peer, Fastckpt) else None
         fresh = partial(in_process_of, peer, growth_of_one_save, nbytes, directory)
-        row = {**attempted(label, progress, fresh), "peer": label, "staging_bytes": staging_bytes}
+        row = {**attempted(label, fresh), "peer": label, "staging_bytes": staging_bytes}
         rows.append(row)
         if "error" in row:
             continue
@@ -81,89 +78,55 @@ def run_memory(peers: list[Peer], nbytes: int, directory: Path, progress: Progre
     return {"bytes": nbytes, "rows": rows}
 
 
-def process_holdings() -> dict[str, int]:
-    """Count what this process and its shared memory hold."""
-    filesystem = os.statvfs(SHM)
-    return {
-        "rss_bytes": status_bytes("VmRSS"),
-        "open_files": len(os.listdir("/proc/self/fd")),
-        "threads": len(os.listdir("/proc/self/task")),
-        "shm_bytes": (filesystem.f_blocks - filesystem.f_bfree) * filesystem.f_frsize,
-        "shm_files": len(os.listdir(SHM)),
-    }
-
-
-def holdings_over_saves(peer: Peer, directory: Path) -> Row:
-    """Save many times in this process; returns what it held after ten saves and after them all."""
-    state = gpt_state(SAVES_STATE_BYTES)
-    folder = Path(tempfile.mkdtemp(dir=directory))
-    seconds = []
-    before: dict[str, int] = {}
-    with peer.opened():
-        for number in range(WARM_UP_SAVES + SAVES):
-            if number == WARM_UP_SAVES:
-                before = process_holdings()
-            target = folder / str(number)
-            target.mkdir()
-            started = time.perf_counter()
-            save = peer.save(state, target)
-            save.wait_staged()
-            save.wait_durable()
-            seconds.append(time.perf_counter() - started)
-            shutil.rmtree(target)
-        after = process_holdings()
-    remove(folder)
-    median = statistics.median(seconds[WARM_UP_SAVES:])
-    return {"before": before, "after": after, "median_s": median, "state_bytes": nbytes_of(state)}
-
-
-def run_saves200(peers: list[Peer], directory: Path, progress: Progress) -> Row:
-    """Look for what 200 saves leave behind: memory, descriptors, threads, shared memory."""
-    rows = []
-    for peer in peers:
-        fresh = partial(in_process_of, peer, holdings_over_saves, directory)
-        row = {**attempted(peer.name, progress, fresh), "peer": peer.name}
-        rows.append(row)
-        if "error" in row:
-            continue
-        grown = {key: row["after"][key] - row["before"][key] for key in row["after"]}
-        progress(f"saves200 {peer.name}: {grown}, median {row['median_s'] * 1e3:.1f} ms a save")
-    return {"saves": SAVES, "rows": rows}
-
-
-def speed(function: Callable[[Any], object], buffer: memoryview) -> float:
-    """Return bytes a second of one call after another for a slice of time."""
-    calls, started = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < CRC_SLICE_S:
-        function(buffer)
-        calls += 1
-    return calls * len(buffer) / elapsed
-
-
-def run_crc(rounds: int, progress: Progress) -> Row:
-    """Measure the CRC-32 kernels of one core beside zlib's, all interleaved in every round."""
-    kernels: dict[str, Callable[[Any], int]] = {"zlib": zlib.crc32}
-    missing = None
-    try:
-        engine = importlib.import_module("fastckpt._engine")
-    except ImportError as error:
-        missing = f"fastckpt: {error}"
-    else:
-        if hasattr(engine, "crc32"):
-            kernels["fastckpt crc32"] = engine.crc32
-        named = getattr(engine, "crc32_kernels", dict)()
-        kernels |= {f"fastckpt {name}": kernel for name, kernel in named.items()}
+def run_crc(rounds: int) -> Row:
+    """Measure the CRC-32 kernels of one core beside zlib's, in turn; returns bytes a second."""
+    kernels = {"zlib": zlib.crc32, "fastckpt crc32": _engine.crc32}
+    kernels |= {f"fastckpt {name}": kernel for name, kernel in _engine.crc32_kernels().items()}
     data = torch.randint(0, 256, (max(CRC_SIZES.values()),), dtype=torch.uint8).numpy().data
     seen: dict[str, dict[str, list[float]]] = {}
     for label, size in CRC_SIZES.items():
-        buffer = memoryview(data)[:size]
-        seen[label] = {name: [] for name in kernels}
-        for name, kernel in kernels.items():
-            if kernel(buffer) != zlib.crc32(buffer):
-                raise RuntimeError(f"{name} disagrees with zlib")
-        for _ in range(rounds):
-            for name, kernel in kernels.items():
-                seen[label][name].append(speed(kernel, buffer))
-        for name, speeds in seen[label].items():
-            progress(f"crc {name}, {label}: {statistics.median(speeds) / 1e9:.2f} GB/s")
-    return {"bytes_per_s": seen, "missing": missing}
+        buffer, seen[label] = memoryview(data)[:size], {name: [] for name in kernels}
+        for _, name in in_turn([*kernels], rounds):
+            assert kernels[name](buffer) == zlib.crc32(buffer), name
+            calls, started = 0, time.perf_counter()
+            while (elapsed := time.perf_counter() - started) < CRC_SLICE_S:
+                kernels[name](buffer)
+                calls += 1
+            seen[label][name].append(calls * size / elapsed)
+    return {"bytes_per_s": seen}
+
+
+class Nowhere(Storage):
+    """Writes nothing: what is left is the codec."""
+
+    def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+        return
+
+
+def run_codecs(rounds: int) -> Row:
+    """Measure the encoders by one thread, in turn, on normal numbers as weights are; returns bytes
+    a second, and stored bytes as a share.
+    """
+    count = rounds + 2  # as in large shards: the first blocks touch memory, which is used again
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(BLOCK_BYTES // 2, generator=generator).mul_(0.02)
+    seen, shares = {}, {}
+    for kind, tensor in (("fp32", weights[: BLOCK_BYTES // 4]), ("bf16", weights.bfloat16())):
+        content = memoryview(byte_view(tensor).numpy())
+        writers = {}
+        for codec in CODECS:
+            encoder = encoder_of(codec, [ItemRun(0, tensor.element_size(), True)], BLOCK_BYTES)
+            writers[codec] = FrameWriter(
+                Nowhere(), -1, "nowhere", count * BLOCK_BYTES, BLOCK_BYTES, encoder
+            )
+        block = mmap.mmap(-1, BLOCK_BYTES)
+        seen[kind] = {codec: [] for codec in CODECS}
+        for number, codec in in_turn(CODECS, count):
+            block[:] = content
+            started = time.thread_time()
+            writers[codec].transfer("write", -1, memoryview(block), number * BLOCK_BYTES)
+            seen[kind][codec].append(BLOCK_BYTES / (time.thread_time() - started))
+        for codec, writer in writers.items():
+            del seen[kind][codec][:2]
+            shares[f"{kind}, {codec}"] = sum(writer.frames()) / (count * BLOCK_BYTES)
+    return {"bytes_per_s": seen, "shares": shares}

@@ -9,7 +9,6 @@ way works.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -18,13 +17,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import harness
+import megatron_gpt
 import torch
 import torch.distributed as dist
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("examples", ".")]
-
-import megatron_gpt  # noqa: E402
-from megatron_cpu import on_cpu  # noqa: E402
+from harness import Line, at_most, told
+from megatron_cpu import on_cpu
 
 
 def rebuilt(tp: int, pp: int, hidden: int) -> tuple[Any, Any, Any]:
@@ -46,7 +44,7 @@ def slowest(seconds: float) -> float:
     return float(found)
 
 
-def compare(directory: Path, hidden: int, rounds: int) -> None:
+def compare(directory: Path, hidden: int, rounds: int) -> list[Line]:
     from fastckpt.integrations.megatron import Saves, save_checkpoint
 
     parallel, optimizer, scheduler = rebuilt(2, 1, hidden)
@@ -65,17 +63,19 @@ def compare(directory: Path, hidden: int, rounds: int) -> None:
         blocked.append(slowest(time.perf_counter() - begun))
         handle.result()
         committed.append(slowest(handle.stats.committed_s or 0.0))
-    if dist.get_rank() == 0:
-        stored = directory / "ours" / f"iter_{rounds + 1:07d}"
-        nbytes = sum(path.stat().st_size for path in stored.iterdir())
-        sync, stall, done = (statistics.median(each[1:]) for each in (stock, blocked, committed))
-        print(f"checkpoint of {nbytes / 1e6:.0f} MB, medians of {rounds} rounds")
-        print(f"Megatron, synchronous: {sync:.3f} s")
-        print(f"fastckpt, blocked:     {stall:.3f} s, {stall / sync:.2f} of it")
-        print(f"fastckpt, committed:   {done:.3f} s, {done / sync:.2f} of it", flush=True)
+    stored = directory / "ours" / f"iter_{rounds + 1:07d}"
+    nbytes = sum(path.stat().st_size for path in stored.iterdir())
+    sync, stall, done = (statistics.median(each[1:]) for each in (stock, blocked, committed))
+    dist.barrier()
+    return [
+        told("checkpoint", f"{nbytes / 1e6:.0f} MB"),
+        told("Megatron, synchronous", f"{sync:.3f} s"),
+        at_most("fastckpt, blocked", stall / sync, 0.15, ".2f", " x", f" ({stall:.3f} s)"),
+        at_most("fastckpt, committed", done / sync, 0.5, ".2f", " x", f" ({done:.3f} s)"),
+    ]
 
 
-def reshard(directory: Path, hidden: int, save: tuple[int, int], load: tuple[int, int]) -> None:
+def reshard(directory: Path, hidden: int, save: tuple[int, int], load: tuple[int, int]) -> Line:
     from fastckpt.integrations.megatron import optimizer as optimizers
     from fastckpt.integrations.megatron import save_checkpoint
     from fastckpt.integrations.megatron.state import content_metadata
@@ -102,32 +102,33 @@ def reshard(directory: Path, hidden: int, save: tuple[int, int], load: tuple[int
     seconds = slowest(time.perf_counter() - begun)
     took = sum(stream.nbytes_read() for stream in streams)
     del staging.read
-    if dist.get_rank() == 0:
-        print(
-            f"optimizer TP{save[0]} PP{save[1]} -> TP{load[0]} PP{load[1]}: {seconds:.2f} s, "
-            f"rank 0 needs {needed / 1e6:.0f} MB and reads {took / needed:.2f} of that",
-            flush=True,
-        )
+    what = f"optimizer TP{save[0]} PP{save[1]} -> TP{load[0]} PP{load[1]}, read of needed"
+    return at_most(what, took / needed, 1.2, ".2f", " x", f" ({seconds:.2f} s)")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measures checkpoints of Megatron-core.")
-    parser.add_argument("--dir", type=Path, required=True)
+def main() -> int:
+    """Run what the command line asks for; returns 1 when a bar was missed."""
+    parser = harness.options_of("Measures checkpoints of Megatron-core.")
     parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    directory = options.dir / "megatron"
+    directory, environment = options.dir / "megatron", harness.environment(options.dir)
     with on_cpu():
-        compare(directory, options.hidden, options.rounds)
-        reshard(directory, options.hidden, (2, 1), (1, 1))
-        reshard(directory, options.hidden, (1, 2), (1, 1))
+        lines = compare(directory, options.hidden, options.rounds)
+        lines.append(reshard(directory, options.hidden, (2, 1), (1, 1)))
+        lines.append(reshard(directory, options.hidden, (1, 2), (1, 1)))
     dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(directory)
+    is_first = dist.get_rank() == 0
     dist.destroy_process_group()
+    if not is_first:
+        return 0
+    shutil.rmtree(directory)
+    sections = harness.recorded({f"Megatron-core, {options.rounds} rounds": lines})
+    return harness.concluded(
+        {"environment": environment, "lines": sections}, options.out, "megatron"
+    )
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

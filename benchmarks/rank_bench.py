@@ -6,29 +6,27 @@ each round, so that ratios are those of one round. It must not know what is meas
 
 from __future__ import annotations
 
-import argparse
 import gc
 import shutil
-import statistics
 import sys
 import tempfile
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import report
+import harness
 import torch
 import torch.distributed as dist
-from rank_bars import Line, as_json, markdown, surroundings, write
+from harness import Line, Row, at_most, told
 from storage import remove
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-ROOT = Path(__file__).resolve().parents[1]
 MATRIX = 2048  # rows and columns of every matrix
-Row = dict[str, Any]
 
 
 class RankBench(ABC):
@@ -42,7 +40,10 @@ class RankBench(ABC):
     def __init__(self, nbytes: int, directory: Path) -> None:
         self.directory = directory
         self.rank = dist.get_rank()
-        self.model = _model(nbytes)
+        self.model = sharded_model(nbytes)
+        generator = torch.Generator().manual_seed(self.rank)
+        for parameter in self.model.parameters():
+            parameter.detach().to_local().uniform_(generator=generator)
         self.rows: list[Row] = []
 
     @abstractmethod
@@ -86,33 +87,26 @@ class RankBench(ABC):
         dist.barrier()
 
 
-def _model(nbytes: int) -> nn.Module:
-    """Matrices of random numbers under FSDP2."""
+def sharded_model(nbytes: int, mesh: DeviceMesh | None = None) -> nn.Module:
+    """Return matrices under FSDP2 of so many bytes in all, which are not filled yet."""
     count = max(1, nbytes // (4 * MATRIX * MATRIX))
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(MATRIX, MATRIX, bias=False) for _ in range(count)))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            local: Any = parameter
-            local.to_local().uniform_(generator=generator)
-    return model
+    for layer in [*model, model]:
+        fully_shard(layer, mesh=mesh)
+    return model.to_empty(device="cpu")
 
 
-def ratio(rows: list[Row], name: str, base: str, key: str) -> float:
-    """The median of the rounds' ratios."""
-    of = {(row["name"], row["round"]): row.get(key) for row in rows}
-    rounds = sorted({row["round"] for row in rows})
-    return statistics.median(of[name, number] / of[base, number] for number in rounds)
-
-
-def median(rows: list[Row], name: str, key: str) -> float:
-    """The median of the rounds, in seconds."""
-    return statistics.median(row[key] for row in rows if row["name"] == name)
+def against(
+    rows: list[Row], what: str, name: str, base: str, key: str, bar: float | None = None
+) -> Line:
+    """Hold a way against another one: the median of the rounds' ratios."""
+    mine, theirs = ([row[key] for row in rows if row["name"] == way] for way in (name, base))
+    value = median(a / b for a, b in zip(mine, theirs, strict=True))
+    seconds = f" ({median(mine):.3f} s; {median(theirs):.3f} s)"
+    if bar is None:
+        return told(what, f"{value:.2f} x{seconds}")
+    return at_most(what, value, bar, ".2f", " x", note=seconds)
 
 
 def measure(
@@ -134,37 +128,28 @@ def measure(
     Returns:
         The exit status: 1 on the first rank when a bar was missed.
     """
-    parser = argparse.ArgumentParser(description=what)
+    parser = harness.options_of(what)
     parser.add_argument("--size", type=float, default=nbytes_gib, help="GiB of all ranks together")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds, after one to warm up")
-    parser.add_argument(
-        "--dir", type=Path, default=Path(), help="directory on the file system to measure"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    chosen: list[Any] = [None]
-    if dist.get_rank() == 0:
+    is_first, chosen = dist.get_rank() == 0, [None]
+    if is_first:
         chosen = [Path(tempfile.mkdtemp(prefix=f"bench-{kind}-", dir=options.dir)).resolve()]
     dist.broadcast_object_list(chosen)
-    directory: Path = chosen[0]
+    directory: Any = chosen[0]
     try:
         here = bench(int(options.size * 2**30), directory)
         right = here.run(options.rounds)
-        environment = report.environment(directory, sys.argv[1:])
+        environment = harness.environment(directory)
     finally:
         dist.barrier()
-        if dist.get_rank() == 0:
+        if is_first:
             shutil.rmtree(directory, ignore_errors=True)
-    first = dist.get_rank() == 0
-    lines = lines_of(here.rows, right)
     dist.destroy_process_group()
-    if not first:
+    if not is_first:
         return 0
-    record = {"environment": environment, "lines": as_json(lines), "results": here.rows}
-    file = write(record, options.out, kind)
-    print(f"wrote {file.name}", file=sys.stderr)
-    print(f"{surroundings(environment)}\n\n{markdown(lines)}")
-    return int(any(line.passed is False for line in lines))
+    lines = harness.recorded({what: lines_of(here.rows, right)})
+    record = {"environment": environment, "lines": lines, "results": here.rows}
+    return harness.concluded(record, options.out, kind)

@@ -100,15 +100,12 @@ class Crew:
 
 
 @contextmanager
-def crew(
-    size: int, given: Callable[[int], list[str]] | None = None, worker: Path = WORKER
-) -> Iterator[Crew]:
+def crew(size: int, given: Callable[[int], list[str]] | None = None) -> Iterator[Crew]:
     """Start a job of so many ranks.
 
     Args:
         size: how many.
         given: what the command line of a rank begins with.
-        worker: the program that each is.
     """
     # Hosted here, as a launcher's agent would, so that no rank does it beside its own work.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -118,7 +115,7 @@ def crew(
     members = Crew(processes)
     try:
         for rank in range(size):
-            command = [sys.executable, str(worker), str(store.port), str(rank), str(size)]
+            command = [sys.executable, str(WORKER), str(store.port), str(rank), str(size)]
             processes.append(
                 subprocess.Popen(
                     [*(given(rank) if given else []), *command],

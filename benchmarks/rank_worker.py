@@ -19,25 +19,18 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # an installed fastckpt comes first
+import torch
+import torch.distributed as dist
+from harness import Row
+from rank_bench import MATRIX, sharded_model
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from state import gpt_state  # noqa: E402
-from storage import fsync_path, size_of  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
-from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import DTensor, Shard  # noqa: E402
-
-import fastckpt  # noqa: E402
-from fastckpt.saving import pipeline  # noqa: E402
+import fastckpt
+from fastckpt.cli.bench.state import gpt_state
 
 WAIT_S = 600
-MATRIX = 2048  # rows and columns of every matrix of the model
 PART_BYTES = 16 << 20
-Row = dict[str, Any]
 
 
 class Rank:
@@ -73,27 +66,9 @@ class Rank:
             for number in range(count)
         }
 
-    def hold_weights(self, nbytes: int) -> None:
-        """Hold bf16 weights as a trained model has them: normal, another scale in each matrix."""
-        generator = torch.Generator().manual_seed(0)
-        count = max(1, nbytes // (2 * MATRIX * MATRIX))
-        scales = torch.logspace(-2.5, -1, count).tolist()
-        self._state = {
-            f"layers.{number}.weight": torch.randn(MATRIX, MATRIX, generator=generator)
-            .mul_(scale)
-            .to(torch.bfloat16)
-            for number, scale in enumerate(scales)
-        }
-
     def hold_fsdp(self, nbytes: int, filled: bool) -> int:
         """Hold a model of fp32 matrices under FSDP2; returns the bytes of this rank's part."""
-        count = max(1, nbytes // (4 * MATRIX * MATRIX))
-        with torch.device("meta"):
-            model = nn.Sequential(*(nn.Linear(MATRIX, MATRIX, bias=False) for _ in range(count)))
-        for layer in model:
-            fully_shard(layer, mesh=self._mesh)
-        fully_shard(model, mesh=self._mesh)
-        model.to_empty(device="cpu")
+        model = sharded_model(nbytes, self._mesh)
         self._state = {"model": model}
         held = 0
         for local, expected in self._matrices():
@@ -138,6 +113,18 @@ class Rank:
         dist.barrier()
         return {"committed_s": time.perf_counter() - started}
 
+    def torch_save_part(self, path: str) -> Row:
+        """Save this rank's part by torch.save, and wait for the disk, as training does today."""
+        started = self._begin()
+        own = f"{path}.{self._rank}"
+        with open(own, "wb") as file:
+            torch.save({name: part.to_local() for name, part in self._state.items()}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        took = time.perf_counter() - started
+        os.unlink(own)
+        return {"stall_s": took, "root_s": took}
+
     def open_steps(self, name: str, root: str, alone: bool = False, **options: Any) -> None:
         """Make a Checkpointer, of all ranks or of each one alone."""
         group = self._alone if alone else None
@@ -171,17 +158,10 @@ class Rank:
         """Close a Checkpointer."""
         self._checkpointers.pop(name).close()
 
-    def stored(self, directory: str) -> int:
-        """Return the bytes of the files in a directory of this rank's own file system."""
-        return size_of(Path(directory))
-
     def clear(self, directory: str) -> None:
-        """Remove what lies in a directory of this rank's own file system."""
-        pipeline.current().drain()  # after a commit, it looks for dead directories itself
-        for entry in Path(directory).iterdir():
-            if entry.name != "lost+found":
-                shutil.rmtree(entry)
-        fsync_path(Path(directory))
+        """Remove a directory of this rank's own file system."""
+        dist.barrier()
+        shutil.rmtree(directory, ignore_errors=True)
 
     def _begin(self, in_turn: bool = False) -> float:
         gc.collect()
@@ -202,6 +182,8 @@ class Rank:
             return row
         stats = handle.result()
         row["committed_s"] = time.perf_counter() - started
+        # With tiers result() may come at the first one.
+        row |= {"stall_s": stats.stall_s, "root_s": stats.committed_s}
         return row | {"nbytes": stats.nbytes, "backend": stats.backend, "direct": stats.direct}
 
 

@@ -14,34 +14,35 @@ It must not know how anything is read.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # an installed fastckpt comes first
+import harness
+import torch
+import torch.distributed as dist
+from harness import Line, Row, at_most
+from safetensors.torch import save_file
+from storage import drop_page_cache, fsync_path, fsync_tree
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from safetensors.torch import save_file  # noqa: E402
-from storage import drop_page_cache, fsync_path, fsync_tree  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
-from torch.distributed.tensor import Replicate, distribute_tensor  # noqa: E402
-
-import fastckpt  # noqa: E402
-from fastckpt import cli  # noqa: E402
+import fastckpt
+from fastckpt import cli
+from fastckpt.cli.bench import fio, io
+from fastckpt.cli.bench.benchmark import in_turn
+from fastckpt.engine.timed_engine import Cell
 
 State = dict[str, torch.Tensor]
 FEW, SOME = (16, 4), (16, 20)  # shapes: 100,000 of SOME are more than a step keeps out of shards
 SIDE = 4096  # of the large tensors
+INSPECT_S = 1.5
 
 
 def many(count: int, shape: tuple[int, int]) -> State:
@@ -103,26 +104,16 @@ def run_command(arguments: list[str]) -> None:
     json.dump({"seconds": seconds, "megabytes": (peak_kb() - before) / 1000}, sys.stderr)
 
 
-def inspect(directory: Path, count: int, rounds: int) -> None:
+def inspect(directory: Path, count: int, rounds: int) -> tuple[Row, list[Line]]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     for number, (shape, save) in enumerate(KINDS.values()):
         save(many(count, shape), directory / str(number))
     dist.destroy_process_group()
     seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    for _ in range(rounds):
-        for number, kind in enumerate(KINDS):
-            seconds[kind].append(command("inspect", directory / str(number))[0])
-    print(f"| inspect of {count:,} tensors | s, least | s, median |\n| --- | ---: | ---: |")
-    for kind, its in seconds.items():
-        print(f"| {kind} | {min(its):.3f} | {median(its):.3f} |")
-
-
-def fio_s(path: Path) -> float:
-    """Returns the seconds in which fio reads the file."""
-    told = ("--output-format=json", "--readonly", "--name=read", f"--filename={path}")
-    how = ("--rw=read", "--bs=8M", "--iodepth=8", "--ioengine=io_uring", "--direct=1")
-    found = subprocess.run(["fio", *told, *how], check=True, capture_output=True).stdout
-    return float(json.loads(found)["jobs"][0]["read"]["runtime"]) / 1000
+    for _, (number, kind) in in_turn([*enumerate(KINDS)], rounds):
+        seconds[kind].append(command("inspect", directory / str(number))[0])
+    bar = {"bar": INSPECT_S, "form": ".2f", "unit": " s"}
+    return seconds, [at_most(kind, median(its), **bar) for kind, its in seconds.items()]
 
 
 def cp_s(path: Path, target: Path) -> float:
@@ -136,26 +127,31 @@ def cp_s(path: Path, target: Path) -> float:
 
 
 def compared(
-    what: str, path: Path, rounds: int, ours: Callable[[], float], other: Callable[[], float]
-) -> None:
-    """Prints the median of the ratios to the other, which is measured before and after."""
-    ratios, seconds, others = [], [], []
+    what: str,
+    bar: float,
+    path: Path,
+    rounds: int,
+    ours: Callable[[], float],
+    other: Callable[[], float],
+) -> tuple[list[list[float]], Line]:
+    """Hold the median of ratios to the other, measured before and after, against a bar."""
+    rows = []
     for _ in range(rounds):
-        found = []
+        rows.append([])
         for way in (other, ours, other):
             drop_page_cache(path)
-            found.append(way())
-        ratios.append(2 * found[1] / (found[0] + found[2]))
-        seconds.append(found[1])
-        others += [found[0], found[2]]
-    print(f"| {what} | {median(ratios):.2f} x ({median(seconds):.2f} s; {median(others):.2f} s) |")
+            rows[-1].append(way())
+    ratios = [2 * row[1] / (row[0] + row[2]) for row in rows]
+    others = median(row[place] for row in rows for place in (0, 2))
+    note = f" ({median(row[1] for row in rows):.2f} s; {others:.2f} s)"
+    return rows, at_most(what, median(ratios), bar, ".2f", " x", note)
 
 
-def large(directory: Path, gib: float, rounds: int) -> None:
+def large(directory: Path, gib: float, rounds: int) -> tuple[Row, list[Line]]:
     path, target = directory / "large.pt", directory / "hf"
-    count = round(gib * (1 << 30) / (4 * SIDE * SIDE))
+    count = max(2, round(gib * (1 << 30) / (4 * SIDE * SIDE)))
     fastckpt.save({f"layers.{n}": torch.randn(SIDE, SIDE) for n in range(count)}, path).result()
-    megabytes = []
+    nbytes, megabytes = path.stat().st_size, []
 
     def convert() -> float:
         seconds, its = command("convert", path, target, "--to", "hf")
@@ -164,33 +160,45 @@ def large(directory: Path, gib: float, rounds: int) -> None:
         shutil.rmtree(target)
         return seconds
 
-    print(f"\n| of {count * 4 * SIDE * SIDE / (1 << 30):g} GiB | measured |\n| --- | ---: |")
-    if shutil.which("fio"):
-        compared(
-            "verify, of fio", path, rounds, lambda: command("verify", path)[0], lambda: fio_s(path)
-        )
-    compared(
-        "convert, of cp and fsync", path, rounds, convert, lambda: cp_s(path, directory / "copy")
+    def fio_s() -> float:
+        return nbytes / fio.rate("read", path, nbytes, Cell(io.FIO, 8 << 20, 8, True))
+
+    found, lines = {}, []
+    if fio.version():
+        verify = lambda: command("verify", path)[0]  # noqa: E731
+        found["verify"], line = compared("verify, of fio", 1.11, path, rounds, verify, fio_s)
+        lines.append(line)
+    copy = directory / "copy"
+    found["convert"], line = compared(
+        "convert, of cp and fsync", 1.3, path, rounds, convert, lambda: cp_s(path, copy)
     )
-    print(f"| convert, memory beyond the imports | {max(megabytes):.0f} MB |")
+    lines.append(line)
+    lines.append(at_most("convert, beyond the imports", max(megabytes), 300, ".0f", " MB"))
     with fastckpt.open(path) as tensors:
         _first, *others = (timed(lambda t=tensors[name]: t[7]) for name in tensors)
-    print(f"| a row of a tensor | {1e3 * median(others):.2f} ms |")
+    lines.append(at_most("a row of a tensor", 1e3 * median(others), 5, ".2f", " ms"))
+    return found, lines
 
 
-def main() -> None:
+def main() -> int:
+    """Run what the command line asks for; returns 1 when a bar was missed."""
     if sys.argv[1:2] == ["--command"]:
-        return run_command(sys.argv[2:])
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--dir", help="a directory for the files; a temporary one by default")
+        run_command(sys.argv[2:])
+        return 0
+    parser = harness.options_of("What it takes to look into a checkpoint.")
     parser.add_argument("--tensors", type=int, default=100_000, help="small ones to inspect")
     parser.add_argument("--gib", type=float, default=4, help="of the large file")
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options.dir) as directory:
-        inspect(Path(directory), options.tensors, options.rounds)
-        large(Path(directory), options.gib, options.rounds)
+    with harness.place("reading", options.dir) as directory:
+        rows, lines = inspect(directory, options.tensors, options.rounds)
+        large_rows, large_lines = large(directory, options.gib, options.rounds)
+        environment = harness.environment(directory)
+    sections = {f"inspect of {options.tensors:,} tensors": lines}
+    sections[f"Of {options.gib:g} GiB"] = large_lines
+    record = {"environment": environment, "results": {"inspect": rows, **large_rows}}
+    record["lines"] = harness.recorded(sections)
+    return harness.concluded(record, options.out, "reading")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

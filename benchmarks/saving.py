@@ -1,7 +1,7 @@
 """The workloads that time whole saves and loads: stall, drain, load and small.
 
-It owns the round-robin over peers and the order of the clocks. Every turn of a peer is a process of
-its own. It must not know how a peer works or how results are shown.
+It owns the order of the clocks. Every turn of a peer is a process of its own. It must not know how
+a peer works or how results are shown.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from ceiling import Fio, memory_copies
-from rivals.peer import Peer
+from ceiling import Ceiling, memory_copies
+from harness import Row, progress
+from rivals.peer import Peer, State
 from rivals.process import in_process, in_process_of, reason_of
-from state import State, blank_like, differences, erase, gpt_state, nbytes_of, small_state, touch
 from storage import drop_page_cache, fsync_path, fsync_tree, remove, size_of
 
-Row = dict[str, Any]
-Progress = Callable[[str], None]
+from fastckpt.cli.bench.benchmark import in_turn, rotated
+from fastckpt.cli.bench.state import differing, flat_tensors, gpt_state, nbytes_of, touch
+
 # The third save of a process is the first whose times those after it repeat.
 WARM_UPS = 2
 CLOCKS = {
@@ -36,10 +36,18 @@ CLOCKS = {
 }
 
 
-def rotated(items: Sequence[Any], by: int) -> list[Any]:
-    """Return the items starting from another one each round, so that no place in line is fixed."""
-    by %= max(len(items), 1)
-    return [*items[by:], *items[:by]]
+def blank_like(tree: Any, device: torch.device | str | None = None) -> Any:
+    """Return the same structure with every tensor replaced by zeros, already faulted in.
+
+    They lie where the tensors do, or all on `device`.
+    """
+    if isinstance(tree, dict):
+        return {key: blank_like(value, device) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [blank_like(value, device) for value in tree]
+    if isinstance(tree, torch.Tensor):
+        return torch.zeros_like(tree, device=device).fill_(0)
+    return tree
 
 
 def timed_save(peer: Peer, state: State, target: Path) -> Row:
@@ -66,24 +74,20 @@ def timed_save(peer: Peer, state: State, target: Path) -> Row:
 
 def timed_load(peer: Peer, state: State, target: Path, template: State) -> Row:
     """Load cold; returns the seconds, and the names of tensors that came back different."""
-    if peer.fills_template:
-        erase(template)
+    if peer.fills_template:  # stale contents cannot pass for a load
+        for tensor in flat_tensors(template).values():
+            tensor.zero_()
     cold = drop_page_cache(target)
     started = time.perf_counter()
     loaded = peer.load(target, template)
     touch(loaded)
     elapsed = time.perf_counter() - started
-    return {"load_s": elapsed, "cold_by": cold, "wrong_tensors": differences(loaded, state)}
+    return {"load_s": elapsed, "cold_by": cold, "wrong_tensors": differing(loaded, state)}
 
 
 def save_and_load(peer: Peer, state: State, target: Path, template: State | None) -> Row:
     """Save, and with a template load back as well; returns both timings in one row."""
-    if peer.loads_only:
-        target.mkdir()
-        peer.save(state, target).wait_durable()
-        row: Row = {"peer": peer.name}
-    else:
-        row = timed_save(peer, state, target)
+    row = timed_save(peer, state, target)
     if template is not None:
         row.update(timed_load(peer, state, target, template))
     remove(target)
@@ -105,7 +109,7 @@ def one_turn(peer: Peer, nbytes: int, directory: Path, loading: bool) -> Row:
     return {**rows[-1], "warm_ups": clocks}
 
 
-def attempted(peer: str, progress: Progress, measure: Callable[[], Row]) -> Row:
+def attempted(peer: str, measure: Callable[[], Row]) -> Row:
     """Measure; a failure becomes a row that says so instead of the end of the run."""
     try:
         return measure()
@@ -115,37 +119,27 @@ def attempted(peer: str, progress: Progress, measure: Callable[[], Row]) -> Row:
         return {"peer": peer, "error": text}
 
 
-def describe(row: Row) -> str:
-    """Return one measurement in one line."""
-    if "error" in row:
-        return f"{row['peer']}: failed"
-    told = [f"{word} {row[key]:.3f} s" for word, key in CLOCKS.items() if key in row]
-    return f"{row['peer']}: {', '.join(told)}"
-
-
 def run_saves(
     peers: list[Peer],
     nbytes: int,
     directory: Path,
     rounds: int,
     loading: bool,
-    fio: Fio | None,
-    progress: Progress,
+    ceiling: Ceiling,
 ) -> Row:
-    """Time every peer's save (and cold load) once a round, fio and plain copies in every round."""
+    """Time every peer's save (and cold load) once a round, the limits in every round, too."""
     rows: list[Row] = []
     limits: list[Row] = []
     for number in range(rounds):
-        limit: Row = {"round": number, **in_process(Path(sys.executable), memory_copies, nbytes)}
-        if fio is not None:
-            limit.update(fio.measure(reading=loading))
-        limits.append(limit)
+        copies = in_process(Path(sys.executable), memory_copies, nbytes)
+        limits.append({"round": number, **copies, **ceiling.measure(reading=loading)})
         for peer in rotated(peers, number):
             turn = partial(in_process_of, peer, one_turn, nbytes, directory, loading)
-            row = {"round": number, **attempted(peer.name, progress, turn)}
+            row = {"round": number, **attempted(peer.name, turn)}
             remove(directory / "save")  # what a peer that failed has left
             rows.append(row)
-            progress(f"round {number + 1}/{rounds} {describe(row)}")
+            told = [f"{word} {row[key]:.3f} s" for word, key in CLOCKS.items() if key in row]
+            progress(f"round {number + 1}/{rounds} {peer.name}: {', '.join(told) or 'failed'}")
             if row.get("wrong_tensors"):
                 progress(f"{peer.name} LOADED WRONG BYTES: {row['wrong_tensors'][:5]}")
     nbytes = limits[0]["copied_bytes"]
@@ -169,7 +163,8 @@ def timed_small(peers: list[Peer], directory: Path, rounds: int) -> Row:
 
     They take milliseconds, in which disks and neighbours change: the peers share this process.
     """
-    state = small_state()
+    generator = torch.Generator().manual_seed(0)
+    state: State = {f"w{i:03d}": torch.randn(1024, generator=generator) for i in range(256)}
     folder = directory / "small"
     folder.mkdir()
     actions: dict[str, Callable[[], object]] = {
@@ -184,26 +179,23 @@ def timed_small(peers: list[Peer], directory: Path, rounds: int) -> Row:
 
     # Every save after the first replaces a file, as the saves of a training run do.
     actions |= {peer.name: through(peer) for peer in peers}
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    rows: list[dict[str, float]] = [{} for _ in range(rounds)]
     with contextlib.ExitStack() as stack:
         for peer in peers:
             stack.enter_context(peer.opened())
         for action in actions.values():
             action()
         fsync_tree(folder)
-        for number in range(rounds):
-            for name in rotated(list(actions), number):
-                started = time.perf_counter()
-                actions[name]()
-                seconds[name].append(time.perf_counter() - started)
+        for number, name in in_turn([*actions], rounds):
+            started = time.perf_counter()
+            actions[name]()
+            rows[number][name] = time.perf_counter() - started
     remove(folder)
+    seconds = {name: [row[name] for row in rows] for name in actions}
     return {"bytes": nbytes_of(state), "tensors": len(state), "seconds": seconds}
 
 
-def run_small(peers: list[Peer], directory: Path, rounds: int, progress: Progress) -> Row:
+def run_small(peers: list[Peer], directory: Path, rounds: int) -> Row:
     """Time small durable saves by the peers that are fastckpt's, and by torch.save."""
     ours = [peer for peer in peers if peer.name.startswith("fastckpt")]
-    result = in_process(Path(sys.executable), timed_small, ours, directory, rounds)
-    for name, values in result["seconds"].items():
-        progress(f"small {name}: median {statistics.median(values) * 1e3:.2f} ms")
-    return result
+    return in_process(Path(sys.executable), timed_small, ours, directory, rounds)

@@ -13,75 +13,46 @@ from __future__ import annotations
 import argparse
 import gc
 import secrets
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import report
+import harness
+from harness import Line, Row, at_most, holds, progress, told
+from rank_gpt import HIDDEN, LAYERS, VOCABULARY, Job, parameter_count
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))  # an installed fastckpt comes first
-
-from rank_bars import (  # noqa: E402
-    Line,
-    as_json,
-    at_most,
-    holds,
-    markdown,
-    surroundings,
-    told,
-    write,
-)
-from rank_gpt import HIDDEN, LAYERS, VOCABULARY, Job, parameter_count  # noqa: E402
-from rank_rounds import one_save, summary  # noqa: E402
-
-from fastckpt.formats import safetensors  # noqa: E402
-from fastckpt.formats.manifest import MANIFEST, Manifest, ObjectsFile, Writer  # noqa: E402
-from fastckpt.formats.shard_index import Piece, index_name, shard_name  # noqa: E402
-from fastckpt.plan.boxes import Box, copies, covers  # noqa: E402
-from fastckpt.plan.image import BLOCK_BYTES, block_count  # noqa: E402
-from fastckpt.ranks.same_state import Description  # noqa: E402
-from fastckpt.saving.pipeline import Pipeline  # noqa: E402
-from fastckpt.state.targets import Place  # noqa: E402
-from fastckpt.steps.copies import StepCopies  # noqa: E402
-from fastckpt.steps.load import StepReader  # noqa: E402
-from fastckpt.steps.root import Steps  # noqa: E402
-from fastckpt.steps.shard import Shard  # noqa: E402
+from fastckpt.formats import safetensors
+from fastckpt.formats.manifest import MANIFEST, Manifest, ObjectsFile, Writer
+from fastckpt.formats.shard_index import Piece, index_name, shard_name
+from fastckpt.plan.boxes import Box, copies, covers
+from fastckpt.plan.image import BLOCK_BYTES, block_count
+from fastckpt.ranks.same_state import Description
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.state.targets import Place
+from fastckpt.steps.copies import StepCopies
+from fastckpt.steps.load import StepReader
+from fastckpt.steps.root import Steps
+from fastckpt.steps.shard import Shard
 
 AGAIN = 5  # times that an unchanged plan is made
 DIGEST_BYTES = len(Description([]).digest())
 STAGING_BYTES = 64 << 20
-STARTED = time.monotonic()
-Row = dict[str, Any]
-
-
-def progress(line: str) -> None:
-    """Say on stderr what was just measured."""
-    print(f"[{time.monotonic() - STARTED:7.1f} s] {line}", file=sys.stderr, flush=True)
 
 
 def arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Measure planning for thousands of ranks.")
-    parser.add_argument("--data", type=int, default=80, help="data-parallel ranks that save")
-    parser.add_argument("--sample", type=int, default=64, help="ranks whose plan is made again")
-    parser.add_argument("--targets", type=int, default=16, help="ranks whose restore is planned")
-    parser.add_argument(
-        "--threads", type=int, nargs=2, default=[64, 320], help="ranks that speak over a store"
-    )
-    parser.add_argument("--dir", type=Path, help="where indexes and manifest are written")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    options = parser.parse_args()
-    if min(options.data, options.sample, options.targets, *options.threads) < 1:
-        parser.error("numbers must be positive")
-    return options
+    parser = harness.options_of("Measure planning for thousands of ranks.")
+    for flag, default, told_of in (
+        ("--data", 80, "data-parallel ranks that save"),
+        ("--sample", 64, "ranks whose plan is made again"),
+        ("--targets", 16, "ranks whose restore is planned"),
+    ):
+        parser.add_argument(flag, type=harness.positive, default=default, help=told_of)
+    return parser.parse_args()
 
 
 class Saved:
@@ -186,7 +157,7 @@ def published(steps: Steps, name: str, begun: Any, job: Job, saved: Saved, nonce
 def rows_of(reader: StepReader, places: list[Place]) -> Iterator[tuple[int, int]]:
     """Yield the writer and the bytes of every copy that a restore of these places makes."""
     wanted: dict[str, list[Box]] = {}
-    for key, _shape, box in places:
+    for key, _dtype, _shape, box in places:
         wanted.setdefault(key, []).append(box)
     for index in reader._needed(places):
         for piece in index.pieces:
@@ -199,7 +170,7 @@ def rows_of(reader: StepReader, places: list[Place]) -> Iterator[tuple[int, int]
 def restored(pipeline: Pipeline, steps: Steps, name: str, job: Job, rank: int) -> Row:
     """Plan the restore of one rank: which indexes it reads, and what it copies from where."""
     leaves = job.leaves(rank)
-    places = [(leaf.key, leaf.shape, leaf.box) for leaf in leaves]
+    places = [(leaf.key, leaf.local.dtype, leaf.shape, leaf.box) for leaf in leaves]
     needed = sum(leaf.box.numel * leaf.local.element_size() for leaf in leaves)
     gc.collect()
     started = time.perf_counter()
@@ -266,11 +237,6 @@ def measure(options: argparse.Namespace, directory: Path) -> Row:
         result["restore"].append(restored(pipeline, steps, begun.name, other, rank))
         progress(f"restore of rank {rank} planned")
     pipeline.close()
-    result["rounds"] = []
-    for ranks in options.threads:
-        folder = directory / f"rounds-{ranks}"
-        result["rounds"].append(summary(one_save(ranks, folder)))
-        progress(f"a save by {ranks} ranks over one store")
     return result
 
 
@@ -317,7 +283,8 @@ def save_lines(result: Row) -> Iterator[Line]:
         "pieces of a rank: median, most",
         f"{result['pieces']['median']:.0f}, {result['pieces']['max']}",
     )
-    yield told("index and header of a rank: mean", kilobytes(sums, ranks))
+    mean = ", ".join(f"{sums[key] / ranks / 1e3:.1f} kB" for key in ("indexes", "headers"))
+    yield told("index and header of a rank: mean", mean)
     yield told("metadata of all ranks and the manifest", f"{metadata / 1e6:.1f} MB")
     yield at_most("metadata of all bytes", metadata / sums["tensors"] * 100, 0.1, ".4f", "%")
     yield told("bytes of a rank: mean", f"{shards['mean'] / 1e6:.2f} MB")
@@ -329,36 +296,6 @@ def save_lines(result: Row) -> Iterator[Line]:
     yield told(
         "all records parsed; manifest made, written, synced; read, parsed, validated",
         f"{manifest['records_s']:.2f} s; {manifest['publish_s']:.2f} s; {manifest['read_s']:.2f} s",
-    )
-
-
-def kilobytes(sums: Row, ranks: int) -> str:
-    """Return the mean sizes of an index and of a header."""
-    return f"{sums['indexes'] / ranks / 1e3:.1f} kB, {sums['headers'] / ranks / 1e3:.1f} kB"
-
-
-def round_lines(result: Row) -> Iterator[Line]:
-    """Yield the lines about operations of the store."""
-    one, two = result["rounds"]
-    batches = [-(-ranks // 256) for ranks in (one["ranks"], two["ranks"], result["ranks"])]
-    base = one["rank_0"] - 4 * batches[0]
-    total = base + 4 * batches[2] + (result["ranks"] - 1) * two["others_max"]
-    for counted in (one, two):
-        yield told(
-            f"store operations of a save, {counted['ranks']} ranks: rank 0, another (most)",
-            f"{counted['rank_0']}, {counted['others_max']}",
-        )
-        yield told(
-            f"asked again while waiting, {counted['ranks']} ranks on this machine: mean of a rank",
-            f"{counted['repeated_mean']:.0f}",
-        )
-    # Another rank asks up to twice more, by whether a record is there when it first looks.
-    apart = abs(two["others_max"] - one["others_max"])
-    fits = two["rank_0"] == base + 4 * batches[1] and apart <= 2
-    yield holds(f"rank 0: {base} + 4 for each 256 ranks; another: as many at both sizes", fits)
-    yield told(
-        f"by that formula at {result['ranks']:,} ranks: rank 0, another, all",
-        f"{base + 4 * batches[2]}, {two['others_max']}, {total:,}",
     )
 
 
@@ -382,40 +319,23 @@ def restore_lines(result: Row) -> Iterator[Line]:
     yield told("making them", both("copies_s", ".2f") + " s")
 
 
-def text(record: Row, saving: list[Line], speaking: list[Line], restoring: list[Line]) -> str:
-    """Return the whole run as Markdown."""
-    result = record["results"]
-    return "\n\n".join(
-        [
-            surroundings(record["environment"]),
-            f"A GPT of {result['parameters']:,} parameters ({LAYERS} layers, hidden {HIDDEN}, "
-            f"vocabulary {VOCABULARY}, not tied), {result['job']} = {result['ranks']:,} ranks, "
-            "distributed optimizer.",
-            f"### Saving\n\n{markdown(saving)}",
-            f"### Agreement\n\n{markdown(speaking)}",
-            f"### Restoring on {result['target_job']}\n\n{markdown(restoring)}",
-        ]
-    )
-
-
-def main() -> None:
-    """Run what the command line asks for; exits with 1 when a bar was missed."""
+def main() -> int:
+    """Run what the command line asks for; returns 1 when a bar was missed."""
     options = arguments()
-    directory = Path(tempfile.mkdtemp(prefix="scale-", dir=options.dir))
-    try:
-        environment = report.environment(directory, sys.argv[1:])
+    with harness.place("scale", options.dir) as directory:
+        environment = harness.environment(directory)
         result = measure(options, directory)
-    finally:
-        shutil.rmtree(directory)
-    saving, speaking = [*save_lines(result)], [*round_lines(result)]
-    restoring = [*restore_lines(result)]
-    lines = [*chain(saving, speaking, restoring)]
-    record = {"environment": environment, "lines": as_json(lines), "results": result}
-    progress(f"wrote {write(record, options.out, 'scale').name}")
-    print(text(record, saving, speaking, restoring))
-    if any(line.passed is False for line in lines):
-        sys.exit(1)
+    model = (
+        f"A GPT of {result['parameters']:,} parameters ({LAYERS} layers, hidden {HIDDEN}, "
+        f"vocabulary {VOCABULARY}, not tied), {result['job']} = {result['ranks']:,} ranks, "
+        "distributed optimizer."
+    )
+    sections = {"Saving": [*save_lines(result)]}
+    sections[f"Restoring on {result['target_job']}"] = [*restore_lines(result)]
+    record = {"environment": environment, "notes": [model], "results": result}
+    record["lines"] = harness.recorded(sections)
+    return harness.concluded(record, options.out, "scale")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -6,12 +6,10 @@ own and is measured by the same functions; fastckpt and torch.save are among the
 
 from __future__ import annotations
 
-from rivals.dcp import Dcp, DcpAsync, DcpAsyncProcess, DcpAsyncStager
-from rivals.deepspeed_fast_file_writer import DeepSpeed, DeepSpeedStorages
+from rivals.dcp import Dcp, DcpAsync, DcpAsyncStager
+from rivals.deepspeed_fast_file_writer import DeepSpeed
 from rivals.fastckpt_save import Fastckpt, FastckptStep
-from rivals.fastsafetensors_load import FastSafetensors
 from rivals.peer import Peer
-from rivals.runai_streamer_load import RunaiStreamer
 from rivals.safetensors_file import SafetensorsFile
 from rivals.torch_checkpointing_save import TorchCheckpointing
 from rivals.torch_save import TorchSave, TorchSaveNoCrc
@@ -21,17 +19,13 @@ PEERS: tuple[type[Peer], ...] = (
     TorchSave,
     TorchSaveNoCrc,
     SafetensorsFile,
-    FastSafetensors,
-    RunaiStreamer,
     Dcp,
     DcpAsync,
     DcpAsyncStager,
-    DcpAsyncProcess,
     TorchSnapshot,
     TorchSnapshotAsync,
     TorchCheckpointing,
     DeepSpeed,
-    DeepSpeedStorages,
     Fastckpt,
     FastckptStep,
 )

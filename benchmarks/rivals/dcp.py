@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint in one process: save, and async_save by a thread or a process.
+"""torch.distributed.checkpoint in one process: save, and async_save by a thread.
 
 The documents call save(state, checkpoint_id=path), which syncs its files but not their directory,
 and async_save(...), whose future says when that has happened. The caller may change the state when
@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from state import State
-from storage import fsync_tree
 
-from rivals.peer import Peer, Save, already
+from rivals.peer import Peer, Save, State, already, fsync_tree
 
 
 class Dcp(Peer):
@@ -66,7 +64,6 @@ class DcpAsyncStager(Dcp):
     contract = "background threads; may mutate after staging_completion; staging memory reused"
     background = True
     modules = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.staging")
-    shared_memory = False
 
     def open(self) -> None:
         super().open()
@@ -80,7 +77,7 @@ class DcpAsyncStager(Dcp):
         """Return the stager's; pinned memory and non-blocking copies need an accelerator."""
         return {
             "use_pinned_memory": False,
-            "use_shared_memory": self.shared_memory,
+            "use_shared_memory": False,
             "use_async_staging": True,
             "use_non_blocking_copy": False,
         }
@@ -101,15 +98,11 @@ class DcpAsyncStager(Dcp):
                 return True
         return False
 
-    def how(self) -> dict[str, Any]:
-        """Return the arguments that say who writes."""
-        return {"no_dist": True}
-
     def save(self, state: State, target: Path) -> Save:
         import torch.distributed.checkpoint as dcp
 
         stager = self.new_stager() if self.stager_is_spent else self.stager
-        response = dcp.async_save(state, checkpoint_id=target, async_stager=stager, **self.how())
+        response = dcp.async_save(state, checkpoint_id=target, async_stager=stager, no_dist=True)
 
         def wait_durable() -> None:
             try:
@@ -120,24 +113,3 @@ class DcpAsyncStager(Dcp):
             fsync_tree(target)
 
         return Save(response.staging_completion.result, wait_durable)
-
-
-class DcpAsyncProcess(DcpAsyncStager):
-    """The same with a process that writes: what is staged in shared memory is not copied again."""
-
-    name = "dcp-async-process"
-    contract = "background process; may mutate after staging_completion; shared memory, reused"
-    shared_memory = True
-
-    def open(self) -> None:
-        import torch.distributed as dist
-
-        super().open()
-        # The process makes a group like that of its parent, so there has to be one.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.held.callback(dist.destroy_process_group)
-
-    def how(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-
-        return {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}

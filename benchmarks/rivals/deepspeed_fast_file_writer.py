@@ -11,19 +11,16 @@ compiles its extension when it is first asked for, with a C++ compiler and the h
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from state import State, byte_view
-from storage import fsync_tree
 
-from rivals.peer import Peer, Save, already
+from fastckpt.cli.bench.state import byte_view
+from rivals.peer import Peer, Save, State, already, fsync_tree
 
 
 class DeepSpeed(Peer):
@@ -83,37 +80,3 @@ class DeepSpeed(Peer):
 
     def load(self, target: Path, template: State) -> Any:
         return torch.load(target / "state.pt", weights_only=True)
-
-
-class DeepSpeedStorages(DeepSpeed):
-    """FastFileWriter fed whole storages, as under DeepSpeed's own copy of torch's serialization.
-
-    That copy exists for another torch and for the legacy format only, so the same thing is done
-    here: the legacy header is written by torch and the storages are handed over in one list.
-    """
-
-    name = "deepspeed-storages"
-    contract = "sync; legacy torch format, storages by list; FastFileWriter fsyncs the file"
-
-    def save(self, state: State, target: Path) -> Save:
-        dtypes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        storages: list[tuple[torch.UntypedStorage, torch.dtype]] = []
-        writer = self.writer(target / "state.pt")
-        with collected_storages(lambda storage, size: storages.append((storage, dtypes[size]))):
-            torch.save(state, writer, _use_new_zipfile_serialization=False)
-        writer.save_torch_storage_object_list(storages, True)
-        writer.close()
-        return Save(already, lambda: fsync_tree(target))
-
-
-@contextlib.contextmanager
-def collected_storages(collect: Callable[[torch.UntypedStorage, int], None]) -> Iterator[None]:
-    """Make torch's legacy writer hand every storage to `collect` instead of writing it."""
-    original = torch.UntypedStorage._write_file
-    torch.UntypedStorage._write_file = lambda storage, file, real, sized, element_size: collect(
-        storage, element_size
-    )
-    try:
-        yield
-    finally:
-        torch.UntypedStorage._write_file = original

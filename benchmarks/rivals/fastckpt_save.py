@@ -16,9 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from state import State
-
-from rivals.peer import Peer, Save
+from rivals.peer import Peer, Save, State
 
 
 class Fastckpt(Peer):

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from state import State
+from storage import fsync_tree as fsync_tree  # for those whose library does not sync
+
+State = dict[str, Any]
 
 
 def already() -> None:
@@ -41,7 +43,6 @@ class Peer(ABC):
         contract: what its call promises on return, in a few words.
         background: its call returns before the bytes are durable.
         fills_template: it loads into tensors that are given to it.
-        loads_only: another library writes its files, so that only its loads are measured.
         modules: that it imports.
     """
 
@@ -49,7 +50,6 @@ class Peer(ABC):
     contract: str
     background = False
     fills_template = False
-    loads_only = False
     modules: tuple[str, ...] = ()
 
     def load_modules(self) -> None:

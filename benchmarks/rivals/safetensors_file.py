@@ -14,10 +14,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from state import State, flat_tensors
-from storage import fsync_tree
-
-from rivals.peer import Peer, Save, already
+from fastckpt.cli.bench.state import flat_tensors
+from rivals.peer import Peer, Save, State, already, fsync_tree
 
 FILE = "state.safetensors"
 

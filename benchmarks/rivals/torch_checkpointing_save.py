@@ -15,10 +15,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from state import State
-from storage import fsync_tree
-
-from rivals.peer import Peer, Save
+from rivals.peer import Peer, Save, State, fsync_tree
 
 
 class TorchCheckpointing(Peer):

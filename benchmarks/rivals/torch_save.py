@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from state import State
-from storage import fsync_tree
 
-from rivals.peer import Peer, Save, already
+from rivals.peer import Peer, Save, State, already, fsync_tree
 
 
 class TorchSave(Peer):

@@ -15,10 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from state import State
-from storage import fsync_tree
-
-from rivals.peer import Peer, Save, already
+from rivals.peer import Peer, Save, State, already, fsync_tree
 
 
 class TorchSnapshot(Peer):

@@ -107,12 +107,6 @@ def _of_train(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, type=_positive, default=count, metavar="N", help=told)
 
 
-def _of_ranks(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=_positive, default=2, metavar="N", help="default: 2")
-    time_argument, told = quantity_argument(quantities.time), "for all rounds; default: 10min"
-    parser.add_argument("--timeout", type=time_argument, default="10min", help=told)
-
-
 WHATS = {
     "io": What(
         help="the engine's writes and reads beside fio's",
@@ -156,17 +150,5 @@ WHATS = {
         rounds=3,
         on_devices=True,
         add_arguments=_of_train,
-    ),
-    "ranks": What(
-        help="ranks that save together, beside one alone",
-        description="Starts processes on this machine that all hold the same state and save it to "
-        "one file together, over gloo, and in turn has the first save it alone. The rate is that "
-        "of all ranks, until the last one is told that the file is durable. The first rank writes "
-        "the tensors below 1 MiB by itself, of 64 MiB in all at most, which are most of a small "
-        "state. A rank that dies or is late ends the measurement, and all ranks with it.",
-        size="1GiB",
-        rounds=5,
-        on_devices=False,
-        add_arguments=_of_ranks,
     ),
 }

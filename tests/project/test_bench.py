@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +24,10 @@ from tests.paths import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import ceiling
 from rivals import PEERS, dcp, environment, process
-from state import blank_like, differences
+from saving import blank_like
+
+from fastckpt.cli.bench import fio
+from fastckpt.cli.bench.state import differing
 
 FILES = sorted({environment.file_of(kind) for kind in PEERS})
 
@@ -91,14 +93,6 @@ def test_a_process_that_does_not_end_is_a_result(
         process.in_process(Path(sys.executable), held_open, str(tmp_path / "fifo"))
 
 
-def test_the_limit_of_a_quick_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"error": 0, "read": {"io_bytes": 5_000, "runtime": 0}}
-    told = SimpleNamespace(stdout="fio: a note\n" + json.dumps({"jobs": [found]}))
-    monkeypatch.setattr(ceiling.subprocess, "run", lambda *_, **__: told)
-    cell = {"block_mib": 1, "depth": 1, "engine": "psync", "direct": True}
-    assert ceiling.Fio(tmp_path, 5_000, print).run("read", 5_000, cell) == 5e6
-
-
 @pytest.mark.parametrize("closes_itself", [False, True])
 def test_a_stager_that_closes_itself_is_made_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closes_itself: bool
@@ -125,19 +119,21 @@ def test_a_stager_that_closes_itself_is_made_anew(
             state["a"].fill_(number)
             peer.save(state, tmp_path / str(number)).wait_durable()
             loaded = peer.load(tmp_path / str(number), blank_like(state))
-            assert differences(loaded, state) == []
+            assert differing(loaded, state) == []
         assert len(made) == before + 3 * peer.stager_is_spent
     assert peer.stager_is_spent is closes_itself
 
 
 @pytest.mark.multiprocess
 @pytest.mark.torture
-def test_without_fio_the_engine_sets_the_limit(tmp_path: Path) -> None:
-    told: list[str] = []
-    engine = ceiling.EngineIo(tmp_path, 16 << 20, told.append)
-    engine.scan()
-    assert set(engine.measure(reading=True)) == {"write", "read"}
-    assert told[0].startswith("fastckpt bench io write ") and not list(tmp_path.iterdir())
+def test_without_fio_the_engine_sets_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fio, "version", lambda: "")
+    limit = ceiling.Ceiling(tmp_path, 16 << 20, quick=True)
+    assert set(limit.measure(reading=True)) == {"write", "read"}
+    assert limit.name == "fastckpt bench io" and "fio is not on PATH" in limit.missing
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.multiprocess

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fastckpt.cli.bench import io, ranks, saves, train
+from fastckpt.cli.bench import io, saves, train
 from fastckpt.cli.bench.benchmark import Command
 from fastckpt.cli.bench.machine import environment
 from fastckpt.cli.bench_arguments import WHATS
@@ -25,7 +25,6 @@ COMMANDS = {
     "save": saves.SAVE,
     "load": saves.LOAD,
     "train": train.COMMAND,
-    "ranks": ranks.COMMAND,
 }
 
 

@@ -33,11 +33,16 @@ class Command(NamedTuple):
     lines: Callable[[Result], Iterator[str]]
 
 
+def rotated(items: Sequence[T], by: int) -> list[T]:
+    """Returns the items from another one on in each round, so that no place in line is fixed."""
+    by %= max(len(items), 1)
+    return [*items[by:], *items[:by]]
+
+
 def in_turn(names: Sequence[T], rounds: int, first: int = 0) -> Iterator[tuple[int, T]]:
-    """Yields (round, name). Each round begins with another name, so that no place is fixed."""
+    """Yields (round, name), in each round as rotated() has them."""
     for number in range(first, rounds):
-        begin = number % len(names)
-        for name in (*names[begin:], *names[:begin]):
+        for name in rotated(names, number):
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()

@@ -8,6 +8,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
+from functools import cached_property
 from math import nan
 from pathlib import Path
 from statistics import median
@@ -26,15 +27,15 @@ from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.saving import pipeline
 
 _MIB = 1 << 20
-_BLOCKS = [count * _MIB for count in (1, 2, 4, 8, 16)]
-_DEPTHS = [1, 4, 8, 16, 32]
-_QUICK_BLOCKS, _QUICK_DEPTHS = [2 * _MIB, 8 * _MIB], [4, 16]
-_OPERATIONS = ("write", "read")
-_FIO = "fio"
+BLOCKS = [count * _MIB for count in (1, 2, 4, 8, 16)]
+DEPTHS = [1, 4, 8, 16, 32]
+QUICK_BLOCKS, QUICK_DEPTHS = [2 * _MIB, 8 * _MIB], [4, 16]
+OPERATIONS = ("write", "read")
+FIO = "fio"
 Rates = dict[str, float]  # bytes per second by operation
 
 
-class _Grid:
+class Grid:
     """The cells that are measured in a directory, and the one that fastckpt takes by itself.
 
     Attributes:
@@ -46,10 +47,10 @@ class _Grid:
     def __init__(self, own: Path, blocks: list[int], depths: list[int]) -> None:
         self.notes: list[str] = []
         self.defaults: dict[str, Cell] = {}
-        self._backends = ["io_uring", "threads", _FIO]
+        self._backends = ["io_uring", "threads", FIO]
         self._probe(str(own / "probe"))
         if refusal := self._refusal_of_fio(own / "probe"):
-            self._backends.remove(_FIO)
+            self._backends.remove(FIO)
             self.notes.append(refusal)
         self.points = [
             [Cell(backend, block, depth, self._direct) for backend in self._backends]
@@ -70,7 +71,7 @@ class _Grid:
             except BackendUnavailable as error:
                 self._backends.remove("io_uring")
                 self.notes.append(str(error))
-            for operation in _OPERATIONS:
+            for operation in OPERATIONS:
                 own = route(fd, path, "auto", writing=operation == "write")
                 self.defaults[operation] = Cell.of(own)
             refusal = current.storage.set_direct(fd, writing=True)
@@ -79,30 +80,38 @@ class _Grid:
             self._direct = refusal is None
         finally:
             current.storage.close(fd)
+            os.unlink(path)
 
     def _refusal_of_fio(self, path: Path) -> str:
         if not fio.version():
             return "fio is not on PATH: there is nothing to compare with"
         try:
-            fio.rate("write", path, _MIB, Cell(_FIO, _MIB, 1, self._direct))
+            fio.rate("write", path, _MIB, Cell(FIO, _MIB, 1, self._direct))
         except OSError as error:
             return str(error)
+        finally:
+            path.unlink(missing_ok=True)
         return ""
 
 
-class _Transfers:
+class Transfers:
     """The file that is written and read, and the memory that it comes from and goes to."""
 
     def __init__(self, own: Path, nbytes: int) -> None:
         self._path, self._nbytes = own / "file", nbytes
-        numbers = torch.empty(nbytes // 8, dtype=torch.int64, device="cpu")
-        self._source = numbers.random_()
-        self._target = torch.zeros_like(numbers)
+
+    @cached_property
+    def _source(self) -> torch.Tensor:
+        return torch.empty(self._nbytes // 8, dtype=torch.int64, device="cpu").random_()
+
+    @cached_property
+    def _target(self) -> torch.Tensor:
+        return torch.zeros_like(self._source)
 
     def rates(self, cell: Cell) -> Rates:
         """Writes and reads by a cell."""
         try:
-            return self._by_fio(cell) if cell.backend == _FIO else self._by_engine(cell)
+            return self._by_fio(cell) if cell.backend == FIO else self._by_engine(cell)
         finally:
             if self._path.exists():
                 removed(self._path)
@@ -114,6 +123,7 @@ class _Transfers:
 
     def _by_engine(self, cell: Cell) -> Rates:
         storage, name = pipeline.current().storage, str(self._path)
+        source, target = self._source, self._target  # made before a clock runs
         with TimedEngine(cell, name, self._nbytes) as trial:
             fd = storage.create(name, 0o600)
             try:
@@ -121,35 +131,35 @@ class _Transfers:
                 if cell.direct:
                     storage.set_direct(fd, writing=True)
                 begun = time.perf_counter()
-                crcs = trial.write(fd, self._source.data_ptr())
+                crcs = trial.write(fd, source.data_ptr())
                 os.fsync(fd)
                 write_s = time.perf_counter() - begun
             finally:
                 storage.close(fd)
             make_cold(self._path)
-            self._target.zero_()
+            target.zero_()
             fd = storage.open(name)
             try:
                 if cell.direct:
                     storage.set_direct(fd, writing=False)
                 begun = time.perf_counter()
-                trial.read(fd, crcs, self._target.data_ptr())
+                trial.read(fd, crcs, target.data_ptr())
                 read_s = time.perf_counter() - begun
             finally:
                 storage.close(fd)
-        if not torch.equal(self._source, self._target):
+        if not torch.equal(source, target):
             raise CheckpointError(f"{cell}: other bytes were read than written")
         return {"write": self._nbytes / write_s, "read": self._nbytes / read_s}
 
 
 def _measured(own: Path, arguments: argparse.Namespace) -> Result:
-    blocks = arguments.blocks or (_QUICK_BLOCKS if arguments.quick else _BLOCKS)
-    depths = arguments.depths or (_QUICK_DEPTHS if arguments.quick else _DEPTHS)
+    blocks = arguments.blocks or (QUICK_BLOCKS if arguments.quick else BLOCKS)
+    depths = arguments.depths or (QUICK_DEPTHS if arguments.quick else DEPTHS)
     nbytes = max(arguments.size, *blocks) // _MIB * _MIB
     if arguments.png:  # what is missing is better known now than at the end
         load_pyplot()
         os.stat(os.path.dirname(os.path.realpath(arguments.png)))
-    grid, transfers = _Grid(own, blocks, depths), _Transfers(own, nbytes)
+    grid, transfers = Grid(own, blocks, depths), Transfers(own, nbytes)
     found: dict[Cell, list[Rates]] = {}
     cells = sum(map(len, grid.points))
     with progress(2 * nbytes * cells * arguments.rounds, "written, read") as moved:
@@ -165,7 +175,7 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
         "notes": grid.notes,
         "wrong": [],
     }
-    for operation in _OPERATIONS:
+    for operation in OPERATIONS:
         result[operation] = _ranking(operation, found, grid.defaults[operation])
     if arguments.png:
         _draw(result, arguments.png)
@@ -178,10 +188,10 @@ def _ranking(operation: str, found: dict[Cell, list[Rates]], default: Cell) -> R
     for cell, rounds in found.items():
         rates = [rates[operation] for rates in rounds]
         cells.append({**cell._asdict(), "rates": rates, "rate": median(rates)})
-    ours = [cell for cell in cells if cell["backend"] != _FIO]
+    ours = [cell for cell in cells if cell["backend"] != FIO]
     best = max(ours, key=lambda cell: cell["rate"])
     own = next(its for its in ours if Cell(*(its[name] for name in Cell._fields)) == default)
-    theirs = [cell for cell in cells if cell["backend"] == _FIO]
+    theirs = [cell for cell in cells if cell["backend"] == FIO]
     fastest = max(theirs, key=lambda cell: cell["rate"], default=None)
     return {
         "cells": cells,
@@ -209,7 +219,7 @@ def _lines(result: Result) -> Iterator[str]:
         f"fsync counted; fio: {result['fio'] or 'none'}"
     )
     yield from (f"note: {note}" for note in result["notes"])
-    for operation in _OPERATIONS:
+    for operation in OPERATIONS:
         found = result[operation]
         backends = _backends(found["cells"])
         rows: dict[str, dict[str, str]] = {}
@@ -233,8 +243,8 @@ def _draw(result: Result, path: str) -> None:
     pyplot = load_pyplot()
     backends = _backends(result["write"]["cells"])
     size = (4.5 * len(backends), 8)
-    figure, axes = pyplot.subplots(len(_OPERATIONS), len(backends), figsize=size, squeeze=False)
-    for operation, row in zip(_OPERATIONS, axes, strict=True):
+    figure, axes = pyplot.subplots(len(OPERATIONS), len(backends), figsize=size, squeeze=False)
+    for operation, row in zip(OPERATIONS, axes, strict=True):
         cells = result[operation]["cells"]
         # A default of another way than the rest would lie over a cell of its block and depth.
         is_direct = any(cell["direct"] for cell in cells)
@@ -258,7 +268,7 @@ def _draw(result: Result, path: str) -> None:
 
 
 COMMAND = Command(
-    needed=lambda arguments: int(1.1 * max(arguments.size, *(arguments.blocks or _BLOCKS))),
+    needed=lambda arguments: int(1.1 * max(arguments.size, *(arguments.blocks or BLOCKS))),
     measured=_measured,
     lines=_lines,
 )

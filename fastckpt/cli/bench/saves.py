@@ -18,7 +18,14 @@ from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli.bench.benchmark import Command, Result, in_turn, medians, table
 from fastckpt.cli.bench.machine import make_cold, make_warm, removed
-from fastckpt.cli.bench.state import State, differing, gpt_state, nbytes_of, touch
+from fastckpt.cli.bench.state import (
+    State,
+    differing,
+    flat_tensors,
+    gpt_state,
+    nbytes_of,
+    touch,
+)
 from fastckpt.cli.progress import progress
 from fastckpt.errors import CheckpointError, telling
 from fastckpt.formats.torch_pickle import torch_load, torch_save
@@ -77,7 +84,7 @@ def stock_load(path: Path, device: str) -> Any:
 
 _STOCK = Peer(blocking(torch_save), stock_load)
 _SAFETENSORS = Peer(
-    blocking(safetensors.torch.save_file),
+    blocking(lambda state, path: safetensors.torch.save_file(flat_tensors(state), path)),
     lambda path, device: safetensors.torch.load_file(path, device=device),
 )
 _SAVES = {
@@ -162,7 +169,7 @@ def _compared(
     }
     return {
         "nbytes": nbytes,
-        "tensors": len(state),
+        "tensors": len(flat_tensors(state)),
         "device": arguments.device,
         "rounds": rounds,
         "base": base,

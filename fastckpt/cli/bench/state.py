@@ -1,70 +1,115 @@
-"""The state that is saved and loaded: tensors of a small GPT and its optimizer, of random numbers.
+"""The state that is saved and loaded: what the training of a small GPT holds, of random numbers.
 
 The module must not know who saves it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import sqrt
+from typing import Any
 
 import torch
 
-State = dict[str, torch.Tensor]
+State = dict[str, Any]
 
-_LAYERS = 12
+_LAYERS, _VOCABULARY, _POSITIONS = 12, 50257, 1024
 _BYTES_PER_PARAMETER = 14  # a bf16 weight; its fp32 copy and two moments
-_SHARE_OF_LAYERS = 0.8  # the rest is the embedding, whose rows make up for rounding
 
 
-def gpt_state(nbytes: int, device: str = "cpu") -> State:
-    """Returns about `nbytes` of named tensors, the same ones at each call."""
-    parameters = nbytes // _BYTES_PER_PARAMETER
-    width = max(8, int(sqrt(parameters * _SHARE_OF_LAYERS / (12 * _LAYERS)) / 8) * 8)
-    shapes: dict[str, tuple[int, ...]] = {}
+def _shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
+    """Returns the weights of a GPT of 12 layers whose training state is close to nbytes."""
+    parameters = nbytes / _BYTES_PER_PARAMETER
+    square, linear = 12 * _LAYERS, _VOCABULARY + _POSITIONS + 13 * _LAYERS + 2
+    root = (sqrt(linear * linear + 4 * square * parameters) - linear) / (2 * square)
+    width = max(8, round(root / 8) * 8)
+    # The vocabulary takes up what rounding the width left over.
+    rest = square * width * width + (13 * _LAYERS + 2 + _POSITIONS) * width
+    shapes: dict[str, tuple[int, ...]] = {
+        "wte.weight": (max(64, round((parameters - rest) / width)), width),
+        "wpe.weight": (_POSITIONS, width),
+    }
     for layer in range(_LAYERS):
-        shapes |= {
-            f"{layer}.attention.in.weight": (3 * width, width),
-            f"{layer}.attention.out.weight": (width, width),
-            f"{layer}.mlp.in.weight": (4 * width, width),
-            f"{layer}.mlp.out.weight": (width, 4 * width),
-            f"{layer}.norm.weight": (width,),
-            f"{layer}.norm.bias": (width,),
-        }
-    rows = parameters // width - _LAYERS * (12 * width + 2)
-    shapes["embedding.weight"] = (max(1, rows), width)
+        for name in ("ln_1", "ln_2"):
+            shapes[f"h.{layer}.{name}.weight"] = shapes[f"h.{layer}.{name}.bias"] = (width,)
+        for name, rows, columns in (
+            ("attn.c_attn", 3 * width, width),
+            ("attn.c_proj", width, width),
+            ("mlp.c_fc", 4 * width, width),
+            ("mlp.c_proj", width, 4 * width),
+        ):
+            shapes[f"h.{layer}.{name}.weight"] = (rows, columns)
+            shapes[f"h.{layer}.{name}.bias"] = (rows,)
+    shapes["ln_f.weight"] = shapes["ln_f.bias"] = (width,)
+    return shapes
+
+
+def gpt_state(nbytes: int, device: torch.device | str = "cpu") -> State:
+    """Returns a training state of about `nbytes`, the same at each call: bf16 weights, and for each
+    an fp32 copy, two Adam moments and a step, which is on the CPU as with torch's optimizers.
+    """
     generator = torch.Generator(device).manual_seed(0)
-    state = {}
-    for name, shape in shapes.items():
-        for part in ("master", "exp_avg", "exp_avg_sq"):
-            state[f"{part}.{name}"] = torch.rand(shape, generator=generator, device=device)
-        state[f"model.{name}"] = state[f"master.{name}"].to(torch.bfloat16)
-    return state
+    model: dict[str, torch.Tensor] = {}
+    slots: dict[int, dict[str, torch.Tensor]] = {}
+    for index, (name, shape) in enumerate(_shapes(nbytes).items()):
+        master = torch.randn(shape, generator=generator, device=device)
+        model[name] = master.to(torch.bfloat16)
+        slots[index] = {
+            "step": torch.tensor(1000.0 + index, device="cpu"),
+            "master": master,
+            "exp_avg": torch.randn(shape, generator=generator, device=device).mul_(1e-3),
+            "exp_avg_sq": torch.rand(shape, generator=generator, device=device).mul_(1e-6),
+        }
+    groups = [{"lr": 6e-4, "betas": [0.9, 0.95], "eps": 1e-8, "params": list(slots)}]
+    return {"model": model, "optimizer": {"state": slots, "param_groups": groups}, "step": 1000}
 
 
-def nbytes_of(state: State) -> int:
-    return sum(tensor.nbytes for tensor in state.values())
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each leaf of nested dicts, lists and tuples with its dotted name."""
+    if isinstance(tree, (dict, list, tuple)):
+        items = tree.items() if isinstance(tree, dict) else enumerate(tree)
+        for key, value in items:
+            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, tree
 
 
-def differing(loaded: State, state: State) -> list[str]:
-    """Returns the names whose type, shape or bytes differ."""
-    if loaded.keys() != state.keys():
-        return sorted(loaded.keys() ^ state.keys())
-    return [name for name, tensor in state.items() if not _same(loaded[name], tensor)]
+def flat_tensors(tree: Any) -> dict[str, torch.Tensor]:
+    return {name: leaf for name, leaf in leaves(tree) if isinstance(leaf, torch.Tensor)}
 
 
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
+def nbytes_of(tree: Any) -> int:
+    return sum(tensor.nbytes for tensor in flat_tensors(tree).values())
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a contiguous tensor as one row of bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def differing(loaded: Any, state: Any) -> list[str]:
+    """Returns the names of tensors whose type, shape or bytes differ; they are compared where those
+    of `state` lie, one at a time.
+    """
+    got, want = flat_tensors(loaded), flat_tensors(state)
+    both = [name for name in want if name in got]
+    differ = [name for name in both if not same(got[name], want[name])]
+    return sorted(got.keys() ^ want.keys()) + differ
+
+
+def same(got: torch.Tensor, want: torch.Tensor) -> bool:
+    """Returns whether type, shape and bytes are equal, wherever both lie."""
+    if got.dtype != want.dtype or got.shape != want.shape:
         return False
-    rows = [tensor.detach().reshape(-1).view(torch.uint8) for tensor in (a, b)]
-    return torch.equal(rows[0].to(rows[1].device), rows[1])
+    return torch.equal(byte_view(got).to(want.device), byte_view(want))
 
 
-def touch(state: State) -> None:
+def touch(tree: Any) -> None:
     """Reads a byte of each page of memory, since a file may have been mapped and not read yet; for
     a GPU, waits until everything has arrived.
     """
-    for tensor in state.values():
+    for tensor in flat_tensors(tree).values():
         if tensor.is_cuda:
             torch.cuda.synchronize()
-            return
-        tensor.reshape(-1).view(torch.uint8)[::4096].sum()
+        else:
+            byte_view(tensor)[::4096].sum()

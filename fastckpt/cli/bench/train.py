@@ -25,10 +25,11 @@ from fastckpt.formats.torch_pickle import torch_save
 _LAYERS, _BATCH = 4, 64
 _BYTES_PER_PARAMETER = 12  # a weight and Adam's two moments, fp32
 _NONE, _FASTCKPT = "no saves", "fastckpt, step fence"
-Wait = Callable[[], object]  # until a save is durable
+Wait = Callable[[], object]
+Waits = tuple[Wait, Wait]  # before the next update, and until a save is durable
 
 
-class _Training:
+class Training:
     """A training loop of the wide layers of a GPT; model and optimizer hold about nbytes."""
 
     def __init__(self, nbytes: int, device: str) -> None:
@@ -41,16 +42,17 @@ class _Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.batch = torch.randn((_BATCH, width), device=device)
 
-    def step(self) -> None:
+    def step(self, before_update: Wait) -> None:
         self.optimizer.zero_grad()
         self.model(self.batch).square().mean().backward()
+        before_update()
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def window(
-        self, saves: int, every: int, save: Callable[[Any, Path], Wait], path: Path
+        self, saves: int, every: int, save: Callable[[Any, Path], Waits], path: Path
     ) -> float:
         """Saves and trains `every` steps, so many times, until the last save is durable, too;
         returns the seconds.
@@ -59,9 +61,9 @@ class _Training:
         wait: Wait = _nothing
         for _ in range(saves):
             wait()  # one save at a time, lest a slow disk gathers more and more of them
-            wait = save(self.state(), path)
+            before_update, wait = save(self.state(), path)
             for _ in range(every):
-                self.step()
+                self.step(before_update)
         wait()
         if self.batch.is_cuda:
             torch.cuda.synchronize()
@@ -72,33 +74,27 @@ def _nothing() -> None:
     pass
 
 
-def _by_none(_state: Any, _path: Path) -> Wait:
-    return _nothing
+def no_save(_state: Any, _path: Path) -> Waits:
+    return _nothing, _nothing
 
 
-def _by_torch(state: Any, path: Path) -> Wait:
+def _by_torch(state: Any, path: Path) -> Waits:
     blocking(torch_save)(state, path)
-    return _nothing
+    return _nothing, _nothing
 
 
-def _by_fastckpt(state: Any, path: Path) -> Wait:
-    return fastckpt.save(state, path, fence="step").result
+def _by_fastckpt(state: Any, path: Path) -> Waits:
+    return _nothing, fastckpt.save(state, path, fence="step").result
 
 
-_SAVES = {_NONE: _by_none, TORCH: _by_torch, _FASTCKPT: _by_fastckpt}
-
-
-def _tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
-    slots = state["optimizer"]["state"].items()
-    moments = {f"{index}.{name}": its for index, slot in slots for name, its in slot.items()}
-    return {**state["model"], **moments}
+_SAVES = {_NONE: no_save, TORCH: _by_torch, _FASTCKPT: _by_fastckpt}
 
 
 def _measured(own: Path, arguments: argparse.Namespace) -> Result:
-    training, path = _Training(arguments.size, arguments.device), own / "saved"
+    training, path = Training(arguments.size, arguments.device), own / "saved"
     saves, every, rounds = arguments.saves, arguments.every, arguments.rounds
-    training.step()
-    nbytes = nbytes_of(_tensors(training.state()))
+    training.step(_nothing)
+    nbytes = nbytes_of(training.state())
     windows: dict[str, list[float]] = {name: [] for name in _SAVES}
     wrong = []
     with progress(nbytes * len(_SAVES) * (rounds + 1), "trained") as moved:
@@ -107,10 +103,9 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
                 if number >= 0:
                     windows[name].append(training.window(saves, every, _SAVES[name], path))
                 else:  # the first save takes memory, and shows that what is saved is the state
-                    _SAVES[name](training.state(), path)()
+                    _SAVES[name](training.state(), path)[1]()
                     saved = stock_load(path, arguments.device) if path.exists() else None
-                    state = training.state()
-                    if saved and (bad := differing(_tensors(saved), _tensors(state))):
+                    if saved and (bad := differing(saved, training.state())):
                         wrong.append(f"{name}: {listed(bad)}")
             if path.exists():
                 removed(path)

@@ -1,0 +1,232 @@
+"""What all benchmarks share: the options of a run, its place, bars and verdicts, and the record.
+
+Progress goes to stderr, the result to stdout, the record to a file of JSON. It must not measure
+anything, nor know what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT), str(ROOT / "examples")]  # an installed fastckpt comes first
+
+import torch  # noqa: E402
+
+from fastckpt.cli.bench import machine  # noqa: E402
+
+HIDDEN_OPTIONS = ("--dir", "--out")
+STARTED = time.monotonic()
+Row = dict[str, Any]
+
+
+def progress(line: str) -> None:
+    """Say on stderr what was just measured."""
+    print(f"[{time.monotonic() - STARTED:7.1f} s] {line}", file=sys.stderr, flush=True)
+
+
+def words(text: str) -> list[str]:
+    """Split a comma-separated option."""
+    return [word.strip() for word in text.split(",") if word.strip()]
+
+
+def options_of(what: str, rounds: int = 5) -> argparse.ArgumentParser:
+    """Return a parser with what every benchmark takes."""
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--rounds", type=positive, default=rounds, help="over all compared")
+    help_of_dir = "directory on the file system to measure"
+    parser.add_argument("--dir", type=Path, default=Path(), help=help_of_dir)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    return parser
+
+
+def positive(text: str) -> int:
+    """Return a number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def choice(parser: argparse.ArgumentParser, flag: str, known: Sequence[str]) -> None:
+    """Add an option that picks some of what is known, all by default."""
+
+    def chosen(text: str) -> list[str]:
+        if unknown := set(words(text)) - set(known):
+            raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
+        return words(text)
+
+    parser.add_argument(flag, type=chosen, default=[*known], help=f"of {','.join(known)}")
+
+
+@contextmanager
+def place(kind: str, parent: Path) -> Iterator[Path]:
+    """A new directory, which is removed at the end, by signals too: they end the process as Ctrl-C
+    would, so that devices, mounts and processes are taken away.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+    directory = Path(tempfile.mkdtemp(prefix=f"bench-{kind}-", dir=parent)).resolve()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory)
+
+
+def environment(directory: Path) -> Row:
+    """Return what a reader needs to judge or repeat the run."""
+    found = machine.environment(str(directory.resolve()))
+    del found["directory"]
+    return {
+        "filesystem": found.pop("file_system"),
+        **found,
+        "torch_threads": torch.get_num_threads(),
+        "commit": commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "argv": arguments_without_paths(sys.argv[1:]),
+    }
+
+
+def commit() -> str:
+    """Return the commit this file stands in, marked when the tree differs from it."""
+    try:
+        name, dirty = (
+            subprocess.run(
+                ["git", *told], cwd=ROOT, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for told in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name + (" with local changes" if dirty else "")
+
+
+def arguments_without_paths(argv: list[str]) -> list[str]:
+    """Return the command line with the values of path options left out."""
+    shown, hide = [], False
+    for word in argv:
+        name, _, value = word.partition("=")
+        shown.append("..." if hide else f"{name}=..." if value and name in HIDDEN_OPTIONS else word)
+        hide = word in HIDDEN_OPTIONS
+    return shown
+
+
+@dataclass(frozen=True)
+class Line:
+    """A measurement and what it is held against; `passed` is None where there is no bar."""
+
+    what: str
+    bar: str
+    measured: str
+    passed: bool | None = None
+
+
+def at_most(
+    what: str, value: float, bar: float, form: str = ".3g", unit: str = "", note: str = ""
+) -> Line:
+    """Hold a value against what it may not exceed; `unit` follows both numbers."""
+    return Line(what, f"<= {bar:{form}}{unit}", f"{value:{form}}{unit}{note}", value <= bar)
+
+
+def at_least(what: str, value: float, bar: float, form: str = ".3g", unit: str = "") -> Line:
+    """Hold a value against what it must reach; `unit` follows both numbers."""
+    return Line(what, f">= {bar:{form}}{unit}", f"{value:{form}}{unit}", value >= bar)
+
+
+def holds(what: str, passed: bool) -> Line:
+    """Say whether something that has to be so is."""
+    return Line(what, "yes", "yes" if passed else "NO", passed)
+
+
+def told(what: str, measured: str) -> Line:
+    """Show a measurement that nobody set a bar for."""
+    return Line(what, "", measured)
+
+
+def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, the first column to the left and the others to the right."""
+    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def markdown(lines: Sequence[Line]) -> str:
+    """Return lines as a Markdown table."""
+    words = {True: "PASS", False: "**FAIL**", None: ""}
+    rows = [[line.what, line.bar, line.measured, words[line.passed]] for line in lines]
+    return table(["what", "bar", "measured", "verdict"], rows)
+
+
+def median_of(rows: Sequence[Row], key: str) -> float | None:
+    """Return the median of one column, None where no row has it."""
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return statistics.median(values) if values else None
+
+
+def middle(rows: Sequence[Row], key: str) -> float:
+    """Return the median of a column that every row has."""
+    return statistics.median(row[key] for row in rows)
+
+
+def number(value: float | None, form: str = ".3f", suffix: str = "") -> str:
+    """Return a number for a table, a dash where there is none."""
+    return "-" if value is None else f"{value:{form}}{suffix}"
+
+
+def recorded(lines: dict[str, list[Line]]) -> dict[str, list[Row]]:
+    """Return sections of lines as they go into a record."""
+    return {title: [asdict(line) for line in found] for title, found in lines.items()}
+
+
+def write(record: Row, out: Path, kind: str) -> Path:
+    """Write a run's record beside the earlier ones of its kind; returns the file."""
+    out.mkdir(parents=True, exist_ok=True)
+    stamp = record["environment"]["date"].replace("-", "").replace(":", "").split("+")[0]
+    file = out / f"{kind}-{stamp}Z.json"
+    file.write_text(json.dumps(record, indent=1) + "\n")
+    progress(f"wrote {file.name}")
+    return file
+
+
+def text(record: Row) -> str:
+    """Return a run as Markdown: where it took place, and what its record has of "lines" and
+    "tables", by section, and of what is "missing" or has failed.
+    """
+    env, parts = record["environment"], [*record.get("notes", ())]
+    parts.append(
+        f"{env['cpu']}, {env['cpus']} cores, {env['memory_bytes'] / 2**30:.0f} GiB; "
+        f"{env['kernel']}, {env['filesystem']}; Python {env['python']}, torch {env['torch']}; "
+        f"commit {env['commit']}; {env['date']}"
+    )
+    for title, lines in record.get("lines", {}).items():
+        parts.append(f"### {record.get('titles', {}).get(title, title)}")
+        parts += [markdown([Line(**line) for line in lines])] if lines else []
+        parts += record.get("tables", {}).get(title, [])
+    if record.get("missing"):
+        reasons = [f"- {name}: {reason}" for name, reason in record["missing"].items()]
+        parts.append("### Not measured\n\n" + "\n".join(reasons))
+    if record.get("failures"):
+        parts.append("### Failed\n\n" + "\n".join(f"- {line}" for line in record["failures"]))
+    return "\n\n".join(parts)
+
+
+def concluded(record: Row, out: Path | None, kind: str) -> int:
+    """Write and print a run; returns the exit status, 1 where a bar was missed."""
+    if out is not None:
+        write(record, out, kind)
+    print(text(record), flush=True)
+    lines = (line for found in record["lines"].values() for line in found)
+    return int(any(line["passed"] is False for line in lines))
