@@ -19,7 +19,7 @@ import struct
 import tempfile
 import tracemalloc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -292,68 +292,60 @@ U8_4 = '{{"dtype": "U8", "shape": [4], "data_offsets": [{}]}}'.format
 HOSTILE_HEADERS: list[tuple[str | bytes, str]] = [
     ("[]", "not an object"),
     ("", "Expecting value"),
-    ("{", "malformed"),
+    ("\ufeff" + one_tensor(), "Expecting value"),
     (b'\xff{"a": 1}', "decode"),
     ('{"a": "\x01"}', "control character"),
-    ("[" * 1_000_000, "malformed"),
-    ('{"a":' * 1_000_000, "malformed"),
-    ('{"x": 1}', "dtype, shape and data_offsets"),
-    ('{"x": {"dtype": "F32", "shape": [2]}}', "dtype, shape and data_offsets"),
-    (one_tensor(more=1), "dtype, shape and data_offsets"),
+    *[(text, "malformed") for text in ("{", "[" * 1_000_000, '{"a":' * 1_000_000)],
+    *[
+        (text, "dtype, shape and data_offsets")
+        for text in ('{"x": 1}', '{"x": {"dtype": "F32", "shape": [2]}}', one_tensor(more=1))
+    ],
     (one_tensor(dtype="F31"), "'F31', which is not known"),
-    (one_tensor(dtype="f32"), "not known"),
-    (one_tensor(dtype=["F32"]), "not known"),
-    (one_tensor(dtype=None), "not known"),
-    (one_tensor(shape=2), "shape of 'x'"),
-    (one_tensor(shape="2"), "shape of 'x'"),
-    (one_tensor(shape=[True, 2]), "shape of 'x'"),
-    (one_tensor(shape=[2.0]), "shape of 'x'"),
-    (one_tensor(shape=[-2]), "shape of 'x'"),
-    (one_tensor(shape=[[2]]), "shape of 'x'"),
-    (one_tensor(shape=[1 << 63]), "shape of 'x'"),
-    (one_tensor(shape=[1 << 31, 1 << 30]), "2\\^63 bytes"),
-    (one_tensor(shape=[1 << 62, 1 << 62, 0], data_offsets=[0, 0]), "2\\^63 bytes"),
-    (one_tensor(shape=[0, 1 << 62, 1 << 62], data_offsets=[0, 0]), "2\\^63 bytes"),
-    (one_tensor(shape=[1 << 62] * 100_000), "2\\^63 bytes"),
+    *[(one_tensor(dtype=name), "not known") for name in ("f32", ["F32"], None)],
+    *[
+        (one_tensor(shape=shape), "shape of 'x'")
+        for shape in (2, "2", [True, 2], [2.0], [-2], [[2]], [1 << 63])
+    ],
+    *[
+        (one_tensor(shape=shape, data_offsets=[0, 8 * (0 not in shape)]), "2\\^63 bytes")
+        for shape in (
+            [1 << 31, 1 << 30],
+            [1 << 62, 1 << 62, 0],
+            [0, 1 << 62, 1 << 62],
+            [1 << 62] * 100_000,
+        )
+    ],
     (one_tensor(shape=[float("nan")]), "NaN"),
-    (one_tensor(shape=[float("inf")]), "Infinity"),
-    (one_tensor(shape=[float("-inf")]), "Infinity"),
-    ('{"x": {"dtype": "F32", "shape": [1e999], "data_offsets": [0, 8]}}', "too large"),
-    (
-        '{"x": {"dtype": "F32", "shape": [' + "9" * 1000 + '], "data_offsets": [0, 8]}}',
-        "1000 digits",
-    ),
-    (
-        '{"x": {"dtype": "F32", "shape": [0.' + "9" * 5000 + '], "data_offsets": [0, 8]}}',
-        "not a list",
-    ),
-    (one_tensor(data_offsets=[0]), "two numbers"),
-    (one_tensor(data_offsets=[0, 8, 8]), "two numbers"),
-    (one_tensor(data_offsets=[0, 8.0]), "two numbers"),
-    (one_tensor(data_offsets=[False, 8]), "two numbers"),
-    (one_tensor(data_offsets=[-8, 0]), "two numbers"),
-    (one_tensor(data_offsets=[0, 7]), "do not span"),
-    (one_tensor(data_offsets=[8, 0]), "do not span"),
+    *[(one_tensor(shape=[float(text)]), "Infinity") for text in ("inf", "-inf")],
+    *[
+        (f'{{"x": {{"dtype": "F32", "shape": [{number}], "data_offsets": [0, 8]}}}}', message)
+        for number, message in (
+            ("1e999", "too large"),
+            ("9" * 1000, "1000 digits"),
+            ("0." + "9" * 5000, "not a list"),
+        )
+    ],
+    *[
+        (one_tensor(data_offsets=offsets), "two numbers")
+        for offsets in ([0], [0, 8, 8], [0, 8.0], [False, 8], [-8, 0])
+    ],
+    *[(one_tensor(data_offsets=offsets), "do not span") for offsets in ([0, 7], [8, 0])],
     (one_tensor(data_offsets=[8, 16]), "hole"),
-    (one_tensor(shape=[1], data_offsets=[0, 4]), "ends at"),
-    (one_tensor(shape=[4], data_offsets=[0, 16]), "ends at"),
-    (TWO("0, 4", U8_4("3, 7")), "overlaps"),
+    *[(one_tensor(shape=[n], data_offsets=[0, 4 * n]), "ends at") for n in (1, 4)],
+    *[(TWO("0, 4", U8_4(offsets)), "overlaps") for offsets in ("3, 7", "0, 4")],
     (TWO("0, 4", U8_4("5, 9")), "hole"),
-    (TWO("0, 4", U8_4("0, 4")), "overlaps"),
     (TWO("0, 4", U8_4("4, 8")).replace('"b"', '"a"'), "twice"),
     ('{"x": {"dtype": "F32", "dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}', "twice"),
-    (one_tensor().replace('"x"', '"\\ud800"'), "not Unicode"),
-    ('{"__metadata__": 1}', "__metadata__"),
-    (beside_one_byte(shape=[True]), "shape of 'y'"),
-    (beside_one_byte(shape=[1.0]), "shape of 'y'"),
-    (beside_one_byte(data_offsets=[True, 2]), "data_offsets of 'y'"),
-    ('{"__metadata__": {"a": 1}}', "__metadata__"),
-    ('{"__metadata__": {"a": {"b": "c"}}}', "__metadata__"),
     ('{"__metadata__": {"a": "b", "a": "b"}}', "twice"),
+    (one_tensor().replace('"x"', '"\\ud800"'), "not Unicode"),
     ('{"__metadata__": {"a": "\\ud800"}}', "not Unicode"),
-    (one_tensor() + "x", "Extra data"),
-    (one_tensor() + "\0", "Extra data"),
-    ("\ufeff" + one_tensor(), "Expecting value"),
+    *[
+        (f'{{"__metadata__": {value}}}', "__metadata__")
+        for value in ("1", '{"a": 1}', '{"a": {"b": "c"}}')
+    ],
+    *[(beside_one_byte(shape=shape), "shape of 'y'") for shape in ([True], [1.0])],
+    (beside_one_byte(data_offsets=[True, 2]), "data_offsets of 'y'"),
+    *[(one_tensor() + more, "Extra data") for more in "x\0"],
 ]
 
 
@@ -570,76 +562,47 @@ def without(name: str) -> Change:
     return lambda written: written.pop(name)
 
 
-HOSTILE_FILE_NAMES = [
-    "",
-    ".",
-    "..",
-    ".hidden",
-    "a/b",
-    "/etc/passwd",
-    "../x",
-    "a\\b",
-    "a\n",
-    "a\0",
-    "a b",
-    "é",
-    "x" * 41,
-]
+def each(message: str, *path: Any, of: Iterable[Any]) -> list[tuple[Change, str]]:
+    """The member at a path set to each of these in turn, and the message."""
+    return [(put(*path, value), message) for value in of]
+
+
+HOSTILE_FILE_NAMES = ["", ".", "..", ".hidden", "a/b", "/etc/passwd", "../x", "a\\b", "a\n", "a\0"]
+HOSTILE_FILE_NAMES += ["a b", "é", "x" * 41]
 HOSTILE_NUMBERS: list[Any] = [-1, 1 << 63, 1.0, True, None, "1", [1], 10**30]
 HOSTILE_INDEXES: list[tuple[Change, str]] = [
-    *[(put("file", name), "file name") for name in HOSTILE_FILE_NAMES],
+    *each("file name", "file", of=HOSTILE_FILE_NAMES),
     *[
-        (put(name, value), f"the {name} ")
+        row
         for name in ("rank", "file_nbytes", "nbytes", "block_bytes", "version")
-        for value in HOSTILE_NUMBERS
+        for row in each(f"the {name} ", name, of=HOSTILE_NUMBERS)
     ],
-    *[(put("pieces", 0, "at", value), "a piece has the at ") for value in HOSTILE_NUMBERS],
+    *each("a piece has the at ", "pieces", 0, "at", of=HOSTILE_NUMBERS),
     *[
-        (put("pieces", 0, name, 0, value), "of 'model/w'|2\\^63|inside")
+        row
         for name in ("shape", "offset", "size")
-        for value in HOSTILE_NUMBERS
+        for row in each("of 'model/w'|2\\^63|inside", "pieces", 0, name, 0, of=HOSTILE_NUMBERS)
     ],
     *[(without(name), f"lacks.*'{name}'") for name in json.loads(GOLDEN_INDEX)],
     (put("more", 1), "unknown.*'more'"),
     (put("pieces", 0, "more", 1), "a piece .*unknown"),
-    (put("pieces", 0, None), "a piece is not an object"),
-    (put("pieces", 0, []), "a piece is not an object"),
+    *each("a piece is not an object", "pieces", 0, of=(None, [])),
     (put("pieces", {}), "the pieces "),
     (put("format", "fastckpt-step"), "fastckpt-step"),
     (put("version", 0), "version 0"),
-    (put("nonce", "0123456789abcde"), "nonce"),
-    (put("nonce", "0" * 65), "nonce"),
-    (put("nonce", NONCE.upper()), "nonce"),
-    (put("nonce", NONCE + "\n"), "nonce"),
-    (put("block_bytes", 0), "block_bytes is 0"),
-    (put("block_bytes", 4097), "block_bytes is 4097"),
+    *each("nonce", "nonce", of=("0123456789abcde", "0" * 65, NONCE.upper(), NONCE + "\n")),
+    *[row for n in (0, 4097, 67112960) for row in each(f"is {n}", "block_bytes", of=[n])],
     (put("block_bytes", 1 << 31), "block_bytes"),
-    (put("block_bytes", (64 << 20) + 4096), "block_bytes is 67112960"),
-    (put("nbytes", 0), "CRC-32"),
-    (put("nbytes", (1 << 63) - 1), "CRC-32"),
-    (put("nbytes", 4096), "CRC-32"),
+    *each("CRC-32", "nbytes", of=(0, (1 << 63) - 1, 4096)),
     (put("nbytes", 4179), "pieces end at 4180"),
-    (put("crc32", ""), "CRC-32"),
-    (put("crc32", "0000000adeadbee"), "CRC-32"),
-    (put("crc32", "0000000aDEADBEEF"), "CRC-32"),
-    (put("crc32", "0000000a deadbee"), "CRC-32"),
+    *each("CRC-32", "crc32", of=("", "0000000adeadbee", "0000000aDEADBEEF", "0000000a deadbee")),
     (put("crc32", "0000000a" * 3), "CRC-32"),
-    (put("codec", "lz4"), "codec"),
-    (put("codec", 1), "codec"),
+    *each("codec", "codec", of=("lz4", 1)),
     (put("codec", None), "no codec"),
-    (put("frames", []), "frames"),
-    (put("frames", [12288]), "frames"),
-    (put("frames", [8192, 4096, 0]), "frames"),
-    (put("frames", [12288, 0]), "frames"),
-    (put("frames", [8191, 4097]), "frames"),
-    (put("frames", [8192, 8192]), "frames"),
-    (put("frames", [16384, -4096]), "frames"),
-    (put("frames", [8192, 4096.0]), "frames"),
-    (put("per_rank", [4160]), "per_rank"),
-    (put("per_rank", [4160, 20, 0]), "per_rank"),
-    (put("per_rank", [4160, "20"]), "per_rank"),
-    (put("per_rank", [4131, 20]), "overlaps"),
-    (put("per_rank", [4000, 100]), "overlaps"),
+    *each("frames", "frames", of=([], [12288], [8192, 4096, 0], [12288, 0], [8191, 4097])),
+    *each("frames", "frames", of=([8192, 8192], [16384, -4096], [8192, 4096.0])),
+    *each("per_rank", "per_rank", of=([4160], [4160, 20, 0], [4160, "20"])),
+    *each("overlaps", "per_rank", of=([4131, 20], [4000, 100])),
     (put("per_rank", [4160, 21]), "pieces end at 4181"),
     (put("per_rank", [4160, 0]), "without bytes"),
     (put("per_rank", [1 << 62, 20]), "pieces end"),
@@ -647,13 +610,12 @@ HOSTILE_INDEXES: list[tuple[Change, str]] = [
     (put("pieces", 0, "dtype", "F64"), "overlaps"),
     (put("pieces", 0, "key", "\ud800"), "not Unicode"),
     (put("pieces", 0, "key", 1), "the key "),
-    (put("pieces", 0, "shape", [1 << 40, 1 << 40]), "2\\^63"),
-    (put("pieces", 0, "shape", [1 << 62] * 50_000), "2\\^63"),
-    (put("pieces", 0, "shape", [4]), "dimensions"),
-    (put("pieces", 0, "offset", [1]), "dimensions"),
-    (put("pieces", 0, "size", [8]), "dimensions"),
-    (put("pieces", 0, "offset", [3, 0]), "not inside"),
-    (put("pieces", 0, "offset", [(1 << 63) - 1, 0]), "not inside"),
+    *each("2\\^63", "pieces", 0, "shape", of=([1 << 40, 1 << 40], [1 << 62] * 50_000)),
+    *[
+        (put("pieces", 0, name, value), "dimensions")
+        for name, value in (("shape", [4]), ("offset", [1]), ("size", [8]))
+    ],
+    *each("not inside", "pieces", 0, "offset", of=([3, 0], [(1 << 63) - 1, 0])),
     (put("pieces", 0, "size", [2, 5]), "not inside"),
     (put("pieces", 0, "at", 4100), "overlaps"),
     (put("pieces", 1, "at", 4124), "overlaps"),
@@ -674,21 +636,9 @@ def test_hostile_index(change: Change, message: str) -> None:
         writer.parse_index(content, NONCE)
 
 
-JUNK: list[bytes] = [
-    b"",
-    b"null",
-    b"[]",
-    b'"x"',
-    b"\xff",
-    b"\xef\xbb\xbf{}",
-    b"[" * 1_000_000,
-    b'{"a":' * 1_000_000,
-    b'{"a":1,"a":1}',
-    b'{"a":NaN}',
-    b'{"a":-Infinity}',
-    b'{"a":' + b"9" * 1_000_000 + b"}",
-    b'{"a":0.' + b"9" * 1_000_000 + b"}",
-]
+JUNK = [b"", b"null", b"[]", b'"x"', b"\xff", b"\xef\xbb\xbf{}", b"[" * 1_000_000]
+JUNK += [b'{"a":' * 1_000_000, b'{"a":1,"a":1}', b'{"a":NaN}', b'{"a":-Infinity}']
+JUNK += [b'{"a":' + number + b"9" * 1_000_000 + b"}" for number in (b"", b"0.")]
 
 
 @pytest.mark.parametrize("content", JUNK, ids=range(len(JUNK)))
@@ -771,19 +721,17 @@ HOSTILE_HASHES: list[tuple[Change, str]] = [
     (put("hashes", None), "the hashes None"),
     (put("hashes", {}), "hashes lacks"),
     (put("hashes", "more", 1), "unknown.*'more'"),
-    *[(put("hashes", "chunk_bytes", value), "the chunk_bytes") for value in HOSTILE_NUMBERS],
+    *each("the chunk_bytes", "hashes", "chunk_bytes", of=HOSTILE_NUMBERS),
     (put("hashes", "chunk_bytes", 0), "block_bytes is 0"),
     (put("hashes", "chunk_bytes", 8192), "for each of 1 chunks"),
     (put("hashes", "chunk_bytes", 1 << 30), "block_bytes is 1073741824"),
-    (put("hashes", "key", "0" * 32), "key"),
-    (put("hashes", "key", "1" * 31), "key"),
-    (put("hashes", "key", "A" * 32), "key"),
+    *each("key", "hashes", "key", of=("0" * 32, "1" * 31, "A" * 32)),
     (put("hashes", "key", 1), "the key 1"),
-    (put("hashes", "polyval", ""), "for each of 2 chunks"),
-    (put("hashes", "polyval", "AAECAwQFBgcICQoLDA0ODw=="), "for each of 2 chunks"),
-    (put("hashes", "polyval", "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh9="), "in base64"),
-    (put("hashes", "polyval", "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwd\nHh8="), "in base64"),
-    (put("hashes", "polyval", "AAEC"), "for each of 2 chunks"),
+    *each("for each of 2 chunks", "hashes", "polyval", of=("", "AAECAwQFBgcICQoLDA0ODw==", "AAEC")),
+    *[
+        (put("hashes", "polyval", f"AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwd{end}"), "in base64")
+        for end in ("Hh9=", "\nHh8=")
+    ],
     (put("hashes", "polyval", "é"), "malformed"),
     (put("hashes", "polyval", [1]), "the polyval"),
 ]
@@ -997,20 +945,17 @@ def packed(*keys: int) -> str:
 
 HOSTILE_MANIFESTS: list[tuple[Change, str]] = [
     *[
-        (put(name, value), f"the {name} ")
-        for name in ("step", "sequence", "world_size", "version")
-        for value in HOSTILE_NUMBERS
+        row
+        for path in (
+            *(("step",), ("sequence",), ("world_size",), ("version",), ("objects", "nbytes")),
+            *(("writers", 0, name) for name in ("rank", "nbytes", "index_nbytes")),
+        )
+        for row in each(f"the {path[-1]} ", *path, of=HOSTILE_NUMBERS)
     ],
     *[
-        (put("writers", 0, name, value), f"the {name} ")
-        for name in ("rank", "nbytes", "index_nbytes")
-        for value in HOSTILE_NUMBERS
-    ],
-    *[(put("objects", "nbytes", value), "the nbytes ") for value in HOSTILE_NUMBERS],
-    *[
-        (put(*path, name), "file name")
+        row
         for path in (("objects", "file"), ("writers", 0, "file"), ("writers", 1, "index"))
-        for name in HOSTILE_FILE_NAMES
+        for row in each("file name", *path, of=HOSTILE_FILE_NAMES)
     ],
     *[
         (without(name), f"lacks.*'{name}'")
@@ -1032,38 +977,23 @@ HOSTILE_MANIFESTS: list[tuple[Change, str]] = [
     (put("writers", 1, "rank", 0), "rank 0"),
     (put("writers", 0, "rank", 4), "rank 4"),
     (put("writers", 1, "file", "rank-00000.safetensors"), "twice"),
-    (put("writers", 1, "index", "rank-00000.json"), "twice"),
-    (put("writers", 1, "index", "rank-00000.safetensors"), "twice"),
-    (put("writers", 0, "file", "objects.pt"), "twice"),
-    (put("writers", 0, "file", "manifest.json"), "twice"),
+    *each("twice", "writers", 1, "index", of=("rank-00000.json", "rank-00000.safetensors")),
+    *each("twice", "writers", 0, "file", of=("objects.pt", "manifest.json")),
     (put("objects", "file", "manifest.json"), "twice"),
-    (put("objects", "crc32", "0000BEEF"), "crc32"),
-    (put("objects", "crc32", "0beef"), "crc32"),
-    (put("objects", "crc32", 48879), "crc32"),
-    (put("created", "2026-01-31"), "created"),
-    (put("created", "2026-01-31T12:00:00+01:00"), "created"),
+    *each("crc32", "objects", "crc32", of=("0000BEEF", "0beef", 48879)),
+    *each("created", "created", of=("2026-01-31", "2026-01-31T12:00:00+01:00")),
+    *each("created", "created", of=("٢٠٢٦-01-31T12:00:00Z", "2026-01-31T12:00:00Z\n")),
     (put("created", "2026-13-31T12:00:00Z"), "month"),
-    (put("created", "٢٠٢٦-01-31T12:00:00Z"), "created"),
-    (put("created", "2026-01-31T12:00:00Z\n"), "created"),
     (put("writers", 0, "index_nbytes", INDEX_BYTES_MAX + 1), "too many"),
-    (put("writers", 0, "index_sha256", DIGEST[:-1]), "SHA-256"),
-    (put("writers", 0, "index_sha256", DIGEST.upper()), "SHA-256"),
-    (put("writers", 0, "span", [0.5, 0.25]), "span"),
-    (put("writers", 0, "span", [-0.5, 0.25]), "span"),
-    (put("writers", 0, "span", [0.0, 1.5]), "span"),
-    (put("writers", 0, "span", [0, 1]), "span"),
-    (put("writers", 0, "span", [0.0]), "span"),
+    *each("SHA-256", "writers", 0, "index_sha256", of=(DIGEST[:-1], DIGEST.upper())),
+    *each("span", "writers", 0, "span", of=([0.5, 0.25], [-0.5, 0.25], [0.0, 1.5], [0, 1], [0.0])),
+    (put("writers", 0, "span", [0.0, True]), "span"),
     (put("writers", 0, "span", [0.0, float("nan")]), "NaN"),
     (put("writers", 0, "span", [0.0, float("inf")]), "Infinity"),
-    (put("writers", 0, "span", [0.0, True]), "span"),
-    (put("writers", 0, "keys", packed(2, 1)), "ascending"),
-    (put("writers", 0, "keys", packed(1, 1)), "ascending"),
+    *each("ascending", "writers", 0, "keys", of=(packed(2, 1), packed(1, 1))),
     (put("writers", 0, "keys", packed(*range(KEYS_MAX + 1))), "at most 128"),
-    (put("writers", 0, "keys", "AQAA"), "32-bit"),
-    (put("writers", 0, "keys", "AQAAAP////9="), "32-bit"),
-    (put("writers", 0, "keys", "AQAAAA=="[:-1]), "malformed"),
-    (put("writers", 0, "keys", "AQAA AA=="), "malformed"),
-    (put("writers", 0, "keys", "é"), "malformed"),
+    *each("32-bit", "writers", 0, "keys", of=("AQAA", "AQAAAP////9=")),
+    *each("malformed", "writers", 0, "keys", of=("AQAAAA=="[:-1], "AQAA AA==", "é")),
     (put("writers", 0, "keys", []), "the keys "),
 ]
 
