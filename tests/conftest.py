@@ -30,7 +30,7 @@ from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage
 from tests import accelerator, cuda_stub, cufile_stub
 from tests.accelerator import Runtime
-from tests.crews.group_crew import Nursery
+from tests.crews.group_crew import Crew, Nursery
 from tests.cuda_stub import CudaStub
 from tests.cufile_stub import CufileStub
 from tests.paths import ROOT
@@ -236,10 +236,16 @@ def runtime(accelerator_library: Path) -> Runtime:
 
 @pytest.fixture(scope="module")
 def nursery(request: pytest.FixtureRequest) -> Iterator[Nursery]:
-    """Forks ranks that have imported what the test module names as RANKS_IMPORT."""
-    started = Nursery(request.module.RANKS_IMPORT)
+    """Forks ranks that have imported the test module, or what it names as RANKS_IMPORT."""
+    started = Nursery(getattr(request.module, "RANKS_IMPORT", request.module.__name__))
     yield started
     started.close()
+
+
+@pytest.fixture
+def crew(nursery: Nursery) -> Callable[..., Crew]:
+    """`crew(n)`: a job of n ranks, the same one for all tests of the module."""
+    return nursery.lasting_crew
 
 
 @pytest.fixture

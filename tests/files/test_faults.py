@@ -14,7 +14,7 @@ import pickle
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -330,53 +330,8 @@ def test_read_only_mount(disk: Path, how: str) -> None:
         assert value_of(path) == 3
 
 
-def missing_directory(disk: Path) -> Path:
-    return disk / "missing" / "a.pt"
-
-
-def directory_itself(disk: Path) -> Path:
-    (disk / "a.pt" / "inside").mkdir(parents=True)
-    return disk / "a.pt"
-
-
-def below_a_file(disk: Path) -> Path:
-    (disk / "file").write_text("a file")
-    return disk / "file" / "a.pt"
-
-
 def too_long_a_name(disk: Path) -> Path:
     return disk / ("n" * 256)
-
-
-BAD_PATHS: dict[Callable[[Path], Path], int] = {
-    missing_directory: errno.ENOENT,
-    directory_itself: errno.EISDIR,
-    below_a_file: errno.ENOTDIR,
-    too_long_a_name: errno.ENAMETOOLONG,
-}
-
-
-@pytest.mark.parametrize("make", BAD_PATHS, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("fence", ["call", "step"])
-def test_path_that_cannot_be(disk: Path, make: Callable[[Path], Path], fence: str) -> None:
-    path = make(disk)
-    before = sorted(disk.rglob("*"))
-    with pytest.raises(fastckpt.StorageError) as refused:
-        fastckpt.save(state(1, MIB), path, fence=fence).result(WAIT_S)
-    error = refused.value
-    check_storage_error(error, BAD_PATHS[make], path, "open", "rename")
-    assert sorted(disk.rglob("*")) == before
-    fastckpt.save(state(2, MIB), disk / "good.pt").result(WAIT_S)
-    assert value_of(disk / "good.pt") == 2
-
-
-def test_symbolic_link_to_itself(disk: Path) -> None:
-    path = disk / "a.pt"
-    path.symlink_to(path)
-    with pytest.raises(fastckpt.StorageError) as caught:
-        fastckpt.save(state(1, MIB), path).result(WAIT_S)
-    assert caught.value.errno == errno.ELOOP
-    assert path.is_symlink() and len(list(disk.iterdir())) == 1
 
 
 def test_directory_removed_during_the_save(disk: Path) -> None:

@@ -60,13 +60,6 @@ BUDGET_BYTES = 64 * MIB
 torch_config = pytest.importorskip("torch.utils.serialization").config
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery(__name__)
-    yield nursery
-    nursery.close()
-
-
 @pytest.fixture
 def crew(nursery: Nursery) -> Crew:
     """Four ranks, the same ones for many tests."""

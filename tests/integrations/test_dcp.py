@@ -21,7 +21,7 @@ import threading
 import time
 import tracemalloc
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +57,8 @@ from tests.crews.dcp_states import blank, is_same, numbers, plain, whole
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.cuda_stub import CudaStub
 from tests.storm import Storm
+
+RANKS_IMPORT = "tests.crews.dcp_imports"
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -1033,19 +1035,6 @@ def test_a_kill_in_an_overwrite_leaves_a_whole_checkpoint(tmp_path: Path) -> Non
 
 
 # Several ranks
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    started = Nursery("tests.crews.dcp_imports")
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def crew(nursery: Nursery) -> Callable[[int], Crew]:
-    """`crew(n)`: a job of n ranks, the same one for all tests."""
-    return nursery.lasting_crew
 
 
 def values(outcomes: list[Any]) -> list[Any]:

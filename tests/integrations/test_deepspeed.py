@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,15 +57,10 @@ from tests.doubles import (
 from tests.steps.test_checkpointer import process_on
 from tests.storm import SUITE_SEED
 
+RANKS_IMPORT = "tests.crews.deepspeed_bodies"
+
 RANKS = 2
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    started = Nursery("tests.crews.deepspeed_bodies")
-    yield started
-    started.close()
 
 
 @pytest.fixture

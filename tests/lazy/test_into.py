@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,13 +174,6 @@ def test_damage_is_told(disk: Path) -> None:
         file.write(b"\xff\x00\xff")
     with pytest.raises(CorruptCheckpoint, match="CRC-32 mismatch"):
         fastckpt.load_into(network(2), disk / "a.pt")
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery(__name__)
-    yield nursery
-    nursery.close()
 
 
 def read_sharded(member: Member, path: str) -> Outcome:

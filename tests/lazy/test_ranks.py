@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,6 @@ from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, attem
 
 pytestmark = pytest.mark.multiprocess
 RANKS = 3
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery(__name__)
-    yield nursery
-    nursery.close()
 
 
 @pytest.fixture

@@ -21,18 +21,13 @@ import fastckpt
 from fastckpt import Checkpointer, SaveCancelled
 from fastckpt.saving.pipeline import Pipeline
 from tests.crews import cancel_bodies as bodies
-from tests.crews.group_crew import Crew, Nursery
+from tests.crews.group_crew import Crew
 from tests.doubles import Delay, save_through
 from tests.saving.test_handle import HeldTensor
 
 WAIT_S = 60.0
 SLOW = 1000.0  # bytes a second: such a save takes hours
 RANKS_IMPORT = "tests.crews.cancel_bodies"
-
-
-@pytest.fixture
-def crew(nursery: Nursery) -> Callable[[int], Crew]:
-    return nursery.lasting_crew
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import os
 import re
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from fastckpt.saving import pipeline
 from fastckpt.saving.pacing import chain_of, turns_before
 from tests.crews import pacing_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
+
+RANKS_IMPORT = "tests.crews.pacing_bodies"
 
 MIB = 1 << 20
 GRACE_S = 20.0  # what a busy machine may add
@@ -230,19 +232,6 @@ def test_close_while_a_save_waits_for_tokens(disk: Path) -> None:
 
 
 # Several ranks
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    started = Nursery("tests.crews.pacing_bodies")
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def crew(nursery: Nursery) -> Callable[[int], Crew]:
-    """`crew(n)`: a job of n ranks, the same one for all tests."""
-    return nursery.lasting_crew
 
 
 multiprocess = pytest.mark.multiprocess

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,22 +24,11 @@ from tests.files.test_faults import leave_free, mounted
 from tests.steps.test_checkpointer import directories
 from tests.tiers.test_tiers import local, local_step
 
+RANKS_IMPORT = "tests.crews.tiers_imports"
+
 __all__ = ["local"]
 MIB = 1 << 20
 pytestmark = pytest.mark.multiprocess
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    started = Nursery("tests.crews.tiers_imports")
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
-def crew(nursery: Nursery) -> Callable[[int], Crew]:
-    """`crew(n)`: a job of n ranks, the same one for all tests."""
-    return nursery.lasting_crew
 
 
 class Nodes:
