@@ -521,13 +521,9 @@ class Checkpointer:
         self.restored_from = {}
         self._current().wait_for(self.root, ended=True)
         agreement = self._coordinator.begin("restore", self._timeout_s, "nothing was restored")
-        try:
+        with agreement.failing():
             yield agreement
-        except BaseException as error:
-            agreement.fail(error)
-            raise
-        finally:
-            agreement.close()
+        agreement.close()
 
     def _first_whole(
         self, agreement: Round, step: int | None, read: Callable[[StepReader], T], required: bool

@@ -84,25 +84,20 @@ def candidates(root: str) -> list[tuple[int, str]]:
 
 def disagreement(root: str, number: int) -> str | None:
     """Returns why the newest complete iteration is loaded; None if the tracker names it."""
-    latest = tracked(root)
+    latest, text = tracked(root), _tracker_text(root)
     if latest in (number, RELEASE):
         return None
-    if latest is None:
-        text = _tracker_text(root)
-        how = "is missing" if text is None else f"holds {text!r}, which is no iteration"
-        return f"iteration {number} is loaded, the newest that is complete: {TRACKER} {how}"
-    if int(latest) < number:
-        return (
-            f"iteration {number} is loaded: it is complete, and newer than iteration {latest}, "
-            f"which {TRACKER} names; to go back to iteration {latest}, ask for it (--ckpt-step "
-            f"{latest})"
-        )
-    path = os.path.join(root, directory_name(int(latest)))
-    how = f"has no {METADATA}" if os.path.isdir(path) else "is not there"
-    return (
-        f"iteration {number} is loaded, the newest that is complete: iteration {latest}, which "
-        f"{TRACKER} names, {how}"
-    )
+    if not isinstance(latest, int):
+        held = "is missing" if text is None else f"holds {text!r}, which is no iteration"
+        why = f"{TRACKER} {held}"
+    elif latest < number:
+        back = f"to go back to that, ask for it (--ckpt-step {latest})"
+        why = f"{TRACKER} names iteration {latest}; {back}"
+    else:
+        path = os.path.join(root, directory_name(latest))
+        what = f"has no {METADATA}" if os.path.isdir(path) else "is not there"
+        why = f"iteration {latest}, which {TRACKER} names, {what}"
+    return f"iteration {number} is loaded, the newest that is complete: {why}"
 
 
 def is_legacy(directory: str) -> bool:

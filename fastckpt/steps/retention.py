@@ -20,9 +20,8 @@ def tidy(steps: Steps, keep: str, step: int, options: StepOptions) -> None:
     that somebody reads (see Steps.hold) stays until a later call.
 
     Args:
-        steps, keep: as superfluous()'s.
+        steps, keep: as superfluous()'s; options say which steps stay.
         step: the number of the step just committed.
-        options: say which steps stay.
     """
     # Listing takes time on network file systems: not unless there may be something to remove.
     if options.keep_last is None and not steps.has_another(keep, step):
@@ -39,19 +38,16 @@ def tidy(steps: Steps, keep: str, step: int, options: StepOptions) -> None:
 def superfluous(
     steps: Steps, found: list[Committed], keep: str, keep_last: int | None, keep_every: int | None
 ) -> list[str]:
-    """Returns the names of the committed steps that need not stay.
-
-    Those are attempts at the step just committed, but the last of them, which is another one if
-    that was drained late; and what is beyond keep_last. A step known to be damaged does not count,
-    nor does one that may not be durable. One that could last not be read stays as well: it may be
-    the newest that is whole.
+    """Returns the names of the committed steps that need not stay: what is beyond keep_last, and
+    all attempts at the step just committed but the last, which is another one if that was drained
+    late. A step that is damaged or may not be durable, as far as is known, does not count; one that
+    could last not be read does not either, and stays: it may be the newest that is whole.
 
     Args:
         steps: the root.
         found: the committed steps, the one committed last first.
         keep: the name of the step just committed. It stays, and so do all committed after it.
-        keep_last: how many steps stay, those committed last; None: all.
-        keep_every: multiples of this stay.
+        keep_last, keep_every: how many of the last ones stay (None: all), and which multiples.
     """
     own = next((item.manifest for item in found if item.name == keep), None)
     if own is None:  # somebody has removed it, and may be about to remove others

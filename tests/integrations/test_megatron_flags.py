@@ -506,8 +506,8 @@ def remove_metadata(root: Path) -> None:
         (
             lambda root: (root / TRACKER).write_text("2"),
             3,
-            f"iteration 3 is loaded: it is complete, and newer than iteration 2, which {TRACKER} "
-            "names; to go back to iteration 2, ask for it (--ckpt-step 2)",
+            f"iteration 3 is loaded, the newest that is complete: {TRACKER} names iteration 2; to "
+            "go back to that, ask for it (--ckpt-step 2)",
         ),
         (
             remove_metadata,

@@ -31,17 +31,16 @@ def test_what_stays(entries: list[Entry], last: int, every: int | None, best: in
         is_multiple = bool(every) and entry.number is not None and entry.number % every == 0
         if entry.is_pinned or is_multiple or entry.name == chosen:
             assert entry in left
-    # Enough that count stay: attempts at one number are one.
-    there = {entry.number for entry in entries if entry.counts and entry.number is not None}
-    single = sum(entry.counts and entry.number is None for entry in entries)
-    counted = {entry.number for entry in left if entry.counts and entry.number is not None}
-    alone = sum(entry.counts and entry.number is None for entry in left)
-    assert len(counted) + alone >= min(last, len(there) + single)
-    # Each number's newest attempt that counts is the last of them to go.
-    for entry in entries:
-        newer = [each for each in entries[: entries.index(entry)] if each.number == entry.number]
-        if entry in left and entry.number is not None and not entry.is_pinned and not every:
-            assert entry.name == chosen or not any(each.counts for each in newer)
+    # Enough that count stay, where attempts at one number are one, and of these the newest.
+    there, counted = (
+        {entry.number if entry.number is not None else entry.name for entry in each if entry.counts}
+        for each in (entries, left)
+    )
+    assert len(counted) >= min(last, len(there))
+    for place, entry in enumerate(entries):
+        newer = [each for each in entries[:place] if each.number == entry.number and each.counts]
+        if entry.number is not None and newer and not (entry.is_pinned or every):
+            assert entry not in left or entry.name == chosen
     # Nothing more goes when it is asked again, and with a higher `last` no more either.
     assert may_go(left, last, every, chosen) == []
     assert {*may_go(entries, last + 1, every, chosen)} <= {*going}

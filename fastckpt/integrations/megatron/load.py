@@ -67,6 +67,7 @@ class LoadRequest:
         validate: whether Megatron checks that the ranks' shards fit together.
         load_rng: whether random number generators get their saved states.
         weights_only: as torch.load's.
+        timeout_s: the longest that ranks wait for each other, in seconds.
         others: returns, given the common state, further sharded state to load, by its name.
         trying: called with each iteration and its directory, before it is read.
     """
@@ -79,6 +80,7 @@ class LoadRequest:
     validate: bool = True
     load_rng: bool = True
     weights_only: bool = True
+    timeout_s: float = TIMEOUT_S
     others: Callable[[dict[str, Any]], dict[str, Any]] = lambda common: {}
     trying: Callable[[int, str], None] = lambda number, path: None
 
@@ -112,6 +114,7 @@ def load_checkpoint(
     strict: bool = True,
     load_rng: bool = True,
     weights_only: bool = True,
+    timeout_s: float = TIMEOUT_S,
 ) -> tuple[int, int]:
     """Loads the newest complete iteration, in place. All ranks call it.
 
@@ -127,6 +130,7 @@ def load_checkpoint(
         load_rng: whether random number generators get their saved states; on another parallelism
             they are left alone.
         weights_only: as torch.load's; False runs code from the files.
+        timeout_s: the longest that ranks wait for each other, in seconds.
 
     Returns:
         (iteration, num_floating_point_operations_so_far); (0, 0) if there is no checkpoint.
@@ -144,6 +148,7 @@ def load_checkpoint(
         strict=strict,
         load_rng=load_rng,
         weights_only=weights_only,
+        timeout_s=timeout_s,
     )
     found = restore(model, optimizer, opt_param_scheduler, request)
     return found.iteration, int(found.common.get("num_floating_point_operations_so_far", 0))
@@ -153,7 +158,7 @@ def load_checkpoint(
 def restore(model: Any, optimizer: Any, opt_param_scheduler: Any, request: LoadRequest) -> Restored:
     """Loads in place what a LoadRequest asks for; see load_checkpoint."""
     agreement = together(group_of_job()).coordinator.begin(
-        "load of an iteration", TIMEOUT_S, "nothing was loaded"
+        "load of an iteration", request.timeout_s, "nothing was loaded"
     )
 
     def trial_of(choice: Candidate) -> Trial[_Loading]:

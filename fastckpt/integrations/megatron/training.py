@@ -67,8 +67,8 @@ def install(
     Saves are asynchronous, also without `--async-save`; pretrain() waits for them before it ends.
 
     Args:
-        keep_last, keep_every, on_error, fence, timeout_s: as save_checkpoint's; but on_error is
-            "warn" by default, so that a failed save does not end training.
+        keep_last, keep_every, on_error, fence, timeout_s: as save_checkpoint's, the last
+            for loads, too; but on_error is "warn" by default: a failed save does not end training.
 
     Returns:
         The Saves of the run. A training loop of your own calls its wait() at the end, or Megatron's
@@ -333,6 +333,7 @@ class _Functions:
             strictness=getattr(args, "dist_ckpt_strictness", "assume_ok_unexpected"),
             validate=getattr(args, "ckpt_load_validate_sharding_integrity", True),
             load_rng=not (args.finetune or args.no_load_rng),
+            timeout_s=self._options["timeout_s"],
             others=lambda common: _rerun_state(args, common),
             trying=lambda number, path: self._reports.trying(root, number, path),
         )
