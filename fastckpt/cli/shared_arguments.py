@@ -36,11 +36,6 @@ def real_root(text: str) -> str:
     return path
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    """Adds --json to a command."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
 def quantity_argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
     """Returns a type for argparse that refuses an argument in the words of `read`, which is one of
     those in arguments/quantities.py.

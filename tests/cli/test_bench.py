@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fastckpt.cli import main
-from fastckpt.cli.bench import COMMANDS, fio, io, machine, saves
+from fastckpt.cli.bench import COMMANDS, fio, machine, saves
 from fastckpt.cli.bench.benchmark import in_turn
 from fastckpt.cli.bench.state import differing, gpt_state, nbytes_of
 from fastckpt.engine.timed_engine import Cell, TimedEngine
@@ -51,11 +51,8 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     return line
 
 
-def test_every_cell_is_measured_and_the_best_is_named(bench: Bench, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    cells = ("--blocks", "4MiB", "--depths", "4")
-    found = bench("io", *cells, "--size", "8MiB", "--png", tmp_path / "a.png")
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+def test_every_cell_is_measured_and_the_best_is_named(bench: Bench) -> None:
+    found = bench("io", "--blocks", "4MiB", "--depths", "4", "--size", "8MiB")
     assert found["what"] == "io" and found["nbytes"] == 8 * MIB and found["rounds"] == 2
     assert {"cpu", "cpus", "kernel", "file_system", "torch", "fastckpt"} <= {*found["environment"]}
     backends = {"threads"}
@@ -112,25 +109,6 @@ def test_fio_takes_a_path_with_a_colon(disk: Path) -> None:
     except OSError as error:
         pytest.skip(f"fio does not run here: {error}")
     assert file.stat().st_size == MIB
-
-
-def test_heat_maps_have_one_rate_for_each_cell(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    figures: list[Any] = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    grid = [Cell("threads", block * MIB, depth, True) for block in (4, 8) for depth in (4, 8)]
-    default = Cell("threads", 8 * MIB, 4, False)  # as where buffered files are the policy
-    cells = [{**cell._asdict(), "rate": 1e9} for cell in (*grid, default)]
-    io._draw({"write": {"cells": cells}, "read": {"cells": cells}}, str(tmp_path / "a.png"))
-    for axis in figures[0].axes:
-        assert sorted(text.get_position() for text in axis.texts) == [
-            (0, 0),
-            (0, 1),
-            (1, 0),
-            (1, 1),
-        ]
 
 
 def test_a_trial_tells_damage(disk: Path) -> None:
@@ -299,15 +277,6 @@ def test_too_little_memory_is_told(
     says = "the measurement failed: DefaultCPUAllocator: can't allocate memory"
     assert line == f"fastckpt bench: {says}"
     assert list(disk.iterdir()) == []
-
-
-def test_a_picture_that_cannot_be_written_is_told_before(
-    disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(io, "Transfers", None)  # nothing is measured
-    line = told(capsys, "io", disk, "--size", "1MiB", "--png", disk / "gone" / "a.png")
-    assert "No such file or directory" in line and str(disk / "gone") in line
 
 
 @pytest.mark.parametrize(

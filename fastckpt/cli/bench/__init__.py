@@ -17,7 +17,6 @@ import torch
 from fastckpt.cli.bench import io, saves, train
 from fastckpt.cli.bench.benchmark import Command
 from fastckpt.cli.bench.machine import environment
-from fastckpt.cli.bench_arguments import WHATS
 from fastckpt.cli.scratch import check_room, own_directory
 
 COMMANDS = {
@@ -31,7 +30,7 @@ COMMANDS = {
 def run(arguments: argparse.Namespace) -> int:
     command: Command = COMMANDS[arguments.what]
     directory = os.path.realpath(arguments.directory)
-    if WHATS[arguments.what].on_devices:
+    if "device" in arguments:
         there = torch.cuda.is_available()
         arguments.device = arguments.device or ("cuda" if there else "cpu")
         if arguments.device == "cuda" and not there:

@@ -19,7 +19,7 @@ Result = dict[str, Any]
 
 
 class Command(NamedTuple):
-    """How one WHAT of `fastckpt bench` measures; bench_arguments.py has what it takes.
+    """How one WHAT of `fastckpt bench` measures; parser.py has what it takes.
 
     Attributes:
         needed: returns how many bytes of the file system it takes at most.

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Iterator
 from functools import cached_property
-from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,7 +20,6 @@ from fastckpt.cli.bench import fio
 from fastckpt.cli.bench.benchmark import Command, Result, in_turn, table
 from fastckpt.cli.bench.machine import make_cold, removed
 from fastckpt.cli.progress import progress
-from fastckpt.cli.pyplot import load_pyplot
 from fastckpt.engine.timed_engine import Cell, TimedEngine
 from fastckpt.errors import BackendUnavailable, CheckpointError
 from fastckpt.saving import pipeline
@@ -156,9 +154,6 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
     blocks = arguments.blocks or (QUICK_BLOCKS if arguments.quick else BLOCKS)
     depths = arguments.depths or (QUICK_DEPTHS if arguments.quick else DEPTHS)
     nbytes = max(arguments.size, *blocks) // _MIB * _MIB
-    if arguments.png:  # what is missing is better known now than at the end
-        load_pyplot()
-        os.stat(os.path.dirname(os.path.realpath(arguments.png)))
     grid, transfers = Grid(own, blocks, depths), Transfers(own, nbytes)
     found: dict[Cell, list[Rates]] = {}
     cells = sum(map(len, grid.points))
@@ -177,8 +172,6 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
     }
     for operation in OPERATIONS:
         result[operation] = _ranking(operation, found, grid.defaults[operation])
-    if arguments.png:
-        _draw(result, arguments.png)
     return result
 
 
@@ -236,35 +229,6 @@ def _lines(result: Result) -> Iterator[str]:
             yield f"{found['share_of_fio']:.2f} of fio's best: {_text(found['best_of_fio'])}"
         share = found["default_share_of_best"]
         yield f"default, {share:.2f} of the best: {_text(found['default'])}"
-
-
-def _draw(result: Result, path: str) -> None:
-    """Draws a heat map for each operation and backend: depths to the right, blocks upwards."""
-    pyplot = load_pyplot()
-    backends = _backends(result["write"]["cells"])
-    size = (4.5 * len(backends), 8)
-    figure, axes = pyplot.subplots(len(OPERATIONS), len(backends), figsize=size, squeeze=False)
-    for operation, row in zip(OPERATIONS, axes, strict=True):
-        cells = result[operation]["cells"]
-        # A default of another way than the rest would lie over a cell of its block and depth.
-        is_direct = any(cell["direct"] for cell in cells)
-        cells = [cell for cell in cells if cell["direct"] is is_direct]
-        blocks = sorted({cell["block_bytes"] for cell in cells})
-        depths = sorted({cell["depth"] for cell in cells})
-        highest = max(cell["rate"] for cell in cells) / 1e9
-        for backend, at in zip(backends, row, strict=True):
-            grid = [[nan] * len(depths) for _ in blocks]
-            for cell in (cell for cell in cells if cell["backend"] == backend):
-                y, x = blocks.index(cell["block_bytes"]), depths.index(cell["depth"])
-                grid[y][x] = cell["rate"] / 1e9
-                at.text(x, y, f"{grid[y][x]:.2f}", ha="center", va="center", color="white")
-            at.imshow(grid, origin="lower", vmin=0, vmax=1.2 * highest, aspect="auto")
-            at.set_xticks(range(len(depths)), depths)
-            at.set_yticks(range(len(blocks)), [shown_size(block) for block in blocks])
-            at.set(title=f"{operation}, {backend}: GB/s", xlabel="queue depth", ylabel="block")
-    figure.tight_layout()
-    figure.savefig(path)
-    pyplot.close(figure)
 
 
 COMMAND = Command(
