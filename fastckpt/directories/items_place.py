@@ -102,7 +102,7 @@ class SwapItemsPlace(ItemsPlace):
         is_part: whether a file of this name is of a checkpoint; others stay in the directory.
         is_broken: whether the checkpoint there has lost files already, so that nobody may take it
             for one any more.
-        ended: called on the first rank when this has committed and the result was told.
+        retain: as save_directory's.
     """
 
     def __init__(
@@ -114,14 +114,14 @@ class SwapItemsPlace(ItemsPlace):
         commit: str,
         is_part: Callable[[str], bool],
         is_broken: bool = False,
-        ended: Callable[[], None] | None = None,
+        retain: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(storage, directory, agreement, durable)
         self._path = os.path.realpath(directory)
         self._commit = os.path.join(directory, commit)
         self._is_part = is_part
         self._is_broken = is_broken
-        self._ended, self._is_committed = ended, False
+        self._retain, self._is_committed = retain, False
         self._hidden: HiddenDirectory | None = None  # on the first rank
 
     def begin(self) -> None:
@@ -168,8 +168,8 @@ class SwapItemsPlace(ItemsPlace):
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         super().end(pipeline, failure)
         self._discard()
-        if self._is_committed and self._ended is not None:
-            self._ended()
+        if self._is_committed and self._retain is not None:
+            pipeline.retain(self._path, self._retain)
 
     def _discard(self) -> None:
         """Removes what is left under the hidden name, once."""

@@ -194,12 +194,7 @@ class SwapPlace(Place):
         if self._draft.lock is not None:  # abandon() has not discarded it
             self._draft.discard()
         if self._is_committed and self._retain is not None:
-            try:
-                # Of two at a time each would find directories that the other one removes.
-                with pipeline.retention:
-                    self._retain()
-            except Exception as error:
-                log.warning("after %r nothing older was removed: %s", self._path, error)
+            pipeline.retain(self._path, self._retain)
 
 
 def names_in(

@@ -80,7 +80,7 @@ class Pipeline:
         # Their errors may not have been asked for; whether another kind of save has warned of them.
         self._failed: dict[InnerHandle, bool] = {}
         self._telling: set[int] = set()  # threads that tell a result, and so may run callbacks
-        self.retention = threading.Lock()  # held by a save's own thread, which no signal interrupts
+        self._retention = threading.Lock()  # held by saves' own threads, never in a signal handler
 
     def save(self, job: Job) -> InnerHandle:
         """Begins a save on a thread of its own; returns when its fence allows."""
@@ -293,6 +293,16 @@ class Pipeline:
             self.staging.warm(nbytes, DeviceSources())
 
         start_thread(take, "fastckpt-prepare")
+
+    def retain(self, path: str, remove: Callable[[], None]) -> None:
+        """Calls what removes older checkpoints, after the commit of the one at `path`; logs its
+        error. Of two at a time each would find directories that the other one removes.
+        """
+        try:
+            with self._retention:
+                remove()
+        except Exception as error:
+            log.warning("after %r nothing older was removed: %s", path, error)
 
     def in_flight(self) -> list[InnerHandle]:
         """Returns the saves of which something is left to do."""

@@ -228,12 +228,6 @@ class LocalTier:
         except OSError as error:
             log.warning("%s was drained, but that could not be noted: %s", name, error)
 
-    def _is_drained(self, name: str) -> bool:
-        try:
-            return self._storage.status(self.steps.path(name, DRAINED)) is not None
-        except OSError:
-            return False
-
     def evict(self) -> None:
         """Removes steps of no use, and those beyond `keep` that the root has had. Only the first
         rank of a node calls it.
@@ -241,7 +235,7 @@ class LocalTier:
         going, of_use = list[str](), list[Entry]()
         for item in self.steps.readable():
             is_useless = item.manifest.nonce in self._useless
-            is_needed = not is_useless and not self._is_drained(item.name)
+            is_needed = not is_useless and not self._has(item.name, DRAINED)
             if not is_useless and not self.steps.known(item.name).is_damaged:
                 of_use.append(Entry(item.name, is_pinned=is_needed))
             elif not is_needed:
@@ -312,15 +306,16 @@ class LocalTier:
             "sequence": manifest.sequence,
             "parts": parts,
             "of": len(manifest.writers) + 1,
-            "drained": self._is_drained(item.name),
+            "drained": self._has(item.name, DRAINED),
         }
 
-    def _has(self, name: str, file: str, nbytes: int) -> bool:
+    def _has(self, name: str, file: str, nbytes: int | None = None) -> bool:
+        """Returns whether a step has a file here, of this size if one is given."""
         try:
             status = self._storage.status(self.steps.path(name, file))
         except OSError:
             return False
-        return status is not None and status.st_size == nbytes
+        return status is not None and nbytes in (None, status.st_size)
 
     def _merged(self, listings: list[list[dict[str, Any]]]) -> dict[str, Any]:
         """Sorts the steps in the nodes' listings, on the first rank, by what is to be done."""

@@ -55,7 +55,6 @@ from fastckpt.saving import pipeline
 from tests.doubles import (
     Crash,
     Delay,
-    FailAlways,
     Operation,
     PowerCut,
     Recorder,
@@ -331,17 +330,6 @@ def test_retention_spares_links_the_newest_and_what_is_newer(tmp_path: Path) -> 
     assert (tmp_path / "iter_0000007").is_dir()
 
 
-@pytest.mark.parametrize("operation", ["create", "write_at", "sync", "rename"])
-def test_tracker_is_replaced_whole(tmp_path: Path, operation: str) -> None:
-    iterations.track(str(tmp_path), 5)
-    with process_on(FailAlways(operation, errno.EIO)):
-        with pytest.raises(StorageError) as told:
-            iterations.track(str(tmp_path), 6)
-        assert not told.value.visible
-    assert os.listdir(tmp_path) == [iterations.TRACKER]
-    assert iterations.tracked(str(tmp_path)) == 5
-
-
 class NoSync(Recorder):
     """Directories cannot be synced once a file was renamed."""
 
@@ -362,7 +350,7 @@ def test_a_tracker_that_is_perhaps_not_durable(
     for number, storage in ((1, Recorder()), (2, NoSync()), (3, Recorder())):
         with process_on(storage):
             run.committed(number)
-            run.ended(number, Retention(1, superseded_only=True))
+            run.retain(number, Retention(1, superseded_only=True))
         assert iterations.tracked(root) == number
         left = {1: [1, 2, 3], 2: [1, 2, 3], 3: [3]}[number]
         assert complete_in(root) == left
@@ -446,11 +434,6 @@ def test_the_failure_of_a_save_is_told_by_waiting_once(tmp_path: Path) -> None:
         run.wait()
     run.wait()  # it has been told
     assert megatron.Saves().is_first(str(tmp_path))  # others know nothing of it
-
-
-def test_a_release_is_a_candidate(tmp_path: Path) -> None:
-    (tmp_path / iterations.TRACKER).write_text("release\n")
-    assert iterations.candidates(str(tmp_path)) == [(0, str(tmp_path / "release"))]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -94,8 +93,8 @@ class Saves:
     ) -> InnerHandle:
         """Begins a save: `save` is given what is to be done after its commit."""
         run = self._runs.setdefault(root, _Run(root, self._listener))
-        ended = partial(run.ended, iteration, retention)
-        handle = save(Afterwards(root, partial(run.committed, iteration), ended))
+        retain = partial(run.retain, iteration, retention)
+        handle = save(Afterwards(root, partial(run.committed, iteration), retain))
         self._handles = [each for each in self._handles if not each.done()] + [handle]
         return handle
 
@@ -107,8 +106,8 @@ class _Run:
 
     def __init__(self, root: str, listener: Listener | None) -> None:
         self._root, self._listener = root, listener
-        self._lock = threading.Lock()
-        # State below is protected by _lock.
+        # Another save may be in retain() when this one is in committed(): each changes the two by
+        # single operations.
         self._named: int | None = None  # by the tracker, durably
         self._superseded: set[int] = set()  # iterations that the tracker named before
 
@@ -116,40 +115,33 @@ class _Run:
         """Moves the tracker. Logs errors: the checkpoint is committed, and load_checkpoint finds it
         without the tracker.
         """
-        with self._lock:
-            self._named = None
-            try:
-                before = iterations.tracked(self._root)
-                if isinstance(before, int) and before:
-                    self._superseded.add(before)
-                iterations.track(self._root, iteration)
-                self._named = iteration
-            except Exception as error:
-                what = "names, but perhaps not durably," if is_visible(error) else "does not name"
-                path = os.path.join(self._root, iterations.TRACKER)
-                log.error("%r %s iteration %d: %s", path, what, iteration, error)
+        self._named = None
+        try:
+            before = iterations.tracked(self._root)
+            if isinstance(before, int) and before:
+                self._superseded.add(before)
+            iterations.track(self._root, iteration)
+            self._named = iteration
+        except Exception as error:
+            what = "names, but perhaps not durably," if is_visible(error) else "does not name"
+            path = os.path.join(self._root, iterations.TRACKER)
+            log.error("%r %s iteration %d: %s", path, what, iteration, error)
         if self._listener is not None:
             try:
                 self._listener.committed(self._root, iteration)
             except Exception as error:
                 log.error("iteration %d is committed, but telling so failed: %s", iteration, error)
 
-    def ended(self, iteration: int, retention: Retention) -> None:
+    def retain(self, iteration: int, retention: Retention) -> None:
         """Removes old iterations, when the result of a save that has committed was told: unless the
         tracker may name another one after a crash, or the save of that has still to do so.
         """
-        with self._lock:
-            if self._named != iteration:
-                return
-            saves = pipeline.current().in_flight()
-            in_flight = {handle.path for handle in saves if not handle.done()}
-            try:
-                removed = iterations.retain(
-                    self._root, iteration, retention, in_flight, self._superseded
-                )
-                self._superseded -= {*removed}
-                for old in removed:
-                    if self._listener is not None:
-                        self._listener.removed(self._root, old)
-            except Exception as error:
-                log.error("old iterations could not be removed from %r: %s", self._root, error)
+        if self._named != iteration:
+            return
+        saves = pipeline.current().in_flight()
+        in_flight = {handle.path for handle in saves if not handle.done()}
+        removed = iterations.retain(self._root, iteration, retention, in_flight, self._superseded)
+        self._superseded.difference_update(removed)
+        if self._listener is not None:
+            for old in removed:
+                self._listener.removed(self._root, old)

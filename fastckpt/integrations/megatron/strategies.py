@@ -56,16 +56,17 @@ _CONFIG = {
 
 
 class Afterwards(NamedTuple):
-    """What is to be done after the commit of a save, on the first rank; neither call may raise.
+    """What is to be done after the commit of a save, on the first rank.
 
     Attributes:
         lane: saves of one lane commit in the order of their beginning.
-        committed: called before the result is told; ended: after that.
+        committed: called before the result is told; it must not raise.
+        retain: removes what is old, after that.
     """
 
     lane: str
     committed: Callable[[], None]
-    ended: Callable[[], None]
+    retain: Callable[[], None]
 
 
 class Writer(dcp.Writer):
@@ -94,8 +95,8 @@ class Writer(dcp.Writer):
 
     def _place(self, storage: Storage, path: str, agreement: Round) -> ItemsPlace:
         how = (self.options.durable, METADATA, _is_part, self._is_common_new)
-        ended = None if self._afterwards is None else self._afterwards.ended
-        return SwapItemsPlace(storage, path, agreement, *how, ended)
+        retain = None if self._afterwards is None else self._afterwards.retain
+        return SwapItemsPlace(storage, path, agreement, *how, retain)
 
     def commit(self, storage: Storage, metadata: Metadata, results: Any, directory: str) -> Any:
         """Commits, on the first rank in the background, when all data is durable."""
