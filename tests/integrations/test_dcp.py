@@ -994,9 +994,8 @@ def test_a_failure_is_raised_by_the_next_save_or_logged(
         failed = async_save({"a": torch.zeros(3)}, checkpoint_id=blocked / "x", on_error="warn")
         failed.wait_done()
         pipeline.current().drain()
-        assert "FAILED and was not committed" in caplog.text
+        assert f"{str(blocked / 'x')!r} was not saved: StorageError" in caplog.text
         save({"a": torch.zeros(3)}, checkpoint_id=tmp_path / "c")
-        assert "saving on after the failure" in caplog.text
     with pytest.raises(fastckpt.StorageError):
         failed.result()
 

@@ -8,9 +8,9 @@ not know the bytes of the files, how a block moves, or how ranks talk.
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import pickle
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -40,7 +40,7 @@ from fastckpt.arguments.environment import launched_rank
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import Places
-from fastckpt.errors import CheckpointError, fate
+from fastckpt.errors import CheckpointError
 from fastckpt.handle import InnerHandle
 from fastckpt.integrations.dcp import plan_exchange as dcp_plans
 from fastckpt.integrations.dcp.reader import Reader
@@ -52,8 +52,6 @@ from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
 
 __all__ = ["Reader", "Saving", "Writer", "async_save", "save"]
-
-log = logging.getLogger("fastckpt")
 
 
 class Saving(InnerHandle):
@@ -108,7 +106,6 @@ class _Shared:
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self.plans = dcp_plans.PlanExchange()
-        self.failed: InnerHandle | None = None  # the last with "warn", to be logged again
 
 
 _shared = PerGroup("dcp", _Shared)
@@ -148,8 +145,8 @@ def async_save(
             copied, and the next step() of any torch optimizer waits (see fastckpt.save).
         durable: as fastckpt.save's.
         on_error: "raise": a failure that nobody asked for by result() or exception() is raised by
-            the next save. "warn": it is logged when it happens and at the next save, and a
-            CheckpointError met within this call is the result's. The checkpoint before stays.
+            the next save. "warn": it is logged when it happens, and a CheckpointError met within
+            this call is the result's. The checkpoint before stays.
         timeout_s: the longest that ranks wait for each other, in seconds.
 
     Returns:
@@ -172,17 +169,12 @@ def async_save(
     if group is None and not no_dist:
         warn_of_unknown_ranks(f"the save to {writer.path!r}", launched_rank())
     shared = _shared.of(group if use_collectives else None)
-    handle = Saving(writer.path, started, kind="dcp")
-    if on_error == "warn":
-        handle.add_done_callback(lambda _: _warn(shared, handle))
+    handle = Saving(writer.path, started, kind="dcp", on_error=on_error)
+    handled = sys.exc_info()[1]
     try:
         agreement = shared.coordinator.begin(f"dcp save to {writer.path!r}", timeout_s)
         with agreement.failing():
-            if on_error == "raise":
-                pipeline.current().raise_unreported(writer.path, handle.kind)
-            if shared.failed is not None:
-                log.warning("saving on after the failure of %r", shared.failed.path)
-                shared.failed = None
+            pipeline.current().raise_unreported(writer.path, handle.kind, on_error)
             state = {
                 k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()
             }
@@ -200,8 +192,7 @@ def async_save(
         if on_error == "raise":
             raise
         if not handle.done():
-            handle.mark_staged()
-            handle.set_exception(error)
+            pipeline.current().refuse(handle, error, handled)
     if async_stager is None or isinstance(async_stager, BlockingAsyncStager):
         return handle
     upload: Any = handle  # whose result is the Metadata, as that of torch's is
@@ -344,11 +335,3 @@ class _Conclusion:
         place.publish(partial(self._writer.commit, place.storage, metadata, results))
         self._handle.metadata = metadata
         self._writer.committed()
-
-
-def _warn(shared: _Shared, handle: InnerHandle) -> None:
-    error = handle.failure()
-    if error is not None and not handle.is_asked_for():
-        handle.note_reported()
-        shared.failed = handle
-        log.warning("the checkpoint %r FAILED and %s: %s", handle.path, fate(error), error)
