@@ -39,7 +39,7 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import Callee, Instance, Refused
 from fastckpt.formats.strict_json import shown
-from fastckpt.plan.boxes import Box, covers
+from fastckpt.plan.boxes import Box, covers, whole
 from fastckpt.storage.file_system import Storage, reported
 
 NAME = ".metadata"
@@ -340,8 +340,8 @@ def check_cover(key: str, tensor: TensorStorageMetadata) -> None:
                 f"a shard of {key!r} ends at {ends}, beyond the tensor's sizes {tuple(tensor.size)}"
             )
     covered = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
-    whole = Box((0,) * len(tensor.size), tuple(tensor.size))
-    if not covers(whole, [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]):
+    chunks = [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]
+    if not covers(whole(tensor.size), chunks):
         raise IncompatibleCheckpoint(
             f"the ranks hold {covered} elements of {key!r}, which has {math.prod(tensor.size)}: "
             "shards overlap or are missing"

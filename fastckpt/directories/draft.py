@@ -16,8 +16,9 @@ from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import safetensors, torch_pickle, torch_zip
 from fastckpt.formats.file_list import File
 from fastckpt.formats.torch_pickle import torch_save
-from fastckpt.plan.image import BY_VALUE_BYTES, Image
+from fastckpt.plan.image import Image
 from fastckpt.saving.mutation_check import WatchedTensors
+from fastckpt.state.identity import copied_later
 from fastckpt.state.kinds import PLAIN_TENSORS
 from fastckpt.storage.file_system import Storage
 
@@ -176,13 +177,7 @@ class Draft(HiddenDirectory):
 
     def held(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a tensor, or a copy if its memory cannot be copied later, or not as it lies."""
-        if tensor.device.type not in self._devices.readable():
-            return tensor.cpu().contiguous()
-        if not tensor.is_contiguous():
-            return tensor.contiguous()
-        if self._copies_small and tensor.untyped_storage().nbytes() <= BY_VALUE_BYTES:
-            return tensor.clone()
-        return tensor
+        return copied_later(tensor, self._devices.readable(), self._copies_small)
 
     def reads(self) -> DeviceSources:
         """Returns the memory on devices that is copied, as users of the current streams see it."""

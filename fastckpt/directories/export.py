@@ -39,7 +39,7 @@ from fastckpt.formats.step_names import step_name
 from fastckpt.formats.strict_json import check_text
 from fastckpt.formats.value_names import dotted, joined
 from fastckpt.handle import InnerHandle, SaveHandle
-from fastckpt.plan.boxes import Box
+from fastckpt.plan.boxes import whole
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
 from fastckpt.ranks.round import TIMEOUT_S
@@ -365,7 +365,7 @@ def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
     if kind is not None:
         raise TypeError(f"{key!r} is {kind}")
     local, shape = _plain(tensor), tuple(tensor.shape)
-    leaf = Leaf(key, local, shape, Box((0,) * len(shape), shape), replicas, "replicated")
+    leaf = Leaf(key, local, shape, whole(shape), replicas, "replicated")
     return _Held(leaf, memory_of(tensor) or object())
 
 

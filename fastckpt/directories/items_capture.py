@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats.torch_pickle import torch_save
-from fastckpt.plan.image import BY_VALUE_BYTES
 from fastckpt.saving.mutation_check import WatchedTensors
+from fastckpt.state.identity import copied_later
 from fastckpt.state.kinds import PLAIN_TENSORS
 
 _ATOMS = (bool, int, float, str, type(None))
@@ -39,14 +39,11 @@ def captured_items(
             items.append(_pickled(item, planner, known if looks_up else None))
             continue
         tensor: Any = planner.resolve_data(item)
-        local = _readable(tensor.detach(), kinds)
-        if watch and isinstance(local, torch.Tensor):
-            if local.numel() * local.element_size() <= BY_VALUE_BYTES:
-                local = local.clone()  # buffers, which a forward pass may change
-            elif not local.is_inference():
-                watched.append((local, local._version))
-                names[item.index.fqn] = local
+        local = _readable(tensor.detach(), kinds, watch)
         items.append(local)
+        if watch and isinstance(local, torch.Tensor) and not local.is_inference():
+            watched.append((local, local._version))
+            names[item.index.fqn] = local
     storages = [item.untyped_storage() for item in items if isinstance(item, torch.Tensor)]
     guards = [WatchedTensors(watched, names)] if watched else []
     return items, devices.reads(storages), guards
@@ -63,7 +60,7 @@ def _pickled(item: WriteItem, planner: Any, known: dict[tuple[type, str], bytes]
     return known[key]
 
 
-def _readable(tensor: torch.Tensor, kinds: frozenset[str]) -> torch.Tensor | bytes:
+def _readable(tensor: torch.Tensor, kinds: frozenset[str], watch: bool) -> torch.Tensor | bytes:
     """Returns a tensor whose memory can be copied as it lies, or what torch.save makes of it."""
     if type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "wait"):
         tensor = tensor.wait()  # for a collective that may still run
@@ -75,6 +72,4 @@ def _readable(tensor: torch.Tensor, kinds: frozenset[str]) -> torch.Tensor | byt
         return file.getvalue()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.device.type not in kinds:
-        tensor = tensor.cpu()
-    return tensor.contiguous()
+    return copied_later(tensor, kinds, watch)

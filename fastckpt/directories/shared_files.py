@@ -19,7 +19,7 @@ from fastckpt.engine.staging import combine_crcs
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import safetensors
 from fastckpt.formats.file_list import File
-from fastckpt.plan.boxes import Box, Held, Piece, copies, plan
+from fastckpt.plan.boxes import Held, Piece, copies, plan, whole
 from fastckpt.plan.image import PAGE_BYTES, Image
 from fastckpt.plan.scattered_crc import crc_of_zeros
 from fastckpt.ranks.same_state import Description
@@ -107,8 +107,7 @@ class SharedFile:
         )
         for piece in ordered:
             _name, dtype, leaf = tensors[piece.held]
-            whole = Box((0,) * len(leaf.shape), leaf.shape)
-            rows = copies(whole, 0, piece.box, 0, 1)
+            rows = copies(whole(leaf.shape), 0, piece.box, 0, 1)
             local, its = leaf.local, staged[piece.held]
             address = local.data_ptr() + piece.begin * local.itemsize
             number = self._add(address, nbytes_of(piece), local)

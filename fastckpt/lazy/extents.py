@@ -19,9 +19,8 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.lazy.described import Described
-from fastckpt.lazy.selection import whole
 from fastckpt.lazy.source import Shard, Stored, Wanted
-from fastckpt.plan.boxes import row_major
+from fastckpt.plan.boxes import row_major, whole
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import Body
 from fastckpt.state.targets import takes_bytes

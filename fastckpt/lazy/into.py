@@ -20,11 +20,11 @@ from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.formats.value_names import joined
 from fastckpt.lazy.open import opened
-from fastckpt.lazy.selection import whole
 from fastckpt.lazy.source import Source, Stored, Wanted
 from fastckpt.plan.boxes import Box
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import dtensor_identity, dtensor_part
+from fastckpt.state.dtensors import dtensor_identity
+from fastckpt.state.filling import Filling, check_shape
 from fastckpt.state.fit import (
     Differences,
     Dtypes,
@@ -40,8 +40,6 @@ from fastckpt.state.fit import (
 from fastckpt.state.identity import memory_of
 from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import takes_bytes
-from fastckpt.state.template import check_target
-from fastckpt.state.tied_conflicts import Tied
 from fastckpt.state.tree import is_stateful, tensors_in
 
 log = logging.getLogger("fastckpt")
@@ -125,8 +123,9 @@ def load_into(
 
 def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     by_name, renamed = _by_new_name(source.tensors, fit, path)
-    parts, missing, tied = list[_Part](), dict[str, torch.Tensor](), Tied()
-    cast, misfits, used = list[str](), list[str](), set[str]()
+    parts, missing, used = list[_Part](), dict[str, torch.Tensor](), set[str]()
+    filling = Filling(fit)
+    misfits = filling.misfits
     times: dict[str, int] = {}
     was_asked = False
     for keys, tensor in tensors_in(state):
@@ -137,29 +136,20 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         if not fit.asks_for(name):
             continue
         was_asked = True
-        if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
-            raise TypeError(f"{name!r} has no shape (yet): nothing can be read into it")
+        check_shape(repr(name), tensor)
         # Hugging Face and torch.distributed.checkpoint join keys by a dot.
         found = by_name.get(name, by_name.get(".".join(keys)))
         if found is None:
             missing[name] = tensor
             continue
         used.add(found)
-        stored, shape = source.tensors[found], tuple(tensor.shape)
+        stored = source.tensors[found]
         there = "in the checkpoint" + (f", where it is {found!r}," if found != name else "")
-        if stored.shape != shape:
-            misfits.append(f"{name!r} has shape {[*shape]}, {there} {[*stored.shape]}")
-            continue
-        memory, box = tensor, whole(shape)
-        if is_sharded(tensor):
-            memory, box = dtensor_part(repr(name), tensor)
-        check_target(memory, None, repr(name))
-        if tensor.dtype != stored.dtype:
-            cast.append(name)
-            if fit.dtype == "raise":
-                misfits.append(f"{name!r} is {tensor.dtype}, {there} {stored.dtype}")
-        parts.append(_Part(found, stored, tensor, memory.detach(), box))
-        tied.add(repr(name), memory.detach(), box, found, (found, stored))
+        known = (found, stored)
+        place = filling.place(repr(name), name, tensor, found, stored, known, there)
+        if place is not None:
+            memory, box = place
+            parts.append(_Part(found, stored, tensor, memory.detach(), box))
     if missing:  # of weights that are tied, a checkpoint may hold one name
         filled = {_identity(part.tensor) for part in parts}
         missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
@@ -174,10 +164,10 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         misfits.append(unexpected(listed(map(repr, left))))
     if fit.only is not None and not was_asked:
         misfits.append(nothing_chosen(fit.only))
-    if misfits := misfits or tied.conflicts(partial(_whole_part, source)):
+    if misfits := misfits or filling.tied.conflicts(partial(_whole_part, source)):
         raise refusal(path, misfits, is_missing=is_missing)
     _read(source, parts)
-    return Differences(tuple(missing), tuple(left), renamed, tuple(cast))
+    return Differences(tuple(missing), tuple(left), renamed, tuple(filling.cast))
 
 
 def _identity(tensor: torch.Tensor) -> object:

@@ -24,11 +24,6 @@ class Selection(NamedTuple):
     rest: tuple[Any, ...]
 
 
-def whole(shape: Sequence[int]) -> Box:
-    """Returns the rectangle of all elements."""
-    return Box((0,) * len(shape), tuple(shape))
-
-
 def selected(index: Any, shape: Sequence[int]) -> Selection:
     """Returns what an index of integers, slices, None and "..." selects, as in torch.Tensor.
 

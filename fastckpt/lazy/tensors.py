@@ -18,9 +18,9 @@ import torch
 
 from fastckpt.arguments.near_names import instead_of
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.lazy.selection import selected, whole
+from fastckpt.lazy.selection import selected
 from fastckpt.lazy.source import Shard, Source, Stored, Wanted
-from fastckpt.plan.boxes import Box
+from fastckpt.plan.boxes import Box, whole
 
 
 class LazyTensors(Mapping[str, "LazyTensor"]):

@@ -170,6 +170,11 @@ def plan(held: Sequence[Held], rank: int) -> list[Piece]:
     return pieces
 
 
+def whole(shape: Sequence[int]) -> Box:
+    """Returns the box of all elements of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
 def intersect(a: Box, b: Box) -> Box | None:
     """Returns the elements that are in both boxes of one tensor; None if there are none.
 

@@ -1,13 +1,15 @@
-"""The identity of tensors: which of them are the same elements of the same memory.
+"""The memory of tensors: which of them are the same elements, and which can be copied later.
 
 It must not know where in a state a tensor stands, nor what becomes of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 
 import torch
+
+from fastckpt.plan.image import BY_VALUE_BYTES
 
 # Of a tensor with elements that has none, in words that follow "is".
 NO_MEMORY = "without memory, as FSDP's parameters are while they are not gathered"
@@ -27,3 +29,15 @@ def memory_of(tensor: torch.Tensor) -> tuple[Hashable, ...] | None:
     # A view may read its memory negated or conjugated: other elements than those that lie there.
     reads_as = tensor.dtype, tensor.is_neg(), tensor.is_conj()
     return tensor.device, address, tensor.shape, tensor.stride(), *reads_as
+
+
+def copied_later(tensor: torch.Tensor, devices: Collection[str], is_late: bool) -> torch.Tensor:
+    """Returns a tensor whose memory can be copied later as it lies, on a device of one of these
+    types: the same, or a copy. If `is_late`, the caller goes on before that: small tensors are
+    copied now, since they may be buffers that a forward pass changes.
+    """
+    # torch copies from a GPU into pageable memory, so the host waits for the current stream here.
+    # Asking for the CPU by name would take half as long as all else here.
+    if not (tensor.is_cpu or tensor.device.type in devices) or not tensor.is_contiguous():
+        return tensor.cpu().contiguous()
+    return tensor.clone() if is_late and tensor.nbytes <= BY_VALUE_BYTES else tensor

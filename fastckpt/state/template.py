@@ -17,8 +17,8 @@ from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.errors import IncompatibleCheckpoint, retold
 from fastckpt.formats.partial_objects import left_out, notes_in
 from fastckpt.formats.value_names import joined
-from fastckpt.plan.boxes import Box
-from fastckpt.state.dtensors import dtensor_part
+from fastckpt.plan.boxes import Box, whole
+from fastckpt.state.filling import Filling
 from fastckpt.state.fit import (
     Differences,
     Fit,
@@ -28,9 +28,7 @@ from fastckpt.state.fit import (
     renamed,
     unexpected,
 )
-from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import Place, Target
-from fastckpt.state.tied_conflicts import Tied
 from fastckpt.state.tree import (
     ATOMS,
     DEPTH_MAX,
@@ -45,12 +43,6 @@ from fastckpt.state.tree import (
     unescaped,
     unwrapped,
 )
-
-
-def whole(shape: tuple[int, ...]) -> Box:
-    """Returns the box of a whole tensor."""
-    return Box((0,) * len(shape), shape)
-
 
 _ABSENT = object()  # stands for a value that was not saved
 
@@ -108,14 +100,12 @@ class Template:
         self._per_rank = per_rank
         self._actions: list[Callable[[], object]] = []
         self._ignored: list[_At] = []
-        self._misfits: list[str] = []
         self._refused: list[tuple[str, str]] = []  # names of what weights_only has left out
         self._missing: list[str] = []
         self._is_missing = False  # whether values that have to be there were not saved
-        self._cast: list[str] = []
         self._taken = 0  # values that are restored
         self._was_asked = False  # for any value
-        self._tied = Tied()
+        self._filling = Filling(self._fit)
         self._renamed: dict[str, str] = {}
         if self._fit.rename is not None:
             saved, self._renamed = renamed(saved, self._fit, where)
@@ -129,7 +119,7 @@ class Template:
         """Raises if anything was found that does not fit, or was left out."""
         if self._refused:
             raise refused(self._where, self._refused)
-        told = self._misfits
+        told = self._filling.misfits
         if self._ignored and self._fit.unexpected == "raise":
             told = [*told, unexpected(self.ignored)]
         if self._fit.only is not None and not self._was_asked:
@@ -151,13 +141,15 @@ class Template:
             read([Target(*stored, box, part)])
             return part
 
-        if told := self._tied.conflicts(part_of):
+        if told := self._filling.tied.conflicts(part_of):
             raise refusal(self._where, told)
 
     def differences(self) -> Differences:
         """Returns what differed."""
         unexpected = tuple(at.name for at in self._ignored)
-        return Differences(tuple(self._missing), unexpected, self._renamed, tuple(self._cast))
+        return Differences(
+            tuple(self._missing), unexpected, self._renamed, tuple(self._filling.cast)
+        )
 
     def _takes(self, saved: Any, at: _At) -> bool:
         """Returns whether a value of the state is restored; notes it if it was not saved."""
@@ -168,7 +160,7 @@ class Template:
         self._was_asked = True
         if saved is _ABSENT:
             if self._fit.missing == "raise":
-                self._misfits.append(f"{at} is not in the checkpoint")
+                self._filling.misfits.append(f"{at} is not in the checkpoint")
                 self._is_missing = True
             else:
                 self._missing.append(at.name)
@@ -285,33 +277,21 @@ class Template:
 
     def _tensor(self, tensor: Any, saved: Any, at: _At) -> None:
         """Makes a target or an action that fills a tensor with its part of a stored one."""
-        if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
-            raise TypeError(f"{at} has no shape (yet): it cannot be restored in place")
-        stored, shape = stored_of(saved), tuple(tensor.shape)
+        stored = stored_of(saved)
         if stored is not None:
-            found, dtype = stored.shape, stored.dtype
+            source: tuple[object, Any] = stored.key, stored
         elif isinstance(saved, torch.Tensor):
-            found, dtype = tuple(saved.shape), saved.dtype
+            source = id(saved), saved
         else:
             raise self._misfit(f"{at} is a tensor, in the checkpoint {_described(saved)}")
-        if found != shape:
-            text = f"{at} has shape {list(shape)}, in the checkpoint {list(found)}"
-            self._misfits.append(text)
+        place = self._filling.place(str(at), at.name, tensor, *source)
+        if place is None:
             return
-        if dtype != tensor.dtype and self._fit.dtype == "raise":
-            self._misfits.append(f"{at} is {tensor.dtype}, in the checkpoint {dtype}")
-        elif dtype != tensor.dtype:
-            self._cast.append(at.name)
-        local, box = tensor, whole(shape)
-        if is_sharded(tensor):
-            local, box = dtensor_part(str(at), tensor)
-        check_target(local, saved, str(at))
+        local, box = place
         if stored is not None:
-            self._tied.add(str(at), local, box, stored.key, stored)
             self.targets.append(Target(*stored, box, local))
             return
-        self._tied.add(str(at), local, box, id(saved), saved)
-        part = saved if box == whole(shape) else _part(saved, box)
+        part = saved if box == whole(saved.shape) else _part(saved, box)
 
         def put() -> None:
             with torch.no_grad():
@@ -341,7 +321,7 @@ class Template:
             raise self._misfit(f"{at} has a dict, in the checkpoint {_described(saved)}")
         if isinstance(value, torch.optim.Optimizer):
             if is_there and _counts_parameters(value) and _sizes(saved) != _sizes(own):
-                self._misfits.append(_other_parameters(at, own, saved))
+                self._filling.misfits.append(_other_parameters(at, own, saved))
                 return
             own = _completed(value, own, saved)
         unknown = [key for key in saved if key not in own and self._fit.asks_for(at.of(key).name)]
@@ -386,7 +366,7 @@ class Template:
             return
         theirs = unescaped(saved)
         if not isinstance(theirs, dict) or _sizes(theirs) != _sizes(value.state_dict()):
-            self._misfits.append(_other_parameters(at, value.state_dict(), theirs))
+            self._filling.misfits.append(_other_parameters(at, value.state_dict(), theirs))
             return
         fit, self._fit = self._fit, Fit(dtype=self._fit.dtype)
         self._stateful_in(value, saved, at, depth)
@@ -466,40 +446,6 @@ def _sizes(state: Mapping[str, Any]) -> list[int] | None:
     if not isinstance(groups, list | tuple):
         return None
     return [len(group.get("params", ())) if isinstance(group, dict) else 0 for group in groups]
-
-
-def check_target(tensor: torch.Tensor, saved: Any, path: str) -> None:
-    """Raises TypeError unless the memory of a tensor can take what was saved."""
-    meta, kind = False, str(torch.strided)
-    if isinstance(saved, torch.Tensor):
-        meta, kind = saved.is_meta, _memory_kind(saved)
-    if tensor.is_meta != meta:
-        where = "is" if tensor.is_meta else "was, when it was saved,"
-        why = f"{where} on the meta device, where tensors have no values"
-    elif _memory_kind(tensor) != kind:
-        why = f"is {_memory_kind(tensor)}, in the checkpoint {kind}"
-    elif kind == str(torch.strided) and _may_overlap(tensor):
-        why = "has elements that share memory, as expand() makes them (clone() it before)"
-    else:
-        return
-    raise TypeError(f"{path} {why}: it cannot be restored in place")
-
-
-def _memory_kind(tensor: torch.Tensor) -> str:
-    return "quantized" if tensor.is_quantized else str(tensor.layout)
-
-
-def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Returns whether two elements may lie in the same memory."""
-    if tensor.numel() < 2 or tensor.is_contiguous():
-        return False
-    extent = 0  # distance of the last element from the first, along the dimensions so far
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride <= extent:
-                return True
-            extent += (size - 1) * stride
-    return False
 
 
 def _completed(

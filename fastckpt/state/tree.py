@@ -20,7 +20,7 @@ from fastckpt.formats.record_division import SMALL_BYTES, SMALL_SUM_BYTES_MAX
 from fastckpt.formats.strict_json import check_text, check_texts
 from fastckpt.formats.torch_pickle import pickles
 from fastckpt.formats.value_names import below, joined
-from fastckpt.plan.boxes import Box
+from fastckpt.plan.boxes import Box, whole
 from fastckpt.state.dtensors import Parts
 from fastckpt.state.identity import NO_MEMORY, memory_of
 from fastckpt.state.kinds import PLAIN_TENSORS, is_of_several_ranks, is_sharded
@@ -360,7 +360,7 @@ class _Flattening:
     def _whole(self, shape: tuple[int, ...]) -> Box:
         box = self.boxes.get(shape)
         if box is None:
-            box = self.boxes[shape] = Box((0,) * len(shape), tuple(shape))
+            box = self.boxes[shape] = whole(shape)
         return box
 
 

@@ -17,9 +17,9 @@ import torch
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_save
-from fastckpt.plan.image import BY_VALUE_BYTES
 from fastckpt.ranks.same_state import Description
 from fastckpt.saving.mutation_check import WatchedTensors
+from fastckpt.state.identity import copied_later
 from fastckpt.state.tree import Flat, Leaf, flatten, is_stateful
 
 
@@ -83,7 +83,10 @@ def captured(
     if rank == 0:
         protocol = torch.serialization.DEFAULT_PROTOCOL
         objects = torch_pickle.capture(flat.objects, pickle, protocol, False, watch, readable)
-    leaves = [_readable(leaf, readable, watch) for leaf in flat.leaves]
+    leaves = []
+    for leaf in flat.leaves:
+        local = copied_later(leaf.local, readable, watch)
+        leaves.append(leaf if local is leaf.local else leaf._replace(local=local))
     watched = []
     if watch:
         versions = [(leaf.local, leaf.local._version) for leaf in leaves]
@@ -101,20 +104,6 @@ def captured(
         devices.reads(storages),
         watched,
     )
-
-
-def _readable(leaf: Leaf, types: frozenset[str], is_late: bool) -> Leaf:
-    """Returns a leaf whose memory can be copied as it lies, on a device of one of these types; if
-    `is_late`, after the caller has gone on.
-    """
-    local = leaf.local
-    # torch copies from a GPU into pageable memory, so the host waits for the current stream here.
-    # Asking for the CPU by name would take half as long as all else here.
-    if not (local.is_cpu or local.device.type in types) or not local.is_contiguous():
-        return leaf._replace(local=local.cpu().contiguous())
-    if is_late and local.nbytes <= BY_VALUE_BYTES:
-        return leaf._replace(local=local.clone())  # may be a buffer that a forward pass changes
-    return leaf
 
 
 def _texts(flat: Flat) -> Callable[[], list[tuple[str, str]]]:

@@ -25,12 +25,11 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageEr
 from fastckpt.formats import partial_objects, safetensors
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_hold
 from fastckpt.formats.shard_index import Piece, ShardIndex
-from fastckpt.plan.boxes import Box, copies, covers, intersect, span
+from fastckpt.plan.boxes import Box, copies, covers, intersect, span, whole
 from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
 from fastckpt.state.fit import refused
 from fastckpt.state.targets import Place, Target, takes_bytes
-from fastckpt.state.template import whole
 from fastckpt.state.tree import Stored, fill, own_value
 from fastckpt.steps.copies import StepCopies
 
@@ -283,9 +282,9 @@ class StepReader:
                 spans[key_hash(key)] = (min(known[0], low), max(known[1], high))
         if not spans:
             return
-        whole = min(low for low, _ in spans.values()), max(high for _, high in spans.values())
+        bounds = min(low for low, _ in spans.values()), max(high for _, high in spans.values())
         for writer in self.manifest.writers:
-            low, high = whole
+            low, high = bounds
             if writer.keys is not None:
                 shared = [spans[key] for key in writer.keys if key in spans]
                 low = min((low for low, _ in shared), default=low)
@@ -320,12 +319,12 @@ class StepReader:
     ) -> None:
         devices = [] if reads is None else reads.ranges
         wanted = blocks_of(rows, index.block_bytes)
-        whole = set[int]()
+        large = set[int]()
         if direct is not None:
-            whole = whole_blocks(rows, index.block_bytes, direct.queue, devices)
+            large = whole_blocks(rows, index.block_bytes, direct.queue, devices)
         with (
             self.copies.shard(index) as body,
-            closing(body.divided(wanted, direct, whole)) as stream,
+            closing(body.divided(wanted, direct, large)) as stream,
         ):
             try:
                 body.move(stream, rows, devices)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from fastckpt.errors import PeerFailed
-from fastckpt.plan.boxes import Box, Held, plan
+from fastckpt.plan.boxes import Held, plan, whole
 from fastckpt.ranks.round import Round
 from fastckpt.saving.mutation_check import named_tensors
 from fastckpt.state.kinds import PLAIN_TENSORS
@@ -57,11 +57,11 @@ class Spread:
         others, everybody = [], tuple(range(self._ranks))
         for target in targets:
             tensor = target.tensor.detach()
-            whole = Box((0,) * len(target.shape), target.shape)
-            if target.box != whole or not self._is_shared(tensor, stored.get(target.key)):
+            everything = whole(target.shape)
+            if target.box != everything or not self._is_shared(tensor, stored.get(target.key)):
                 others.append(target)
                 continue
-            item = Held(target.key, tensor.element_size(), target.shape, whole, everybody)
+            item = Held(target.key, tensor.element_size(), target.shape, everything, everybody)
             self._held.append(item)
             self._tensors.append(tensor)
         for piece in plan(self._held, self._rank):

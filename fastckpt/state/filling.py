@@ -1,0 +1,116 @@
+"""The tensors of a state that stored ones go into, in place: which part goes where, and what does
+not fit. It must not know files, nor how the names of the two are matched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from fastckpt.plan.boxes import Box, whole
+from fastckpt.state.dtensors import dtensor_part
+from fastckpt.state.fit import Fit
+from fastckpt.state.kinds import is_sharded
+from fastckpt.state.tied_conflicts import Tied
+
+
+class _Stored(Protocol):
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Filling:
+    """The tensors that are filled in one restore.
+
+    Attributes:
+        misfits: what does not fit, in words.
+        cast: the names of tensors whose stored dtype is another.
+        tied: all that are filled, by their memory.
+    """
+
+    def __init__(self, fit: Fit) -> None:
+        self._fit = fit
+        self.misfits: list[str] = []
+        self.cast: list[str] = []
+        self.tied = Tied()
+
+    def place(
+        self,
+        at: str,
+        name: str,
+        tensor: Any,
+        key: Any,
+        stored: _Stored,
+        known: Any = None,
+        there: str = "in the checkpoint",
+    ) -> tuple[torch.Tensor, Box] | None:
+        """Returns the memory that this rank holds of a tensor, and which part of the stored one
+        goes there; None if that has another shape, which is then among the misfits.
+
+        Args:
+            at, name: where the tensor stands, for messages; and its name in the state.
+            key: equal for names that get the same stored tensor.
+            stored: that tensor.
+            known: what the reader of tied.conflicts() is given. Default: stored.
+            there: where that is, for messages.
+
+        Raises:
+            TypeError: nothing can be put into the tensor.
+        """
+        check_shape(at, tensor)
+        shape = tuple(tensor.shape)
+        if tuple(stored.shape) != shape:
+            self.misfits.append(f"{at} has shape {[*shape]}, {there} {[*stored.shape]}")
+            return None
+        if stored.dtype != tensor.dtype:
+            self.cast.append(name)
+            if self._fit.dtype == "raise":
+                self.misfits.append(f"{at} is {tensor.dtype}, {there} {stored.dtype}")
+        local, box = dtensor_part(at, tensor) if is_sharded(tensor) else (tensor, whole(shape))
+        _check_target(local, stored, at)
+        self.tied.add(at, local, box, key, stored if known is None else known)
+        return local, box
+
+
+def check_shape(at: str, tensor: Any) -> None:
+    """Raises TypeError for a tensor that has no shape."""
+    if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
+        raise TypeError(f"{at} has no shape (yet): it cannot be restored in place")
+
+
+def _check_target(tensor: torch.Tensor, saved: Any, path: str) -> None:
+    """Raises TypeError unless the memory of a tensor can take what was saved."""
+    meta, kind = False, str(torch.strided)
+    if isinstance(saved, torch.Tensor):
+        meta, kind = saved.is_meta, _memory_kind(saved)
+    if tensor.is_meta != meta:
+        where = "is" if tensor.is_meta else "was, when it was saved,"
+        why = f"{where} on the meta device, where tensors have no values"
+    elif _memory_kind(tensor) != kind:
+        why = f"is {_memory_kind(tensor)}, in the checkpoint {kind}"
+    elif kind == str(torch.strided) and _may_overlap(tensor):
+        why = "has elements that share memory, as expand() makes them (clone() it before)"
+    else:
+        return
+    raise TypeError(f"{path} {why}: it cannot be restored in place")
+
+
+def _memory_kind(tensor: torch.Tensor) -> str:
+    return "quantized" if tensor.is_quantized else str(tensor.layout)
+
+
+def _may_overlap(tensor: torch.Tensor) -> bool:
+    """Returns whether two elements may lie in the same memory."""
+    if tensor.numel() < 2 or tensor.is_contiguous():
+        return False
+    extent = 0  # distance of the last element from the first, along the dimensions so far
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= extent:
+                return True
+            extent += (size - 1) * stride
+    return False
