@@ -20,7 +20,7 @@ from pathlib import Path
 
 import harness
 import torch
-from gpu_device import Cuda, Device, StandIn
+from gpu_device import Cuda, StandIn
 from gpu_parts import run_call, run_commit, run_copy, run_load, run_memory
 from gpu_setting import Here, Measured
 from gpu_training import run_train
@@ -69,7 +69,7 @@ def unjudged(lines: list[Line]) -> list[Line]:
     return [line if line.bar == "yes" else replace(line, bar="", passed=None) for line in lines]
 
 
-def run(options: argparse.Namespace, device: Device, directory: Path, record: Row) -> None:
+def run(options: argparse.Namespace, device: Cuda, directory: Path, record: Row) -> None:
     """Run the chosen parts and put what they found into the record, part by part.
 
     The record is written after each: hours on a GPU end when they end.

@@ -11,7 +11,6 @@ import math
 import subprocess
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,8 +33,8 @@ SMI_FIELDS = (
 )
 
 
-class Device(ABC):
-    """Where tensors lie that are saved.
+class Cuda:
+    """The current GPU, where tensors lie that are saved.
 
     Attributes:
         device: torch's name of it.
@@ -44,60 +43,8 @@ class Device(ABC):
     """
 
     device: torch.device
-    judged: bool
-    optimizer_options: dict[str, Any]
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Wait for all that the device was given."""
-
-    @abstractmethod
-    def wait_for_stream(self) -> None:
-        """Wait for the current stream alone: others may go on copying."""
-
-    @abstractmethod
-    def is_idle(self) -> bool:
-        """Say whether the current stream has done all it was given."""
-
-    @abstractmethod
-    def mark(self) -> Any:
-        """Record an event on the current stream."""
-
-    @abstractmethod
-    def wait_for(self, mark: Any) -> None:
-        """Wait until the current stream has come to an event."""
-
-    @abstractmethod
-    def seconds(self, begin: Any, end: Any) -> float:
-        """Return the device's time between two events, having waited for the second."""
-
-    @abstractmethod
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        """Return page-locked host memory."""
-
-    @abstractmethod
-    def occupy(self, seconds: float) -> None:
-        """Give the current stream about so much work, and return at once."""
-
-    @abstractmethod
-    def memory_added(self, action: Callable[[], object]) -> Row:
-        """Return the most memory of the device that an action took at a time, by torch's counter
-        (allocated_bytes) and by the device's own (device_bytes).
-        """
-
-    @abstractmethod
-    def copied(self, stats: SaveStats) -> tuple[float, float]:
-        """Return how long a save copied from the device, and with how many 10^9 bytes a second."""
-
-    @abstractmethod
-    def facts(self) -> Row:
-        """Return what a reader needs to know of the device."""
-
-
-class Cuda(Device):
-    """The current GPU."""
-
     judged = True
+    optimizer_options: dict[str, Any]
 
     def __init__(self) -> None:
         torch.cuda.init()
@@ -107,30 +54,38 @@ class Cuda(Device):
         self._product_s = 0.0
 
     def synchronize(self) -> None:
+        """Wait for all that the device was given."""
         torch.cuda.synchronize(self.device)
 
     def wait_for_stream(self) -> None:
+        """Wait for the current stream alone: others may go on copying."""
         torch.cuda.current_stream(self.device).synchronize()
 
     def is_idle(self) -> bool:
+        """Say whether the current stream has done all it was given."""
         return bool(torch.cuda.current_stream(self.device).query())
 
     def mark(self) -> Any:
+        """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 
     def wait_for(self, mark: Any) -> None:
+        """Wait until the current stream has come to an event."""
         mark.synchronize()
 
     def seconds(self, begin: Any, end: Any) -> float:
+        """Return the device's time between two events, having waited for the second."""
         end.synchronize()
         return float(begin.elapsed_time(end) / 1e3)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
+        """Return page-locked host memory."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def occupy(self, seconds: float) -> None:
+        """Give the current stream about so much work, and return at once."""
         if not self._factors:
             one = torch.randn(PRODUCT_WIDTH, PRODUCT_WIDTH, device=self.device).bfloat16()
             self._factors = [one, one.clone(), torch.empty_like(one)]
@@ -146,6 +101,9 @@ class Cuda(Device):
             torch.mm(first, second, out=product)
 
     def memory_added(self, action: Callable[[], object]) -> Row:
+        """Return the most memory of the device that an action took at a time, by torch's counter
+        (allocated_bytes) and by the device's own (device_bytes).
+        """
         self.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
@@ -172,11 +130,13 @@ class Cuda(Device):
         return {"allocated_bytes": peak - allocated, "device_bytes": free - least}
 
     def copied(self, stats: SaveStats) -> tuple[float, float]:
+        """Return how long a save copied from the device, and with how many 10^9 bytes a second."""
         if stats.d2h_s is None or stats.d2h_gbps is None:
             raise RuntimeError(f"fastckpt copied nothing from the GPU by itself ({stats.staging})")
         return stats.d2h_s, stats.d2h_gbps
 
     def facts(self) -> Row:
+        """Return what a reader needs to know of the device."""
         properties = torch.cuda.get_device_properties(self.device)
         # An idle link goes down to the slowest generation: it is asked about while it is used.
         host = self.pinned(BURST_BYTES)
@@ -222,7 +182,7 @@ def driver_of_kernel() -> str:
         return "unknown"
 
 
-class StandIn(Device):
+class StandIn(Cuda):
     """Host memory in the place of a GPU, so that every step can be tested without one."""
 
     judged = False
@@ -231,11 +191,10 @@ class StandIn(Device):
         self.device = torch.device("cpu")
         self.optimizer_options = {}
 
-    def synchronize(self) -> None:
-        pass
+    def nothing(self, *_: object) -> None:
+        """Takes the place of waits and of work."""
 
-    def wait_for_stream(self) -> None:
-        pass
+    synchronize = wait_for_stream = wait_for = occupy = nothing
 
     def is_idle(self) -> bool:
         return True
@@ -243,17 +202,11 @@ class StandIn(Device):
     def mark(self) -> Any:
         return time.perf_counter()
 
-    def wait_for(self, mark: Any) -> None:
-        pass
-
     def seconds(self, begin: Any, end: Any) -> float:
         return float(end - begin)
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
-
-    def occupy(self, seconds: float) -> None:
-        pass
 
     def memory_added(self, action: Callable[[], object]) -> Row:
         action()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_device import Device
+from gpu_device import Cuda
 from gpu_peers import load_to_host
 from gpu_setting import Here, Measured
 from harness import (
@@ -59,7 +59,7 @@ class PlainCopies:
     allows: how much of it there is does not change how fast they are.
     """
 
-    def __init__(self, device: Device, state: Any) -> None:
+    def __init__(self, device: Cuda, state: Any) -> None:
         self.device = device
         views = [byte_view(tensor) for tensor in flat_tensors(state).values()]
         there = [view for view in views if view.device == device.device and len(view)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_device import Device
+from gpu_device import Cuda
 from harness import progress
 from rivals.dcp import DcpAsyncStager
 from rivals.fastckpt_save import Fastckpt, FastckptStep
@@ -42,7 +42,7 @@ class DcpPinned(DcpAsyncStager):
         "the GPU is synchronized before the call, for its copies do not wait for the caller's"
     )
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Cuda) -> None:
         self.device = device
 
     def options(self) -> dict[str, bool]:
@@ -93,7 +93,7 @@ class FastckptStepGpu(FastckptGpu):
     fence = "step"
 
 
-def open_peers(device: Device) -> tuple[list[Peer], dict[str, str]]:
+def open_peers(device: Cuda) -> tuple[list[Peer], dict[str, str]]:
     """Start all peers; returns those that run, and for each of the others the reason."""
     candidates: list[Peer] = [
         TorchSaveGpu(),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ceiling import Ceiling
-from gpu_device import Device
+from gpu_device import Cuda
 from gpu_peers import open_peers
 from harness import Line, Row
 from rivals.peer import Peer, State
@@ -44,7 +44,7 @@ class Here:
         failures: what went wrong.
     """
 
-    device: Device
+    device: Cuda
     nbytes: int
     rounds: int
     every: int

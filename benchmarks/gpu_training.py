@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_device import Device
+from gpu_device import Cuda
 from gpu_peers import guard_of, load_to_host
 from gpu_setting import Here, Measured
 from harness import Line, Row, at_most, holds, median_of, middle, number, progress, table, told
@@ -42,7 +42,7 @@ LOST_BAR_PERCENT = 2
 STEP_FENCE = "fastckpt-step"
 
 
-def preset_for(device: Device, nbytes: int) -> Preset:
+def preset_for(device: Cuda, nbytes: int) -> Preset:
     """Return the model whose weights and Adam moments are about `nbytes` bytes."""
     layers, context, batch, head = (24, 1024, 4, HEAD_WIDTH) if device.judged else (2, 32, 2, 8)
     width = math.sqrt(nbytes / BYTES_PER_PARAMETER / (12 * layers))
@@ -58,7 +58,7 @@ class Loop:
         step_s: how long a step is made, at least, by accumulating gradients.
     """
 
-    def __init__(self, device: Device, nbytes: int, step_s: float) -> None:
+    def __init__(self, device: Cuda, nbytes: int, step_s: float) -> None:
         self.device = device
         self.preset = preset_for(device, nbytes)
         torch.manual_seed(0)

@@ -1,13 +1,12 @@
 """One rank of a job that rank_crew.py started: holds a state, saves and restores it, tells times.
 
-Reads calls from stdin and answers on stdout, a JSON line each. Times are seconds since all ranks
-were at the same barrier. It must not know what the times are held against.
+Times are seconds since all ranks were at the same barrier. It must not know what the times are held
+against.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import shutil
 import sys
@@ -16,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -195,21 +195,22 @@ def disk_bytes_read() -> int:
     raise KeyError("read_bytes")
 
 
-def main(port: int, rank: int, size: int) -> None:
+def main(port: int, rank: int, size: int, pipe: int) -> None:
     """Answer calls until there is nobody to ask for more."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # stdout is for the answers alone
     warnings.filterwarnings("ignore")
     member = Rank(port, rank, size)
-    for line in sys.stdin:
-        name, arguments = json.loads(line)
-        try:
-            answer = {"value": getattr(member, name)(**arguments)}
-        except Exception as error:  # told to whoever asked
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+    with Connection(pipe) as connection:
+        while True:
+            try:
+                name, arguments = connection.recv()
+            except EOFError:
+                return
+            try:
+                answer = None, getattr(member, name)(**arguments)
+            except Exception as error:  # told to whoever asked
+                traceback.print_exc()
+                answer = f"{type(error).__name__}: {error}".splitlines()[0], None
+            connection.send(answer)
 
 
 if __name__ == "__main__":
