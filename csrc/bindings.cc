@@ -257,6 +257,17 @@ void bind_polyval(py::module_& m) {
 
 using Seconds = std::chrono::duration<double>;
 
+// Returns a function that waits until a job has reached a stage.
+auto waiting(WriteJob::Stage stage) {
+    return [stage](WriteJob& job, double s) { return job.wait(stage, Seconds(s)); };
+}
+
+// Returns a function that returns a part of a job's report.
+template <typename Part>
+auto reported(Part JobReport::* part) {
+    return [part](WriteJob& job) { return job.report().*part; };
+}
+
 void bind_jobs(py::module_& m) {
     const py::call_guard<WithoutGil> nogil;
     py::class_<TokenBucket, std::shared_ptr<TokenBucket>>(m, "TokenBucket")
@@ -269,21 +280,9 @@ void bind_jobs(py::module_& m) {
             py::arg("bytes_per_s"), py::arg("grain_bytes"));
     py::class_<WriteJob, std::shared_ptr<WriteJob>>(m, "WriteJob",
                                                     py::release_gil_before_calling_cpp_dtor())
-        .def(
-            "wait_queued", [](WriteJob& job, double s) { return job.wait_queued(Seconds(s)); },
-            nogil)
-        .def("pin_error", &WriteJob::pin_error)
-        .def("device_copies",
-             [](WriteJob& job) {
-                 const DeviceCopies copies = job.device_copies();
-                 return py::make_tuple(copies.nbytes, copies.seconds);
-             })
-        .def(
-            "wait_staged", [](WriteJob& job, double s) { return job.wait_staged(Seconds(s)); },
-            nogil)
-        .def(
-            "wait_written", [](WriteJob& job, double s) { return job.wait_written(Seconds(s)); },
-            nogil)
+        .def("wait_queued", waiting(WriteJob::Stage::queued), nogil)
+        .def("wait_staged", waiting(WriteJob::Stage::staged), nogil)
+        .def("wait_written", waiting(WriteJob::Stage::written), nogil)
         .def(
             "write_to",
             [](WriteJob& job, int fd, uint64_t file_offset, std::shared_ptr<Sink> sink, bool direct,
@@ -295,15 +294,21 @@ void bind_jobs(py::module_& m) {
             },
             py::arg("fd"), py::arg("file_offset"), py::arg("sink"), py::arg("direct"),
             py::arg("patience_s") = 0.0, py::arg("bucket") = nullptr, nogil)
-        .def("tokens_waited_s", &WriteJob::tokens_waited_s)
-        .def("memory_waited_s", &WriteJob::memory_waited_s)
-        .def("writes", &WriteJob::writes)
+        .def("nbytes_written", reported(&JobReport::nbytes_written))
+        .def("writes", reported(&JobReport::writes))
+        .def("tokens_waited_s", reported(&JobReport::tokens_waited_s))
+        .def("memory_waited_s", reported(&JobReport::memory_waited_s))
+        .def("blocks_held_max", reported(&JobReport::blocks_held_max))
+        .def("pin_error", reported(&JobReport::pin_error))
+        .def("non_finite", reported(&JobReport::non_finite))
+        .def("device_copies",
+             [](WriteJob& job) {
+                 const DeviceCopies copies = job.report().device_copies;
+                 return py::make_tuple(copies.nbytes, copies.seconds);
+             })
         .def("failure", [](WriteJob& job) { return failure_or_none(job.failure()); })
-        .def("nbytes_written", &WriteJob::nbytes_written)
         .def("block_crcs", &WriteJob::block_crcs)
         .def("slot_crcs", &WriteJob::slot_crcs)
-        .def("non_finite", &WriteJob::non_finite)
-        .def("blocks_held_max", &WriteJob::blocks_held_max)
         .def("cancel", &WriteJob::cancel, nogil)
         .def("give_up", &WriteJob::give_up, nogil)
         .def("standstill", [](WriteJob& job) {
@@ -412,15 +417,11 @@ void bind_engine(py::module_& m) {
                std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
                const py::buffer& numbers, const py::buffer& conversions,
                std::shared_ptr<Cloner> known) {
-                auto segment_rows = rows<Segment>(segments);
-                auto slot_rows = rows<Slot>(slots);
-                auto number_rows = rows<NumberRun>(numbers);
-                auto conversion_rows = rows<Conversion>(conversions);
+                Image image{rows<Segment>(segments), rows<Slot>(slots), std::move(devices),
+                            rows<NumberRun>(numbers), rows<Conversion>(conversions)};
                 WithoutGil release;
-                return engine.stage(std::move(segment_rows), std::move(slot_rows),
-                                    std::move(devices), std::move(gds), std::move(allowance),
-                                    stagers_limit, std::move(number_rows),
-                                    std::move(conversion_rows), std::move(known));
+                return engine.stage(std::move(image), std::move(allowance), stagers_limit,
+                                    std::move(gds), std::move(known));
             },
             py::arg("segments"), py::arg("slots"), py::arg("allowance"), py::arg("stagers_limit"),
             py::arg("devices") = std::vector<DeviceRange>(), py::arg("gds") = nullptr,

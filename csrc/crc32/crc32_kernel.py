@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("crc32_kernel.h")
@@ -76,10 +77,13 @@ class Compiler:
 
 
 def tidied(ptx: str) -> str:
-    """Removes comments and empty lines, indents by spaces, and sets PTX_VERSION."""
+    """Removes comments, sets PTX_VERSION, and fills lines, since nobody reads them."""
     ptx = re.sub(r"//[^\n]*", "", ptx)
-    ptx = re.sub(r"(?m)^\.version \d+\.\d+$", f".version {PTX_VERSION}", ptx.replace(" \n", "\n"))
-    lines = [line.expandtabs(4).rstrip() for line in ptx.splitlines()]
+    ptx = re.sub(r"(?m)^\.version \d+\.\d+ *$", f".version {PTX_VERSION}", ptx)
+    head, body = ptx.split(".visible", 1)
+    lines = [" ".join(line.split()) for line in head.splitlines()]
+    body = " ".join(f".visible{body}".split())
+    lines += textwrap.wrap(body, 100, break_long_words=False, break_on_hyphens=False)
     return "\n".join(line for line in lines if line) + "\n"
 
 

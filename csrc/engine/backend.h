@@ -63,6 +63,12 @@ struct Op {
     std::function<void(Op&)> finished;
 };
 
+struct Failure {
+    Op::Kind kind = Op::Kind::write;
+    uint64_t offset = 0;
+    int error = 0;  // errno, or the driver's code of a copy; 0 means no failure
+};
+
 // Reports the end of an op. It moves the callback out of the op first, which that may free.
 inline void finish(Op& op) {
     const auto finished = std::move(op.finished);

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "engine/backend.h"
-#include "engine/engine.h"
 #include "polyval/polyval.h"
 
 namespace fastckpt {
@@ -24,7 +23,7 @@ using Clone = std::function<int(int target, int source, uint64_t offset, uint64_
 int clone_by_ioctl(int target, int source, uint64_t offset, uint64_t nbytes);
 
 // The comparison of one file with another, block by block, by the hashes of chunks.
-class Cloner final : public Known {
+class Cloner {
   public:
     using Hashes = std::vector<Polyval>;
     // Ranges [begin, end) of an op's bytes, ascending.
@@ -47,11 +46,11 @@ class Cloner final : public Known {
            Hashes old, Clone clone, Transfer read = transfer_by_syscall);
 
     uint64_t nbytes() const { return nbytes_; }
-    size_t chunk_bytes() const override { return chunk_bytes_; }
-    // The CRC-32 of a chunk if the other file has it. Called for the first chunks of a block in
-    // their order.
-    std::optional<uint32_t> crc_if_known(uint64_t offset, const std::byte* bytes,
-                                         size_t nbytes) override;
+    size_t chunk_bytes() const { return chunk_bytes_; }
+    // The CRC-32 of a chunk, given in memory that nobody changes, if the other file has it. Called
+    // for the first chunks of a block in their order. They are not staged then: the op has nothing
+    // at `data` for them, and null if nothing of it was staged.
+    std::optional<uint32_t> crc_if_known(uint64_t offset, const std::byte* bytes, size_t nbytes);
 
     // Clones the chunks of a block that the other file has in the same place, and returns what is
     // left to write, with the padding of a direct op. After the first clone that fails, that is

@@ -8,17 +8,8 @@
 #include <iterator>
 
 #include "check.h"
-#include "engine/write_block.h"
 
 namespace fastckpt {
-
-const DeviceRange* range_of(const std::vector<DeviceRange>& ranges, uint64_t address) {
-    const auto after =
-        std::upper_bound(ranges.begin(), ranges.end(), address,
-                         [](uint64_t at, const DeviceRange& range) { return at < range.begin; });
-    if (after == ranges.begin() || address >= std::prev(after)->end) return nullptr;
-    return &*std::prev(after);
-}
 
 Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
     : stagers_(std::max(1U, stagers)), arena_(arena_bytes, block_bytes) {
@@ -32,18 +23,12 @@ Engine::Engine(size_t arena_bytes, size_t block_bytes, unsigned stagers)
 
 Engine::~Engine() { close(); }
 
-std::shared_ptr<WriteJob> Engine::stage(std::vector<Segment> segments, std::vector<Slot> slots,
-                                        std::vector<DeviceRange> devices,
-                                        std::shared_ptr<GdsStage> gds,
-                                        std::shared_ptr<Allowance> allowance,
-                                        unsigned stagers_limit, std::vector<NumberRun> numbers,
-                                        std::vector<Conversion> conversions,
-                                        std::shared_ptr<Known> known) {
-    CHECK(gds == nullptr || (gds->block_bytes() == block_bytes() && numbers.empty()));
-    std::shared_ptr<WriteJob> job(
-        new WriteJob(*this, std::move(segments), std::move(slots), std::move(devices),
-                     std::move(gds), std::move(allowance), stagers_limit, std::move(numbers),
-                     std::move(conversions), std::move(known)));
+std::shared_ptr<WriteJob> Engine::stage(Image image, std::shared_ptr<Allowance> allowance,
+                                        unsigned stagers_limit, std::shared_ptr<GdsStage> gds,
+                                        std::shared_ptr<Cloner> known) {
+    std::shared_ptr<WriteJob> job(new WriteJob(*this, std::move(image), std::move(gds),
+                                               std::move(allowance), stagers_limit,
+                                               std::move(known)));
     {
         std::lock_guard lock(mu_);
         CHECK(!closing_);
@@ -140,20 +125,31 @@ bool Engine::verify_one(std::unique_lock<std::mutex>& lock) {
 
 bool Engine::copy_one(std::unique_lock<std::mutex>& lock) {
     if (to_copy_.empty()) return false;
-    const Copy copy = to_copy_.front();
+    const Piece piece = to_copy_.front();
     to_copy_.pop_front();
     lock.unlock();
-    std::memcpy(copy.target, copy.source, copy.nbytes);
+    std::memcpy(piece.target, piece.source, piece.nbytes);
     lock.lock();
-    if (--*copy.pieces_left == 0) changed_.notify_all();
+    if (--*piece.left == 0) changed_.notify_all();
     return true;
+}
+
+void Engine::copy(std::unique_lock<std::mutex>& lock, std::byte* target, const std::byte* source,
+                  size_t nbytes) {
+    size_t left = 0;
+    for (size_t at = 0; at < nbytes; at += kPieceBytes, ++left)
+        to_copy_.push_back({target + at, source + at, std::min(kPieceBytes, nbytes - at), &left});
+    if (left > 1) changed_.notify_all();
+    // Pieces of another reader may come first; other threads may copy some of ours.
+    while (left > 0 && copy_one(lock)) {
+    }
+    changed_.wait(lock, [&] { return left == 0; });
 }
 
 bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
     // Jobs with no block left to claim leave the queue, as do those that failed.
-    const auto left = std::remove_if(jobs_.begin(), jobs_.end(), [](const auto& job) {
-        return job->failure_.error != 0 || job->next_claim_ == job->blocks_.size();
-    });
+    const auto left = std::remove_if(jobs_.begin(), jobs_.end(),
+                                     [](const auto& job) { return job->is_claimed(); });
     if (left != jobs_.end()) {
         jobs_.erase(left, jobs_.end());
         changed_.notify_all();  // close() waits for the queue to be empty
@@ -163,38 +159,14 @@ bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
     // The first job that can go on: one whose block belongs in a GPU's memory may find none there
     // while the host has some, or the other way round.
     std::shared_ptr<WriteJob> job;
-    size_t number = GdsStage::kNone;
-    std::byte* memory = nullptr;
-    for (const auto& each : jobs_) {
-        if (!each->wants_stager()) continue;
-        if (each->wants_direct())
-            number = each->gds_->acquire();
-        else
-            memory = arena_.acquire();
-        if (memory != nullptr || number != GdsStage::kNone) {
-            job = each;
-            break;
-        }
-        each->note_no_memory();
-    }
-    if (job == nullptr) return false;
-    ++job->stagers_;
-    const size_t most = memory != nullptr && job->wants_copies() ? batch_blocks(memory) : 1;
-    const auto batch = std::make_shared<WriteJob::Batch>();
-    batch->blocks.push_back(&job->claim(memory, number));
-    while (batch->blocks.size() < most && job->wants_copies() &&
-           (memory = arena_.acquire()) != nullptr)
-        batch->blocks.push_back(&job->claim(memory, GdsStage::kNone));
+    std::shared_ptr<Batch> batch;
+    for (auto each = jobs_.begin(); batch == nullptr && each != jobs_.end(); ++each)
+        batch = (job = *each)->take_batch();
+    if (batch == nullptr) return false;
     lock.unlock();
-    job->gather(*batch);
-    if (!batch->is_arriving()) job->copy(*batch->blocks.front());
+    job->source_.fill(*batch);
     lock.lock();
-    if (batch->is_arriving()) {
-        job->gathered(*batch);
-        arriving_.emplace_back(job, batch);
-    } else {
-        job->copied(*batch->blocks.front());
-    }
+    job->filled(batch);
     changed_.notify_all();
     return true;
 }
@@ -215,14 +187,13 @@ bool Engine::arrive_one(std::unique_lock<std::mutex>& lock, bool wait) {
     const auto [job, batch] = arriving_.front();
     arrival_awaited_ = true;
     lock.unlock();
-    const bool arrived = job->arrived(*batch, wait);
+    const bool arrived = job->source_.has_arrived(*batch, wait);
     lock.lock();
     arrival_awaited_ = false;
     changed_.notify_all();  // another thread may wait for a device while this one does other work
     if (!arrived) return false;
     arriving_.pop_front();
-    job->account(*batch);
-    for (WriteJob::Block* block : batch->blocks) arrived_.emplace_back(job, block);
+    job->arrived(*batch);
     return true;
 }
 
@@ -231,7 +202,7 @@ bool Engine::sum_one(std::unique_lock<std::mutex>& lock) {
     const auto [job, block] = arrived_.front();
     arrived_.pop_front();
     lock.unlock();
-    if (block->device_error == cuda::kSuccess) job->copy(*block);
+    if (block->device_error == cuda::kSuccess) job->source_.sum(*block);
     lock.lock();
     job->copied(*block);
     changed_.notify_all();

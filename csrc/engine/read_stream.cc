@@ -15,7 +15,6 @@ namespace fastckpt {
 
 namespace {
 constexpr uint64_t kDirectAlign = 4096;
-constexpr size_t kPieceBytes = size_t{1} << 20;
 
 // A large target is usually new memory that nobody has touched. Its page faults, not the device,
 // would limit a load, and with huge pages they cost a fraction. This is advice only.
@@ -34,21 +33,17 @@ ReadStream::ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint
     : engine_(engine),
       fd_(fd),
       nbytes_(nbytes),
+      block_count_((nbytes + engine.block_bytes() - 1) / engine.block_bytes()),
       crcs_(std::move(crcs)),
       wanted_(std::move(wanted)),
       direct_(direct),
       window_blocks_(std::max<size_t>(1, window_blocks)),
       gds_(std::move(gds)) {
-    blocks_.resize(wanted_.empty() ? block_count() : wanted_.size());
+    blocks_.resize(wanted_.empty() ? block_count_ : wanted_.size());
     CHECK(fd_ >= 0);
-    CHECK(crcs_.empty() || crcs_.size() == block_count());
+    CHECK(crcs_.empty() || crcs_.size() == block_count_);
     for (size_t place = 0; place < wanted_.size(); ++place)
-        CHECK(wanted_[place] < block_count() &&
-              (place == 0 || wanted_[place - 1] < wanted_[place]));
-}
-
-size_t ReadStream::block_count() const {
-    return (nbytes_ + engine_.block_bytes() - 1) / engine_.block_bytes();
+        CHECK(wanted_[place] < block_count_ && (place == 0 || wanted_[place - 1] < wanted_[place]));
 }
 
 size_t ReadStream::index_at(size_t place) const { return wanted_.empty() ? place : wanted_[place]; }
@@ -273,7 +268,8 @@ bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<Devic
             uint64_t offset = run.offset + i * run.offset_stride;
             const uint64_t end = offset + run.nbytes;
             auto* target = reinterpret_cast<std::byte*>(run.address + i * run.address_stride);
-            if (run.nbytes >= kPieceBytes && device == nullptr) advise_huge(target, run.nbytes);
+            if (run.nbytes >= Engine::kPieceBytes && device == nullptr)
+                advise_huge(target, run.nbytes);
             while (offset < end) {
                 const bool held = block != nullptr && offset >= block->begin &&
                                   offset < block->begin + block->nbytes;
@@ -288,11 +284,11 @@ bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<Devic
                 if (device != nullptr) {
                     const auto address = reinterpret_cast<uint64_t>(target);
                     if (!send(*block, device->queue, address, source, n)) break;
-                } else if (n < kPieceBytes) {
+                } else if (n < Engine::kPieceBytes) {
                     std::memcpy(target, source, n);
                 } else {
                     std::unique_lock lock(engine_.mu_);
-                    copy_out(lock, target, source, n);
+                    engine_.copy(lock, target, source, n);
                 }
                 target += n;
                 offset += n;
@@ -302,23 +298,6 @@ bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<Devic
     }
     if (block != nullptr) depart(*block);
     return devices.empty() || failure().error == 0;
-}
-
-// Copies on this thread and on idle stagers: page faults in memory that is touched for the first
-// time, which take most of the time, then overlap.
-void ReadStream::copy_out(std::unique_lock<std::mutex>& lock, std::byte* target,
-                          const std::byte* source, size_t nbytes) {
-    size_t pieces_left = 0;
-    for (size_t at = 0; at < nbytes; at += kPieceBytes) {
-        ++pieces_left;
-        engine_.to_copy_.push_back(
-            {target + at, source + at, std::min(kPieceBytes, nbytes - at), &pieces_left});
-    }
-    if (pieces_left > 1) engine_.changed_.notify_all();
-    // Pieces of another reader may come first; other threads may copy some of ours.
-    while (pieces_left > 0 && engine_.copy_one(lock)) {
-    }
-    engine_.changed_.wait(lock, [&] { return pieces_left == 0; });
 }
 
 Failure ReadStream::failure() {

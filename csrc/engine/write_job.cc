@@ -1,162 +1,120 @@
-// WriteJob: copies an image's segments into blocks, checksums them in the same pass, and fills in
-// the CRC slots in file order. See engine.h for the contract; it knows no format.
-#include <algorithm>
+// The order of a job's blocks: they wait for memory, are staged, sealed in file order, and written
+// as there are tokens; or given up. See write_job.h for the contract.
+#include "engine/write_job.h"
+
 #include <cerrno>
-#include <cstring>
 #include <utility>
 
 #include "check.h"
-#include "crc32/crc32.h"
-#include "engine/write_block.h"
+#include "engine/engine.h"
 
 namespace fastckpt {
 
 namespace {
 constexpr uint64_t kDirectAlign = 4096;
-constexpr uint64_t kSlotBytes = 4;
-constexpr size_t kConvertedAtOnce = 16 << 10;  // which the first-level cache holds
+
+// Returns the smallest i, up to that of the last WriteCounts, for which 2^i is at least n.
+size_t log2_up(uint64_t n) {
+    size_t i = 0;
+    while (i + 1 < std::tuple_size_v<WriteCounts> && (uint64_t{1} << i) < n) ++i;
+    return i;
+}
+
+Image checked(Image image, uint64_t block_bytes) {
+    image.check(block_bytes);
+    return image;
+}
 }  // namespace
 
-WriteJob::WriteJob(Engine& engine, std::vector<Segment> segments, std::vector<Slot> slots,
-                   std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
+WriteJob::WriteJob(Engine& engine, Image image, std::shared_ptr<GdsStage> gds,
                    std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
-                   std::vector<NumberRun> numbers, std::vector<Conversion> conversions,
-                   std::shared_ptr<Known> known)
+                   std::shared_ptr<Cloner> known)
     : engine_(engine),
-      segments_(std::move(segments)),
-      slots_(std::move(slots)),
-      devices_(std::move(devices)),
+      image_(checked(std::move(image), engine.block_bytes())),
       gds_(std::move(gds)),
       allowance_(std::move(allowance)),
       stagers_limit_(std::max(1U, stagers_limit)),
-      numbers_(std::move(numbers)),
-      conversions_(std::move(conversions)),
-      known_(std::move(known)) {
-    check_plan();
-    check_conversions();
-    nbytes_ = segments_.back().offset + segments_.back().nbytes;
-    check_numbers();
-    CHECK(known_ == nullptr || (slots_.empty() && conversions_.empty() &&
-                                engine_.block_bytes() % known_->chunk_bytes() == 0));
-    non_finite_.assign(numbers_.size(), 0);
-    const size_t block_bytes = engine_.block_bytes();
-    const size_t count = (nbytes_ + block_bytes - 1) / block_bytes;
-    blocks_.resize(count);
-    block_crcs_.resize(count);
-    slot_crcs_.resize(slots_.size());
-    slot_of_segment_.assign(segments_.size(), -1);
-    for (size_t i = 0; i < slots_.size(); ++i) {
-        int64_t& first = slot_of_segment_[slots_[i].segment];
-        CHECK(first < 0 || slots_[i - 1].segment == slots_[i].segment);
-        if (first < 0) first = static_cast<int64_t>(i);
-    }
-    // A segment with a slot is copied and checksummed as it is, so it cannot hold a slot itself.
-    for (const Slot& slot : slots_)
-        CHECK(slot.offset >= nbytes_ || slot_of_segment_[slot.segment + 1] < 0);
-    start_clocks();
+      sums_(image_, (image_.nbytes() + engine.block_bytes() - 1) / engine.block_bytes()),
+      source_(image_, sums_, engine.arena_, engine.queueing_mu_, gds_, std::move(known)) {
+    blocks_.resize(sums_.of_blocks().size());
+    report_.non_finite.assign(image_.numbers.size(), 0);
 }
 
 WriteJob::~WriteJob() { CHECK(blocks_held_ == 0); }
 
-void WriteJob::check_plan() const {
-    CHECK(!segments_.empty());
-    uint64_t expected = 0;
-    for (const Segment& segment : segments_) {
-        CHECK(segment.offset == expected && segment.nbytes > 0 && segment.address != 0);
-        expected += segment.nbytes;
-    }
-    uint64_t slots_end = 0;
-    for (const Slot& slot : slots_) {
-        CHECK(slot.segment < segments_.size() && slot.offset >= slots_end);
-        slots_end = slot.offset + kSlotBytes;
-        if (slot.offset >= expected) continue;  // it lies beyond the image
-        CHECK(slot.segment + 1 < segments_.size());
-        const Segment& holder = segments_[slot.segment + 1];
-        CHECK(slot.offset >= holder.offset && slots_end <= holder.offset + holder.nbytes);
-    }
+bool WriteJob::has_reached(Stage stage) const {
+    if (stagers_ > 0 || !is_claimed()) return false;
+    return stage == Stage::queued ||
+           (arriving_ == 0 && (stage == Stage::staged || blocks_under_way_ == 0));
 }
 
-// No number crosses the end of a block.
-void WriteJob::check_numbers() const {
-    uint64_t end = 0;
-    for (const NumberRun& run : numbers_) {
-        CHECK(run.width > 0 && engine_.block_bytes() % run.width == 0);
-        CHECK(run.begin >= end && run.end > run.begin && run.end <= nbytes_);
-        CHECK(run.begin % run.width == 0 && run.end % run.width == 0);
-        end = run.end;
-    }
-}
-
-void WriteJob::check_conversions() const {
-    for (const Conversion& each : conversions_) {
-        CHECK(&each == conversions_.data() || each.segment > (&each)[-1].segment);
-        CHECK(each.segment < segments_.size() && each.held < kDtypes && each.staged < kDtypes);
-        const auto staged = static_cast<Dtype>(each.staged);
-        CHECK(is_castable(static_cast<Dtype>(each.held), staged));
-        const Segment& segment = segments_[each.segment];
-        CHECK(range_of(devices_, segment.address) == nullptr);
-        const uint64_t width = width_of(staged);
-        CHECK(segment.offset % width == 0 && segment.nbytes % width == 0);
-        CHECK(engine_.block_bytes() % width == 0);
-    }
-    CHECK(conversions_.empty() || slots_.empty());  // what holds a slot is copied as it is
-}
-
-// Returns how a segment is converted; null if it is copied as it is.
-const Conversion* WriteJob::conversion_of(const Segment& segment) const {
-    const auto number = static_cast<uint64_t>(&segment - segments_.data());
-    const auto found = std::lower_bound(
-        conversions_.begin(), conversions_.end(), number,
-        [](const Conversion& each, uint64_t wanted) { return each.segment < wanted; });
-    return found != conversions_.end() && found->segment == number ? &*found : nullptr;
-}
-
-uint64_t WriteJob::block_nbytes(size_t index) const {
-    const uint64_t begin = index * engine_.block_bytes();
-    return std::min<uint64_t>(engine_.block_bytes(), nbytes_ - begin);
-}
-
-bool WriteJob::wants_stager() const {
-    return failure_.error == 0 && next_claim_ < blocks_.size() && stagers_ < stagers_limit_ &&
-           !has_used_allowance();
-}
-
-bool WriteJob::has_used_allowance() const { return allowance_->held_ >= allowance_->blocks_; }
+// ---- Staging ----
 
 // Begins to count the time until claim(), if no thread copies for this job.
 void WriteJob::note_no_memory() {
     if (stagers_ == 0 && !no_memory_since_) no_memory_since_ = Clock::now();
 }
 
-bool WriteJob::queued() const {
-    return stagers_ == 0 && (failure_.error != 0 || next_claim_ == blocks_.size());
+std::shared_ptr<Batch> WriteJob::take_batch() {
+    if (is_claimed() || stagers_ == stagers_limit_ || has_used_allowance()) return nullptr;
+    const auto joins_batch = [this] {
+        return !is_claimed() && source_.is_batched(next_claim_ * engine_.block_bytes());
+    };
+    const bool is_batch = joins_batch();
+    Block* block = claim();
+    if (block == nullptr) {
+        note_no_memory();
+        return nullptr;
+    }
+    ++stagers_;
+    const auto batch = std::make_shared<Batch>();
+    batch->blocks.push_back(block);
+    const size_t most = is_batch ? engine_.batch_blocks(block->memory) : 1;
+    while (batch->blocks.size() < most && !has_used_allowance() && joins_batch() &&
+           (block = claim()) != nullptr)
+        batch->blocks.push_back(block);
+    return batch;
 }
 
-bool WriteJob::sources_released() const { return queued() && arriving_ == 0; }
-
-bool WriteJob::finished() const { return sources_released() && blocks_under_way_ == 0; }
-
-WriteJob::Block& WriteJob::claim(std::byte* memory, size_t direct) {
+// Returns the next block, with memory; null if there is none that it can have.
+Block* WriteJob::claim() {
     auto block = std::make_unique<Block>();
-    block->index = next_claim_++;
+    block->index = next_claim_;
     block->begin = block->index * engine_.block_bytes();
-    block->end = block->begin + block_nbytes(block->index);
-    block->memory = memory;
-    block->direct = direct;
+    block->end = std::min(image_.nbytes(), block->begin + engine_.block_bytes());
+    if (source_.is_direct(block->begin))
+        block->direct = gds_->acquire();
+    else
+        block->memory = engine_.arena_.acquire();
+    if (block->memory == nullptr && !block->is_direct()) return nullptr;
     if (no_memory_since_) memory_waited_ += Clock::now() - *no_memory_since_;
     no_memory_since_.reset();
     ++blocks_under_way_;
     ++blocks_held_;
     allowance_->held_max_ = std::max(allowance_->held_max_, ++allowance_->held_);
-    blocks_[block->index] = std::move(block);
-    return *blocks_[next_claim_ - 1];
+    blocks_[next_claim_] = std::move(block);
+    return blocks_[next_claim_++].get();
+}
+
+void WriteJob::filled(const std::shared_ptr<Batch>& batch) {
+    if (!batch->is_arriving()) return copied(*batch->blocks.front());
+    CHECK(stagers_ > 0);
+    --stagers_;
+    arriving_ += batch->blocks.size();
+    if (report_.pin_error == 0) report_.pin_error = batch->pin_error;
+    engine_.arriving_.emplace_back(shared_from_this(), batch);
+}
+
+void WriteJob::arrived(const Batch& batch) {
+    source_.account(batch);
+    for (Block* block : batch.blocks) engine_.arrived_.emplace_back(shared_from_this(), block);
 }
 
 void WriteJob::copied(Block& block) {
-    block.state = State::copied;
+    block.state = Block::State::copied;
     if (block.device_error != cuda::kSuccess)
         fail({Op::Kind::copy, block.begin, block.device_error});
-    for (const auto& [run, count] : block.non_finite) non_finite_[run] += count;
+    for (const auto& [run, count] : block.non_finite) report_.non_finite[run] += count;
     size_t& under_way = block.is_arriving ? arriving_ : stagers_;
     CHECK(under_way > 0);
     --under_way;
@@ -164,216 +122,130 @@ void WriteJob::copied(Block& block) {
     seal_ready_blocks();
 }
 
-// Copies bytes [begin, end) of the image, which are a segment's, from the host's memory, converted
-// if need be. Returns their CRC-32.
-uint32_t WriteJob::copy_host(std::byte* target, const Segment& segment, uint64_t begin,
-                             uint64_t end, uint32_t crc) const {
-    const auto* source = reinterpret_cast<const std::byte*>(segment.address);
-    const uint64_t first = begin - segment.offset, nbytes = end - begin;
-    const Conversion* const conversion = conversion_of(segment);
-    if (conversion == nullptr) return crc32_copy(target, source + first, nbytes, crc);
-    const auto held = static_cast<Dtype>(conversion->held);
-    const auto staged = static_cast<Dtype>(conversion->staged);
-    const uint64_t wide = width_of(held), narrow = width_of(staged);
-    source += first / narrow * wide;
-    std::byte some[kConvertedAtOnce];
-    for (uint64_t at = 0; at < nbytes; at += sizeof some) {
-        const uint64_t n = std::min<uint64_t>(sizeof some, nbytes - at);
-        cast(held, staged, source + at / narrow * wide, some, n / narrow);
-        crc = crc32_copy(target + at, some, n, crc);
-    }
-    return crc;
-}
-
-// Copies a piece of a block, unless gather() has done so, and returns its CRC-32.
-uint32_t WriteJob::copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end,
-                              uint32_t crc) const {
-    if (block.is_direct()) return direct_crc(block, begin, end - begin);
-    std::byte* target = block.memory + (begin - block.begin);
-    if (block.is_arriving) return crc32(crc, target, end - begin);
-    return copy_host(target, segment, begin, end, crc);
-}
-
-void WriteJob::copy(Block& block) {
-    block.known = pass_known(block);
-    if (!block.is_known()) copy_from(block, block.begin + block.known);
-}
-
-// Looks at a block, chunk by chunk, until one is not known; returns how many bytes that passes. The
-// memory may change meanwhile, so hash, CRC-32 and numbers are all taken of one copy, in the cache.
-uint64_t WriteJob::pass_known(Block& block) const {
-    if (known_ == nullptr || block.is_arriving || block.is_direct()) return 0;
-    std::vector<std::byte> chunk(known_->chunk_bytes());
-    uint64_t at = block.begin;
-    while (at < block.end) {
-        const uint64_t end = std::min<uint64_t>(block.end, at + chunk.size());
-        if (!fetch(at, end, chunk.data())) break;
-        const std::optional<uint32_t> crc = known_->crc_if_known(at, chunk.data(), end - at);
-        if (!crc) break;
-        block.append(*crc, end - at);
-        look_at_numbers(block, chunk.data(), at, end);
-        at = end;
-    }
-    return at - block.begin;
-}
-
-// Copies bytes [begin, end) of the image to `target`; returns false if some lie on a device.
-bool WriteJob::fetch(uint64_t begin, uint64_t end, std::byte* target) const {
-    auto segment = std::upper_bound(segments_.begin(), segments_.end(), begin,
-                                    [](uint64_t at, const Segment& s) { return at < s.offset; });
-    --segment;
-    for (uint64_t at = begin; at < end; ++segment) {
-        if (range_of(devices_, segment->address) != nullptr) return false;
-        const auto* bytes = reinterpret_cast<const std::byte*>(segment->address);
-        const uint64_t nbytes = std::min(end, segment->offset + segment->nbytes) - at;
-        std::memcpy(target + (at - begin), bytes + (at - segment->offset), nbytes);
-        at += nbytes;
-    }
-    return true;
-}
-
-// Copies what a block has from `from` on.
-void WriteJob::copy_from(Block& block, uint64_t from) {
-    auto segment = std::upper_bound(segments_.begin(), segments_.end(), from,
-                                    [](uint64_t at, const Segment& s) { return at < s.offset; });
-    CHECK(segment != segments_.begin());
-    for (--segment; segment != segments_.end() && segment->offset < block.end; ++segment) {
-        const uint64_t segment_end = segment->offset + segment->nbytes;
-        const uint64_t begin = std::max(from, segment->offset);
-        const uint64_t end = std::min(block.end, segment_end);
-        const int64_t slot = slot_of_segment_[static_cast<size_t>(segment - segments_.begin())];
-        if (slot < 0) {
-            copy_header(block, *segment, begin, end);
-            continue;
-        }
-        const uint32_t crc = copy_piece(block, *segment, begin, end, 0);
-        block.append(crc, end - begin);
-        const bool began_earlier = segment->offset < block.begin;
-        const bool goes_on = segment_end > block.end;
-        if (began_earlier) block.head_crc = crc;
-        if (goes_on) block.tail_crc = crc;
-        if (!began_earlier && !goes_on) describe(slot, crc);
-    }
-    if (block.is_direct()) return;  // it has whole pages
-    // A direct write, if one is chosen later, writes whole pages: without what was here before.
-    const uint64_t nbytes = block.end - block.begin;
-    const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
-    std::memset(block.memory + nbytes, 0, padded - nbytes);
-    look_at_numbers(block, block.memory + (from - block.begin), from, block.end);
-}
-
-// Counts the numbers of bytes [first, end) of the image, which are a block's, that are not finite.
-void WriteJob::look_at_numbers(Block& block, const std::byte* bytes, uint64_t first,
-                               uint64_t end) const {
-    auto run = std::upper_bound(numbers_.begin(), numbers_.end(), first,
-                                [](uint64_t at, const NumberRun& r) { return at < r.end; });
-    for (; run != numbers_.end() && run->begin < end; ++run) {
-        const uint64_t begin = std::max(first, run->begin);
-        const uint64_t nbytes = std::min(end, run->end) - begin;
-        const uint64_t count =
-            count_non_finite(bytes + (begin - first), nbytes, run->width, run->mask);
-        if (count > 0) block.non_finite.emplace_back(run - numbers_.begin(), count);
-    }
-}
-
-// Notes the CRC of a segment for all of its slots, given the first one.
-void WriteJob::describe(int64_t slot, uint32_t crc) {
-    const uint64_t segment = slots_[static_cast<size_t>(slot)].segment;
-    for (auto i = static_cast<size_t>(slot); i < slots_.size() && slots_[i].segment == segment; ++i)
-        slot_crcs_[i] = crc;
-}
-
-// Whether a slot of the segment before `index` overlaps [begin, end).
-bool WriteJob::holds_slot(size_t index, uint64_t begin, uint64_t end) const {
-    const int64_t first = index > 0 ? slot_of_segment_[index - 1] : -1;
-    if (first < 0) return false;
-    for (auto i = static_cast<size_t>(first); i < slots_.size(); ++i) {
-        if (slots_[i].segment != index - 1) return false;
-        if (slots_[i].offset < end && slots_[i].offset + kSlotBytes > begin) return true;
-    }
-    return false;
-}
-
-// Copies a piece of a segment that has no slot, and which therefore may hold slots itself.
-void WriteJob::copy_header(Block& block, const Segment& segment, uint64_t begin, uint64_t end) {
-    const auto index = static_cast<size_t>(&segment - segments_.data());
-    if (!holds_slot(index, begin, end)) {
-        block.append(copy_piece(block, segment, begin, end, 0), end - begin);
-        return;
-    }
-    CHECK(!block.is_direct());
-    std::byte* target = block.memory + (begin - block.begin);
-    const auto* source = reinterpret_cast<const std::byte*>(segment.address);
-    if (!block.is_arriving) std::memcpy(target, source + (begin - segment.offset), end - begin);
-    if (segments_[index - 1].offset < block.begin) {
-        CHECK(!block.has_late());
-        block.late_begin = begin;
-        block.late_end = end;
-        return;
-    }
-    patch(block, begin, end);
-    block.append(crc32(0, target, end - begin), end - begin);
-}
-
-// Writes CRCs into the slots, or parts of slots, that lie in [begin, end) of the block.
-void WriteJob::patch(Block& block, uint64_t begin, uint64_t end) const {
-    auto slot =
-        std::lower_bound(slots_.begin(), slots_.end(), begin,
-                         [](const Slot& s, uint64_t at) { return s.offset + kSlotBytes <= at; });
-    for (; slot != slots_.end() && slot->offset < end; ++slot) {
-        const uint32_t crc = slot_crcs_[static_cast<size_t>(slot - slots_.begin())];
-        for (uint64_t i = 0; i < kSlotBytes; ++i) {
-            const uint64_t at = slot->offset + i;
-            if (at >= begin && at < end)
-                block.memory[at - block.begin] = static_cast<std::byte>(crc >> (8 * i));
-        }
-    }
-}
-
-// Completes the CRC of a segment that ends here, then the block's own. Called in file order, under
-// the engine's mutex, since both depend on the blocks before.
-void WriteJob::seal(Block& block) {
-    auto segment = std::upper_bound(segments_.begin(), segments_.end(), block.begin,
-                                    [](uint64_t at, const Segment& s) { return at < s.offset; });
-    --segment;
-    const auto first = static_cast<size_t>(segment - segments_.begin());
-    const uint64_t first_end = segment->offset + segment->nbytes;
-    const bool first_is_open = segment->offset < block.begin && slot_of_segment_[first] >= 0;
-    if (first_is_open) {
-        const uint64_t nbytes = std::min(first_end, block.end) - block.begin;
-        open_segment_crc_ = crc32_combine(open_segment_crc_, block.head_crc, nbytes);
-        if (first_end <= block.end) describe(slot_of_segment_[first], open_segment_crc_);
-    }
-    // If the last segment goes on, it is the open one from here.
-    if (!first_is_open || first_end <= block.end) open_segment_crc_ = block.tail_crc;
-    RunCrc crc = block.before;
-    if (block.has_late()) {
-        patch(block, block.late_begin, block.late_end);
-        const uint64_t nbytes = block.late_end - block.late_begin;
-        crc.append(crc32(0, block.memory + (block.late_begin - block.begin), nbytes), nbytes);
-        if (block.after.nbytes > 0) crc.append(block.after.crc, block.after.nbytes);
-    }
-    CHECK(crc.nbytes == block.end - block.begin);
-    block_crcs_[block.index] = crc.crc;
-    block.state = State::sealed;
-}
-
+// Seals blocks in file order, as far as they are copied.
 void WriteJob::seal_ready_blocks() {
     for (; next_seal_ < blocks_.size(); ++next_seal_) {
         Block* block = blocks_[next_seal_].get();
-        if (block == nullptr || block->state != State::copied) break;
-        if (failure_.error != 0)
-            block->state = State::sealed;
-        else
-            seal(*block);
+        if (block == nullptr || block->state != Block::State::copied) break;
+        if (failure_.error == 0) sums_.seal(*block);
+        block->state = Block::State::sealed;
     }
     submit_ready_blocks();
 }
 
+// ---- Writing ----
+
+void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Sink> sink, bool direct,
+                        std::chrono::nanoseconds patience, std::shared_ptr<TokenBucket> bucket) {
+    std::lock_guard lock(engine_.mu_);
+    CHECK(sink_ == nullptr && sink != nullptr && fd >= 0);
+    CHECK(!direct || file_offset % kDirectAlign == 0);
+    CHECK(bucket == nullptr || bucket->grain_bytes() % kDirectAlign == 0);
+    fd_ = fd;
+    file_offset_ = file_offset;
+    sink_ = engine_.keep(sink);
+    direct_ = direct;
+    patience_.whole = patience;
+    bucket_ = std::move(bucket);
+    submit_ready_blocks();
+    engine_.changed_.notify_all();
+}
+
+// Submits sealed blocks once there is a sink, as far as there are tokens; frees them if the job
+// failed.
+void WriteJob::submit_ready_blocks() {
+    std::optional<Clock::time_point> later;
+    while (next_submit_ < next_seal_ && !later) {
+        Block& block = *blocks_[next_submit_];
+        if (failure_.error != 0) {
+            block.submitted = block.nbytes();
+            ++next_submit_;
+            if (block.parts_under_way == 0) on_written(block);
+            continue;
+        }
+        if (sink_ == nullptr) break;
+        const uint64_t begin = block.submitted;
+        const uint64_t end = part_end(block);
+        if (bucket_ != nullptr) later = bucket_->take(end - begin, Clock::now());
+        if (later) break;
+        block.submitted = end;
+        if (end == block.nbytes()) ++next_submit_;
+        submit(block, begin, end);
+    }
+    note_wait(later);
+}
+
+// Returns where the part of a block that is submitted next ends, counted from the block's begin. A
+// block of device memory is registered and written as a whole.
+uint64_t WriteJob::part_end(const Block& block) const {
+    if (bucket_ == nullptr || block.is_direct()) return block.nbytes();
+    return std::min(block.nbytes(),
+                    block.submitted + std::max(kDirectAlign, bucket_->grain_bytes()));
+}
+
+// Updates the engine's list of jobs that wait for tokens, and how long this one has waited.
+void WriteJob::note_wait(std::optional<Clock::time_point> later) {
+    const auto now = Clock::now();
+    if (tokens_at_) tokens_waited_ += now - waits_since_;
+    waits_since_ = now;
+    const bool listed = tokens_at_.has_value();
+    tokens_at_ = later;
+    if (later.has_value() == listed) return;
+    auto& list = engine_.waiting_for_tokens_;
+    if (later)
+        list.push_back(shared_from_this());
+    else
+        list.erase(std::find_if(list.begin(), list.end(),
+                                [this](const auto& job) { return job.get() == this; }));
+    engine_.changed_.notify_all();  // a thread may have to wait for the tokens, or no longer
+}
+
+void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
+    const uint64_t padded = (end + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
+    Op& part = block.parts.emplace_back();
+    part.kind = Op::Kind::write;
+    part.fd = fd_;
+    part.data = block.is_direct() ? reinterpret_cast<std::byte*>(gds_->address(block.direct))
+                : block.memory == nullptr ? nullptr  // all of it is known
+                                          : block.memory + begin;
+    part.nbytes = (direct_ ? padded : end) - begin;
+    part.offset = file_offset_ + block.begin + begin;
+    part.direct = direct_;
+    part.patience = &patience_;
+    // The op owns the job until it ends, so that a caller may drop the job at any time.
+    part.finished = [self = shared_from_this(), &block, nbytes = end - begin](Op& op) {
+        self->on_part_written(block, nbytes, op);
+    };
+    ++block.parts_under_way;
+    ++engine_.ops_outstanding_;
+    if (++ops_under_way_ == 1) moved_at_ = Clock::now();
+    sink_->submit(&part);
+}
+
+void WriteJob::on_part_written(Block& block, uint64_t nbytes, const Op& op) {
+    std::lock_guard lock(engine_.mu_);
+    CHECK(engine_.ops_outstanding_ > 0 && block.parts_under_way > 0 && ops_under_way_ > 0);
+    --engine_.ops_outstanding_;
+    --block.parts_under_way;
+    --ops_under_way_;
+    moved_at_ = engine_.moved_at_ = Clock::now();
+    if (op.error != 0) {
+        fail({Op::Kind::write, op.offset + op.done, op.error});
+    } else {
+        CHECK(op.done == op.nbytes);
+        report_.nbytes_written += nbytes;
+        ++report_.writes[log2_up(op.nbytes)];
+    }
+    if (failure_.error != 0) submit_ready_blocks();  // gives up what waits for tokens
+    const bool all = block.submitted == block.nbytes() && block.parts_under_way == 0;
+    if (all && block.state == Block::State::sealed) on_written(block);
+    engine_.changed_.notify_all();
+}
+
 void WriteJob::on_written(Block& block) {
-    CHECK(block.state == State::sealed && blocks_under_way_ > 0);
-    if (block.holds_memory()) release(block);
-    block.state = State::written;
+    CHECK(block.state == Block::State::sealed && blocks_under_way_ > 0);
+    if (block.memory != nullptr || block.is_direct()) release(block);
+    block.state = Block::State::written;
     --blocks_under_way_;
 }
 
@@ -392,58 +264,6 @@ void WriteJob::release(Block& block) {
 void WriteJob::fail(const Failure& failure) {
     if (failure_.error == 0) failure_ = failure;
     patience_.end.store(1);  // long ago, since nothing of this job is worth another try
-}
-
-bool WriteJob::wait_queued(std::chrono::duration<double> timeout) {
-    std::unique_lock lock(engine_.mu_);
-    return engine_.changed_.wait_for(lock, timeout, [&] { return queued(); });
-}
-
-int WriteJob::pin_error() {
-    std::lock_guard lock(engine_.mu_);
-    return pin_error_;
-}
-
-bool WriteJob::wait_staged(std::chrono::duration<double> timeout) {
-    std::unique_lock lock(engine_.mu_);
-    return engine_.changed_.wait_for(lock, timeout, [&] { return sources_released(); });
-}
-
-bool WriteJob::wait_written(std::chrono::duration<double> timeout) {
-    std::unique_lock lock(engine_.mu_);
-    return engine_.changed_.wait_for(lock, timeout, [&] { return finished(); });
-}
-
-Failure WriteJob::failure() {
-    std::lock_guard lock(engine_.mu_);
-    return failure_;
-}
-
-uint64_t WriteJob::nbytes_written() {
-    std::lock_guard lock(engine_.mu_);
-    return nbytes_written_;
-}
-
-std::vector<uint32_t> WriteJob::block_crcs() {
-    std::lock_guard lock(engine_.mu_);
-    CHECK(next_seal_ == blocks_.size());
-    return block_crcs_;
-}
-
-std::vector<uint32_t> WriteJob::slot_crcs() {
-    std::lock_guard lock(engine_.mu_);
-    CHECK(next_seal_ == blocks_.size());
-    return slot_crcs_;
-}
-
-std::vector<uint64_t> WriteJob::non_finite() {
-    std::lock_guard lock(engine_.mu_);
-    return non_finite_;
-}
-
-size_t WriteJob::blocks_held_max() {
-    std::lock_guard lock(engine_.mu_);
-    return allowance_->held_max_;
 }
 
 }  // namespace fastckpt

@@ -117,15 +117,16 @@ void write_versions(Random& random) {
     for (int i = 0; i < 3; ++i) {
         auto& version = *versions.emplace_back(std::make_unique<Version>(random, clones_left));
         const auto address = reinterpret_cast<uint64_t>(version.now.data());
-        version.job = engine.stage({{0, version.now.size(), address}}, {}, {}, nullptr,
-                                   std::make_shared<Allowance>(1 + below(random, 3)), 2, {}, {},
+        version.job = engine.stage({{{0, version.now.size(), address}}, {}, {}, {}, {}},
+                                   std::make_shared<Allowance>(1 + below(random, 3)), 2, nullptr,
                                    below(random, 2) == 0 ? version.cloner : nullptr);
         version.job->write_to(version.target.fd(), 0,
                               std::make_shared<CloneSink>(*inner, *hashing, version.cloner), false);
     }
     if (below(random, 4) == 0) versions[0]->job->cancel();
     for (auto& version : versions) {
-        expect(version->job->wait_written(kLongest), "a job ends in time");
+        expect(version->job->wait(fastckpt::WriteJob::Stage::written, kLongest),
+               "a job ends in time");
         const int error = version->job->failure().error;
         expect(error == 0 || error == ENOSPC || error == ECANCELED, "a job fails as its writes do");
         if (error != 0) continue;

@@ -154,18 +154,18 @@ void write_plan(Engine& engine, const std::shared_ptr<Backend>& backend, int fd,
     const size_t held = 1 + below(random, 5);
     const auto threads = static_cast<unsigned>(1 + below(random, 3));
     const auto numbers = random_numbers(random, plan);
-    auto job = engine.stage(plan.segments, plan.slots, {}, nullptr,
-                            std::make_shared<Allowance>(held), threads, numbers);
+    auto job = engine.stage({plan.segments, plan.slots, {}, numbers, {}},
+                            std::make_shared<Allowance>(held), threads);
     std::shared_ptr<fastckpt::TokenBucket> bucket;  // a third of the jobs waits for tokens
     if (below(random, 3) == 0) bucket = std::make_shared<fastckpt::TokenBucket>(4e6, 4096);
     job->write_to(fd, 0, backend, false, {}, bucket);
-    expect(job->wait_staged(kLongest), "a job is staged in time");
+    expect(job->wait(fastckpt::WriteJob::Stage::staged, kLongest), "a job is staged in time");
     expect(job->failure().error == 0, "a job succeeds");
     expect(job->block_crcs() == block_crcs(plan.image), "block checksums are right");
-    expect(job->non_finite() == counts_of(plan.image, numbers), "numbers are counted right");
+    expect(job->report().non_finite == counts_of(plan.image, numbers), "numbers are counted right");
     plan.scribble();
-    expect(job->wait_written(kLongest), "a job is written in time");
-    expect(job->nbytes_written() == plan.image.size(), "all bytes are written");
+    expect(job->wait(fastckpt::WriteJob::Stage::written, kLongest), "a job is written in time");
+    expect(job->report().nbytes_written == plan.image.size(), "all bytes are written");
 }
 
 void read_back(Engine& engine, const std::shared_ptr<Backend>& backend, int fd, Random& random,
@@ -270,17 +270,19 @@ void fail_together(double seconds) {
                     write_plan(engine, sound, file.fd(), random, plan);
                     return;
                 }
-                auto job = engine.stage(plan.segments, plan.slots, {}, nullptr,
+                auto job = engine.stage({plan.segments, plan.slots, {}, {}, {}},
                                         std::make_shared<Allowance>(2), 2);
                 job->write_to(file.fd(), 0, faulty, false);
                 if (number == 1) job->cancel();
                 read_in_vain(engine, faulty, file.fd(), plan.image.size());
-                expect(job->wait_staged(kLongest), "a failed job is staged in time");
+                expect(job->wait(fastckpt::WriteJob::Stage::staged, kLongest),
+                       "a failed job is staged in time");
                 plan.scribble();
-                expect(job->wait_written(kLongest), "a failed job ends in time");
+                expect(job->wait(fastckpt::WriteJob::Stage::written, kLongest),
+                       "a failed job ends in time");
                 const int error = job->failure().error;
                 expect(error == 0 || error == ENOSPC || error == ECANCELED, "the error is ours");
-                expect((job->nbytes_written() == plan.image.size()) == (error == 0),
+                expect((job->report().nbytes_written == plan.image.size()) == (error == 0),
                        "a job succeeds iff everything was written");
                 if (error != 0) ++failed;
             });

@@ -95,13 +95,13 @@ void write_matrix(Dtype stored) {
             std::make_shared<ScatterSink>(*threads, rank.scatterer, std::nullopt, write_some);
         const Segment segment{0, rank.values.size() * sizeof(float),
                               reinterpret_cast<uint64_t>(rank.values.data())};
-        jobs.push_back(engine.stage({segment}, {}, {}, nullptr, allowance, 2));
+        jobs.push_back(engine.stage({{segment}, {}, {}, {}, {}}, allowance, 2));
         jobs.back()->write_to(descriptors.back(), 0, sink, false);
     }
     uint64_t written = 0;
     uint32_t crc = 0;
     for (size_t i = 0; i < kRanks; ++i) {
-        expect(jobs[i]->wait_written(kLongest), "a job ends");
+        expect(jobs[i]->wait(fastckpt::WriteJob::Stage::written, kLongest), "a job ends");
         expect(jobs[i]->failure().error == 0, "a job succeeds");
         ::close(descriptors[i]);
         written += ranks[i].scatterer->written().nbytes;

@@ -1,12 +1,17 @@
-// A block on its way through a WriteJob. Only the files that implement the job include this.
+// A block on its way through a job, and the batch that it is staged in. They must not know who
+// fills them, or where they go.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <deque>
 #include <utility>
 #include <vector>
 
 #include "crc32/crc32.h"
-#include "engine/engine.h"
+#include "engine/backend.h"
+#include "gds/gds_stage.h"
+#include "gpu/device_queue.h"
 
 namespace fastckpt {
 
@@ -21,30 +26,9 @@ struct RunCrc {
     }
 };
 
-// The copies of one device into a batch's blocks, between two marks in the device's queue.
-struct WriteJob::Arrival {
-    DeviceQueue* queue = nullptr;
-    DeviceQueue::Mark begin;
-    DeviceQueue::Mark end;  // null if the device refused it
-    uint64_t nbytes = 0;
-    double begin_s = 0, end_s = 0;  // by the device's clock, since the job's first mark
-    std::vector<DeviceQueue::CopyToHost> copies;  // until they are queued
-};
-
-// Consecutive blocks that one stager takes. What comes from devices is queued, and arrives, at
-// once.
-struct WriteJob::Batch {
-    std::vector<Block*> blocks;
-    std::vector<Arrival> arrivals;
-    cuda::Result device_error = cuda::kSuccess;
-    int pin_error = 0;
-
-    bool is_arriving() const { return !arrivals.empty() || device_error != cuda::kSuccess; }
-};
-
-// A block's stages: claimed (memory taken), copied by a stager, sealed in file order, written,
-// released.
-struct WriteJob::Block {
+// A block waits, is copied, sealed in file order, and written.
+struct Block {
+    enum class State : uint8_t { waiting, copied, sealed, written };
     size_t index = 0;
     uint64_t begin = 0;  // image bytes [begin, end)
     uint64_t end = 0;
@@ -52,7 +36,7 @@ struct WriteJob::Block {
     size_t direct = GdsStage::kNone;  // the number of a block of device memory
     size_t words_used = 0;            // of its checksums on the device
     State state = State::waiting;
-    uint64_t known = 0;  // so many bytes at its begin are not in its memory, since Known has them
+    uint64_t known = 0;  // so many bytes at its begin are not in its memory: the other file's
     // The block's bytes are before ++ [late_begin, late_end) ++ after. The late ones hold slots of
     // the segment that was open when the block began, whose CRC is known only when the blocks
     // before this one are sealed.
@@ -70,13 +54,34 @@ struct WriteJob::Block {
 
     std::vector<std::pair<size_t, uint64_t>> non_finite;  // of which run how many
 
-    bool is_known() const { return known == end - begin; }
-    bool holds_memory() const { return memory != nullptr || is_direct(); }
+    uint64_t nbytes() const { return end - begin; }
+    // The memory of a byte of the image.
+    std::byte* at(uint64_t offset) const { return memory + (offset - begin); }
+    bool is_known() const { return known == nbytes(); }
     bool is_direct() const { return direct != GdsStage::kNone; }
     bool has_late() const { return late_end != 0; }
-    void append(uint32_t crc, uint64_t nbytes) {
-        (has_late() ? after : before).append(crc, nbytes);
-    }
+    void append(uint32_t crc, uint64_t n) { (has_late() ? after : before).append(crc, n); }
+};
+
+// The copies of one device into a batch's blocks, between two marks in the device's queue.
+struct Arrival {
+    DeviceQueue* queue = nullptr;
+    DeviceQueue::Mark begin;
+    DeviceQueue::Mark end;  // null if the device refused it
+    uint64_t nbytes = 0;
+    double begin_s = 0, end_s = 0;  // by the device's clock, since the job's first mark
+    std::vector<DeviceQueue::CopyToHost> copies;  // until they are queued
+};
+
+// Consecutive blocks that one stager takes. What comes from devices is queued, and arrives, at
+// once.
+struct Batch {
+    std::vector<Block*> blocks;
+    std::vector<Arrival> arrivals;
+    cuda::Result device_error = cuda::kSuccess;
+    int pin_error = 0;
+
+    bool is_arriving() const { return !arrivals.empty() || device_error != cuda::kSuccess; }
 };
 
 }  // namespace fastckpt

@@ -1,0 +1,111 @@
+// A file on its way to memory: a window of verified blocks that moves over those which its reader
+// wants. It knows no format.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "engine/backend.h"
+#include "engine/image.h"
+#include "gds/gds_stage.h"
+#include "gpu/device_queue.h"
+
+namespace fastckpt {
+
+class Engine;
+
+// `count` runs of nbytes each in a file, a stride apart, and their addresses, also a stride apart.
+struct Run {
+    uint64_t offset;
+    uint64_t address;
+    uint64_t nbytes;
+    uint64_t count;
+    uint64_t offset_stride;
+    uint64_t address_stride;
+};
+
+// For one reader at a time. Made by Engine::read. Reading after close() throws
+// std::invalid_argument.
+class ReadStream {
+  public:
+    ~ReadStream();
+    // Waits for the blocks and copies [offset, offset + nbytes) to target; false on failure() or
+    // corrupt_block(). The window stays full ahead of a reader in file order; reading elsewhere
+    // moves it.
+    bool read(std::byte* target, uint64_t offset, uint64_t nbytes);
+    // Copies runs, which lie in wanted blocks, best in file order. `devices`, ascending, says which
+    // addresses are devices': bytes for them have arrived when arrive() or close() returns. False
+    // as above.
+    bool read_runs(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices = {});
+    // Waits for bytes on their way to devices. False on failure().
+    bool arrive();
+    Failure failure();
+    // After read() returned false with failure().error == 0: the first block whose checksum is
+    // wrong.
+    int64_t corrupt_block();
+    // Bytes of the file that were read or are being read.
+    uint64_t nbytes_read();
+    // Tells that one reader uses both streams, one at a time, until either is closed: while it
+    // waits for memory, the other stream gives its own back and reads those blocks again later.
+    void beside(ReadStream& other);
+    void close();
+
+  private:
+    friend class Engine;
+    struct Block;
+    ReadStream(Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,
+               std::vector<uint32_t> wanted, bool direct, size_t window_blocks,
+               std::shared_ptr<GdsStage> gds);
+    size_t index_at(size_t place) const;
+    size_t place_of(size_t index) const;
+    void check_open() const;
+    Block* pin(std::unique_lock<std::mutex>& lock, uint64_t offset);
+    bool send(Block& block, const std::shared_ptr<DeviceQueue>& queue, uint64_t target,
+              const std::byte* source, uint64_t nbytes);
+    void depart(Block& block);
+    bool reclaim(std::unique_lock<std::mutex>& lock, bool wait);
+    void note(uint64_t offset, cuda::Result result);
+    void fail(uint64_t offset, cuda::Result result);
+    void move_window(size_t first);
+    void drop(size_t place);
+    std::byte* acquire();
+    void release(std::byte* memory);
+    bool drop_last_ready();
+    bool give_way(std::unique_lock<std::mutex>& lock);
+    void fill_window();
+    void on_read(Block& block);
+    void verify(Block& block);
+    void verify_direct(Block& block);
+    void settle(Block& block);
+
+    Engine& engine_;
+    const int fd_;
+    const uint64_t nbytes_;
+    const size_t block_count_;
+    const std::vector<uint32_t> crcs_;    // of all blocks of the file; empty: nothing is verified
+    const std::vector<uint32_t> wanted_;  // blocks to read, ascending; empty: all
+    std::shared_ptr<Sink> sink_;          // reset by close()
+    const bool direct_;
+    const size_t window_blocks_;
+    std::shared_ptr<GdsStage> gds_;  // null: blocks are the arena's; reset by close()
+
+    // State below is protected by the engine's mutex.
+    // By place, which is the block's number among the wanted ones; null outside the window.
+    std::vector<std::unique_ptr<Block>> blocks_;
+    size_t window_first_ = 0;  // a place
+    uint64_t nbytes_read_ = 0;
+    size_t held_ = 0;         // blocks
+    size_t outstanding_ = 0;  // held blocks in transfer or being verified
+    struct Departing;
+    std::deque<Departing> departing_;  // held blocks that devices read, in the order of their marks
+    std::vector<ReadStream*> beside_;  // streams of the same reader
+    bool closed_ = false;
+    Failure failure_;
+    int64_t corrupt_block_ = -1;
+};
+
+}  // namespace fastckpt
