@@ -3,6 +3,8 @@
 
 PYTHON ?= python3
 CXX ?= g++
+# Checks which lock protects what (csrc/mutex.h), where it is installed.
+CLANG ?= clang++
 # Any requirement pip understands. Where pip's indexes offer a CPU build of this version (a local
 # version such as 2.13.0+cpu) pip prefers it; PIP_EXTRA_INDEX_URL names such an index.
 TORCH ?= torch==2.13.0
@@ -81,6 +83,12 @@ check: build $(WERROR)  ## formatting, lint, types, and the build without warnin
 		|| { cat build/stubtest.log; exit 1; }
 	@echo "== check: clang-format"
 	@$(BIN)/clang-format --dry-run -Werror $(CORE) $(HEADERS) $(NATIVE)
+	@echo "== check: locks, by $(CLANG)"
+	@command -v $(CLANG) >/dev/null || { echo "   not checked: there is no $(CLANG)"; exit 0; }; \
+	for source in $(NATIVE_CORE); do \
+		$(CLANG) -fsyntax-only -std=c++17 -Icsrc -Wthread-safety -Werror=thread-safety \
+			-DFASTCKPT_WITH_URING=$(if $(wildcard /usr/include/liburing.h),1,0) $$source || exit 1; \
+	done
 
 docs: $(SITE)  ## build the documentation as a site, build/site
 	@PYTHONPATH=. build/docs-venv/bin/mkdocs build --strict --quiet

@@ -170,7 +170,7 @@ cuda::Result Crc32Gpu::launch(const Range* ranges, size_t count, size_t words, u
     }
     CHECK(chunk == words);
     void* parameters[] = {&work};
-    const std::lock_guard lock(mu_);
+    const Lock lock(mu_);
     const cuda::Result result = queue_->launch(function_, chunk, kernel::kThreads, parameters);
     if (result != cuda::kSuccess) return result;
     return queue_->copy_to_host(reinterpret_cast<std::byte*>(target), states_.address(),

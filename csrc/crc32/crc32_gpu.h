@@ -5,10 +5,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 
 #include "gpu/device_memory.h"
 #include "gpu/device_queue.h"
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -48,7 +48,7 @@ class Crc32Gpu {
     cuda::Function function_ = nullptr;
     DeviceMemory tables_;
     DeviceMemory states_;  // one launch's; by stream order the next comes after they were copied
-    std::mutex mu_;        // held over a launch and its copy
+    Mutex mu_;             // held over a launch and its copy
 };
 
 }  // namespace fastckpt

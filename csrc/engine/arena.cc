@@ -91,14 +91,14 @@ bool Arena::in_one_part(const std::byte* one, const std::byte* other) const {
 }
 
 bool Arena::needs_pin(const std::byte* block) {
-    const std::lock_guard lock(pin_mu_);
+    const Lock lock(pin_mu_);
     return pin_error_ == 0 && pins_[part_of(block)] != Pin::done;
 }
 
 int Arena::pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner) {
     const size_t part = part_of(block);
-    std::unique_lock lock(pin_mu_);
-    pin_ended_.wait(lock, [&] { return pins_[part] != Pin::under_way; });
+    Lock lock(pin_mu_);
+    pin_ended_.wait(lock, [&]() REQUIRES(pin_mu_) { return pins_[part] != Pin::under_way; });
     if (pins_[part] == Pin::done || pin_error_ != 0) return pin_error_;
     pins_[part] = Pin::under_way;
     const size_t first = part * kPinnedBlocks;
@@ -128,9 +128,10 @@ int Arena::pin(size_t begin, size_t end, const std::shared_ptr<Pinner>& pinner) 
 }
 
 void Arena::unpin() {
-    std::unique_lock lock(pin_mu_);
-    pin_ended_.wait(
-        lock, [&] { return std::find(pins_.begin(), pins_.end(), Pin::under_way) == pins_.end(); });
+    Lock lock(pin_mu_);
+    pin_ended_.wait(lock, [&]() REQUIRES(pin_mu_) {
+        return std::find(pins_.begin(), pins_.end(), Pin::under_way) == pins_.end();
+    });
     for (size_t part = 0; part < pins_.size(); ++part)
         if (pins_[part] == Pin::done) pinner_->unpin(base_ + part * kPinnedBlocks * block_bytes_);
     pins_.assign(pins_.size(), Pin::none);

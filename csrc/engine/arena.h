@@ -6,8 +6,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <vector>
+
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -70,13 +71,12 @@ class Arena {
     std::vector<std::byte*> free_;  // a heap, the lowest address first
     size_t in_use_max_ = 0;
 
-    std::mutex pin_mu_;
-    // State below is protected by pin_mu_.
+    Mutex pin_mu_;
     enum class Pin : uint8_t { none, under_way, done };
     std::condition_variable pin_ended_;
-    std::shared_ptr<Pinner> pinner_;
-    std::vector<Pin> pins_;  // by part
-    int pin_error_ = 0;
+    std::shared_ptr<Pinner> pinner_ GUARDED_BY(pin_mu_);
+    std::vector<Pin> pins_ GUARDED_BY(pin_mu_);  // by part
+    int pin_error_ GUARDED_BY(pin_mu_) = 0;
 };
 
 }  // namespace fastckpt

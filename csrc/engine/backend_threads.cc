@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "engine/backend.h"
+#include "mutex.h"
 
 #ifndef RWF_DONTCACHE
 #define RWF_DONTCACHE 0x00000080  // include/uapi/linux/fs.h, Linux 6.14
@@ -90,7 +91,7 @@ class ThreadsBackend final : public Backend {
 
     void submit(Op* op) override {
         {
-            std::lock_guard lock(mu_);
+            const Lock lock(mu_);
             CHECK(!closing_);
             queue_.push_back(op);
         }
@@ -100,7 +101,7 @@ class ThreadsBackend final : public Backend {
     void withdraw(const Patience* job) override {
         std::vector<Op*> withdrawn;
         {
-            std::lock_guard lock(mu_);
+            const Lock lock(mu_);
             for (auto it = later_.begin(); it != later_.end();)
                 if (it->second->patience == job) {
                     withdrawn.push_back(it->second);
@@ -122,7 +123,7 @@ class ThreadsBackend final : public Backend {
 
     void close() override {
         {
-            std::lock_guard lock(mu_);
+            const Lock lock(mu_);
             if (closing_) return;
             closing_ = true;
         }
@@ -141,7 +142,7 @@ class ThreadsBackend final : public Backend {
             const Again again = sink ? sink->handle(*op) : handle_by(*op, transfer_);
             if (!again) continue;
             {
-                std::lock_guard lock(mu_);
+                const Lock lock(mu_);
                 later_.emplace(*again, op);
             }
             wake_.notify_one();  // a thread that waits for longer than this
@@ -150,7 +151,7 @@ class ThreadsBackend final : public Backend {
 
     // Waits for an op; null when close() was called and nothing is left to do.
     Op* next() {
-        std::unique_lock lock(mu_);
+        Lock lock(mu_);
         for (;;) {
             if (!later_.empty() && is_due(later_.begin()->first)) {
                 Op* const op = later_.begin()->second;
@@ -174,12 +175,11 @@ class ThreadsBackend final : public Backend {
     const Transfer transfer_;
     const int niceness_;
     std::vector<std::thread> threads_;
-    std::mutex mu_;
-    // State below is protected by mu_.
+    Mutex mu_;
     std::condition_variable wake_;
-    std::deque<Op*> queue_;
-    std::multimap<std::chrono::steady_clock::time_point, Op*> later_;
-    bool closing_ = false;
+    std::deque<Op*> queue_ GUARDED_BY(mu_);
+    std::multimap<std::chrono::steady_clock::time_point, Op*> later_ GUARDED_BY(mu_);
+    bool closing_ GUARDED_BY(mu_) = false;
 };
 
 class CallbackSink final : public FileSink {

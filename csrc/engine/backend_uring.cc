@@ -15,6 +15,7 @@
 #include <map>
 
 #include "check.h"
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -39,7 +40,7 @@ class UringBackend final : public Backend {
         wake_fd_ = eventfd(0, EFD_CLOEXEC);
         if (wake_fd_ < 0)
             throw BackendUnavailable(std::string("eventfd failed with ") + std::strerror(errno));
-        std::unique_lock lock(mu_);
+        Lock lock(mu_);
         try {
             thread_ = std::thread([this] { run(); });
         } catch (...) {  // it could not be started
@@ -47,7 +48,7 @@ class UringBackend final : public Backend {
             throw;
         }
         // The ring's own thread sets it up: IORING_SETUP_SINGLE_ISSUER binds a ring to its creator.
-        ready_.wait(lock, [&] { return setup_done_; });
+        ready_.wait(lock, [&]() REQUIRES(mu_) { return setup_done_; });
         if (setup_error_ != 0) {
             lock.unlock();
             thread_.join();
@@ -59,7 +60,7 @@ class UringBackend final : public Backend {
 
     void submit(Op* op) override {
         {
-            std::lock_guard lock(mu_);
+            const Lock lock(mu_);
             CHECK(!closing_);
             queue_.push_back(op);
         }
@@ -69,7 +70,7 @@ class UringBackend final : public Backend {
     void withdraw(const Patience* job) override {
         std::vector<Op*> withdrawn;
         {
-            std::lock_guard lock(mu_);
+            const Lock lock(mu_);
             if (closing_) return;  // nothing is left that the caller could wait for
             const auto left = std::stable_partition(
                 queue_.begin(), queue_.end(), [&](const Op* op) { return op->patience != job; });
@@ -83,7 +84,7 @@ class UringBackend final : public Backend {
 
     void close() override {
         {
-            std::lock_guard lock(mu_);
+            const Lock lock(mu_);
             if (closing_) return;
             closing_ = true;
         }
@@ -190,7 +191,7 @@ class UringBackend final : public Backend {
     void run() {
         const int error = setup();
         {
-            std::lock_guard lock(mu_);
+            const Lock lock(mu_);
             setup_error_ = error;
             setup_done_ = true;
         }
@@ -253,11 +254,11 @@ class UringBackend final : public Backend {
                 later_.erase(later_.begin());
                 return op;
             }
-            std::unique_lock lock(mu_);
+            Lock lock(mu_);
             withdrawn_.clear();  // each ends with its next attempt
             const bool idle = in_flight_.empty() && later_.empty();
             if (idle)
-                ready_.wait(lock, [this] { return closing_ || !queue_.empty(); });
+                ready_.wait(lock, [this]() REQUIRES(mu_) { return closing_ || !queue_.empty(); });
             else if (queue_.empty())
                 ready_.wait_for(lock, kReapPause);
             if (!queue_.empty()) {
@@ -275,7 +276,7 @@ class UringBackend final : public Backend {
         for (; in_flight_.size() < depth_ && !later_.empty() && is_due(later_.begin()->first);
              later_.erase(later_.begin()))
             arm(later_.begin()->second);
-        std::unique_lock lock(mu_);
+        Lock lock(mu_);
         // First, since another job may have the address of one that is gone by then.
         for (std::vector<const Patience*> jobs; !withdrawn_.empty(); jobs.clear()) {
             jobs.swap(withdrawn_);
@@ -319,15 +320,16 @@ class UringBackend final : public Backend {
     std::multimap<std::chrono::steady_clock::time_point, Op*> later_;
     std::deque<Op*> unsubmitted_;  // on the ring, but not taken by the kernel; null: no op's
 
-    std::mutex mu_;
-    // State below is protected by mu_.
+    const char* setup_call_ = "io_uring_setup";  // written before setup_done_
+
+    Mutex mu_;
     std::condition_variable ready_;
-    std::deque<Op*> queue_;
-    std::vector<const Patience*> withdrawn_;  // its address is the data of cancellations
-    bool setup_done_ = false;
-    const char* setup_call_ = "io_uring_setup";
-    int setup_error_ = 0;
-    bool closing_ = false;
+    std::deque<Op*> queue_ GUARDED_BY(mu_);
+    std::vector<const Patience*> withdrawn_
+        GUARDED_BY(mu_);  // its address is the data of cancellations
+    bool setup_done_ GUARDED_BY(mu_) = false;
+    int setup_error_ GUARDED_BY(mu_) = 0;
+    bool closing_ GUARDED_BY(mu_) = false;
 };
 
 }  // namespace

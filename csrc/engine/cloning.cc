@@ -13,6 +13,7 @@
 
 #include "check.h"
 #include "crc32/crc32.h"
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -145,7 +146,7 @@ bool Cloner::clone(int fd, uint64_t offset, uint64_t nbytes) {
     if (refusal().first != 0) return false;
     const int error = clone_(fd, other_, offset, nbytes);
     if (error == 0) return true;
-    std::lock_guard lock(mu_);
+    const Lock lock(mu_);
     if (refusal_.first == 0) refusal_ = {error, offset};
     return false;
 }
@@ -161,18 +162,18 @@ bool Cloner::fetch(uint64_t offset, std::byte* bytes, size_t nbytes) {
     while (const Again again = carry_out(op, read_)) std::this_thread::sleep_until(*again);
     const bool is_whole = op.error == 0 && op.done == nbytes;
     if (is_whole && polyval(key_, bytes, nbytes) == old_[offset / chunk_bytes_]) return true;
-    std::lock_guard lock(mu_);
+    const Lock lock(mu_);
     if (!loss_) loss_ = {op.error, offset};
     return false;
 }
 
 std::optional<Cloner::Loss> Cloner::loss() const {
-    std::lock_guard lock(mu_);
+    const Lock lock(mu_);
     return loss_;
 }
 
 std::pair<int, uint64_t> Cloner::refusal() const {
-    std::lock_guard lock(mu_);
+    const Lock lock(mu_);
     return refusal_;
 }
 
@@ -181,7 +182,7 @@ struct CloneSink::Divided {
     Divided(Op& op, size_t count) : whole(op), parts(count), left(count) {}
     void on_part_written(const Op& part);
 
-    std::mutex mu;
+    Mutex mu;
     // State below is protected by mu until `whole` is finished.
     Op& whole;
     std::vector<Op> parts;
@@ -260,7 +261,7 @@ void CloneSink::divide(Op& whole, const Cloner::Ranges& ranges) {
 void CloneSink::Divided::on_part_written(const Op& part) {
     CHECK(part.error != 0 || part.done == part.nbytes);
     {
-        std::lock_guard lock(mu);
+        const Lock lock(mu);
         if (part.error != 0 && whole.error == 0) {
             whole.error = part.error;
             whole.done = part.offset + part.done - whole.offset;

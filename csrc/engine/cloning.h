@@ -8,12 +8,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "engine/backend.h"
+#include "mutex.h"
 #include "polyval/polyval.h"
 
 namespace fastckpt {
@@ -90,10 +90,9 @@ class Cloner {
     std::vector<size_t> unstaged_;  // chunks at the begin of each block
     std::vector<uint64_t> cloned_;
     std::vector<uint64_t> taken_;
-    mutable std::mutex mu_;
-    // State below is protected by mu_.
-    std::pair<int, uint64_t> refusal_{0, 0};
-    std::optional<Loss> loss_;
+    mutable Mutex mu_;
+    std::pair<int, uint64_t> refusal_ GUARDED_BY(mu_){0, 0};
+    std::optional<Loss> loss_ GUARDED_BY(mu_);
 };
 
 // Has a cloner see each write to a file, and passes what that leaves on to a backend.

@@ -30,7 +30,7 @@ std::shared_ptr<WriteJob> Engine::stage(Image image, std::shared_ptr<Allowance> 
                                                std::move(allowance), stagers_limit,
                                                std::move(known)));
     {
-        std::lock_guard lock(mu_);
+        const EngineLock lock(mu_);
         CHECK(!closing_);
         // A job of one block is the end of a file, or its samples: someone waits for it, and the
         // others lose little.
@@ -51,7 +51,7 @@ std::shared_ptr<ReadStream> Engine::read(int fd, uint64_t nbytes, std::vector<ui
     std::shared_ptr<ReadStream> stream(new ReadStream(*this, fd, nbytes, std::move(crcs),
                                                       std::move(wanted), direct, window_blocks,
                                                       std::move(gds)));
-    std::lock_guard lock(mu_);
+    const EngineLock lock(mu_);
     CHECK(!closing_ && sink != nullptr);
     stream->sink_ = keep(sink);
     ++streams_open_;
@@ -76,7 +76,7 @@ std::shared_ptr<Sink> Engine::keep(const std::shared_ptr<Sink>& sink) {
 }
 
 void Engine::run() {
-    std::unique_lock lock(mu_);
+    EngineLock lock(mu_);
     for (;;) {
         submit_due();
         if (verify_one(lock) || copy_one(lock) || sum_one(lock) || arrive_one(lock, false) ||
@@ -89,7 +89,7 @@ void Engine::run() {
 
 // Waits for something to do. One of the waiting threads also submits the blocks that wait for
 // tokens when these are due.
-void Engine::rest(std::unique_lock<std::mutex>& lock) {
+void Engine::rest(EngineLock& lock) {
     if (waiting_for_tokens_.empty() || clock_minded_) return changed_.wait(lock);
     auto first = Clock::time_point::max();
     for (const auto& job : waiting_for_tokens_) first = std::min(first, *job->tokens_at_);
@@ -111,31 +111,32 @@ void Engine::submit_due() {
         if (job->tokens_at_ && *job->tokens_at_ <= now) job->submit_ready_blocks();
 }
 
-bool Engine::verify_one(std::unique_lock<std::mutex>& lock) {
+bool Engine::verify_one(EngineLock& lock) {
     if (to_verify_.empty()) return false;
     auto [stream, block] = to_verify_.front();
     to_verify_.pop_front();
-    lock.unlock();
-    stream->verify(*block);
-    lock.lock();
+    {
+        const EngineUnlock unlocked(lock);
+        stream->verify(*block);
+    }
     stream->settle(*block);
     changed_.notify_all();
     return true;
 }
 
-bool Engine::copy_one(std::unique_lock<std::mutex>& lock) {
+bool Engine::copy_one(EngineLock& lock) {
     if (to_copy_.empty()) return false;
     const Piece piece = to_copy_.front();
     to_copy_.pop_front();
-    lock.unlock();
-    std::memcpy(piece.target, piece.source, piece.nbytes);
-    lock.lock();
+    {
+        const EngineUnlock unlocked(lock);
+        std::memcpy(piece.target, piece.source, piece.nbytes);
+    }
     if (--*piece.left == 0) changed_.notify_all();
     return true;
 }
 
-void Engine::copy(std::unique_lock<std::mutex>& lock, std::byte* target, const std::byte* source,
-                  size_t nbytes) {
+void Engine::copy(EngineLock& lock, std::byte* target, const std::byte* source, size_t nbytes) {
     size_t left = 0;
     for (size_t at = 0; at < nbytes; at += kPieceBytes, ++left)
         to_copy_.push_back({target + at, source + at, std::min(kPieceBytes, nbytes - at), &left});
@@ -146,10 +147,11 @@ void Engine::copy(std::unique_lock<std::mutex>& lock, std::byte* target, const s
     changed_.wait(lock, [&] { return left == 0; });
 }
 
-bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
+bool Engine::stage_one(EngineLock& lock) {
     // Jobs with no block left to claim leave the queue, as do those that failed.
-    const auto left = std::remove_if(jobs_.begin(), jobs_.end(),
-                                     [](const auto& job) { return job->is_claimed(); });
+    const auto left =
+        std::remove_if(jobs_.begin(), jobs_.end(),
+                       [](const auto& job) REQUIRES(engine_state) { return job->is_claimed(); });
     if (left != jobs_.end()) {
         jobs_.erase(left, jobs_.end());
         changed_.notify_all();  // close() waits for the queue to be empty
@@ -163,9 +165,10 @@ bool Engine::stage_one(std::unique_lock<std::mutex>& lock) {
     for (auto each = jobs_.begin(); batch == nullptr && each != jobs_.end(); ++each)
         batch = (job = *each)->take_batch();
     if (batch == nullptr) return false;
-    lock.unlock();
-    job->source_.fill(*batch);
-    lock.lock();
+    {
+        const EngineUnlock unlocked(lock);
+        job->source_.fill(*batch);
+    }
     job->filled(batch);
     changed_.notify_all();
     return true;
@@ -182,13 +185,15 @@ size_t Engine::batch_blocks(const std::byte* first) {
     return arena_.needs_pin(first) ? std::max(blocks, Arena::kPinnedBlocks) : blocks;
 }
 
-bool Engine::arrive_one(std::unique_lock<std::mutex>& lock, bool wait) {
+bool Engine::arrive_one(EngineLock& lock, bool wait) {
     if (arriving_.empty() || arrival_awaited_) return false;
     const auto [job, batch] = arriving_.front();
     arrival_awaited_ = true;
-    lock.unlock();
-    const bool arrived = job->source_.has_arrived(*batch, wait);
-    lock.lock();
+    bool arrived = false;
+    {
+        const EngineUnlock unlocked(lock);
+        arrived = job->source_.has_arrived(*batch, wait);
+    }
     arrival_awaited_ = false;
     changed_.notify_all();  // another thread may wait for a device while this one does other work
     if (!arrived) return false;
@@ -197,33 +202,34 @@ bool Engine::arrive_one(std::unique_lock<std::mutex>& lock, bool wait) {
     return true;
 }
 
-bool Engine::sum_one(std::unique_lock<std::mutex>& lock) {
+bool Engine::sum_one(EngineLock& lock) {
     if (arrived_.empty()) return false;
     const auto [job, block] = arrived_.front();
     arrived_.pop_front();
-    lock.unlock();
-    if (block->device_error == cuda::kSuccess) job->source_.sum(*block);
-    lock.lock();
+    {
+        const EngineUnlock unlocked(lock);
+        if (block->device_error == cuda::kSuccess) job->source_.sum(*block);
+    }
     job->copied(*block);
     changed_.notify_all();
     return true;
 }
 
 size_t Engine::arena_blocks_in_use() {
-    std::lock_guard lock(mu_);
+    const EngineLock lock(mu_);
     return arena_.blocks_in_use();
 }
 
 size_t Engine::arena_blocks_in_use_max() {
-    std::lock_guard lock(mu_);
+    const EngineLock lock(mu_);
     return arena_.blocks_in_use_max();
 }
 
 void Engine::close() {
     {
-        std::unique_lock lock(mu_);
+        EngineLock lock(mu_);
         if (closing_) return;
-        changed_.wait(lock, [&] {
+        changed_.wait(lock, [&]() REQUIRES(engine_state) {
             return jobs_.empty() && to_verify_.empty() && ops_outstanding_ == 0 &&
                    streams_open_ == 0 && arena_.blocks_in_use() == 0;
         });
@@ -231,7 +237,12 @@ void Engine::close() {
     }
     changed_.notify_all();
     for (auto& thread : threads_) thread.join();
-    backends_.clear();
+    std::vector<std::shared_ptr<Backend>> backends;
+    {
+        const EngineLock lock(mu_);
+        backends.swap(backends_);
+    }
+    backends.clear();
     arena_.unpin();
 }
 

@@ -17,6 +17,7 @@
 #include "engine/backend.h"
 #include "engine/read_stream.h"
 #include "engine/write_job.h"
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -71,45 +72,50 @@ class Engine {
 
     void run();
     // Keeps the backends of a sink. Returns what a job or stream holds of it: nothing of a backend.
-    std::shared_ptr<Sink> keep(const std::shared_ptr<Sink>& sink);
+    std::shared_ptr<Sink> keep(const std::shared_ptr<Sink>& sink) REQUIRES(engine_state);
     // Each does one piece of work, with the lock released meanwhile, since a call of the driver may
     // wait for others; false if there is none.
-    bool stage_one(std::unique_lock<std::mutex>& lock);
-    bool arrive_one(std::unique_lock<std::mutex>& lock, bool wait);
-    bool sum_one(std::unique_lock<std::mutex>& lock);
-    bool verify_one(std::unique_lock<std::mutex>& lock);
-    bool copy_one(std::unique_lock<std::mutex>& lock);
+    bool stage_one(EngineLock& lock) REQUIRES(engine_state);
+    bool arrive_one(EngineLock& lock, bool wait) REQUIRES(engine_state);
+    bool sum_one(EngineLock& lock) REQUIRES(engine_state);
+    bool verify_one(EngineLock& lock) REQUIRES(engine_state);
+    bool copy_one(EngineLock& lock) REQUIRES(engine_state);
     // Copies verified bytes to their reader, on this thread and on idle stagers: page faults in
     // memory that is touched for the first time, which take most of the time, then overlap.
-    void copy(std::unique_lock<std::mutex>& lock, std::byte* target, const std::byte* source,
-              size_t nbytes);
-    void submit_due();
-    void rest(std::unique_lock<std::mutex>& lock);
-    size_t batch_blocks(const std::byte* first);
+    void copy(EngineLock& lock, std::byte* target, const std::byte* source, size_t nbytes)
+        REQUIRES(engine_state);
+    void submit_due() REQUIRES(engine_state);
+    void rest(EngineLock& lock) REQUIRES(engine_state);
+    size_t batch_blocks(const std::byte* first) REQUIRES(engine_state);
 
     const unsigned stagers_;
     std::vector<std::thread> threads_;
-    std::mutex queueing_mu_;  // held while a batch's copies are queued; mu_ is never taken under it
+    Mutex queueing_mu_;  // held while a batch's copies are queued; mu_ is never taken under it
     std::mutex mu_;
-    // State below is protected by mu_, and so is that of every job and stream.
+    // What it protects, and of jobs and streams, is engine_state.
     std::condition_variable changed_;  // any change that a waiter may wait for
-    Arena arena_;
-    std::deque<std::shared_ptr<WriteJob>> jobs_;  // with blocks left to stage
+    Arena arena_;                      // whose blocks are taken and given back under engine_state
+    std::deque<std::shared_ptr<WriteJob>> jobs_
+        GUARDED_BY(engine_state);  // with blocks left to stage
     // Batches on their way from devices, about in the order in which they were queued.
-    std::deque<std::pair<std::shared_ptr<WriteJob>, std::shared_ptr<Batch>>> arriving_;
-    std::deque<std::pair<std::shared_ptr<WriteJob>, Block*>> arrived_;  // to be summed
-    bool arrival_awaited_ = false;  // one thread waits for a device; the others do other work
-    std::deque<std::pair<ReadStream*, ReadStream::Block*>> to_verify_;
-    std::deque<Piece> to_copy_;
-    std::deque<std::shared_ptr<WriteJob>> waiting_for_tokens_;
-    bool clock_minded_ = false;  // one thread waits until the first of these may take tokens
+    std::deque<std::pair<std::shared_ptr<WriteJob>, std::shared_ptr<Batch>>> arriving_
+        GUARDED_BY(engine_state);
+    std::deque<std::pair<std::shared_ptr<WriteJob>, Block*>> arrived_
+        GUARDED_BY(engine_state);  // to be summed
+    bool arrival_awaited_ GUARDED_BY(engine_state) =
+        false;  // one thread waits for a device; the others do other work
+    std::deque<std::pair<ReadStream*, ReadStream::Block*>> to_verify_ GUARDED_BY(engine_state);
+    std::deque<Piece> to_copy_ GUARDED_BY(engine_state);
+    std::deque<std::shared_ptr<WriteJob>> waiting_for_tokens_ GUARDED_BY(engine_state);
+    bool clock_minded_ GUARDED_BY(engine_state) =
+        false;  // one thread waits until the first of these may take tokens
     // Every backend used, until close(): if an op held the last reference, the backend's own thread
     // would destroy the backend, and wait for itself.
-    std::vector<std::shared_ptr<Backend>> backends_;
-    size_t streams_open_ = 0;
-    size_t ops_outstanding_ = 0;
-    Clock::time_point moved_at_;  // when the last op ended
-    bool closing_ = false;
+    std::vector<std::shared_ptr<Backend>> backends_ GUARDED_BY(engine_state);
+    size_t streams_open_ GUARDED_BY(engine_state) = 0;
+    size_t ops_outstanding_ GUARDED_BY(engine_state) = 0;
+    Clock::time_point moved_at_ GUARDED_BY(engine_state);  // when the last op ended
+    bool closing_ GUARDED_BY(engine_state) = false;
 };
 
 }  // namespace fastckpt

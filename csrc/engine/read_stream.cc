@@ -92,7 +92,7 @@ void ReadStream::fill_window() {
 }
 
 void ReadStream::on_read(Block& block) {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     CHECK(engine_.ops_outstanding_ > 0);
     --engine_.ops_outstanding_;
     // The file is shorter than when its end was read: somebody has truncated it.
@@ -176,7 +176,7 @@ bool ReadStream::drop_last_ready() {
 
 // Gives back the memory of all blocks, of those in transfer when they arrive. Returns whether any
 // came free at once.
-bool ReadStream::give_way(std::unique_lock<std::mutex>& lock) {
+bool ReadStream::give_way(EngineLock& lock) {
     const size_t held = held_;
     const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
     for (size_t place = window_first_; place < end; ++place) drop(place);
@@ -185,7 +185,7 @@ bool ReadStream::give_way(std::unique_lock<std::mutex>& lock) {
 }
 
 void ReadStream::beside(ReadStream& other) {
-    const std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     CHECK(&engine_ == &other.engine_ && this != &other);
     check_open();
     other.check_open();
@@ -209,7 +209,7 @@ void ReadStream::check_open() const {
 
 // Moves the window to the block that holds `offset` and waits for it; null on failure. The block
 // stays until the reader, who alone moves the window, pins another one.
-ReadStream::Block* ReadStream::pin(std::unique_lock<std::mutex>& lock, uint64_t offset) {
+ReadStream::Block* ReadStream::pin(EngineLock& lock, uint64_t offset) {
     const size_t place = place_of(offset / engine_.block_bytes());
     Block* block = nullptr;
     check_open();
@@ -246,7 +246,7 @@ bool ReadStream::read(std::byte* target, uint64_t offset, uint64_t nbytes) {
     const size_t block_bytes = engine_.block_bytes();
     const uint64_t end = offset + nbytes;
     if (nbytes == 0 || (end % block_bytes != 0 && end != nbytes_)) return true;
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     const size_t next = place_of((end - 1) / block_bytes) + 1;
     if (next < blocks_.size()) {
         move_window(next);
@@ -275,7 +275,7 @@ bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<Devic
                                   offset < block->begin + block->nbytes;
                 if (!held) {
                     if (block != nullptr) depart(*block);
-                    std::unique_lock lock(engine_.mu_);
+                    EngineLock lock(engine_.mu_);
                     block = pin(lock, offset);
                     if (block == nullptr) return false;
                 }
@@ -287,7 +287,7 @@ bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<Devic
                 } else if (n < Engine::kPieceBytes) {
                     std::memcpy(target, source, n);
                 } else {
-                    std::unique_lock lock(engine_.mu_);
+                    EngineLock lock(engine_.mu_);
                     engine_.copy(lock, target, source, n);
                 }
                 target += n;
@@ -301,22 +301,22 @@ bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<Devic
 }
 
 Failure ReadStream::failure() {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     return failure_;
 }
 
 uint64_t ReadStream::nbytes_read() {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     return nbytes_read_;
 }
 
 int64_t ReadStream::corrupt_block() {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     return corrupt_block_;
 }
 
 void ReadStream::close() {
-    std::unique_lock lock(engine_.mu_);
+    EngineLock lock(engine_.mu_);
     if (closed_) return;
     closed_ = true;
     for (ReadStream* other : beside_)
@@ -324,7 +324,7 @@ void ReadStream::close() {
     beside_.clear();
     for (size_t place = 0; place < blocks_.size(); ++place) drop(place);
     engine_.changed_.notify_all();
-    engine_.changed_.wait(lock, [&] { return outstanding_ == 0; });
+    engine_.changed_.wait(lock, [&]() REQUIRES(engine_state) { return outstanding_ == 0; });
     while (held_ > 0)  // a reader on another thread may have taken one from the list, to ask
         if (!reclaim(lock, true)) engine_.changed_.wait(lock);
     CHECK(engine_.streams_open_ > 0);

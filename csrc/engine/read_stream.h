@@ -6,13 +6,13 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "engine/backend.h"
 #include "engine/image.h"
 #include "gds/gds_stage.h"
 #include "gpu/device_queue.h"
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -62,25 +62,25 @@ class ReadStream {
                std::shared_ptr<GdsStage> gds);
     size_t index_at(size_t place) const;
     size_t place_of(size_t index) const;
-    void check_open() const;
-    Block* pin(std::unique_lock<std::mutex>& lock, uint64_t offset);
+    void check_open() const REQUIRES(engine_state);
+    Block* pin(EngineLock& lock, uint64_t offset) REQUIRES(engine_state);
     bool send(Block& block, const std::shared_ptr<DeviceQueue>& queue, uint64_t target,
               const std::byte* source, uint64_t nbytes);
     void depart(Block& block);
-    bool reclaim(std::unique_lock<std::mutex>& lock, bool wait);
-    void note(uint64_t offset, cuda::Result result);
+    bool reclaim(EngineLock& lock, bool wait) REQUIRES(engine_state);
+    void note(uint64_t offset, cuda::Result result) REQUIRES(engine_state);
     void fail(uint64_t offset, cuda::Result result);
-    void move_window(size_t first);
-    void drop(size_t place);
-    std::byte* acquire();
-    void release(std::byte* memory);
-    bool drop_last_ready();
-    bool give_way(std::unique_lock<std::mutex>& lock);
-    void fill_window();
+    void move_window(size_t first) REQUIRES(engine_state);
+    void drop(size_t place) REQUIRES(engine_state);
+    std::byte* acquire() REQUIRES(engine_state);
+    void release(std::byte* memory) REQUIRES(engine_state);
+    bool drop_last_ready() REQUIRES(engine_state);
+    bool give_way(EngineLock& lock) REQUIRES(engine_state);
+    void fill_window() REQUIRES(engine_state);
     void on_read(Block& block);
     void verify(Block& block);
     void verify_direct(Block& block);
-    void settle(Block& block);
+    void settle(Block& block) REQUIRES(engine_state);
 
     Engine& engine_;
     const int fd_;
@@ -93,19 +93,19 @@ class ReadStream {
     const size_t window_blocks_;
     std::shared_ptr<GdsStage> gds_;  // null: blocks are the arena's; reset by close()
 
-    // State below is protected by the engine's mutex.
     // By place, which is the block's number among the wanted ones; null outside the window.
-    std::vector<std::unique_ptr<Block>> blocks_;
-    size_t window_first_ = 0;  // a place
-    uint64_t nbytes_read_ = 0;
-    size_t held_ = 0;         // blocks
-    size_t outstanding_ = 0;  // held blocks in transfer or being verified
+    std::vector<std::unique_ptr<Block>> blocks_ GUARDED_BY(engine_state);
+    size_t window_first_ GUARDED_BY(engine_state) = 0;  // a place
+    uint64_t nbytes_read_ GUARDED_BY(engine_state) = 0;
+    size_t held_ GUARDED_BY(engine_state) = 0;         // blocks
+    size_t outstanding_ GUARDED_BY(engine_state) = 0;  // held blocks in transfer or being verified
     struct Departing;
-    std::deque<Departing> departing_;  // held blocks that devices read, in the order of their marks
-    std::vector<ReadStream*> beside_;  // streams of the same reader
-    bool closed_ = false;
-    Failure failure_;
-    int64_t corrupt_block_ = -1;
+    std::deque<Departing> departing_
+        GUARDED_BY(engine_state);  // held blocks that devices read, in the order of their marks
+    std::vector<ReadStream*> beside_ GUARDED_BY(engine_state);  // streams of the same reader
+    bool closed_ GUARDED_BY(engine_state) = false;
+    Failure failure_ GUARDED_BY(engine_state);
+    int64_t corrupt_block_ GUARDED_BY(engine_state) = -1;
 };
 
 }  // namespace fastckpt

@@ -64,7 +64,7 @@ void ReadStream::note(uint64_t offset, cuda::Result result) {
 }
 
 void ReadStream::fail(uint64_t offset, cuda::Result result) {
-    const std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     note(offset, result);
 }
 
@@ -84,14 +84,16 @@ cuda::Result end_of(const std::vector<Departure>& departures, bool wait) {
 // Gives back memory that devices have copied from, in the order of their copies; with `wait`, waits
 // for the first if there is none. Called under the engine's mutex, which it releases to ask the
 // driver. Returns whether there was any.
-bool ReadStream::reclaim(std::unique_lock<std::mutex>& lock, bool wait) {
+bool ReadStream::reclaim(EngineLock& lock, bool wait) {
     bool any = false;
     while (!departing_.empty()) {
         Departing first = std::move(departing_.front());  // close() on another thread takes others
         departing_.pop_front();
-        lock.unlock();
-        const cuda::Result result = end_of(first.departures, wait && !any);
-        lock.lock();
+        cuda::Result result = cuda::kSuccess;
+        {
+            const EngineUnlock unlocked(lock);
+            result = end_of(first.departures, wait && !any);
+        }
         if (result == cuda::kNotReady) {
             departing_.push_front(std::move(first));
             break;
@@ -105,15 +107,17 @@ bool ReadStream::reclaim(std::unique_lock<std::mutex>& lock, bool wait) {
 }
 
 bool ReadStream::arrive() {
-    std::unique_lock lock(engine_.mu_);
+    EngineLock lock(engine_.mu_);
     for (size_t place = 0; place < blocks_.size(); ++place) {
         Block* block = blocks_[place].get();
         if (block == nullptr || block->departures.empty()) continue;
         const auto departures = block->departures;
         const uint64_t begin = block->begin;
-        lock.unlock();
-        const cuda::Result result = end_of(departures, true);
-        lock.lock();
+        cuda::Result result = cuda::kSuccess;
+        {
+            const EngineUnlock unlocked(lock);
+            result = end_of(departures, true);
+        }
         note(begin, result);
         // It may have left the window meanwhile: close() on another thread.
         if (blocks_[place] != nullptr) blocks_[place]->departures.clear();

@@ -196,7 +196,7 @@ Again Scatterer::write(Op& op, int buffered, const Transfer& transfer) {
     }
     op.done = op.error == 0 ? op.nbytes : 0;
     if (op.error != 0) return std::nullopt;
-    const std::lock_guard lock(mu_);
+    const Lock lock(mu_);
     written_.nbytes += window.written().nbytes;
     written_.crc ^= window.written().crc;
     return std::nullopt;
@@ -227,7 +227,7 @@ int Scatterer::write_through(Window& window, const Op& op) const {
 }
 
 Scatterer::Written Scatterer::written() const {
-    const std::lock_guard lock(mu_);
+    const Lock lock(mu_);
     return written_;
 }
 

@@ -6,13 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "cast/cast.h"
 #include "engine/backend.h"
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -61,8 +61,8 @@ class Scatterer {
     const uint64_t file_nbytes_;
     const std::vector<Items> items_;
     const std::vector<uint64_t> rows_;
-    mutable std::mutex mu_;
-    Written written_{0, 0};  // protected by mu_
+    mutable Mutex mu_;
+    Written written_ GUARDED_BY(mu_){0, 0};
 };
 
 // Has a scatterer write the ops for a file. With `buffered`, a descriptor of the same file, that of

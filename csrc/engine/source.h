@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -17,6 +16,7 @@
 #include "engine/cloning.h"
 #include "engine/image.h"
 #include "gds/gds_stage.h"
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -33,7 +33,7 @@ class Source {
     // blocks that lie on its device as a whole are staged there. Of a block in the host's memory,
     // the chunks up to the first that the `known` other file lacks are only read; such an image has
     // no slots and converts nothing.
-    Source(const Image& image, Checksums& sums, Arena& arena, std::mutex& queueing,
+    Source(const Image& image, Checksums& sums, Arena& arena, Mutex& queueing,
            std::shared_ptr<GdsStage> gds, std::shared_ptr<Cloner> known);
 
     // Whether the block that begins here is staged on its device.
@@ -55,8 +55,8 @@ class Source {
     void sum(Block& block) { copy(block, block.begin); }
 
     // Adds up how long each device was busy with a batch.
-    void account(const Batch& batch);
-    DeviceCopies device_copies() const;
+    void account(const Batch& batch) REQUIRES(engine_state);
+    DeviceCopies device_copies() const REQUIRES(engine_state);
 
   private:
     // A device's work for this job, by the device's clock, in seconds since a first mark.
@@ -84,10 +84,10 @@ class Source {
     const Image& image_;
     Checksums& sums_;
     Arena& arena_;
-    std::mutex& queueing_;
+    Mutex& queueing_;
     const std::shared_ptr<GdsStage> gds_;     // null: everything comes to the host
     const std::shared_ptr<Cloner> known_;     // null: everything is staged
-    std::map<DeviceQueue*, Clocked> clocks_;  // protected by the engine's mutex, but for `origin`
+    std::map<DeviceQueue*, Clocked> clocks_;  // used under engine_state, but for `origin`
 };
 
 }  // namespace fastckpt

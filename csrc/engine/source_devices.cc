@@ -15,7 +15,7 @@ void Source::gather(Batch& batch) {
     for (Block* block : batch.blocks) list_copies(*block, batch);
     if (batch.arrivals.empty()) return;
     {
-        const std::lock_guard queueing(queueing_);
+        const Lock queueing(queueing_);
         for (Arrival& arrival : batch.arrivals) queue(arrival, batch);
     }
     for (Block* block : batch.blocks) {

@@ -32,7 +32,7 @@ void Source::gather_direct(Batch& batch) {
     block.is_arriving = true;
     DeviceQueue& queue = *gds_->queue();
     const uint64_t address = gds_->address(block.direct);
-    const std::lock_guard queueing(queueing_);
+    const Lock queueing(queueing_);
     Arrival arrival;
     arrival.queue = &queue;
     error = queue.mark_begin(&arrival.begin);

@@ -15,7 +15,7 @@ constexpr uint64_t kDirectAlign = 4096;
 constexpr size_t kConvertedAtOnce = 16 << 10;  // which the first-level cache holds
 }  // namespace
 
-Source::Source(const Image& image, Checksums& sums, Arena& arena, std::mutex& queueing,
+Source::Source(const Image& image, Checksums& sums, Arena& arena, Mutex& queueing,
                std::shared_ptr<GdsStage> gds, std::shared_ptr<Cloner> known)
     : image_(image),
       sums_(sums),

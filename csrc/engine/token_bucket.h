@@ -5,8 +5,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <mutex>
 #include <optional>
+
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -21,7 +22,7 @@ class TokenBucket {
 
     // Sets the rate, also for tokens that are not paid for: a slow job does not delay later ones.
     void set(double bytes_per_s, uint64_t grain_bytes, std::optional<Time> at = std::nullopt) {
-        const std::lock_guard lock(mu_);
+        const Lock lock(mu_);
         // Under the lock: what was taken after `now` would count as owed, at whatever rate.
         const Time now = at.value_or(std::chrono::steady_clock::now());
         if (paid_at_ > now) {
@@ -34,7 +35,7 @@ class TokenBucket {
 
     // Takes nbytes, or says when to ask again: soon, since the rate may have changed by then.
     std::optional<Time> take(uint64_t nbytes, Time now) {
-        const std::lock_guard lock(mu_);
+        const Lock lock(mu_);
         const auto ahead = cost(grain_bytes_);
         if (paid_at_ > now + ahead) return std::min<Time>(paid_at_ - ahead, now + kLook);
         paid_at_ = std::max(paid_at_, now) + cost(nbytes);
@@ -43,14 +44,14 @@ class TokenBucket {
 
     // The most bytes that are written at a time.
     uint64_t grain_bytes() const {
-        const std::lock_guard lock(mu_);
+        const Lock lock(mu_);
         return grain_bytes_;
     }
 
   private:
     static constexpr std::chrono::milliseconds kLook{100};
 
-    Time::duration cost(uint64_t nbytes) const {
+    Time::duration cost(uint64_t nbytes) const REQUIRES(mu_) {
         return cost_at(bytes_per_s_, static_cast<double>(nbytes));
     }
 
@@ -61,11 +62,10 @@ class TokenBucket {
             std::chrono::duration<double>(std::min(seconds, kLongest)));
     }
 
-    mutable std::mutex mu_;
-    // State below is protected by mu_.
-    double bytes_per_s_ = 1;
-    uint64_t grain_bytes_ = 0;
-    Time paid_at_{};  // when all tokens taken are paid for
+    mutable Mutex mu_;
+    double bytes_per_s_ GUARDED_BY(mu_) = 1;
+    uint64_t grain_bytes_ GUARDED_BY(mu_) = 0;
+    Time paid_at_ GUARDED_BY(mu_){};  // when all tokens taken are paid for
 };
 
 }  // namespace fastckpt

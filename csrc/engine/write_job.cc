@@ -57,7 +57,7 @@ void WriteJob::note_no_memory() {
 
 std::shared_ptr<Batch> WriteJob::take_batch() {
     if (is_claimed() || stagers_ == stagers_limit_ || has_used_allowance()) return nullptr;
-    const auto joins_batch = [this] {
+    const auto joins_batch = [this]() REQUIRES(engine_state) {
         return !is_claimed() && source_.is_batched(next_claim_ * engine_.block_bytes());
     };
     const bool is_batch = joins_batch();
@@ -137,7 +137,7 @@ void WriteJob::seal_ready_blocks() {
 
 void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Sink> sink, bool direct,
                         std::chrono::nanoseconds patience, std::shared_ptr<TokenBucket> bucket) {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     CHECK(sink_ == nullptr && sink != nullptr && fd >= 0);
     CHECK(!direct || file_offset % kDirectAlign == 0);
     CHECK(bucket == nullptr || bucket->grain_bytes() % kDirectAlign == 0);
@@ -223,7 +223,7 @@ void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
 }
 
 void WriteJob::on_part_written(Block& block, uint64_t nbytes, const Op& op) {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     CHECK(engine_.ops_outstanding_ > 0 && block.parts_under_way > 0 && ops_under_way_ > 0);
     --engine_.ops_outstanding_;
     --block.parts_under_way;

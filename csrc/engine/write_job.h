@@ -17,6 +17,7 @@
 #include "engine/image.h"
 #include "engine/source.h"
 #include "engine/token_bucket.h"
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -31,9 +32,8 @@ class Allowance {
   private:
     friend class WriteJob;
     const size_t blocks_;
-    // State below is protected by the engine's mutex.
-    size_t held_ = 0;
-    size_t held_max_ = 0;
+    size_t held_ GUARDED_BY(engine_state) = 0;
+    size_t held_max_ GUARDED_BY(engine_state) = 0;
 };
 
 // For how long a job that others have to get on has not got on, and what it waits for.
@@ -102,27 +102,31 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     WriteJob(Engine& engine, Image image, std::shared_ptr<GdsStage> gds,
              std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
              std::shared_ptr<Cloner> known);
-    bool has_reached(Stage stage) const;
+    bool has_reached(Stage stage) const REQUIRES(engine_state);
     // Whether no further block will be staged.
-    bool is_claimed() const { return failure_.error != 0 || next_claim_ == blocks_.size(); }
-    bool has_used_allowance() const { return allowance_->held_ >= allowance_->blocks_; }
-    void note_no_memory();
+    bool is_claimed() const REQUIRES(engine_state) {
+        return failure_.error != 0 || next_claim_ == blocks_.size();
+    }
+    bool has_used_allowance() const REQUIRES(engine_state) {
+        return allowance_->held_ >= allowance_->blocks_;
+    }
+    void note_no_memory() REQUIRES(engine_state);
     // Takes blocks for a stager, with memory for them; null if there are none, or no memory.
-    std::shared_ptr<Batch> take_batch();
-    Block* claim();
+    std::shared_ptr<Batch> take_batch() REQUIRES(engine_state);
+    Block* claim() REQUIRES(engine_state);
     // Notes that a batch was filled, or is arriving; has arrived; that a block is copied.
-    void filled(const std::shared_ptr<Batch>& batch);
-    void arrived(const Batch& batch);
-    void copied(Block& block);
-    void seal_ready_blocks();
-    void submit_ready_blocks();
-    uint64_t part_end(const Block& block) const;
-    void note_wait(std::optional<Clock::time_point> later);
-    void submit(Block& block, uint64_t begin, uint64_t end);
+    void filled(const std::shared_ptr<Batch>& batch) REQUIRES(engine_state);
+    void arrived(const Batch& batch) REQUIRES(engine_state);
+    void copied(Block& block) REQUIRES(engine_state);
+    void seal_ready_blocks() REQUIRES(engine_state);
+    void submit_ready_blocks() REQUIRES(engine_state);
+    uint64_t part_end(const Block& block) const REQUIRES(engine_state);
+    void note_wait(std::optional<Clock::time_point> later) REQUIRES(engine_state);
+    void submit(Block& block, uint64_t begin, uint64_t end) REQUIRES(engine_state);
     void on_part_written(Block& block, uint64_t nbytes, const Op& op);
-    void on_written(Block& block);
-    void release(Block& block);
-    void fail(const Failure& failure);
+    void on_written(Block& block) REQUIRES(engine_state);
+    void release(Block& block) REQUIRES(engine_state);
+    void fail(const Failure& failure) REQUIRES(engine_state);
 
     Engine& engine_;
     const Image image_;
@@ -130,33 +134,36 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     const std::shared_ptr<Allowance> allowance_;
     const unsigned stagers_limit_;
 
-    // State below is protected by the engine's mutex, except what source_ and sums_ do to a block
-    // that a stager has.
+    // These are used under engine_state, but for what they do to a block that a stager has.
     Checksums sums_;
     Source source_;
-    std::vector<std::unique_ptr<Block>> blocks_;
-    size_t next_claim_ = 0;
-    size_t next_seal_ = 0;
-    size_t next_submit_ = 0;
-    int fd_ = -1;
-    uint64_t file_offset_ = 0;
-    std::shared_ptr<Sink> sink_;  // null until write_to()
-    bool direct_ = false;
+
+    std::vector<std::unique_ptr<Block>> blocks_ GUARDED_BY(engine_state);
+    size_t next_claim_ GUARDED_BY(engine_state) = 0;
+    size_t next_seal_ GUARDED_BY(engine_state) = 0;
+    size_t next_submit_ GUARDED_BY(engine_state) = 0;
+    int fd_ GUARDED_BY(engine_state) = -1;
+    uint64_t file_offset_ GUARDED_BY(engine_state) = 0;
+    std::shared_ptr<Sink> sink_ GUARDED_BY(engine_state);  // null until write_to()
+    bool direct_ GUARDED_BY(engine_state) = false;
     Patience patience_;
-    std::shared_ptr<TokenBucket> bucket_;         // null: nothing limits the rate
-    std::optional<Clock::time_point> tokens_at_;  // when to ask again for tokens, if it has to
-    Clock::time_point waits_since_;
-    Clock::duration tokens_waited_{};
-    std::optional<Clock::time_point> no_memory_since_;
-    Clock::duration memory_waited_{};
-    size_t stagers_ = 0;
-    size_t arriving_ = 0;          // blocks whose bytes are on their way from devices
-    size_t blocks_held_ = 0;       // those that have memory
-    size_t blocks_under_way_ = 0;  // claimed, and not written yet
-    size_t ops_under_way_ = 0;
-    Clock::time_point moved_at_;  // when an op ended, or the first of several began
-    JobReport report_;
-    Failure failure_;
+    std::shared_ptr<TokenBucket> bucket_ GUARDED_BY(engine_state);  // null: nothing limits the rate
+    std::optional<Clock::time_point> tokens_at_
+        GUARDED_BY(engine_state);  // when to ask again for tokens, if it has to
+    Clock::time_point waits_since_ GUARDED_BY(engine_state);
+    Clock::duration tokens_waited_ GUARDED_BY(engine_state){};
+    std::optional<Clock::time_point> no_memory_since_ GUARDED_BY(engine_state);
+    Clock::duration memory_waited_ GUARDED_BY(engine_state){};
+    size_t stagers_ GUARDED_BY(engine_state) = 0;
+    size_t arriving_ GUARDED_BY(engine_state) =
+        0;  // blocks whose bytes are on their way from devices
+    size_t blocks_held_ GUARDED_BY(engine_state) = 0;       // those that have memory
+    size_t blocks_under_way_ GUARDED_BY(engine_state) = 0;  // claimed, and not written yet
+    size_t ops_under_way_ GUARDED_BY(engine_state) = 0;
+    Clock::time_point moved_at_
+        GUARDED_BY(engine_state);  // when an op ended, or the first of several began
+    JobReport report_ GUARDED_BY(engine_state);
+    Failure failure_ GUARDED_BY(engine_state);
 };
 
 }  // namespace fastckpt

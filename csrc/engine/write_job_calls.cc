@@ -12,7 +12,7 @@ double seconds(Clock::duration duration) { return std::chrono::duration<double>(
 }  // namespace
 
 void WriteJob::cancel() {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     patience_.end.store(1);  // no write is tried again
     if (next_submit_ < blocks_.size()) fail({Op::Kind::write, file_offset_, ECANCELED});
     submit_ready_blocks();
@@ -22,7 +22,7 @@ void WriteJob::cancel() {
 void WriteJob::give_up() {
     std::shared_ptr<Sink> sink;
     {
-        std::lock_guard lock(engine_.mu_);
+        const EngineLock lock(engine_.mu_);
         if (has_reached(Stage::written)) return;
         fail({Op::Kind::write, file_offset_, ECANCELED});
         submit_ready_blocks();
@@ -33,7 +33,7 @@ void WriteJob::give_up() {
 }
 
 Standstill WriteJob::standstill() {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     if (sink_ == nullptr || has_reached(Stage::written)) return {};
     const auto now = Clock::now();
     if (ops_under_way_ > 0) {
@@ -51,17 +51,18 @@ Standstill WriteJob::standstill() {
 }
 
 bool WriteJob::wait(Stage stage, std::chrono::duration<double> timeout) {
-    std::unique_lock lock(engine_.mu_);
-    return engine_.changed_.wait_for(lock, timeout, [&] { return has_reached(stage); });
+    EngineLock lock(engine_.mu_);
+    return engine_.changed_.wait_for(lock, timeout,
+                                     [&]() REQUIRES(engine_state) { return has_reached(stage); });
 }
 
 Failure WriteJob::failure() {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     return failure_;
 }
 
 JobReport WriteJob::report() {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     JobReport report = report_;
     report.tokens_waited_s = seconds(tokens_waited_);
     report.memory_waited_s = seconds(memory_waited_);
@@ -71,13 +72,13 @@ JobReport WriteJob::report() {
 }
 
 std::vector<uint32_t> WriteJob::block_crcs() {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     CHECK(next_seal_ == blocks_.size());
     return sums_.of_blocks();
 }
 
 std::vector<uint32_t> WriteJob::slot_crcs() {
-    std::lock_guard lock(engine_.mu_);
+    const EngineLock lock(engine_.mu_);
     CHECK(next_seal_ == blocks_.size());
     return sums_.of_slots();
 }

@@ -68,7 +68,7 @@ bool GdsBlocks::contains(const std::byte* data, size_t nbytes) const {
 
 std::unique_ptr<HostMemory> GdsBlocks::take_buffer() {
     {
-        const std::lock_guard lock(mu_);
+        const Lock lock(mu_);
         if (!buffers_.empty()) {
             auto taken = std::move(buffers_.back());
             buffers_.pop_back();
@@ -79,7 +79,7 @@ std::unique_ptr<HostMemory> GdsBlocks::take_buffer() {
 }
 
 void GdsBlocks::give_buffer(std::unique_ptr<HostMemory> buffer) {
-    const std::lock_guard lock(mu_);
+    const Lock lock(mu_);
     buffers_.push_back(std::move(buffer));
 }
 
@@ -106,17 +106,15 @@ GdsSink::GdsSink(int fd, std::shared_ptr<GdsBlocks> blocks, Backend& threads)
 }
 
 GdsReport GdsSink::end() {
-    {
-        const std::lock_guard lock(mu_);
-        CHECK(busy_ == 0);
-    }
+    const Lock lock(mu_);
+    CHECK(busy_ == 0);
     deregister();
     return report_;
 }
 
 GdsMode GdsSink::mode() const {
     {
-        const std::lock_guard lock(mu_);
+        const Lock lock(mu_);
         if (!report_.fallback_reason.empty()) return {false, report_.fallback_reason};
     }
     return gds_mode(blocks_->library().properties(), file_system_of(fd_));
@@ -131,7 +129,7 @@ void GdsSink::deregister() {
 // Makes one attempt; returns bytes or -errno. If cuFile refuses, the host does it at once.
 ssize_t GdsSink::transfer(const Op& op, std::byte* data, size_t nbytes, uint64_t offset) {
     if (!blocks_->contains(data, nbytes)) return transfer_by_syscall(op, data, nbytes, offset);
-    std::unique_lock lock(mu_);
+    Lock lock(mu_);
     const bool direct = report_.fallback_reason.empty();
     ++busy_;
     lock.unlock();

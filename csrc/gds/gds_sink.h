@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "gds/gds_mode.h"
 #include "gpu/device_memory.h"
 #include "gpu/device_queue.h"
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -51,8 +51,8 @@ class GdsBlocks {
     const DeviceMemory memory_;
     std::byte* const base_;
     std::string refusal_;
-    std::mutex mu_;
-    std::vector<std::unique_ptr<HostMemory>> buffers_;  // free ones, protected by mu_
+    Mutex mu_;
+    std::vector<std::unique_ptr<HostMemory>> buffers_ GUARDED_BY(mu_);  // free ones
 };
 
 // How a file's bytes were moved.
@@ -92,10 +92,9 @@ class GdsSink final : public FileSink {
     const std::shared_ptr<GdsBlocks> blocks_;
     const Transfer transfer_;
     cufile::Handle handle_ = nullptr;  // null if it is not registered
-    mutable std::mutex mu_;
-    // State below is protected by mu_.
-    unsigned busy_ = 0;
-    GdsReport report_;
+    mutable Mutex mu_;
+    unsigned busy_ GUARDED_BY(mu_) = 0;
+    GdsReport report_ GUARDED_BY(mu_);
 };
 
 }  // namespace fastckpt

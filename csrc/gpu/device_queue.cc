@@ -47,7 +47,7 @@ DeviceQueue::~DeviceQueue() { close(); }
 void DeviceQueue::close() {
     {
         const Current current(*this);
-        const std::lock_guard lock(mu_);
+        const Lock lock(mu_);
         if (closed_.exchange(true)) return;
         for (const cuda::Event event : idle_) driver_->event_destroy(event);
         idle_.clear();
@@ -65,7 +65,7 @@ void DeviceQueue::require(cuda::Result result, const char* what) const {
 cuda::Result DeviceQueue::take(Mark* made) {
     cuda::Event event = nullptr;
     {
-        const std::lock_guard lock(mu_);
+        const Lock lock(mu_);
         if (!idle_.empty()) {
             event = idle_.back();
             idle_.pop_back();
@@ -192,14 +192,14 @@ cuda::Result DeviceQueue::mark(Mark* made) {
     if (result != cuda::kSuccess) return result;
     const cuda::Result recorded = driver_->event_record(made->get(), stream_);
     if (recorded != cuda::kSuccess) made->reset();
-    const std::lock_guard lock(mu_);
+    const Lock lock(mu_);
     last_ = *made;
     return recorded;
 }
 
 cuda::Result DeviceQueue::mark_begin(Mark* made) {
     {
-        const std::lock_guard lock(mu_);
+        const Lock lock(mu_);
         *made = last_.lock();
     }
     if (*made != nullptr && query(*made) == cuda::kNotReady) return cuda::kSuccess;
@@ -208,7 +208,7 @@ cuda::Result DeviceQueue::mark_begin(Mark* made) {
 }
 
 void DeviceQueue::note_work() {
-    const std::lock_guard lock(mu_);
+    const Lock lock(mu_);
     last_.reset();
 }
 
@@ -230,7 +230,7 @@ cuda::Result DeviceQueue::wait_all() {
 }
 
 void DeviceQueue::discard(cuda::Event event) {
-    const std::lock_guard lock(mu_);
+    const Lock lock(mu_);
     if (closed_)
         driver_->event_destroy(event);  // the driver finds its context by itself
     else

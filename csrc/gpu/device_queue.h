@@ -6,13 +6,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "engine/arena.h"
 #include "gpu/cuda_shim.h"
+#include "mutex.h"
 
 namespace fastckpt {
 
@@ -141,10 +141,9 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     cuda::Device device_ = 0;
     cuda::Context context_ = nullptr;
     cuda::Stream stream_ = nullptr;
-    std::mutex mu_;
-    // State below is protected by mu_, up to closed_.
-    std::vector<cuda::Event> idle_;
-    std::weak_ptr<cuda::EventTag> last_;  // a mark after which nothing was queued
+    Mutex mu_;
+    std::vector<cuda::Event> idle_ GUARDED_BY(mu_);
+    std::weak_ptr<cuda::EventTag> last_ GUARDED_BY(mu_);  // a mark after which nothing was queued
     std::atomic<bool> closed_{false};
     std::atomic<bool> batches_{true};  // until the driver refuses one
 };
