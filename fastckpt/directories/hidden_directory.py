@@ -170,7 +170,7 @@ class HiddenDirectory:
             self.is_kept = False
 
     def discard(self) -> None:
-        """Removes what is left of it: everything, or after the commit what was replaced."""
+        """Removes what is left of it, once: everything, or after the commit what was replaced."""
         for _ in range(_REMOVALS_MAX if self.is_own and not self.is_kept else 0):
             try:
                 self._storage.remove_tree(self.root)
@@ -178,6 +178,7 @@ class HiddenDirectory:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     continue  # another rank, which has yet to hear of the failure, added a file
             break
+        self.is_own = False
         if self.lock is not None:
             close_quietly(self._storage, self.lock)
             self.lock = None

@@ -156,23 +156,18 @@ class SwapItemsPlace(ItemsPlace):
 
     def publish(self, write: Callable[[str], tuple[int | None, list[str]]]) -> None:
         super().publish(write)
-        hidden = self._hidden
-        if hidden is not None:
-            hidden.replace(self._durable, self._is_part)
+        if self._hidden is not None:
+            self._hidden.replace(self._durable, self._is_part)
         self._is_committed = True
 
     def abandon(self) -> None:
         super().abandon()
-        self._discard()
+        if self._hidden is not None:
+            self._hidden.discard()
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         super().end(pipeline, failure)
-        self._discard()
+        if self._hidden is not None:
+            self._hidden.discard()
         if self._is_committed and self._retain is not None:
             pipeline.retain(self._path, self._retain)
-
-    def _discard(self) -> None:
-        """Removes what is left under the hidden name, once."""
-        hidden, self._hidden = self._hidden, None
-        if hidden is not None:
-            hidden.discard()

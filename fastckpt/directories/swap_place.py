@@ -191,8 +191,7 @@ class SwapPlace(Place):
         self._draft.discard()
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
-        if self._draft.lock is not None:  # abandon() has not discarded it
-            self._draft.discard()
+        self._draft.discard()
         if self._is_committed and self._retain is not None:
             pipeline.retain(self._path, self._retain)
 

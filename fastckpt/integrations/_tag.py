@@ -235,5 +235,4 @@ class TagPlace(Place):
             self._hidden.discard()
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
-        if self._hidden is not None and self._hidden.lock is not None:  # it was not abandoned
-            self._hidden.discard()
+        self.abandon()

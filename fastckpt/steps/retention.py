@@ -16,8 +16,8 @@ log = logging.getLogger("fastckpt")
 
 
 def tidy(steps: Steps, keep: str, step: int, options: StepOptions) -> None:
-    """Removes steps that a commit has made superfluous, and warns of those it cannot remove. One
-    that somebody reads (see Steps.hold) stays until a later call.
+    """Removes steps that a commit has made superfluous, after the result was told. One that
+    somebody reads (see Steps.hold) stays until a later call.
 
     Args:
         steps, keep: as superfluous()'s; options say which steps stay.

@@ -160,7 +160,7 @@ def saved(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return memory / "saved"
 
 
-@pytest.fixture(params=["old", pytest.param("new", marks=pytest.mark.torture)])
+@pytest.fixture(params=["old", "new"])
 def before(request: pytest.FixtureRequest, memory: Path, saved: Path) -> Path:
     """A run that has the iteration, or has none."""
     if request.param == "old":

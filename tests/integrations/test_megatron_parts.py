@@ -6,13 +6,10 @@ Responsible for properties over all shapes, and for what is refused.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import io
 import itertools
-import json
 import os
-import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +23,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle, StorageError
@@ -39,7 +35,6 @@ from fastckpt.integrations.megatron import (
     partial_reads,
     save_planner,
     saves,
-    strategies,
 )
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.reshard import (
@@ -53,16 +48,12 @@ from fastckpt.integrations.megatron.reshard import (
 from fastckpt.integrations.megatron.stored_buckets import _scatter
 from fastckpt.saving import pipeline
 from tests.doubles import (
-    Crash,
     Delay,
     Operation,
-    PowerCut,
     Recorder,
-    dead_pid,
-    plant,
 )
 from tests.steps.test_checkpointer import WAIT_S, process_on
-from tests.storm import SUITE_SEED, Chance
+from tests.storm import Chance
 
 # Buckets.
 
@@ -356,44 +347,6 @@ def test_a_tracker_that_is_perhaps_not_durable(
         assert complete_in(root) == left
         told = "names, but perhaps not durably, iteration 2: sync directory"
         assert (told in caplog.text) == (number > 1)
-
-
-def test_any_operation_of_a_commit_may_be_the_last(tmp_path: Path) -> None:
-    """`.metadata` comes last: who finds it finds common.pt and metadata.json, whole."""
-    common = io.BytesIO()
-    torch.save({"iteration": 7}, common)
-
-    def commit(storage: Recorder) -> None:
-        writer = strategies.Writer(str(tmp_path / "run"), common.getvalue())
-        replaced, unneeded = writer.commit(storage, Metadata({}), [], writer.path)
-        assert replaced is None and unneeded == []
-
-    def fresh(name: str) -> Path:
-        shutil.rmtree(tmp_path / name, ignore_errors=True)
-        (tmp_path / name).mkdir()
-        return tmp_path / name
-
-    fresh("run")
-    recorder = Recorder()
-    commit(recorder)
-    owner, complete = dead_pid(), 0
-    for count in range(len(recorder.log) + 1):
-        storage = Crash(fresh("run"), count)
-        with contextlib.suppress(PowerCut):  # what it is for
-            commit(storage)
-        for label, image in storage.images(SUITE_SEED + count):
-            after = fresh("after")
-            plant(image, after, owner)
-            what = f"{count} operations; survived: {label}"
-            if iterations.is_complete(str(after)):
-                complete += 1
-                found = strategies.stored_common(str(after), strategies.stored_metadata(str(after)))
-                assert found == {"iteration": 7}, what
-                config = json.loads((after / iterations.CONFIG).read_bytes())
-                assert config == strategies._CONFIG, what
-            else:
-                assert count < len(recorder.log), what
-    assert complete > 6
 
 
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])
