@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from fastckpt.formats.torch_pickle import collection_paused, is_shortage, torch_load, unpickled
-from fastckpt.formats.value_names import below
+from fastckpt.formats.value_names import below, items_in
 
 _ZIP_MAGIC = b"PK\x03\x04"  # by which torch tells zips, too
 _GLOBALS_MAX = 1000  # torch is asked about each
@@ -103,8 +103,7 @@ def notes_in(value: Any, name: str | None) -> Iterator[tuple[str, str]]:
             found += 1
             yield place.text(), value.maker
             continue
-        items = value.items() if type(value) is dict else enumerate(value)
-        inner = [(key, item) for key, item in items if type(item) in (Note, *_NESTS)]
+        inner = [each for each in items_in(value) if type(each[1]) in (Note, *_NESTS)]
         ahead += [(place.below(key), item) for key, item in reversed(inner)]
 
 

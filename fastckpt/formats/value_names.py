@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+
+def items_in(nest: Any) -> Iterable[tuple[Any, Any]]:
+    """Returns the keys and values of a dict; of a list, tuple or set, numbers and values."""
+    return nest.items() if isinstance(nest, dict) else enumerate(nest)
 
 
 def joined(path: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import Callee, Ignored, Instance
 from fastckpt.formats.strict_json import KINDS_MAX
-from fastckpt.formats.value_names import escaped
+from fastckpt.formats.value_names import escaped, items_in
 from fastckpt.lazy.extents import Form
 from fastckpt.state.tree import PER_RANK, Stored, stored_of, unescaped
 
@@ -175,7 +175,7 @@ class _Walk:
                 return iter(())  # a value of each rank's own
             value = unescaped(value)
         self._left -= len(value)
-        return iter(value.items() if isinstance(value, dict) else enumerate(value))
+        return iter(items_in(value))
 
     def _unique(self, name: str) -> str:
         """Returns a name that no tensor has yet: this, or one with a number behind it."""

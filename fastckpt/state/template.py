@@ -7,7 +7,7 @@ lacks, and for putting values in place once all have been read. It must not know
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import torch
 from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.errors import IncompatibleCheckpoint, retold
 from fastckpt.formats.partial_objects import left_out, notes_in
-from fastckpt.formats.value_names import joined
+from fastckpt.formats.value_names import items_in, joined
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.state.filling import Filling
 from fastckpt.state.fit import (
@@ -414,13 +414,9 @@ def _names_within(value: Any, at: _At) -> Iterator[str]:
     while ahead:
         at, value = ahead.pop()
         yield at.name
-        items: Iterable[tuple[Any, Any]] = ()
-        if isinstance(value, dict) and TENSOR not in value and left_out(value) is None:
-            items = unescaped(value).items()
-        elif isinstance(value, list | tuple):
-            items = enumerate(value)
-        if id(value) not in seen:
-            ahead += [(at.of(key), item) for key, item in items]
+        is_nest = isinstance(value, dict) and TENSOR not in value and left_out(value) is None
+        if (is_nest or isinstance(value, list | tuple)) and id(value) not in seen:
+            ahead += [(at.of(key), item) for key, item in items_in(unescaped(value))]
         seen.add(id(value))
 
 
@@ -512,10 +508,8 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
         return True
     if depth > DEPTH_MAX:
         return False
-    if isinstance(value, dict):
-        return any(_holds_tensors(item, depth + 1) for item in value.values())
-    return isinstance(value, list | tuple) and any(
-        type(item) not in ATOMS and _holds_tensors(item, depth + 1) for item in value
+    return isinstance(value, dict | list | tuple) and any(
+        type(item) not in ATOMS and _holds_tensors(item, depth + 1) for _, item in items_in(value)
     )
 
 

@@ -19,7 +19,7 @@ from fastckpt.formats import safetensors
 from fastckpt.formats.record_division import SMALL_BYTES, SMALL_SUM_BYTES_MAX
 from fastckpt.formats.strict_json import check_text, check_texts
 from fastckpt.formats.torch_pickle import pickles
-from fastckpt.formats.value_names import below, joined
+from fastckpt.formats.value_names import below, items_in, joined
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.state.dtensors import Parts
 from fastckpt.state.identity import NO_MEMORY, memory_of
@@ -281,21 +281,20 @@ class _Flattening:
         if id(value) in self.above:
             raise _contains_itself(name or "", self.above[id(value)])
         self.above[id(value)] = name
-        nest = self._visit_nest(value, name, depth)
-        del self.above[id(value)]
-        return nest
-
-    def _visit_nest(self, value: Any, name: str | None, depth: int) -> Any:
+        nest: Any
         if type(value) in (dict, OrderedDict):
             nest = {k: self.visit(v, below(name, str(k)), depth + 1) for k, v in value.items()}
-            return {ESCAPED: nest} if nest.keys() & _PLACEHOLDERS else nest
-        if type(value) in (list, tuple):
-            items = [
+            nest = {ESCAPED: nest} if nest.keys() & _PLACEHOLDERS else nest
+        elif type(value) in (list, tuple):
+            nest = [
                 v if type(v) in ATOMS else self.visit(v, below(name, str(i)), depth + 1)
                 for i, v in enumerate(value)
             ]
-            return items if type(value) is list else tuple(items)
-        return self.visit(unwrapped(value).state_dict(), name, depth + 1)
+            nest = nest if type(value) is list else tuple(nest)
+        else:
+            nest = self.visit(unwrapped(value).state_dict(), name, depth + 1)
+        del self.above[id(value)]
+        return nest
 
     def _visit_tensor(self, value: Any, name: str | None) -> Any:
         if not is_sharded(value):
@@ -406,7 +405,7 @@ def tensors_in(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
         above[id(value)] = keys
         nest = unwrapped(value).state_dict() if is_stateful(value) else value
         if isinstance(nest, dict | list | tuple):
-            for key, item in nest.items() if isinstance(nest, dict) else enumerate(nest):
+            for key, item in items_in(nest):
                 yield from visit(item, (*keys, str(key)))
         del above[id(value)]
 
