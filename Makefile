@@ -17,8 +17,10 @@ BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
-# Another Python, under which some of the tests run too; its environment has no frameworks.
-OTHER_PYTHON ?= python3.12
+# Another Python, under which some of the tests run too; its environment has no frameworks. It is
+# the 3.12 that is on PATH or that pyenv has.
+OTHER_PYTHON ?= $(shell for python in python3.12 "$$HOME"/.pyenv/versions/3.12.*/bin/python; do \
+	"$$python" -c 'import ensurepip, sys; print(sys.executable)' 2>/dev/null && break; done)
 OTHER := build/venv-other
 SETUP := $(VENV)/setup.stamp
 ENGINE := build/engine.stamp
@@ -53,7 +55,7 @@ test: build  ## run the tests; no GPU is needed
 	  [ $$code -lt 128 ] || echo "== test: ended by a signal in $$(cat build/running-test-*)"; \
 	  exit $$code; }
 
-setup-other: $(OTHER)/setup.stamp  ## make a second environment, for the tests alone: OTHER_PYTHON=python3.12
+setup-other: $(OTHER)/setup.stamp  ## make a second environment, for the tests alone: OTHER_PYTHON=python3.13
 
 test-other: setup-other  ## run the tests of saving and of the GPU under OTHER_PYTHON
 	@echo "== test: $$($(OTHER)/bin/python --version)"
@@ -62,6 +64,7 @@ test-other: setup-other  ## run the tests of saving and of the GPU under OTHER_P
 		tests/gpu tests/saving tests/state tests/files
 
 $(OTHER)/setup.stamp: pyproject.toml
+	@[ -n "$(OTHER_PYTHON)" ] || { echo "there is no Python 3.12 here: make OTHER_PYTHON=..."; exit 1; }
 	@echo "== setup: $(OTHER), by $(OTHER_PYTHON)"
 	@test -x $(OTHER)/bin/python || $(OTHER_PYTHON) -m venv $(OTHER)
 	@$(OTHER)/bin/python -m pip install -qq "setuptools>=77" "pybind11>=3" "$(TORCH)" \
