@@ -66,9 +66,11 @@ class Runtime(types.ModuleType):
         self.stream_of: dict[int, int] = {}
         self.initialized = True
 
-    def wait(self) -> None:
-        """What torch does before it copies by itself."""
-        if self.driver is not None:
+    def wait(self, is_queued: int = 0) -> None:
+        """What torch does before it copies by itself; for what a GPU would queue, the host does not
+        wait until a stream that is held goes on.
+        """
+        if self.driver is not None and not (is_queued and self.driver.is_held):
             for stream in {self.stream, *self.stream_of.values()}:
                 self.driver.synchronize(stream)
 
@@ -127,7 +129,9 @@ def registered(library: Path) -> Runtime:
     torch.ops.load_library(str(library))
     torch.utils.rename_privateuse1_backend(KIND)
     runtime = Runtime()
-    runtime.before_copy = ctypes.CFUNCTYPE(None)(runtime.wait)  # kept as long as it is called
+    runtime.before_copy = ctypes.CFUNCTYPE(None, ctypes.c_int)(
+        runtime.wait
+    )  # kept as long as it is called
     ctypes.CDLL(str(library)).stub_before_copy(runtime.before_copy)
     torch._register_device_module(KIND, runtime)
     torch.utils.generate_methods_for_privateuse1_backend()

@@ -83,9 +83,10 @@ class CudaStub:
     Attributes:
         path: for those who load it by name.
         real: whether it is a GPU's.
+        is_held: whether kernels wait, too, when copies are held.
     """
 
-    real = False
+    real = is_held = False
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)

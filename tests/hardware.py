@@ -70,6 +70,15 @@ class TorchCuda:
     def reset(self) -> None:
         self.stream = 0
 
+    def warm_up(self) -> None:
+        """Launches kernels of torch's that tests launch while a stream is held: the first launch
+        loads a kernel, and may wait for all streams.
+        """
+        octets = torch.ones(9, dtype=torch.uint8, device=self.kind)
+        assert octets.add_(1).eq(2).all()
+        octets.clone().zero_()
+        torch.cuda.synchronize()
+
 
 class Hardware:
     """The first GPU, or another driver with these functions. close() gives back what it took.
@@ -77,9 +86,13 @@ class Hardware:
     Args:
         runtime: whose current stream is held.
         path: of the driver.
+
+    Attributes:
+        is_held: whether what the current stream is given waits.
     """
 
     real = True
+    is_held = False
 
     def __init__(self, runtime: Any, path: str = LIBRARY) -> None:
         self.path, self._runtime = path, runtime
@@ -117,11 +130,15 @@ class Hardware:
         """While held, nothing begins that the current stream is given from now on, and no copy that
         comes after that. Whoever waits for it on the host is let go in the end, and told.
         """
+        self.is_held = held
         if held:
+            stream = self._runtime.stream
+            if self.path != LIBRARY:  # what torch then computes on the double is not queued
+                self.synchronize(stream)
             self._holds += 1
             self._limit = threading.Timer(HOLD_MAX_S, self._go_on)
             self._limit.start()
-            stream, number = self._runtime.stream, self._holds
+            number = self._holds
             self._call("cuStreamWaitValue32_v2", stream, self._address, number, AT_LEAST)
             return
         was_held = self._word.value == self._holds

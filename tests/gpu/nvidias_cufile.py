@@ -1,6 +1,7 @@
-"""Saves and loads by NVIDIA's own libcufile, over the stub of the CUDA driver: byte for byte.
+"""Saves and loads by NVIDIA's own libcufile: byte for byte.
 
-Run by test_gds_real.py, in a process of its own. Must not know how blocks are moved.
+Run by test_gpu_real.py, on a GPU or over the stub of the CUDA driver. Must not know how blocks are
+moved.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import fastckpt
 from fastckpt import _engine
 from fastckpt.engine.gds import LIBRARY, GdsDevice
-from tests import accelerator, cuda_stub
+from tests import accelerator
 from tests.accelerator import Runtime, here
 from tests.cuda_stub import CudaStub
 from tests.gpu.test_gds_save import test_the_file_is_the_same_either_way  # noqa: F401
@@ -36,11 +37,6 @@ class Moved:
     def __init__(self) -> None:
         self.nbytes = 0
         self.refused: list[str] = []
-
-
-@pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> CudaStub:
-    return CudaStub(cuda_stub.built_for_others(tmp_path_factory.mktemp("driver")))
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""GPUDirect Storage by NVIDIA's own libcufile, without a GPU: tests/gpu/nvidias_cufile.py runs.
+"""GPUDirect Storage by NVIDIA's own libcufile, without a GPU: what test_gpu_real.py has of it runs.
 
 In a process of its own, which has what that library wants of a machine: an empty /proc/modules, so
 that it runs in compat mode, and a /run/udev that knows the disk. Must not know what is tested.
@@ -18,7 +18,7 @@ from tests.conftest import file_system
 from tests.gpu.test_gds import places
 from tests.paths import ROOT, TESTS
 
-TESTED = TESTS / "gpu" / "nvidias_cufile.py"
+TESTED = (TESTS / "gpu" / "test_gpu_real.py", "-m", "not gpu", "-k", "cufile")
 FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror")
 # cuFile asks udev for what it knows of a disk; containers and virtual machines seldom have one.
 ISOLATED = """
@@ -48,7 +48,7 @@ def test_nvidias_cufile_over_the_stub_of_the_driver(disk: Path) -> None:
     command += ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={disk / 'own'}"]
     inherited = {name: os.environ[name] for name in os.environ if not name.startswith("PYTEST_")}
     ended = subprocess.run(
-        [*command, TESTED], cwd=ROOT, env=inherited | variables, capture_output=True, text=True
+        [*command, *TESTED], cwd=ROOT, env=inherited | variables, capture_output=True, text=True
     )
     told = ended.stdout + ended.stderr + (log.read_text() if log.exists() else "")
     assert ended.returncode == 0 and "skipped" not in ended.stdout, told

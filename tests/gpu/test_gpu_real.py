@@ -1,7 +1,7 @@
 """What is tested of GPUs without one, on a GPU: the same tests, on torch.cuda and NVIDIA's driver.
 
-Some of them also run over the stub of the driver, by the same way (tests/hardware.py), so that the
-way itself is tested where there is no GPU. Must not know the engine's insides.
+They also run over the stub of the driver, by the same way (tests/hardware.py), so that the way
+itself is tested where there is no GPU. Must not know the engine's insides.
 """
 
 from __future__ import annotations
@@ -25,37 +25,35 @@ from tests.hardware import FUNCTIONS, Hardware, TorchCuda
 from tests.saving.test_process import run_python
 
 STUB, GPU = "stub", pytest.param("GPU", marks=pytest.mark.gpu)
-EITHER = [
+GIVEN = os.environ.get("FASTCKPT_TEST_CUFILE")
+TESTED = [
     test_gpu.test_a_state_comes_back_where_it_was,
     test_gpu.test_saves_in_flight_each_have_their_own,
-    test_gpu_load.test_load_reads_straight_to_the_device,
-    test_gpu_load.test_restore_in_place,
-]
-ON_A_GPU = [
     test_gpu.test_every_save_has_what_the_state_was,
     test_gpu.test_a_change_before_the_step_fails_loudly,
     test_gpu.test_small_buffers_may_change_in_the_forward_pass,
     test_gpu.test_more_than_the_budget_is_copied_block_by_block,
     test_gpu.test_a_slow_file_system_holds_nobody_up,
     test_gpu.test_an_interrupted_call_commits_nothing_that_was_changed,
+    test_gpu_load.test_load_reads_straight_to_the_device,
+    test_gpu_load.test_restore_in_place,
     test_gpu_load.test_damage_is_found_before_a_device_gets_it,
     test_gpu_load.test_what_is_unpickled_may_compute_at_once,
-    nvidias_cufile.test_a_load,
-    nvidias_cufile.test_steps,
-    nvidias_cufile.test_the_file_is_the_same_either_way,
 ]
-globals().update({test.__name__: test for test in [*EITHER, *ON_A_GPU]})
-test_every_save_by_cufile_has_what_the_state_was = (
-    nvidias_cufile.test_every_save_has_what_the_state_was
-)
+BY_CUFILE = {
+    "test_a_load_by_cufile": nvidias_cufile.test_a_load,
+    "test_steps_by_cufile": nvidias_cufile.test_steps,
+    "test_the_file_by_cufile_is_the_same": nvidias_cufile.test_the_file_is_the_same_either_way,
+    "test_every_save_by_cufile": nvidias_cufile.test_every_save_has_what_the_state_was,
+}
+globals().update({test.__name__: test for test in TESTED} | BY_CUFILE)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "place" in metafunc.fixturenames:
-        either = (
-            metafunc.function in EITHER or metafunc.module.__name__ == metafunc.function.__module__
-        )
-        metafunc.parametrize("place", [STUB, GPU] if either else [GPU], scope="module")
+        # Over the stub, cuFile needs what test_gds_real.py gives it.
+        on_gpu_only = metafunc.function in BY_CUFILE.values() and not GIVEN
+        metafunc.parametrize("place", [GPU] if on_gpu_only else [STUB, GPU], scope="module")
 
 
 @pytest.fixture
@@ -67,16 +65,20 @@ def runtime(place: str, accelerator_library: Path) -> Any:
     return TorchCuda()
 
 
+@pytest.fixture(scope="session")
+def double(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The stub of the driver: one, as NVIDIA's cuFile opens it once in a process."""
+    return str(cuda_stub.built_for_others(tmp_path_factory.mktemp("driver")))
+
+
 @pytest.fixture
-def driver(
-    place: str, runtime: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Hardware]:
-    path = hardware.LIBRARY
-    if place == STUB:
-        path = str(cuda_stub.built_for_others(tmp_path_factory.mktemp("driver")))
+def driver(place: str, runtime: Any, request: pytest.FixtureRequest) -> Iterator[Hardware]:
+    path = request.getfixturevalue("double") if place == STUB else hardware.LIBRARY
     made = Hardware(runtime, path)
     if place == STUB:
         runtime.driver = made  # torch's own copies come after what the current stream was given
+    else:
+        runtime.warm_up()
     yield made
     made.close()
     runtime.reset()

@@ -33,7 +33,8 @@ using Flag = std::optional<bool>;
 using Format = std::optional<c10::MemoryFormat>;
 
 std::atomic<int64_t> alive{0};
-std::atomic<void (*)()> before_copy{nullptr};
+std::atomic<void (*)(int)> before_copy{nullptr};
+thread_local bool computes = false;
 thread_local c10::DeviceIndex current = 0;
 
 void give_back(void* memory) {
@@ -107,7 +108,8 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
 }
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool) {
-    if (void (*wait)() = before_copy.load()) wait();
+    const bool queued = computes || (!source.is_cpu() && !target.is_cpu());
+    if (void (*wait)(int) = before_copy.load()) wait(queued);
     const at::Tensor into = target.is_cpu() ? target : on_cpu(target);
     into.copy_(source.is_cpu() ? source : on_cpu(source));
     return target;
@@ -145,7 +147,9 @@ at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& targ
 }
 
 void compute_on_cpu(const c10::OperatorHandle& op, c10::Stack* stack) {
+    const bool within = std::exchange(computes, true);
     at::native::cpu_fallback(op, stack);
+    computes = within;
 }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -178,7 +182,8 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 // How many pieces of memory tensors hold.
 extern "C" __attribute__((visibility("default"))) int64_t stub_pieces_alive() { return alive; }
 
-// Called before every copy of torch's own: waits for the current stream.
-extern "C" __attribute__((visibility("default"))) void stub_before_copy(void (*wait)()) {
+// Called before every copy of torch's own: waits for the current stream. It is told whether a GPU
+// would queue the copy, while the host goes on.
+extern "C" __attribute__((visibility("default"))) void stub_before_copy(void (*wait)(int)) {
     before_copy = wait;
 }
