@@ -85,4 +85,4 @@ class StepPlace(Place):
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         if failure is None and self.step.is_begun:
-            tidy(self._steps, self.step.name, self._number, self._options)
+            tidy(self._steps, self.step.name, self._options)

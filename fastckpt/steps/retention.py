@@ -15,16 +15,13 @@ from fastckpt.storage.keep import Entry, may_go
 log = logging.getLogger("fastckpt")
 
 
-def tidy(steps: Steps, keep: str, step: int, options: StepOptions) -> None:
+def tidy(steps: Steps, keep: str, options: StepOptions) -> None:
     """Removes steps that a commit has made superfluous, after the result was told. One that
     somebody reads (see Steps.hold) stays until a later call.
-
-    Args:
-        steps, keep: as superfluous()'s; options say which steps stay.
-        step: the number of the step just committed.
+    `steps` and `keep` are as superfluous()'s; `options` say which steps stay.
     """
     # Listing takes time on network file systems: not unless there may be something to remove.
-    if options.keep_last is None and not steps.has_another(keep, step):
+    if options.keep_last is None and not steps.has_another(keep):
         return
     try:
         found, _faults = steps.committed()

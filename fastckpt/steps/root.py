@@ -445,18 +445,16 @@ class Steps:
         atomic.close_quietly(self.storage, begun.manifest_fd)
         known = self.known(begun.name)
         known.is_abandoned, known.is_begun = True, False  # before it vanishes
-        self.discard(begun.name)
-
-    def has_another(self, name: str, step: int) -> bool:
-        """Returns whether this process knows a committed attempt at the step other than `name`."""
-        others = [known.manifest for other, known in [*self._names.items()] if other != name]
-        return any(manifest is not None and manifest.step == step for manifest in others)
-
-    def discard(self, name: str) -> None:
-        """Removes a directory: first its manifest, if it has one, then as much as possible."""
         with self._removing, suppress(OSError):  # what stays is left to the next removal
-            self._remove_manifest(name)
-            self._empty(name, self.storage.names(self.path(name)))
+            self._remove_manifest(begun.name)
+            self._empty(begun.name, self.storage.names(self.path(begun.name)))
+
+    def has_another(self, name: str) -> bool:
+        """Returns whether this process knows another committed attempt at the step of `name`."""
+        manifests = [known.manifest for known in [*self._names.values()]]
+        steps = [manifest.step for manifest in manifests if manifest is not None]
+        own = self.known(name).manifest
+        return own is None or steps.count(own.step) > 1
 
     def _remove_manifest(self, name: str) -> None:
         self.known(name).manifest = None

@@ -65,7 +65,6 @@ class Drain(Job):
         self._names = names
         self._parts = parts
         self._place = UncommittedStep(tier.root, agreement)
-        self._step: int | None = None
         self._is_resumed = is_resumed
         self.deed = "drained" if is_resumed else "saved"
         agreement.is_cancelled = handle.is_given_up
@@ -114,7 +113,6 @@ class Drain(Job):
         self.copied_s = time.monotonic() - begun
         self.conclude(b"", lambda _records: self._publish(manifest))
         self.took_s = time.monotonic() - begun
-        self._step = None if manifest is None else manifest.step
         self.handle.path = self._place.path()
 
     def _copy(self, manifest: Manifest, pipeline: Pipeline, pace: Pace) -> None:
@@ -178,8 +176,8 @@ class Drain(Job):
         elif failure is None and self._own_name and tier.nodes().first(rank) == rank:
             tier.note_drained(self._own_name)
             tier.evict()
-        if self._place.is_begun and self._step is not None:
-            tidy(tier.root, self._place.name, self._step, self._options)
+        if self._place.is_begun and failure is None:
+            tidy(tier.root, self._place.name, self._options)
 
 
 def _nbytes_of(manifest: Manifest, parts: Sequence[int]) -> int:
