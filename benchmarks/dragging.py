@@ -38,9 +38,8 @@ def one_turn(peer: Peer, nbytes: int, directory: Path) -> Row:
         if not peer.background:
             begun_save.wait_durable()
         stalls.append(time.perf_counter() - begun)
-        # The step fence is torch's own hook; every other promise is kept by hand.
-        by_hand = peer.name != "fastckpt-step"
-        return begun_save.wait_staged if by_hand else lambda: None, begun_save.wait_durable
+        before_update = (lambda: None) if peer.keeps_fence else begun_save.wait_staged
+        return before_update, begun_save.wait_durable
 
     with peer.opened():
         for _ in range(WARM_UPS + 1):

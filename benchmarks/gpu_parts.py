@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 from gpu_device import Cuda
-from gpu_peers import load_to_host
-from gpu_setting import Here, Measured
+from gpu_setting import Here, Measured, load_to_host
 from harness import (
     Line,
     Row,

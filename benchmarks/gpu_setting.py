@@ -12,12 +12,49 @@ from typing import Any
 
 from ceiling import Ceiling
 from gpu_device import Cuda
-from gpu_peers import open_peers
-from harness import Line, Row
-from rivals.peer import Peer, State
+from harness import Line, Row, progress
+from rivals.dcp import DcpAsyncStager
+from rivals.fastckpt_save import Fastckpt, FastckptStep
+from rivals.peer import Peer, Save, State
+from rivals.process import reason_of
+from rivals.torch_checkpointing_save import TorchCheckpointing
+from rivals.torch_save import TorchSave
+from saving import blank_like
 from storage import drop_page_cache
 
 from fastckpt.cli.bench.state import gpt_state
+
+
+class DcpPinned(DcpAsyncStager):
+    """torch.distributed.checkpoint.async_save with its pinned-memory stager."""
+
+    name = "dcp-async-pinned"
+    contract = (
+        "background threads; pinned memory, reused; may mutate after staging_completion; "
+        "the GPU is synchronized before the call, for its copies do not wait for the caller's"
+    )
+
+    def __init__(self, device: Cuda) -> None:
+        self.device = device
+
+    def options(self) -> dict[str, bool]:
+        pinned = self.device.device.type == "cuda"
+        # Shared memory is for its writer in another process; this one's is a thread.
+        return super().options() | {"use_pinned_memory": pinned, "use_non_blocking_copy": pinned}
+
+    def save(self, state: State, target: Path) -> Save:
+        # Its stream is ordered after nothing: without this it may copy what an optimizer step that
+        # is still queued has yet to write.
+        self.device.wait_for_stream()
+        return super().save(state, target)
+
+
+def load_to_host(peer: Peer, target: Path, state: State) -> Any:
+    """Load with a peer what it saved of a state like this one: a check needs no second copy of the
+    state on the GPU.
+    """
+    template = blank_like(state, "cpu") if peer.fills_template else {}
+    return peer.load(target, template)
 
 
 @dataclass
@@ -61,9 +98,23 @@ class Here:
     @cached_property
     def peers(self) -> list[Peer]:
         """The peers that run here."""
-        peers, missing = open_peers(self.device)
-        self.missing |= missing
-        return peers
+        running: list[Peer] = []
+        for peer in (
+            TorchSave(),
+            DcpPinned(self.device),
+            TorchCheckpointing(),
+            Fastckpt(),
+            FastckptStep(),
+        ):
+            try:
+                peer.load_modules()
+                peer.open()
+            except Exception as error:  # any failure of a rival to start is its reason, not ours
+                self.missing[peer.name] = reason_of(error)
+            else:
+                running.append(peer)
+            progress(f"open {peer.name}: {self.missing.get(peer.name) or 'done'}")
+        return running
 
     @cached_property
     def ceiling(self) -> Ceiling:

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu_device import Cuda
-from gpu_peers import guard_of, load_to_host
-from gpu_setting import Here, Measured
+from gpu_setting import Here, Measured, load_to_host
 from harness import Line, Row, at_most, holds, median_of, middle, number, progress, table, told
 from report import failures, measured
 from rivals.peer import Peer, Save
@@ -165,7 +164,7 @@ def one_window(peer: Peer, loop: Loop, target: Path, every: int) -> Row:
     watch = Watch(save)
     if not peer.background:
         watch.finish()
-    guard = guard_of(peer, save)
+    guard = None if peer.keeps_fence else save.wait_staged
     ends: list[Any] = []
     flushing = 0
     while len(ends) < every or watch.flushing():
@@ -206,7 +205,7 @@ def torn(peer: Peer, loop: Loop, target: Path) -> Row:
     state = loop.state()
     want = {name: tensor.clone() for name, tensor in flat_tensors(state).items()}
     save = peer.save(state, target)
-    guard = guard_of(peer, save)
+    guard = None if peer.keeps_fence else save.wait_staged
     for _ in range(AFTER_STEPS):
         loop.step(guard)
     save.wait_durable()

@@ -113,7 +113,9 @@ def attempted(peer: str, measure: Callable[[], Row]) -> Row:
     """Measure; a failure becomes a row that says so instead of the end of the run."""
     try:
         return measure()
-    except Exception as error:  # whatever a peer raises is its result
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a peer's result; torch's CheckpointException is no Exception
         text = reason_of(error)
         progress(f"{peer} FAILED: {text}")
         return {"peer": peer, "error": text}

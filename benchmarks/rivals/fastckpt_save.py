@@ -25,6 +25,7 @@ class Fastckpt(Peer):
     name = "fastckpt"
     contract = "background engine; everything is copied when the call returns; durable at result()"
     background = True
+    keeps_fence = True  # both; that of the step by torch's own hook
     modules = ("fastckpt",)
     fence = "call"
 
@@ -44,7 +45,7 @@ class Fastckpt(Peer):
         return Save(handle.wait_staged, handle.result, lambda: asdict(handle.stats))
 
     def load(self, target: Path, template: State) -> Any:
-        return self.library.load(target / "state.pt")
+        return self.library.load(target / "state.pt", map_location="cpu")
 
 
 class FastckptStep(Fastckpt):

@@ -42,6 +42,8 @@ class Peer(ABC):
         name: in the results, where it must stay what it was.
         contract: what its call promises on return, in a few words.
         background: its call returns before the bytes are durable.
+        keeps_fence: nothing has to be called before the state changes; what needs a call else is
+            what Save.wait_staged does.
         fills_template: it loads into tensors that are given to it.
         modules: that it imports.
     """
@@ -49,6 +51,7 @@ class Peer(ABC):
     name: str
     contract: str
     background = False
+    keeps_fence = False
     fills_template = False
     modules: tuple[str, ...] = ()
 

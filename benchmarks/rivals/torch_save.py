@@ -30,7 +30,7 @@ class TorchSave(Peer):
         return Save(already, lambda: fsync_tree(target))
 
     def load(self, target: Path, template: State) -> Any:
-        return torch.load(target / "state.pt", weights_only=True)
+        return torch.load(target / "state.pt", map_location="cpu", weights_only=True)
 
 
 class TorchSaveNoCrc(TorchSave):
