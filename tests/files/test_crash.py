@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
 import subprocess
 import threading
@@ -507,37 +506,6 @@ def test_a_save_ends_when_its_closes_fail(disk: Path) -> None:
 
         must_end(save_many)
     assert fastckpt.load(disk / "ckpt.pt")["step"] == IN_FLIGHT_MAX + 1
-
-
-def test_an_unnoticed_failure_is_raised_by_the_next_save(disk: Path) -> None:
-    storage = FailAt(LOOK + 1, errno.EDQUOT)
-    with pipeline_on(storage) as pipeline:
-        failed = save_through(pipeline, several(1), disk / "ckpt.pt")
-        failed.wait_done()
-        assert pipeline.unreported() == [failed]
-        with pytest.raises(StorageError) as caught:
-            save_through(pipeline, several(2), disk / "other.pt")
-        assert caught.value.errno == errno.EDQUOT and caught.value.path == str(disk / "ckpt.pt")
-        assert os.listdir(disk) == []
-        save_through(pipeline, several(2), disk / "other.pt").result(WAIT_S)
-        assert os.listdir(disk) == ["other.pt"]
-
-
-def test_a_real_refusal_reaches_the_next_public_save(disk: Path) -> None:
-    """The same by fastckpt.save and the kernel: a limit on the size of files (getrlimit(2))."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        failed = fastckpt.save(several(1), disk / "ckpt.pt")
-        failed.wait_done()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    with pytest.raises(StorageError) as caught:
-        fastckpt.save(several(2), disk / "ckpt.pt")
-    assert caught.value.errno == errno.EFBIG and caught.value.path == str(disk / "ckpt.pt")
-    assert os.listdir(disk) == []
-    fastckpt.save(several(2), disk / "ckpt.pt").result(WAIT_S)
-    assert fastckpt.load(disk / "ckpt.pt")["step"] == 2
 
 
 def one_byte(_nbytes: int, _attempt: int) -> int:

@@ -1082,47 +1082,6 @@ thread.start()
         assert loaded["n"] == n and loaded["t"].eq(n).all()
 
 
-def test_saves_to_one_path_end_with_the_last(disk: Path, committed: Any) -> None:
-    path = disk / "object.pt"
-    handles = [fastckpt.save({"n": n, "t": octets_of(MIB) + n}, path) for n in range(5)]
-    for handle in handles:
-        handle.result(timeout=60)
-    loaded = torch.load(path)
-    assert loaded["n"] == 4 and torch.equal(loaded["t"], octets_of(MIB) + 4)
-    assert os.listdir(disk) == ["object.pt"]
-
-
-def test_saves_to_many_paths_at_once(disk: Path, assert_same: Any) -> None:
-    objects = {disk / f"{n}.pt": {"n": n, "t": octets_of(MIB) + n} for n in range(40)}
-    handles = [fastckpt.save(obj, path) for path, obj in objects.items()]
-    for handle in handles:
-        handle.result(timeout=60)
-    for path, obj in objects.items():
-        assert_same(torch.load(path), obj)
-    assert len(os.listdir(disk)) == 40
-
-
-def test_saves_from_many_threads(disk: Path, assert_same: Any) -> None:
-    failures: list[BaseException] = []
-
-    def work(thread: int) -> None:
-        try:
-            for step in range(5):
-                obj = {"step": step, "t": octets_of(300_000) + thread}
-                path = disk / f"{thread}-{step}.pt"
-                fastckpt.save(obj, path).result(timeout=60)
-                assert_same(fastckpt.load(path), obj)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
-
-
 # Scale.
 
 
