@@ -233,7 +233,8 @@ class InnerHandle(SaveHandle):
         self._order: Callable[[], bool] | None = None
         self._is_warned_of = on_error == "warn"
         if self._is_warned_of:
-            self.add_done_callback(_warn)
+            self.add_done_callback(log_failure)
+            self.add_done_callback(InnerHandle.note_reported)
 
     subject = SaveHandle._subject
     failure = SaveHandle._failure
@@ -381,9 +382,9 @@ class InnerHandle(SaveHandle):
             self._decider = None
 
 
-def _warn(handle: Any) -> None:
+def log_failure(handle: Any) -> None:
+    """Logs the error of a save that has ended, unless it was cancelled: a callback for a handle."""
     error = handle.failure()
     if error is not None and not isinstance(error, SaveCancelled):
-        handle.note_reported()
         what = fate(error, "was not saved")
         log.warning("%r %s: %s: %s", handle.path, what, type(error).__name__, error)

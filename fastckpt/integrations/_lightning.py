@@ -15,8 +15,7 @@ from typing import Any, ClassVar, cast
 import fastckpt
 from fastckpt import CheckpointError
 from fastckpt.arguments.checks import ON_ERROR, BackendName, OnError, StagingWay, check_choice
-from fastckpt.errors import fate
-from fastckpt.handle import InnerHandle
+from fastckpt.handle import InnerHandle, log_failure
 from fastckpt.latch import Latch
 from fastckpt.options import WriteOptions
 from fastckpt.saving import pipeline
@@ -108,18 +107,17 @@ class BackgroundCheckpointIO:
             with reported("list", directory):
                 links = _has_links(directory)
             _unlink_softly(path)
-            handle = cast(InnerHandle, fastckpt.save(checkpoint, path, **self._options))
+            handle = fastckpt.save(checkpoint, path, on_error=self._on_error, **self._options)
         except CheckpointError as error:
             if self._on_error == "raise":
                 raise
-            handle = InnerHandle(os.path.realpath(path), time.perf_counter())
-            handle.mark_staged()
-            handle.set_exception(error)
-        if self._on_error == "warn":
-            handle.note_reported()
+            handle = InnerHandle(os.path.realpath(path), time.perf_counter(), on_error="warn")
+            pipeline.current().refuse(handle, error, None)
+        handle = cast(InnerHandle, handle)
+        if self._on_error == "raise":
+            handle.add_done_callback(log_failure)
         earlier = self._handles
         self._handles = [h for h in earlier[:-1] if not _is_settled(h)] + earlier[-1:] + [handle]
-        handle.add_done_callback(self._log_failure)
         for _ in range(len(self._kept)):  # of the same list, to which another thread may add now
             other = self._kept.pop(0)
             if other != path:
@@ -202,11 +200,6 @@ class BackgroundCheckpointIO:
         failed = [h for h in self._handles if h.failure() is not None and not h.is_asked_for()]
         for handle in failed[:1]:
             raise_earlier(handle)
-
-    def _log_failure(self, handle: Any) -> None:
-        if handle.failure() is not None:
-            what = fate(handle.failure(), "was not saved")
-            log.error("checkpoint %r %s: %s", handle.path, what, handle.failure())
 
 
 _OF_SAVES = ("_handles", "_removals", "_kept", "_is_saving")

@@ -16,9 +16,9 @@ import torch
 from fastckpt.directories.draft import CapturedFile, Zip
 from fastckpt.directories.hidden_directory import HiddenDirectory, explaining
 from fastckpt.directories.swap_plan import CapturedPlan
-from fastckpt.errors import CheckpointError, fate
+from fastckpt.errors import CheckpointError
 from fastckpt.formats import torch_pickle
-from fastckpt.handle import InnerHandle
+from fastckpt.handle import InnerHandle, log_failure
 from fastckpt.options import WriteOptions
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
@@ -60,7 +60,7 @@ class Tag:
     ) -> None:
         self.handle = InnerHandle(path, time.perf_counter(), kind="tag", on_error=on_error)
         if on_error == "raise":
-            self.handle.add_done_callback(_log_failure)
+            self.handle.add_done_callback(log_failure)
         self._agreement, self._options = agreement, options
         storage = pipeline.current().storage
         self._place = TagPlace(storage, path, agreement, options.durable, latest, content)
@@ -105,12 +105,6 @@ class Tag:
         plan = TagPlan(self._files, error or self._error, place, options)
         job = Save(handle, agreement, plan, place, options, fence="call", lane=handle.path)
         pipeline.current().save(job)
-
-
-def _log_failure(handle: InnerHandle) -> None:
-    error = handle.failure()
-    if error is not None:
-        log.error("tag %r %s: %s", handle.path, fate(error, "was not saved"), error)
 
 
 class TagPlan(CapturedPlan):
