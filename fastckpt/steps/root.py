@@ -59,22 +59,18 @@ class Fault(NamedTuple):
         return int(self.name.split("-")[1])
 
 
-class _Look(NamedTuple):
-    """One listing of a root.
+# What a directory is in which no manifest was found:
+_GONE = "gone"  # a step: it vanished after it was seen, now or earlier, with a manifest
+_UNSEEN = "unseen"  # it had vanished when it was looked at: a step, or of a save that failed
+_BARE = "bare"  # it has not even a temporary one: it is being removed, or has just been made
 
-    Attributes:
-        found, faults: as Steps.committed() returns them.
-        gone: names of steps that vanished after they were seen, now or earlier, with a manifest.
-        unseen: names that had vanished when they were looked at, of steps or of saves that failed.
-        bare: names of directories with no manifest, not even a temporary one: one that is being
-            removed, or has just been made.
-    """
+
+class _Look(NamedTuple):
+    """One listing of a root: what Steps.committed() returns, and the marks of other names."""
 
     found: list[Committed]
     faults: list[Fault]
-    gone: set[str]
-    unseen: set[str]
-    bare: set[str]
+    marks: dict[str, str]
 
 
 def in_order(item: Committed) -> tuple[int, int]:
@@ -173,13 +169,16 @@ class Steps:
 
         def settled() -> tuple[list[Committed], list[Fault]]:
             look = self._looked(afresh)
-            unmarked = [each.gone | each.unseen | each.bare for each in (*looks[-1:], look)]
-            is_new = not unmarked[-1] <= (unmarked[0] if looks else set())
+            is_new = not look.marks.keys() <= (looks[-1].marks.keys() if looks else set())
             looks.append(look)
             again = is_new and len(looks) < _LOOKS_MAX
             if not look.found:
-                again = is_new or any(each.gone for each in looks) or not (look.faults or looks[1:])
-                again = again or any(each.unseen for each in looks[-2:])
+                ever, lately = (
+                    {mark for each in some for mark in each.marks.values()}
+                    for some in (looks, looks[-2:])
+                )
+                again = is_new or _GONE in ever or _UNSEEN in lately
+                again = again or not (look.faults or looks[1:])
             if again:
                 raise Vanished(self.root)
             return look.found, look.faults
@@ -189,27 +188,22 @@ class Steps:
         return found
 
     def _looked(self, afresh: bool) -> _Look:
-        look = _Look([], [], set(), set(), set())
+        look = _Look([], [], {})
         # Older steps first: the newer one, committed before one of them was removed, is seen then.
         for name in sorted(self.names()):
             manifest = self.known(name).manifest
-            if not afresh and manifest is not None:
-                look.found.append(Committed(name, manifest))
-                continue
             try:
-                manifest = self._manifest(name)
-                if manifest is None:
-                    self._sort_unmarked(name, look)
-                else:
+                if afresh or manifest is None:
+                    manifest = self._manifest(name)
+                if manifest is not None:
                     look.found.append(Committed(name, manifest))
+                elif mark := self._mark(name):
+                    look.marks[name] = mark
             except Vanished:
-                look.gone.add(name)
+                look.marks[name] = _GONE
             except CheckpointError as error:
                 look.faults.append(Fault(name, error))
         look.found.sort(key=in_order, reverse=True)
-        # Those under which saves of this process failed were never committed.
-        failed = [name for name in look.unseen if self.known(name).is_abandoned]
-        look.unseen.difference_update(failed)
         return look
 
     def _manifest(self, name: str) -> Manifest | None:
@@ -231,23 +225,22 @@ class Steps:
             known.manifest, known.version = manifest, version
         return known.manifest
 
-    def _sort_unmarked(self, name: str, look: _Look) -> None:
-        """Adds a directory in which no manifest was found to `gone` if it has a manifest now or is
-        a step known here, to `unseen` or `bare` if it is such a one, and else to none.
+    def _mark(self, name: str) -> str:
+        """Returns what a directory is in which no manifest was found: _GONE also if it has one now
+        or is a step known here; "" if a save is writing there, or one of this process has failed.
         """
-        path = self.path(name, MANIFEST)
+        path, known = self.path(name, MANIFEST), self.known(name)
         try:
             names = self.storage.names(self.path(name))
         except OSError as error:
-            vanished = look.unseen if self.known(name).manifest is None else look.gone
-            (vanished if error.errno in (errno.ENOENT, errno.ESTALE) else look.bare).add(name)
-            return
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                return _BARE
+            return _GONE if known.manifest is not None else _UNSEEN * (not known.is_abandoned)
         if MANIFEST in names and self.storage.leads_nowhere(path):
             raise CorruptCheckpoint(f"{path!r} is a link that leads nowhere")
         if MANIFEST in names:
-            look.gone.add(name)
-        elif not atomic.temporaries_among(names, path):
-            look.bare.add(name)
+            return _GONE
+        return "" if atomic.temporaries_among(names, path) else _BARE
 
     def survey(self, step: int | None = None) -> tuple[list[Committed], list[Fault]]:
         """Does what committed() does, but tries for seconds to read every step, and then raises
