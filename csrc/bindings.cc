@@ -143,6 +143,18 @@ int64_t cached_bytes(int fd, uint64_t nbytes) {
     return static_cast<int64_t>(stat.cached) * sysconf(_SC_PAGESIZE);
 }
 
+// Binds a function that returns the kernels that this CPU offers, by name.
+template <typename Kernel, typename Bind>
+void bind_kernels(py::module_& m, const char* name, std::initializer_list<const Kernel*> kernels,
+                  Bind bind) {
+    m.def(name, [kernels = std::vector<const Kernel*>(kernels), bind] {
+        py::dict bound;
+        for (const Kernel* kernel : kernels)
+            if (kernel->supported()) bound[kernel->name] = bind(*kernel);
+        return bound;
+    });
+}
+
 using CrcFunction = uint32_t (*)(uint32_t, const void*, size_t);
 
 uint32_t crc_of(CrcFunction function, const py::buffer& data, uint32_t crc) {
@@ -157,16 +169,10 @@ void bind_crc(py::module_& m) {
         py::arg("data"), py::arg("crc") = 0);
     m.def("crc32_combine", &crc32_combine);
     m.def("crc32_kernel", &crc32_kernel);
-    m.def("crc32_kernels", [] {
-        py::dict kernels;
-        for (const auto* kernel :
-             {&crc32_kernels::portable, &crc32_kernels::pclmul, &crc32_kernels::vpclmulqdq}) {
-            if (!kernel->supported()) continue;
-            const CrcFunction function = kernel->crc32;
-            kernels[kernel->name] = py::cpp_function(
-                [function](const py::buffer& data) { return crc_of(function, data, 0); });
-        }
-        return kernels;
+    using namespace crc32_kernels;
+    bind_kernels(m, "crc32_kernels", {&portable, &pclmul, &vpclmulqdq}, [](const Kernel& kernel) {
+        return py::cpp_function(
+            [&kernel](const py::buffer& data) { return crc_of(kernel.crc32, data, 0); });
     });
 }
 
@@ -207,8 +213,6 @@ void bind_planes(py::module_& m) {
           });
 }
 
-using PolyvalFunction = decltype(&polyval);
-
 Polyval element_of(const std::string& bytes) {
     Polyval element;
     if (bytes.size() != element.size())
@@ -218,40 +222,19 @@ Polyval element_of(const std::string& bytes) {
     return element;
 }
 
-py::bytes hash_of(PolyvalFunction function, const py::buffer& data, const PolyvalKey& key,
-                  const Polyval& state) {
-    const py::buffer_info info = data.request();
-    Polyval hash;
-    {
-        WithoutGil nogil;
-        hash = function(key, info.ptr, static_cast<size_t>(info.size * info.itemsize), state);
-    }
-    return py::bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
-}
-
 void bind_polyval(py::module_& m) {
-    const std::string none(sizeof(Polyval), 0);
-    py::class_<PolyvalKey>(m, "PolyvalKey").def(py::init([](const std::string& key) {
-        return PolyvalKey(element_of(key));
-    }));
-    m.def("polyval", [](const py::buffer& data, const PolyvalKey& key) {
-        return hash_of(polyval, data, key, {});
-    });
-    m.def("polyval_kernel", &polyval_kernel);
-    m.def("polyval_kernels", [none] {
-        py::dict kernels;
-        for (const auto* kernel :
-             {&polyval_kernels::portable, &polyval_kernels::pclmul, &polyval_kernels::vpclmulqdq}) {
-            if (!kernel->supported()) continue;
-            const PolyvalFunction function = kernel->polyval;
-            kernels[kernel->name] = py::cpp_function(
-                [function](const py::buffer& data, const std::string& key,
-                           const std::string& state) {
-                    return hash_of(function, data, PolyvalKey(element_of(key)), element_of(state));
-                },
-                py::arg("data"), py::arg("key"), py::arg("state") = py::bytes(none));
-        }
-        return kernels;
+    using namespace polyval_kernels;
+    bind_kernels(m, "polyval_kernels", {&portable, &pclmul, &vpclmulqdq}, [](const Kernel& kernel) {
+        return py::cpp_function(
+            [&kernel](const py::buffer& data, const std::string& key, const std::string& state) {
+                const py::buffer_info info = data.request();
+                const auto nbytes = static_cast<size_t>(info.size * info.itemsize);
+                const Polyval hash = kernel.polyval(PolyvalKey(element_of(key)), info.ptr, nbytes,
+                                                    element_of(state));
+                return py::bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
+            },
+            py::arg("data"), py::arg("key"),
+            py::arg("state") = py::bytes(std::string(sizeof(Polyval), 0)));
     });
 }
 
@@ -521,16 +504,12 @@ void bind_scattered_writes(py::module_& m) {
              }),
              py::arg("threads"), py::arg("scatterer"), py::arg("buffered") = std::nullopt,
              py::arg("transfer") = std::nullopt, py::keep_alive<1, 2>());
-    m.def("cast_kernels", [] {
-        py::dict kernels;
-        using namespace cast_kernels;
-        for (const auto* kernel : {&portable, &avx2, &avx512}) {
-            if (!kernel->supported()) continue;
-            kernels[kernel->name] = py::cpp_function(
-                [kernel](unsigned from, unsigned to, const py::buffer& items,
-                         const py::buffer& into) { cast_into(*kernel, from, to, items, into); });
-        }
-        return kernels;
+    using namespace cast_kernels;
+    bind_kernels(m, "cast_kernels", {&portable, &avx2, &avx512}, [](const Kernel& kernel) {
+        return py::cpp_function(
+            [&kernel](unsigned from, unsigned to, const py::buffer& items, const py::buffer& into) {
+                cast_into(kernel, from, to, items, into);
+            });
     });
 }
 

@@ -79,13 +79,6 @@ std::vector<uint32_t> crcs(Crc32Gpu& gpu, const std::shared_ptr<DeviceQueue>& qu
     return found;
 }
 
-void copy_on_device(DeviceQueue& queue, uint64_t target, uint64_t source, size_t nbytes) {
-    queue.require(queue.copy_on_device(target, source, nbytes), "copy");
-    DeviceQueue::Mark mark;
-    queue.require(queue.mark(&mark), "copy");
-    queue.require(queue.wait(mark), "copy");
-}
-
 py::tuple as_tuple(const GdsMode& mode) { return py::make_tuple(mode.name(), mode.why); }
 
 void bind_cufile(py::module_& m) {
@@ -143,7 +136,6 @@ void bind_backend(py::module_& m) {
              }),
              nogil);
     m.def("run_ops", &run_ops, nogil);
-    m.def("copy_on_device", &copy_on_device, nogil);
 }
 
 }  // namespace

@@ -272,6 +272,4 @@ Polyval polyval(const PolyvalKey& key, const void* data, size_t n, const Polyval
     return chosen().polyval(key, data, n, state);
 }
 
-const char* polyval_kernel() { return chosen().name; }
-
 }  // namespace fastckpt

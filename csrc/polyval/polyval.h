@@ -28,9 +28,6 @@ struct PolyvalKey {
 // degree in the key. Under the key 0 every hash is 0.
 Polyval polyval(const PolyvalKey& key, const void* data, size_t n, const Polyval& state = {});
 
-// The kernel that polyval() uses here: "vpclmulqdq", "pclmul" or "portable".
-const char* polyval_kernel();
-
 // The implementations behind polyval(), for tests that compare them on one machine.
 namespace polyval_kernels {
 
