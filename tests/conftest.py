@@ -243,6 +243,13 @@ def nursery(request: pytest.FixtureRequest) -> Iterator[Nursery]:
 
 
 @pytest.fixture
+def drained(disk: Path) -> Iterator[None]:
+    """What a save still removes after its commit is gone before the directory is."""
+    yield
+    pipeline.current().drain()
+
+
+@pytest.fixture
 def crew(nursery: Nursery) -> Callable[..., Crew]:
     """`crew(n)`: a job of n ranks, the same one for all tests of the module."""
     return nursery.lasting_crew

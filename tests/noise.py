@@ -1,8 +1,9 @@
-"""Random bytes that are the same wherever they are asked for, and cost a copy only."""
+"""Random bytes that are the same wherever they are asked for, and cost a copy only; and damage."""
 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import torch
 
@@ -24,3 +25,12 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
         return torch.cat([first, noise(nbytes - len(first), seed + 1_000_000)])
     begin = seed * _STRIDE % (_POOL_BYTES - nbytes)
     return _pool()[begin : begin + nbytes].clone()
+
+
+def flip(path: Path, at: float) -> None:
+    """Turns a bit of the byte at a place of a file; from its end where that is below 0, and at a
+    share of its size where it is a fraction.
+    """
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * at) if isinstance(at, float) else at] ^= 1
+    path.write_bytes(content)

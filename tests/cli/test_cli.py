@@ -35,6 +35,7 @@ from fastckpt.formats.step_names import tier_name
 from fastckpt.storage.file_system import Storage
 from tests import interpreters
 from tests.doubles import Operation, Recorder
+from tests.noise import flip
 from tests.paths import ROOT
 from tests.steps.test_checkpointer import process_on
 from tests.torches import NEEDS_DCP
@@ -321,15 +322,6 @@ def test_measuring_nowhere_is_told(tmp_path: Path, capsys: pytest.CaptureFixture
     why = f"cannot write to {str(tmp_path / 'gone')!r}: No such file or directory [ENOENT]"
     assert told.err == f"fastckpt advise: {why}\n"
     assert not told.out
-
-
-def flip(path: Path, offset: int) -> None:
-    """Changes one byte of a file; from its end, if offset is negative."""
-    with open(path, "r+b") as file:
-        file.seek(offset, os.SEEK_END if offset < 0 else os.SEEK_SET)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 1]))
 
 
 def state() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from tests.interpreters import Program
 from tests.lazy.test_open import by_safetensors, by_torch, dcp_by_torch, flat, same, steps
+from tests.noise import flip
 
 SOURCES: dict[str, Callable[[dict[str, torch.Tensor], Path], Path]] = {
     "torch": by_torch,
@@ -214,9 +215,7 @@ def test_names_that_dcp_refuses(disk: Path, capsys: pytest.CaptureFixture[str]) 
 def test_damage_leaves_nothing(to: str, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (disk / "in").mkdir()
     fastckpt.save({"w": torch.randn(4 << 20)}, disk / "in" / "a.pt").result(60)
-    content = bytearray((disk / "in" / "a.pt").read_bytes())
-    content[10 << 20] ^= 1
-    (disk / "in" / "a.pt").write_bytes(content)
+    flip(disk / "in" / "a.pt", 10 << 20)
     assert main(["convert", str(disk / "in" / "a.pt"), str(disk / "out"), "--to", to]) == 1
     assert "is damaged" in capsys.readouterr().err
     assert os.listdir(disk) == ["in"]

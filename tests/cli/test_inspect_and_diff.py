@@ -15,6 +15,7 @@ import torch
 import fastckpt
 from fastckpt.cli import main
 from fastckpt.storage.file_system import Storage
+from tests.noise import flip
 
 
 def saved(disk: Path, name: str, **tensors: torch.Tensor) -> str:
@@ -57,9 +58,7 @@ def test_inspect_lists_a_root(disk: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_inspect_reads_no_tensor(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fastckpt.save({"w": torch.ones(6 << 20)}, disk / "a.pt").result(60)
-    content = bytearray((disk / "a.pt").read_bytes())
-    content[20 << 20] ^= 1  # would be damage, if it were read
-    (disk / "a.pt").write_bytes(content)
+    flip(disk / "a.pt", 20 << 20)  # would be damage, if it were read
     assert told(capsys, "inspect", str(disk / "a.pt"))["tensors"] == 1
 
 

@@ -23,9 +23,17 @@ import torch
 
 import fastckpt
 from fastckpt.saving import pipeline
-from tests.saving.test_handle import WAIT_S, HeldTensor, saving_threads, temporaries, wait_until
+from tests.saving.test_handle import (
+    WAIT_S,
+    HeldTensor,
+    every_test_settles,
+    saving_threads,
+    temporaries,
+    wait_until,
+)
 from tests.saving.test_process import run_python
 
+__all__ = ["every_test_settles"]  # for all tests here, too
 MIB = 1 << 20
 # The smallest that mkfs makes without special options, and room for a few checkpoints.
 DISK_BYTES = {"ext2": 64 * MIB, "ext4": 64 * MIB, "xfs": 320 * MIB, "btrfs": 256 * MIB}
@@ -93,20 +101,6 @@ def leave_free(directory: Path, nbytes: int) -> Path:
             os.fsync(file.fileno())
             free = os.statvfs(directory)
     return ballast
-
-
-@pytest.fixture(autouse=True)
-def every_test_settles(disk: Path) -> Iterator[None]:
-    """No save outlives its test, and no failure that nobody asked for meets the next one."""
-    yield
-    wait_until(lambda: not saving_threads(), "the saves of the test are over")
-    for _ in range(100):
-        try:
-            fastckpt.save(None, io.BytesIO())
-            return
-        except fastckpt.CheckpointError:
-            continue
-    pytest.fail("a failed save is raised again and again")
 
 
 def check_storage_error(

@@ -26,6 +26,7 @@ from torch import nn
 from tests import jobs
 from tests.interpreters import let_go
 from tests.jobs import finish, logged
+from tests.noise import flip
 from tests.paths import ROOT
 
 pytest.importorskip("accelerate")
@@ -38,10 +39,10 @@ from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.integrations.accelerate import load_state, save_state
-from fastckpt.saving import pipeline
 from tests.doubles import Recorder
 from tests.steps.test_checkpointer import process_on
 
+pytestmark = pytest.mark.usefixtures("drained")
 WAIT_S = 60.0
 FILES = {
     "custom_checkpoint_0.pkl",
@@ -122,19 +123,6 @@ class Run:
 @pytest.fixture(scope="module")
 def expected() -> list[float]:
     return Run().train(8).losses
-
-
-@pytest.fixture(autouse=True)
-def drained(disk: Path) -> Iterator[None]:
-    """What a save still removes after its commit is gone before the directory is."""
-    yield
-    pipeline.current().drain()
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-9] ^= 1
-    path.write_bytes(content)
 
 
 def loaded(path: Path) -> Any:
@@ -224,11 +212,11 @@ def test_automatic_names(disk: Path, expected: list[float]) -> None:
     with pytest.raises(ValueError, match="exists"):
         run.accelerator.project_configuration.iteration = 2
         save_state(run.accelerator)
-    flip(directory / "checkpoint_2" / "model.safetensors")
+    flip(directory / "checkpoint_2" / "model.safetensors", -9)
     older = Run(**project)
     load_state(older.accelerator)
     assert older.train(8).losses == expected[4:]
-    flip(directory / "checkpoint_1" / "optimizer.bin")
+    flip(directory / "checkpoint_1" / "optimizer.bin", -9)
     with pytest.raises(CorruptCheckpoint, match=r"checkpoint_2.*model\.safetensors"):
         load_state(Run(**project).accelerator)
 
@@ -237,7 +225,7 @@ def test_automatic_names(disk: Path, expected: list[float]) -> None:
 def test_a_damaged_directory_is_not_loaded(disk: Path, name: str) -> None:
     run = Run().train(2)
     save_state(run.accelerator, disk / "a").result(WAIT_S)
-    flip(disk / "a" / name)
+    flip(disk / "a" / name, -9)
     before = {key: tensor.clone() for key, tensor in run.model.state_dict().items()}
     with pytest.raises(CorruptCheckpoint, match=name):
         load_state(run.accelerator, disk / "a")

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from tests.jobs import Job
+from tests.noise import flip
 
 pytest.importorskip("deepspeed")
 
@@ -571,9 +572,7 @@ def test_engines_do_not_get_into_each_others_way(
 def test_damage_is_named(call: Callable[..., list[Any]], disk: Path) -> None:
     call(bodies.save_once, str(disk))
     path = disk / "a/zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path, 0.5)
     whole, damaged = call(bodies.load_damaged, str(disk))
     assert whole is None
     assert isinstance(damaged, CorruptCheckpoint) and "data/" in str(damaged)

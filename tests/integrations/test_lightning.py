@@ -32,6 +32,7 @@ import torch
 
 from tests.interpreters import let_go
 from tests.jobs import Job
+from tests.noise import flip
 
 pytest.importorskip("lightning")
 
@@ -491,9 +492,7 @@ def test_a_signal_handler_may_save_in_the_midst_of_a_save(disk: Path) -> None:
 def test_damage_is_named(disk: Path) -> None:
     fit(disk, FastckptCheckpointIO(), steps=3, save_last=False)
     path = disk / "step=2.ckpt"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    flip(path, 0.5)
     with pytest.raises(CorruptCheckpoint, match="data/"):
         fit(disk, FastckptCheckpointIO(), resume=path)
 

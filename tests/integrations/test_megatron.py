@@ -28,6 +28,7 @@ from fastckpt.integrations import dcp
 from tests import jobs
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
+from tests.noise import flip
 from tests.paths import ROOT
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -46,12 +47,6 @@ def crew(nursery: Nursery) -> Crew:
 
 def iterations(disk: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in disk.glob("iter_*"))
-
-
-def flip(path: Path, at: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[at] ^= 1
-    path.write_bytes(content)
 
 
 # Resharding: bit for bit, for every tensor of model and optimizer.

@@ -52,6 +52,7 @@ from tests.doubles import (
     Operation,
     Recorder,
 )
+from tests.noise import flip
 from tests.steps.test_checkpointer import WAIT_S, process_on
 from tests.storm import Chance
 
@@ -265,9 +266,7 @@ def test_objects_are_read_without_their_block_and_verified(tmp_path: Path) -> No
         (content,) = partial_reads.read_objects(str(tmp_path), ["o.step"]).values()
     assert partial_reads.unpickled(content, "o.step") == 7
     assert sum(counted) < 1 << 16
-    whole = bytearray(path.read_bytes())
-    whole[info.offset + info.length // 2] ^= 1
-    path.write_bytes(whole)
+    flip(path, info.offset + info.length // 2)
     with pytest.raises(CorruptCheckpoint, match=r"CRC-32 mismatch in bytes .* in 'o.step'"):
         partial_reads.read_objects(str(tmp_path), ["o.step"])
 

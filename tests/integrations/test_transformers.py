@@ -27,6 +27,7 @@ from torch import nn
 
 from tests import jobs
 from tests.jobs import finish, logged
+from tests.noise import flip
 from tests.paths import ROOT
 
 pytest.importorskip("transformers")
@@ -49,10 +50,10 @@ from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.integrations.calls import replaced
 from fastckpt.integrations.transformers import AsyncTrainer
-from fastckpt.saving import pipeline
 from tests.doubles import Recorder
 from tests.steps.test_checkpointer import process_on
 
+pytestmark = pytest.mark.usefixtures("drained")
 CONTEXT, STEPS, EVERY = 16, 8, 2
 FILES = {
     "config.json",
@@ -136,19 +137,6 @@ def losses(trainer: Any) -> list[float]:
 
 def numbers(directory: Path) -> list[int]:
     return sorted(int(path.name[11:]) for path in directory.glob("checkpoint-*"))
-
-
-@pytest.fixture(autouse=True)
-def drained(disk: Path) -> Iterator[None]:
-    """What a save still removes after its commit is gone before the directory is."""
-    yield
-    pipeline.current().drain()
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -396,8 +384,8 @@ def test_a_best_checkpoint_that_could_not_be_saved_is_none(
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "model.safetensors": flip,
-    "optimizer.pt": flip,
+    "model.safetensors": lambda path: flip(path, -5),
+    "optimizer.pt": lambda path: flip(path, -5),
     "rng_state.pth": lambda path: path.unlink(),
     "trainer_state.json": lambda path: path.write_bytes(path.read_bytes()[:-3]),
     "fastckpt.json": lambda path: path.write_bytes(path.read_bytes()[:-1]),
@@ -419,7 +407,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 def test_a_damaged_checkpoint_that_was_named_is_refused(disk: Path) -> None:
     make(AsyncTrainer, disk, max_steps=2).train()
-    flip(disk / "checkpoint-2" / "model.safetensors")
+    flip(disk / "checkpoint-2" / "model.safetensors", -5)
     for named in (str(disk / "checkpoint-2"), True):
         with pytest.raises(CorruptCheckpoint, match=r"model\.safetensors"):
             make(AsyncTrainer, disk).train(resume_from_checkpoint=named)

@@ -22,6 +22,7 @@ import fastckpt
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.lazy.torch_names import names_of
 from fastckpt.state.tree import TENSOR, Stored
+from tests.noise import flip
 from tests.state.test_tree import MALFORMED
 
 STORAGE = (
@@ -297,9 +298,7 @@ def test_a_damaged_step_leaves_nothing_open(file: str, disk: Path) -> None:
     with fastckpt.Checkpointer(disk / "run") as checkpointer:
         checkpointer.save(1, {"w": torch.ones(600, 600)}).result(60)
     path = disk / "run" / "step-00000001"
-    content = bytearray((path / file).read_bytes())
-    content[len(content) // 2] ^= 1
-    (path / file).write_bytes(content)
+    flip(path / file, 0.5)
     gc.collect()  # what earlier tests have left must not be closed in between
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CheckpointError):
@@ -343,9 +342,7 @@ def test_a_root_is_opened_at_the_newest_step_that_is_whole(
 def test_one_damaged_tensor_does_not_fail_the_others_that_were_prefetched(disk: Path) -> None:
     state = {"a": torch.randn(4 << 20), "b": torch.randn(4 << 20)}
     fastckpt.save(state, disk / "a.pt").result(60)
-    content = bytearray((disk / "a.pt").read_bytes())
-    content[30 << 20] ^= 1
-    (disk / "a.pt").write_bytes(content)
+    flip(disk / "a.pt", 30 << 20)
     with fastckpt.open(disk / "a.pt") as tensors:
         tensors.prefetch(["a", "b"])
         assert torch.equal(tensors["a"][:1000], state["a"][:1000])

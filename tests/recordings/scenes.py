@@ -36,7 +36,7 @@ from fastckpt.options import Pacing, WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
-from tests.noise import noise
+from tests.noise import flip, noise
 from tests.recordings.recorder import WAIT_S
 from tests.recordings.stage import Scene, Stage
 
@@ -379,9 +379,7 @@ def restore_older(stage: Stage) -> None:
             saving.save(step, state_of_ranks(stage, step)).result(WAIT_S)
     if stage.rank == 0:
         damaged = stage.root / "run" / "step-00000002" / "rank-00000.safetensors"
-        content = bytearray(damaged.read_bytes())
-        content[-100] ^= 1
-        damaged.write_bytes(content)
+        flip(damaged, -100)
     with stage.recorded():
         restore(stage)
 

@@ -18,10 +18,10 @@ from fastckpt.tiers.local_tier import LocalTier
 from tests.crews import tiers_bodies as bodies
 from tests.crews.group_crew import Crew
 from tests.steps.test_checkpointer import assert_holds, directories, restored, state
-from tests.tiers.test_ranks_tiers import crew, nursery
+from tests.tiers.test_ranks_tiers import RANKS_IMPORT
 from tests.tiers.test_tiers import WAIT_S, doors, local, local_steps
 
-__all__ = ["crew", "local", "nursery"]  # the fixtures
+__all__ = ["RANKS_IMPORT", "local"]  # for fixtures
 SOON_S = 500.0
 
 
