@@ -18,15 +18,9 @@ from fastckpt.storage.vanishing import listed_anew
 def numbered(
     parent: str, names: re.Pattern[str], is_whole: Callable[[str], bool] = os.path.isdir
 ) -> list[tuple[int, str]]:
-    """Returns (number, path) of the directories in `parent` whose names match, the one with the
-    highest number first: that is the pattern's first group. There are none if there is no `parent`.
-
-    Args:
-        parent, names: where, and how they are called.
-        is_whole: whether a path counts.
-
-    Raises:
-        StorageError: each time it is tried, all that is listed is gone when it is looked at.
+    """Returns (number, path) of what `is_whole` in `parent`, the highest number first: that is the
+    first group of `names`, which they match. There are none if there is no `parent`. Raises
+    StorageError if, each time it is tried, all that is listed is gone when it is looked at.
     """
 
     def look() -> list[tuple[int, str]] | None:

@@ -39,19 +39,15 @@ def may_go(
         best: the name of one that stays, and is one of the `last`, but does not take the place of
             the newest.
     """
-    counted: set[object] = {_key(entry) for entry in entries if entry.name == best}
+    keys = [entry.name if entry.number is None else entry.number for entry in entries]
+    counted = {key for entry, key in zip(entries, keys, strict=True) if entry.name == best}
     going = []
-    for place, entry in enumerate(entries):
-        is_new = _key(entry) not in counted
+    for place, (entry, key) in enumerate(zip(entries, keys, strict=True)):
         stays = entry.is_pinned or entry.name == best or (best is not None and place == 0)
-        stays = stays or (is_new and len(counted) < last)
+        stays = stays or (key not in counted and len(counted) < last)
         stays = stays or bool(every and entry.number is not None and entry.number % every == 0)
         if entry.counts:
-            counted.add(_key(entry))
+            counted.add(key)
         if not stays:
             going.append(entry.name)
     return going
-
-
-def _key(entry: Entry) -> object:
-    return entry.name if entry.number is None else entry.number
