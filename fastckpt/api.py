@@ -105,7 +105,7 @@ def save(
             in all). They talk over the job's store; no collective runs on the group. None: this
             process saves alone, whatever other ranks do.
         timeout_s: with group, how many seconds ranks wait for each other at most; default: 600. A
-            save also fails if no write of it gets on for so long, as when a server hangs.
+            save also fails if a server or disk does not answer for so long.
         before_commit: called on every rank, on the thread of the save, when all that the rank
             writes has arrived, with the SaveStats so far and a digest of the rank's bytes: the
             SHA-256, in hexadecimal digits, of the CRC-32s of its blocks, so equal tensors have

@@ -131,8 +131,8 @@ class Checkpointer:
             max_writers spare storage that others use, too. They delay writing, never
             the copy that save() waits for (but see staging_bytes); all ranks pass the same.
         max_writers: the most ranks that write at a time; None: all. timeout_s includes the wait.
-        timeout_s: the most seconds that ranks wait for each other in one call, and that a save goes
-            on though none of its writes gets on. Default: 600.
+        timeout_s: the most seconds that ranks wait for each other in one call, and that a save
+            waits for a server or disk that does not answer a write, sync or rename. Default: 600.
         log: whether the first rank appends a line of JSON about each save, with the clocks of all
             ranks, to `saves.jsonl` in the root, for `fastckpt report`.
         export: a HuggingFace, which says where steps are exported to, and which ones. save() begins

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from functools import partial
+from math import inf
 from typing import Any, Generic, TypeVar
 
 from fastckpt.errors import free_locals
@@ -33,6 +34,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 _FINISHED = "FINISHED"  # of concurrent.futures
+SERVER_S = 10.0  # the longest wait in within() for a server that may not answer
 # Waits look at the flag this often: a set() that a handler interrupts may not wake every sleeper.
 _LOOK_S = 1.0
 
@@ -55,6 +57,15 @@ def items_of(shared: dict[K, T]) -> list[tuple[K, T]]:
             return [*shared.copy().items()]
         except RuntimeError:
             continue
+
+
+def taken(claims: list[None]) -> bool:
+    """Takes one of the claims, if any is left; returns whether it has."""
+    try:
+        claims.pop()
+    except IndexError:
+        return False
+    return True
 
 
 class Latch:
@@ -267,8 +278,10 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
             self._call(call)
 
 
-def start_thread(target: Callable[[], object], name: str) -> bool:
-    """Starts a thread that is no daemon, without waiting for it; False if none can be started."""
+def start_thread(target: Callable[[], object], name: str, *, daemon: bool = False) -> bool:
+    """Starts a thread without waiting for it; returns False if none can be started. Python joins it
+    at exit unless it is a daemon.
+    """
     claims = [target]
 
     def run() -> None:
@@ -281,7 +294,7 @@ def start_thread(target: Callable[[], object], name: str) -> bool:
         finally:
             del claimed  # a traceback may keep this frame
 
-    thread = threading.Thread(target=run, name=name, daemon=False)
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
     try:
         _thread.start_new_thread(_start, (thread, run))
     except RuntimeError:
@@ -300,15 +313,28 @@ def _start(thread: threading.Thread, run: Callable[[], None]) -> None:
 
 def log_aside(level: int, text: str, *arguments: object) -> None:
     """Logs on another thread, where no signal handler runs, and waits until that is done."""
-    logged = Latch()
+    within(inf, partial(log.log, level, text, *arguments))
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Returns and raises what a function does, called by asked(); raises TimedOut if it has done
+    neither after so many seconds.
+    """
+    return asked(call).result(seconds)
+
+
+def asked(call: Callable[[], T]) -> SignalSafeFuture[T]:
+    """Calls a function on a thread of its own, as a server may never answer, and which then is not
+    waited for at exit.
+    """
+    outcome = SignalSafeFuture[T]()
 
     def run() -> None:
         try:
-            log.log(level, text, *arguments)
-        finally:
-            logged.set()
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
 
-    if start_thread(run, "fastckpt-log"):
-        logged.wait()
-    else:
+    if not start_thread(run, "fastckpt-call", daemon=True):
         run()
+    return outcome

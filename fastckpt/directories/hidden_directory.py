@@ -154,34 +154,35 @@ class HiddenDirectory:
             with reported("rename", path):
                 # The times of directories are to be in the order of their commits.
                 patiently(storage, lock, lambda: storage.touch(self.directory))
+                self.is_kept = True  # if this ends in doubt, it may hold the old directory
                 try:
                     atomic.publish_directory(
                         storage, self.directory, path, self.root, lock, replaces=replaces
                     )
                 except OSError:
-                    self.is_kept = True
                     with suppress(OSError):  # the old directory may have got its name back
                         replaced = os.path.join(self.root, atomic.REPLACED)
                         self.is_kept = storage.is_directory(replaced)
                     raise
             # Until the new name is durable, a crash may bring back the old directory.
-            self.is_kept = True
             make_durable()
             self.is_kept = False
 
     def discard(self) -> None:
         """Removes what is left of it, once: everything, or after the commit what was replaced."""
-        for _ in range(_REMOVALS_MAX if self.is_own and not self.is_kept else 0):
-            try:
-                self._storage.remove_tree(self.root)
-            except OSError as error:  # what cannot be removed is left to a later save
-                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                    continue  # another rank, which has yet to hear of the failure, added a file
-            break
-        self.is_own = False
-        if self.lock is not None:
-            close_quietly(self._storage, self.lock)
-            self.lock = None
+        lock, self.lock = self.lock, None
+        try:
+            for _ in range(_REMOVALS_MAX if self.is_own and not self.is_kept else 0):
+                try:
+                    self._storage.remove_tree(self.root)
+                except OSError as error:  # what cannot be removed is left to a later save
+                    if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                        continue  # another rank, which has yet to hear of the failure, added a file
+                break
+        finally:
+            self.is_own = False
+            if lock is not None:
+                close_quietly(self._storage, lock)
 
 
 def explaining(agreement: Round) -> Telling:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 from fastckpt.arguments.checks import (
@@ -34,6 +35,7 @@ from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save
 from fastckpt.storage import atomic
+from fastckpt.storage.calls import looked_up
 from fastckpt.storage.file_system import reported
 
 log = logging.getLogger("fastckpt")
@@ -90,7 +92,7 @@ def save_directory(
     check_choice("fence", fence, FENCES)
     check_choice("on_error", on_error, (*ON_ERROR, "keep"))
     options = WriteOptions(backend, durable, staging_bytes, pacing=Pacing(timeout_s=timeout_s))
-    path = os.path.realpath(check_path("path", path))
+    path = looked_up(partial(os.path.realpath, check_path("path", path)), path, timeout_s)
     lane = os.path.dirname(path)
     handle = InnerHandle(path, time.perf_counter(), kind=lane, on_error=on_error)
     agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)

@@ -25,6 +25,7 @@ from fastckpt.saving.place import Place
 from fastckpt.saving.plan import Output
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly, settle
+from fastckpt.storage.calls import Call
 from fastckpt.storage.file_system import Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 
@@ -205,5 +206,10 @@ def names_in(
         path = os.path.join(directory, relative)
         if storage.is_directory(path):
             yield from names_in(storage, directory, relative, links=links)
-        elif relative != file_list.NAME and (links or not os.path.islink(path)):
+        elif relative != file_list.NAME and (links or not _is_link(path)):
             yield relative
+
+
+def _is_link(path: str) -> bool:
+    with Call("status", path):
+        return os.path.islink(path)

@@ -29,6 +29,7 @@ from fastckpt.handle import InnerHandle
 from fastckpt.latch import items_of
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.atomic import close_quietly
+from fastckpt.storage.calls import Call
 from fastckpt.storage.file_system import PATIENCE_S, Storage, reported
 from fastckpt.storage.policies import Policy
 
@@ -276,7 +277,8 @@ class Staging:
         """Returns the number of an open file's mount. Each has backends of its own, made when they
         are first needed: transfers that a server holds up must not delay those to other mounts.
         """
-        device = os.fstat(fd).st_dev
+        with Call("status", fd):
+            device = os.fstat(fd).st_dev
         with self._lock:
             if len(self._mounts) < MOUNTS_MAX:
                 self._mounts.setdefault(device, len(self._mounts))
@@ -439,6 +441,7 @@ class Staging:
         """
         kept = [
             self._engine,
+            self.stranded,
             *self._backends.values(),
             *self.gds.abandon(),
             *self.devices.abandon(),

@@ -1,6 +1,7 @@
-"""Transfers that the kernel holds: their saves have given up, but system calls still read their
-memory and write to their files. Responsible for keeping both until these have returned, which may
-be never. It must not know why a save gave up, nor what a file is.
+"""Transfers that the kernel holds: their saves have given up, but system calls still use their
+memory and files. Responsible for keeping both until these have returned, which may be never.
+So it also knows which threads of saves hang. It must not know why a save gave up, nor what a file
+is.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ class Stranded:
         self._held: dict[int, _Held] = {}  # by descriptor
 
     def add(self, fd: int, has_returned: Callable[[], bool]) -> None:
-        """Keeps a transfer to fd until it has returned, which has_returned tells."""
+        """Keeps a transfer to fd until it has returned, which has_returned tells; a thread has a
+        negative number in the place of fd.
+        """
         with self._lock:
             self._held.setdefault(fd, _Held()).transfers.append(has_returned)
 

@@ -9,7 +9,6 @@ import ctypes
 import errno
 import logging
 import os
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -24,15 +23,12 @@ from fastckpt.engine.staging import Allowance, Route, Staging
 from fastckpt.errors import DeviceError, StorageError, ensure
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.save_stats import WRITE_SIZES, SaveStats
+from fastckpt.storage.bound import LOOK_S, PARTING_S, Bound
 from fastckpt.storage.file_system import Storage, reported, room_text
 
 log = logging.getLogger("fastckpt")
 
 _ON_HOST = "nothing lies on a GPU"
-_LOOK_S = 0.5  # of one wait on the engine; it is repeated, for a slow disk is no error
-_SEEN_S = 10 * _LOOK_S  # the most that counts between two looks: the process may have been stopped
-_LOG_S = 60.0  # how often a wait in which nothing gets on is logged
-_PARTING_S = 10.0  # how long writes of a save that has failed are waited for if none gets on
 
 
 class MemoryCopy:
@@ -140,10 +136,7 @@ class ImageTransfer:
     ) -> None:
         self._path = path
         self._stranded = staging.stranded
-        self._timeout_s = timeout_s
-        self._looked = 0.0
-        self._still_s = 0.0  # for how long nothing has got on, as far as was looked
-        self._logged_s = 0.0
+        self._bound = Bound(timeout_s)
         self._devices = staging.devices
         self._gds = staging.gds
         self._storage = staging.storage
@@ -173,14 +166,16 @@ class ImageTransfer:
 
     def __exit__(self, *_: object) -> None:
         if self._job is not None:
-            self._job.cancel()
-            bound_s = inf if self._timeout_s == inf else min(_PARTING_S, self._timeout_s)
-            while not self._job.wait_written(_LOOK_S) and self._standstill()[0] < bound_s:
+            self.cancel()
+            timeout_s = self._bound.timeout_s
+            bound_s = inf if timeout_s == inf else min(PARTING_S, timeout_s)
+            # By the engine's clock: this may be the first look, long after the last progress.
+            while not self._job.wait_written(LOOK_S) and self._job.standstill()[0] < bound_s:
                 pass
             self._job.give_up()
-            while not self._job.wait_staged(_LOOK_S):  # a device may still copy
+            while not self._job.wait_staged(LOOK_S):  # a device may still copy
                 pass
-            if not self._has_returned(_LOOK_S):
+            if not self._has_returned(LOOK_S):
                 assert self._fd is not None
                 log.warning(
                     "a write of %r at offset %d was given up but has not returned: its staging "
@@ -191,24 +186,17 @@ class ImageTransfer:
                 self._stranded.add(self._fd, self._has_returned)
         self._image = None
 
+    def cancel(self) -> None:
+        """Stages and writes nothing more."""
+        if self._job is not None:
+            self._job.cancel()
+
     def _has_returned(self, wait_s: float = 0.0) -> bool:
         """Waits at most wait_s; returns whether nothing is in flight any more."""
         if self._job is None or not self._job.wait_written(wait_s):
             return False
         self._end_file()
         return True
-
-    def _standstill(self) -> tuple[float, bool, int]:
-        """Returns for how many seconds nothing has got on, whether that is writes, and from which
-        offset on.
-        """
-        assert self._job is not None
-        seconds, writing, offset = self._job.standstill()
-        now = time.monotonic()
-        since, self._looked = now - self._looked, now
-        self._still_s = 0.0 if seconds < since else self._still_s + min(since, _SEEN_S)
-        self._still_s = min(self._still_s, seconds)
-        return self._still_s, writing, offset
 
     def _awaited(self) -> str:
         """Returns what is waited for, in words."""
@@ -221,23 +209,13 @@ class ImageTransfer:
         )
 
     def _heed(self) -> None:
-        """Looks whether anything gets on: logs once a minute if not, and fails after timeout_s."""
+        """Looks whether anything gets on, and fails if nothing has for timeout_s."""
         if self._job is None:
             return
-        seconds, _writing, offset = self._standstill()
-        if seconds >= self._timeout_s:
+        seconds, _writing, offset = self._job.standstill()
+        if self._bound.is_over(seconds, self._awaited):
             detail = f"{self._awaited()}: it is given up, since nothing got on for timeout_s"
             raise StorageError("write", self._path, errno.ETIMEDOUT, offset, detail)
-        if seconds < self._logged_s:
-            self._logged_s = 0.0
-        elif seconds >= self._logged_s + _LOG_S:
-            self._logged_s = seconds
-            log.warning(
-                "%s: does the server, or the disk, answer? After %g s without any progress the "
-                "save fails",
-                self._awaited(),
-                self._timeout_s,
-            )
 
     def write_to(self, fd: int, offset: int, route: Route, path: str = "") -> None:
         """Begins to write the image to fd, which stays open until the context is left; `path` is
@@ -274,7 +252,7 @@ class ImageTransfer:
 
     def wait_queued(self) -> None:
         """Waits until only devices have anything left to copy; a later wait raises a failure."""
-        while not self.queued(_LOOK_S):
+        while not self.queued(self._bound.look_s):
             pass
 
     def staged(self, timeout_s: float) -> bool:
@@ -287,7 +265,7 @@ class ImageTransfer:
         return True
 
     def wait_staged(self) -> None:
-        while not self.staged(_LOOK_S):
+        while not self.staged(self._bound.look_s):
             pass
 
     def written(self, timeout_s: float) -> bool:
@@ -309,7 +287,7 @@ class ImageTransfer:
         """Waits until everything was written, and compares the bytes written with the plan."""
         if self._job is None:
             return
-        while not self.written(_LOOK_S):
+        while not self.written(self._bound.look_s):
             pass
         self._end_file()
         self._check()

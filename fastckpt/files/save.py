@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import io
 import pickle
+from functools import partial
 from typing import Any, NamedTuple
 
+from fastckpt.errors import StorageError
 from fastckpt.files.place import FilePlace
 from fastckpt.files.plan import FilePlan
 from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
@@ -20,6 +22,8 @@ from fastckpt.save_stats import Veto
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save
 from fastckpt.storage.atomic import check_directory, real_path
+from fastckpt.storage.calls import looked_up
+from fastckpt.storage.file_system import Storage
 from fastckpt.storage.policies import is_written_through
 
 # Files saved at once pay for their writes together: their drain_rate is this process's.
@@ -72,8 +76,11 @@ def begin_save(
     if path is None:
         _refuse_group(group, "to a file-like object")
         return save_to_object(asked.write, target, InnerHandle("", started, target))
-    handle = InnerHandle(real_path(path), started, on_error=on_error)
-    if is_written_through(path):
+    checks = asked.as_zip and shared.coordinator.rank == 0
+    look = partial(_look, current.storage, path, checks)
+    real, through, missing = looked_up(look, path, timeout_s)
+    handle = InnerHandle(real, started, on_error=on_error)
+    if through:
         _refuse_group(group, f"to {handle.path!r}, which is no regular file")
         asked.write(path)
         return finish_stock(handle)
@@ -86,8 +93,8 @@ def begin_save(
     with agreement.failing():
         # With a group only now, when other ranks hear of it.
         current.raise_unreported(handle.path, handle.kind, on_error)
-        if agreement.rank == 0:
-            check_directory(current.storage, handle.path)
+        if missing is not None:
+            raise missing
         try:
             devices = current.staging.devices
             how = (asked.pickle_module, asked.pickle_protocol, asked.disable_byteorder)
@@ -104,6 +111,19 @@ def begin_save(
         save = Save(*parts, fence=fence, lane=handle.path, payer=_PROCESS)
     del captured, parts
     return current.save(save)
+
+
+def _look(storage: Storage, path: str, checks: bool) -> tuple[str, bool, StorageError | None]:
+    """Returns the path without symbolic links, whether it is no regular file, and what is to be
+    raised if its directory is missing and that is checked.
+    """
+    real, through = real_path(path), is_written_through(path)
+    try:
+        if checks and not through:
+            check_directory(storage, real)
+    except StorageError as missing:
+        return real, through, missing
+    return real, through, None
 
 
 def _refuse_group(group: Any, what: str) -> None:

@@ -7,6 +7,7 @@ within the timeout. It must not know what a record says, and never touches a pro
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
@@ -84,7 +85,7 @@ class Round:
     with the number of earlier rounds of that label; operations, the number of operations of the
     store so far; may_be_visible, whether the checkpoint may be visible for all that this rank
     knows; is_cancelled, which returns whether this rank's caller has cancelled what the round is
-    about.
+    about; timeout_s, as given to begin().
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Round:
         self.rank, self.world_size = coordinator.rank, coordinator.world_size
         self.label, self.operations = label, 0
         self._coordinator, self._session = coordinator, coordinator.session
-        self._timeout_s, self._consequence = timeout_s, consequence
+        self.timeout_s, self._consequence = timeout_s, consequence
         # The others wait a little longer: rank 0 knows best who is missing, and is to say so first.
         # Its wait begins later than theirs where it had more to do, or a busy processor.
         longer_s = min(60.0, _BEHIND_S + timeout_s / 10)
@@ -102,6 +103,7 @@ class Round:
         self._keys: list[str] = []
         self._end = b""  # how the round ended, once known: _DECIDED, or the failure
         self._joined = self._closed = self.may_be_visible = self._is_committed = False
+        self._has_told = False
         self.is_cancelled: Callable[[], bool] = lambda: False
 
     def _set_number(self, number: int) -> None:
@@ -173,6 +175,8 @@ class Round:
         """Tells every rank that this one failed, which has no effect after decide(): then notes in
         the error that the checkpoint is visible, or in doubt. Never raises.
         """
+        if self._closed:  # by who has given up this thread
+            return
         known = isinstance(error, PeerFailed | SaveCancelled)
         if not (known and (self.failed or self._coordinator.is_gone)):
             self._tell_failure(error)  # else all ranks know it, or none can be told
@@ -180,6 +184,8 @@ class Round:
             self.may_be_visible = False
         elif self.may_be_visible and not is_visible(error):
             mark_visible(error, in_doubt=not self._is_committed)
+        if self.rank == 0 and self._end == _DECIDED and not self._is_committed:
+            self._tell_outcome(error)
 
     def _tell_failure(self, error: BaseException) -> None:
         try:
@@ -251,27 +257,33 @@ class Round:
         try:
             publish(records)
         except BaseException as error:
-            # publish() marks its errors, but Ctrl-C comes before the rename or after it.
-            if not isinstance(error, Exception):
+            # publish() marks its errors, but Ctrl-C comes before the rename or after it, and a
+            # server that has not answered in time may do what it was asked.
+            timed_out = isinstance(error, OSError) and error.errno == errno.ETIMEDOUT
+            if not is_visible(error) and (timed_out or not isinstance(error, Exception)):
                 mark_visible(error, in_doubt=True)
             self.may_be_visible = is_visible(error)
-            try:
-                self._tell_outcome(error)
-            except PeerFailed as unheard:  # the cause is raised; the others are in doubt
-                log.warning("other ranks could not be told of %r: %s", error, unheard)
+            self._tell_outcome(error)
             raise
         self._is_committed = True
         self._tell_outcome(None)
 
     def _tell_outcome(self, error: BaseException | None) -> None:
-        """Tells the others, from rank 0, how its commit went."""
-        told: list[object] = []
+        """Tells the others, from rank 0, how its commit went, once; raises only if it went well."""
+        if self._has_told:
+            return
+        self._has_told, told = True, list[object]()
         if error is not None:
             text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
             in_doubt = bool(getattr(error, "in_doubt", False))
             kind = type(error).__name__
             told = [text.encode(errors="replace").decode(), is_visible(error), in_doubt, kind]
-        self.put("outcome", json.dumps(told).encode())
+        try:
+            self.put("outcome", json.dumps(told).encode())
+        except PeerFailed as unheard:
+            if error is None:
+                raise
+            log.warning("other ranks could not be told of %r: %s", error, unheard)  # but in doubt
 
     def _hear_outcome(self) -> None:
         """Waits for rank 0's outcome; raises the failure of the commit."""
@@ -312,7 +324,7 @@ class Round:
 
     def _late_text(self, missing: list[int]) -> str:
         """Says to a rank that comes late that the others have given up on it and on `missing`."""
-        why = f"this rank, {self.rank}, came later than the timeout_s of {self._timeout_s:g} s"
+        why = f"this rank, {self.rank}, came later than the timeout_s of {self.timeout_s:g} s"
         if missing:
             more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
             named = ", ".join(map(str, missing[:8])) + more
@@ -373,7 +385,7 @@ class Round:
             self._call("delete_key", key)
 
     def _at(self, *names: object) -> str:
-        self._join(min(_REJOIN_S, self._timeout_s))
+        self._join(min(_REJOIN_S, self.timeout_s))
         return "/".join([self._path, *map(str, names)])
 
     def _call(self, operation: str, key: str | list[str], *values: Any) -> Any:
@@ -499,11 +511,11 @@ class Round:
         did += [f"{len(missing) - 8} more are missing"] if len(missing) > 8 else []
         if missing:
             which = "it is" if len(missing) == 1 else "they are"
-            why = f"{', '.join(did)} within {self._timeout_s:g} s: {which} dead, hung, or slower "
+            why = f"{', '.join(did)} within {self.timeout_s:g} s: {which} dead, hung, or slower "
             why += "than timeout_s, as their own logs may tell"
             self._post(why, missing, missing, time_was_up=True)
             self.check()
-            lost = f"rank 0 was committing and did not say how that went for {self._timeout_s:g} s"
+            lost = f"rank 0 was committing and did not say how that went for {self.timeout_s:g} s"
             raise PeerFailed(f"{self.label}: {lost}: {_IN_DOUBT}", (0,), True, True)
 
     def _post(

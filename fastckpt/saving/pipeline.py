@@ -17,9 +17,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from math import inf
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any
 
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import Gds
@@ -27,12 +26,16 @@ from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, fate, retold
 from fastckpt.handle import InnerHandle
-from fastckpt.latch import Latch, items_of, log_aside, start_thread
+from fastckpt.latch import SERVER_S, Latch, items_of, start_thread, taken, within
 from fastckpt.ranks.round import Round
 from fastckpt.save_stats import CLOCKS_BYTES, RankClocks
 from fastckpt.saving.copy_completion import CopyCompletion
 from fastckpt.saving.ctrl_c import any_hangs, wait_at_exit
 from fastckpt.saving.mutation_check import WatchedTensors
+from fastckpt.saving.watch import InFlight, Watch, drained
+from fastckpt.storage import calls
+from fastckpt.storage.atomic import remove_dead
+from fastckpt.storage.bound import Bound
 from fastckpt.storage.file_system import Storage, close_inherited, shortage_told
 
 log = logging.getLogger("fastckpt")
@@ -40,18 +43,9 @@ log = logging.getLogger("fastckpt")
 IN_FLIGHT_MAX = 16
 _HEAD_START_S = 0.001
 _LOOK_S = 0.5  # how often a save that waits for a slot looks whether its caller still waits
-_LOG_S = 60.0  # how often a wait in which nothing gets on is logged
 _STILL_S = 1800.0  # for how long exit waits for saves of which none gets on
-_REMOVAL_S = 10.0  # longest wait for removals on a server that did not answer
 _FREEING_S = 60.0  # longest wait for the blocks of replaced files
 _LOWEST = 19  # nice(2)
-
-
-class InFlight(NamedTuple):
-    """A save in flight: its lane, and a latch that is set when nothing of it is left to do."""
-
-    lane: str
-    gone: Latch
 
 
 class Pipeline:
@@ -77,10 +71,11 @@ class Pipeline:
         for _ in range(IN_FLIGHT_MAX):
             self._slots.put(None)
         self._in_flight: dict[InnerHandle, InFlight] = {}  # in the order of save()
+        self._watch = Watch(self._in_flight)
         # Their errors may not have been asked for; whether another kind of save has warned of them.
         self._failed: dict[InnerHandle, bool] = {}
         self._telling: set[int] = set()  # threads that tell a result, and so may run callbacks
-        self._retention = threading.Lock()  # held by saves' own threads, never in a signal handler
+        self._retention = calls.NotedLock("retention", "")
 
     def save(self, job: Job) -> InnerHandle:
         """Begins a save on a thread of its own; returns when its fence allows."""
@@ -93,7 +88,7 @@ class Pipeline:
                 )
         name = f"fastckpt-save-{os.path.basename(handle.path)}"
         try:
-            if _exited or not start_thread(partial(self._run, job), name):
+            if _exited or not start_thread(partial(self._run, job), name, daemon=True):
                 self._run_here(job)
             job.begun.wait()
             if job.fence == "step":
@@ -128,14 +123,14 @@ class Pipeline:
         """Runs a save from its beginning to its end."""
         if not job.claim():
             return
-        slot = False
         try:
-            slot = not on_caller and self._take_slot(job)
+            job.has_slot = not on_caller and self._take_slot(job)
             try:
                 # It enters first and looks then, so that saves that begin at once agree on their
                 # order.
-                self._in_flight[job.handle] = InFlight(job.lane, Latch())
+                self._in_flight[job.handle] = self._entry(job)
                 job.previous = self._pending(job.lane, before=job.handle)
+                self._watch.begin()
             finally:
                 job.begun.set()
             self.staging.stranded.sweep()
@@ -145,10 +140,21 @@ class Pipeline:
             error = job.run(self)
         except BaseException as unforeseen:  # else whoever waits would wait for ever
             error = unforeseen
-        if slot:
-            self._slots.put(None)  # before callbacks run, which may save, or raise
-        self._finish(job, error)
+        with suppress(calls.GivenUp):
+            if calls.is_given_up():  # others have told the result
+                job.end(self)
+            else:
+                self._finish(job, error)
+        with suppress(OSError):  # what stays is left to a later process
+            for path in calls.left_behind():
+                remove_dead(self.storage, path)
         del job, error  # a traceback may keep this frame
+
+    def _entry(self, job: Job) -> InFlight:
+        """Returns what is known of a save that runs on this thread."""
+        thread, give_up = threading.current_thread(), partial(self._give_up, job)
+        bound = Bound(job.agreement.timeout_s)
+        return InFlight(job.lane, Latch(), thread, threading.get_ident(), bound, give_up)
 
     def _take_slot(self, job: Job) -> bool:
         """Waits for one of IN_FLIGHT_MAX slots. Returns False if the caller was interrupted, or has
@@ -162,8 +168,10 @@ class Pipeline:
                 pass  # looks again whether the caller still waits
         return False
 
-    def _finish(self, job: Job, error: BaseException | None) -> None:
+    def _finish(self, job: Job, error: BaseException | None, *, hangs: bool = False) -> None:
         handle = job.handle
+        if job.has_slot:
+            self._slots.put(None)  # before callbacks run, which may save, or raise
         if error is not None:
             self._failed[handle] = False
             handle.unkept = partial(self._failed.pop, handle, None)
@@ -180,7 +188,10 @@ class Pipeline:
                 else:
                     handle.set_exception(error)
             finally:  # a callback may raise SystemExit
-                job.end(self)
+                if hangs:  # the rest is left to its thread
+                    job.agreement.close()
+                else:
+                    job.end(self)
             if error is None:
                 # Logged after the result was told, so that a log that is stuck cannot delay it.
                 level = logging.DEBUG if job.agreement.rank else logging.INFO
@@ -191,6 +202,7 @@ class Pipeline:
                 log.log(logging.DEBUG if known else logging.WARNING, "%s", error)
         finally:
             job.reads = DeviceSources()  # whoever waits may close the devices
+            job.failure = None
             self._telling.discard(threading.get_ident())
             ended = self._in_flight.pop(handle, None)
             if ended is not None:
@@ -299,7 +311,7 @@ class Pipeline:
         error. Of two at a time each would find directories that the other one removes.
         """
         try:
-            with self._retention:
+            with self._retention, calls.Call("retention", path):
                 remove()
         except Exception as error:
             log.warning("after %r nothing older was removed: %s", path, error)
@@ -308,48 +320,26 @@ class Pipeline:
         """Returns the saves of which something is left to do."""
         return [handle for handle, _ in items_of(self._in_flight)]
 
-    def drain(
-        self, still_s: float = inf, only: Sequence[InnerHandle] | None = None
-    ) -> list[InnerHandle]:
-        """Waits for every save in flight, and for what it does after its commit.
+    def drain(self, *how: Any) -> list[InnerHandle]:
+        """Waits for every save in flight, as watch.drained() does."""
+        return drained(self._in_flight, *how)
 
-        Args:
-            only: no others than these.
-            still_s: for how long none of them may get on. Each has bounds of its own, but a call of
-                the file system that does not return has none.
-
-        Returns:
-            The saves that have not ended.
-        """
-        seen, since, logged = None, time.monotonic(), 0.0
-        while saves := [it for it in items_of(self._in_flight) if only is None or it[0] in only]:
-            if saves[0][1].gone.wait(_LOOK_S):
-                continue
-            now = [(handle, _how_far(handle)) for handle, _ in saves]
-            if now != seen:
-                seen, since, logged = now, time.monotonic(), 0.0
-            still = time.monotonic() - since
-            if still >= still_s:
-                return [handle for handle, _ in saves]
-            if still >= logged + _LOG_S:
-                logged = still
-                paths = ", ".join(repr(handle.path) for handle, _ in saves)
-                log_aside(
-                    logging.WARNING, "the saves to %s have not got on for %.0f s", paths, still
-                )
-        return []
+    def _give_up(self, job: Job, error: StorageError) -> None:
+        """Ends a save whose own thread hangs, and stays in its call meanwhile."""
+        save = self._in_flight[job.handle]
+        self.staging.stranded.add(-save.ident, lambda: not save.thread.is_alive())
+        if not job.handle.done():
+            self._finish(job, job.give_up(error), hangs=True)
+        else:  # all is told, but for what comes after that
+            log.warning("%s", error)
+            self._in_flight.pop(job.handle, None)
+            save.gone.set()
 
     def close(self) -> None:
         """Waits for every save in flight and frees the engine's memory and threads."""
         self.drain()
+        self._watch.join()
         self.staging.close()
-
-
-def _how_far(handle: InnerHandle) -> tuple[object, ...]:
-    """Returns what changes whenever a save gets on."""
-    stats = handle.stats
-    clocks = (stats.staged_s, stats.opened_s, stats.written_s, stats.synced_s)
-    return (handle.done(), *handle.progress(), *map(repr, clocks))
 
 
 def raise_earlier(handle: InnerHandle, not_begun: str | None = None) -> None:
@@ -409,43 +399,56 @@ class Job:
         self.previous: list[InnerHandle] = []  # all in flight: the last may fail before the others
         self.begun = Latch()  # set when its thread has put it into its lane
         self._claims = [None]
+        self.has_slot = False
+        self.failure: BaseException | None = None  # the first, from before it hung
         self.staging_nbytes = 0  # how much it would stage if all pages were there
 
     def claim(self) -> bool:
         """Returns True once: to the save's thread or an interrupted save(), which then carries the
         save through.
         """
-        try:
-            self._claims.pop()
-        except IndexError:
-            return False
-        return True
+        return taken(self._claims)
 
     def commit(self, pipeline: Pipeline) -> None:
         """Writes and commits; on an error, removes what this rank made, and raises."""
         try:
             self.write(pipeline)
         except BaseException as error:
-            self.agreement.fail(error)
+            self.fail(error)
             # If the first rank was lost after its commit, its checkpoint must not be destroyed.
             if not self.agreement.may_be_visible:
                 self._remove(pipeline.storage, error)
             raise
 
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks of the failure, and keeps the first."""
+        if calls.is_given_up():  # they were told
+            return
+        self.failure = self.failure or error
+        self.agreement.fail(error)
+
+    def give_up(self, error: BaseException) -> BaseException:
+        """Ends, on another thread than the save's, what is under way in the engine and among ranks.
+        Returns the error that counts: an earlier one, if the save hangs as it cleans up.
+        """
+        error = self.failure or error
+        self.fail(error)
+        for transfer in self.copying.transfers:
+            transfer.cancel()
+        for transfer in [*self.copying.transfers]:
+            transfer.__exit__()
+        self.copying.close()
+        self.release()
+        self.previous = []
+        return error
+
     def _remove(self, storage: Storage, error: BaseException) -> None:
         """Calls abandon(); waits a while only, if the server did not answer the writes either."""
-        if not (isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT):
-            return self.abandon(storage)
-        ended = Latch()
-
-        def remove() -> None:
+        if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
             with suppress(Exception):  # what stays is debris, which a later save removes
-                self.abandon(storage)
-            ended.set()
-
-        if start_thread(remove, "fastckpt-abandon"):
-            ended.wait(_REMOVAL_S)
-        return None
+                within(SERVER_S, partial(self.abandon, storage))
+        else:
+            self.abandon(storage)
 
     def write(self, pipeline: Pipeline) -> None:
         """Writes, and commits by conclude()."""
@@ -478,7 +481,7 @@ class Job:
             # Frames that still run hold the job, in a circle with the handle's error, and memory of
             # devices must not wait for the garbage collector. Nothing is being copied any more.
             self.reads = DeviceSources()
-            self.agreement.fail(error)
+            self.fail(error)
             return error
         finally:
             self.copying.close()
@@ -537,7 +540,7 @@ def _comes_too_late() -> bool:
     daemon's saves would hold it up for ever: it waits for each, and meanwhile the next begins.
     """
     here, main = threading.current_thread(), threading.main_thread()
-    return here is not main and (_exited or (here.daemon and not main.is_alive()))
+    return here is not main and (_exited or (_is_daemon(here) and not main.is_alive()))
 
 
 def _begin_exit() -> None:
@@ -546,6 +549,11 @@ def _begin_exit() -> None:
     """
     if _current is not None:
         wait_at_exit(_current.in_flight(), _current.drain, _STILL_S)
+
+
+def _is_daemon(thread: threading.Thread) -> bool:
+    """Whether a thread is a daemon, and none of ours, which is waited for or does no harm."""
+    return thread.daemon and not thread.name.startswith("fastckpt-")
 
 
 def _at_exit() -> None:
@@ -570,7 +578,7 @@ def _at_exit() -> None:
             f"fastckpt: the save to {handle.path!r} FAILED and {fate(handle.failure())}: "
             f"{handle.failure()}\n"
         )
-    if any(thread.daemon for thread in threading.enumerate()):
+    if any(map(_is_daemon, threading.enumerate())):
         pipeline.staging.abandon()  # one may be using it; the kernel frees it in a moment
     else:
         pipeline.close()

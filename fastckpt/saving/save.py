@@ -183,7 +183,7 @@ class Save(Job):
         try:
             yield
         except BaseException as error:
-            self.agreement.fail(error)
+            self.fail(error)
             raise
 
     def commit(self, pipeline: Pipeline) -> None:
@@ -195,6 +195,11 @@ class Save(Job):
             raise
         finally:
             self.place.close()
+
+    def give_up(self, error: BaseException) -> BaseException:
+        error = super().give_up(error)
+        self.place.fail(error)
+        return error
 
     def wait_turn(self) -> None:
         self.place.wait_turn(self.previous)

@@ -10,7 +10,6 @@ import errno
 import os
 import shlex
 import socket
-import threading
 import time
 import weakref
 from contextlib import suppress
@@ -18,9 +17,11 @@ from contextlib import suppress
 from fastckpt.arguments.environment import launched_job
 from fastckpt.errors import RootInUse, StorageError
 from fastckpt.formats.lease_record import NAME, NBYTES, LeaseRecord, now_text
+from fastckpt.latch import SERVER_S, within
 from fastckpt.machine import pid_space, started
 from fastckpt.saving import pipeline
 from fastckpt.storage.atomic import DEAD_AFTER_S, close_quietly
+from fastckpt.storage.calls import NotedLock
 from fastckpt.storage.file_system import NEW_MODE, Storage, patiently, reported
 
 _TRIES_MAX, _PAUSE_S = 50, 0.01
@@ -48,7 +49,7 @@ class Lease:
         self.path = os.path.join(root, NAME)
         self._takes_over = False
         self._storage, self._root = storage, root
-        self._lock = threading.Lock()
+        self._lock = NotedLock("lease", self.path)
         self._fd, self._pid = -1, 0
         self._began, self._renewed_s, self._longest_s, self._renewals = "", 0.0, 0.0, 0
         self._may_come_back = False  # whether a job that had it before may still live
@@ -56,7 +57,7 @@ class Lease:
 
     def __del__(self) -> None:
         if self._fd >= 0:  # the Checkpointers of the root are forgotten, not closed
-            self.release()
+            self._release()
 
     @property
     def is_held(self) -> bool:
@@ -204,7 +205,11 @@ class Lease:
         self.take()
 
     def release(self) -> None:
-        """Gives the lease up, if this process has it. Idempotent."""
+        """Gives the lease up, if this process has it and the server answers soon. Idempotent."""
+        with suppress(OSError):  # it counts for nothing once this process has ended
+            within(SERVER_S, self._release)
+
+    def _release(self) -> None:
         with self._lock:
             if not self._is_of_use or not self.is_held:
                 return
@@ -244,9 +249,9 @@ class Lease:
 
     def _let_go(self) -> None:
         _held.discard(self)
-        if self._fd >= 0 and self._pid == os.getpid():  # a child of fork() has closed it
-            close_quietly(self._storage, self._fd)
-        self._fd = -1
+        fd, self._fd = self._fd, -1  # first: if it is not known how the call ends, it has no file
+        if fd >= 0 and self._pid == os.getpid():  # a child of fork() has closed it
+            close_quietly(self._storage, fd)
 
     def _write(self, *, is_over: bool = False) -> None:
         lasts_s = DEAD_AFTER_S

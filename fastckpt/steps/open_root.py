@@ -10,7 +10,7 @@ import os
 import weakref
 from contextlib import suppress
 
-from fastckpt.errors import StorageError
+from fastckpt.latch import SERVER_S, within
 from fastckpt.steps.lease import Lease
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
@@ -47,8 +47,8 @@ class OpenRoot:
         the caller finds it. Warns once if another Checkpointer saves that is open.
         """
         if makes_root and not self._saves:
-            with suppress(StorageError):  # the save tries again, and fails if it has to
-                self.steps.make_root()
+            with suppress(OSError):  # the save tries again, and fails if it has to
+                within(SERVER_S, self.steps.make_root)
         self._saves = True
         if not self._has_warned and any(
             each._saves for each in _others(self.steps.root) if each is not self

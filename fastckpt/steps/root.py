@@ -21,7 +21,7 @@ from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.formats.step_names import NAME, OURS, step_name
 from fastckpt.steps.known import UNSEEN, Begun, Known
 from fastckpt.steps.lease import Lease
-from fastckpt.storage import atomic
+from fastckpt.storage import atomic, calls
 from fastckpt.storage.file_system import (
     NEW_MODE,
     OWN_SHORTAGES,
@@ -96,7 +96,7 @@ class Steps:
         self._lock = threading.Lock()
         # Held while a directory is removed. It has no manifest then and seems dead, so a save that
         # began meanwhile would take its name and lose the files it made there.
-        self._removing = threading.RLock()
+        self._removing = calls.NotedLock("removal", root)
         self._sequence = 0  # of the last commit that was begun here
         self.told_empty = False  # whether it was told that there are no steps
         self.is_uncloned = False  # whether the file system has refused to clone ranges
@@ -382,12 +382,12 @@ class Steps:
 
     def next_sequence(self, above: int = 0) -> int:
         """Returns the sequence number of the next commit: above that of any here, and `above`."""
+        # Another Checkpointer may have committed meanwhile.
+        found, faults = self.committed(afresh=False)
+        last = found[0].manifest.sequence if found else 0
+        if faults:  # their numbers are unknown, but the clock's milliseconds exceed any count
+            last = max(last, int(time.time() * 1000))
         with self._lock:
-            # Another Checkpointer may have committed meanwhile.
-            found, faults = self.committed(afresh=False)
-            last = found[0].manifest.sequence if found else 0
-            if faults:  # their numbers are unknown, but the clock's milliseconds exceed any count
-                last = max(last, int(time.time() * 1000))
             self._sequence = min(max(self._sequence, last, above) + 1, SEQUENCE_MAX)
             return self._sequence
 

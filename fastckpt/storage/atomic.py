@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from fastckpt.errors import StorageError, telling
+from fastckpt.storage.calls import Call
 from fastckpt.storage.file_system import NEW_MODE, Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.owners import Owner, divided
@@ -431,15 +432,16 @@ def append(path: str, line: bytes) -> None:
     """Adds a line to a file, which is made if it is missing, by one write; if a crash or a full
     disk has cut the line before, it gets its end first. Raises OSError.
     """
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        nbytes = os.fstat(fd).st_size
-        if nbytes and os.pread(fd, 1, nbytes - 1) != b"\n":
-            line = b"\n" + line
-        if os.write(fd, line) != len(line):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(fd)
+    with Call("append", path):
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            nbytes = os.fstat(fd).st_size
+            if nbytes and os.pread(fd, 1, nbytes - 1) != b"\n":
+                line = b"\n" + line
+            if os.write(fd, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(fd)
 
 
 def make_directory(storage: Storage, path: str, durable: bool) -> None:
@@ -544,6 +546,13 @@ def remove_dead_directories(storage: Storage, parent: str) -> None:
             path = os.path.join(parent, name)
             if is_of_dead(storage, path) and storage.is_directory(path):
                 remove_dead_directory(storage, path)
+
+
+def remove_dead(storage: Storage, path: str) -> None:
+    """Removes a temporary, file or directory, that is as if its process were gone. Raises OSError
+    if nobody knows which it is.
+    """
+    (remove_dead_directory if storage.is_directory(path) else remove_dead_file)(storage, path)
 
 
 def remove_dead_directory(storage: Storage, path: str) -> bool:

@@ -21,7 +21,7 @@ from fastckpt import _engine
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StorageError, telling
 from fastckpt.plan.image import PAGE_BYTES
-from fastckpt.storage import lustre, policies
+from fastckpt.storage import calls, lustre, policies
 from fastckpt.storage.direct_trial import DirectTrial
 from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import LINGERING, REFUSALS, Policy
@@ -43,6 +43,7 @@ REREAD_PAUSES_S = (0.02, 0.1, 0.4, 1.5, 3.0)
 _LASTING = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP),
     errno.EBUSY,  # from listed_anew(), which has tried often enough
+    errno.ETIMEDOUT,  # it was waited for long enough
 )
 # Shortages of this process or machine, which say nothing about a disk.
 OWN_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
@@ -107,7 +108,8 @@ def shortage_told(error: BaseException, storage: Storage, fd: int, path: str, nb
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         detail = ""
         with suppress(OSError):  # the error being explained counts
-            taken = os.fstat(fd).st_blocks * 512  # blocks may have been allocated in part
+            with calls.Call("status", path):
+                taken = os.fstat(fd).st_blocks * 512  # blocks may have been allocated in part
             detail = room_text(nbytes, storage.free_bytes(os.path.dirname(path)) + taken)
         raise StorageError("allocate", path, errno.ENOSPC, detail=detail) from error
 
@@ -199,6 +201,9 @@ class Storage:
 
     transfer: Callable[[str, int, memoryview, int], int] | None = None
     direct_trial = DirectTrial()
+
+    def __init_subclass__(cls) -> None:
+        calls.note(cls, Storage)
 
     def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
         """Creates a file, which must not exist, for reading and writing; returns its descriptor.
@@ -576,6 +581,9 @@ class Storage:
         """Returns the share of a file in the page cache, or 0.0 if the kernel does not tell it."""
         nbytes = self.size(fd)
         return max(0.0, _engine.cached_bytes(fd, nbytes) / nbytes) if nbytes else 0.0
+
+
+calls.note(Storage, Storage)
 
 
 def _locked(fd: int, how: int) -> bool:

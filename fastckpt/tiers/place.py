@@ -11,6 +11,7 @@ import errno
 import json
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import closing
 
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.formats.manifest import Manifest
@@ -279,12 +280,12 @@ class NodePlace(Place):
             self._past.close()
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
-        if self._past is not None:
-            rank = self._agreement.rank
-            if failure is None and self._tier.nodes().first(rank) == rank:
-                self._tier.drop_replaced(self._number)
-            self._past.end(pipeline, failure)
-        drain, self._drain = self._drain, None
-        if drain is not None:
-            drain.end(pipeline)
-        self._draining.close()
+        with closing(self._draining):
+            if self._past is not None:
+                rank = self._agreement.rank
+                if failure is None and self._tier.nodes().first(rank) == rank:
+                    self._tier.drop_replaced(self._number)
+                self._past.end(pipeline, failure)
+            drain, self._drain = self._drain, None
+            if drain is not None:
+                drain.end(pipeline)

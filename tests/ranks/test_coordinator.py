@@ -7,6 +7,7 @@ what ranks agree on.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -673,14 +674,17 @@ def test_what_errors_say_is_true_if_the_commit_fails(tmp_path: Path) -> None:
         "raw": Publishing(tmp_path / "raw", OSError(5, "x"), None),
         # Ctrl-C, at exit: whether it came before the rename or after it, nobody knows.
         "broken off": Publishing(tmp_path / "broken off", KeyboardInterrupt(), None),
+        # A server that was too late may still do it.
+        "late": Publishing(tmp_path / "late", StorageError("rename", "x", errno.ETIMEDOUT), None),
     }
+    doubtful = ("broken off", "late")
     for name, publishing in cases.items():
         store = dist.HashStore()
         errors = save_through(store, [store] * 3, tmp_path / name, publishing)
         assert [type(error) for error in errors[1:]] == [PeerFailed] * 2
-        assert [is_visible(error) for error in errors] == [name in ("after", "broken off")] * 3
+        assert [is_visible(error) for error in errors] == [name in ("after", *doubtful)] * 3
         doubted = [getattr(error, "in_doubt", False) for error in errors]
-        assert doubted == [name == "broken off"] * 3
+        assert doubted == [name in doubtful] * 3
         assert (tmp_path / name).exists() == (name == "after")
 
 
@@ -704,6 +708,31 @@ def test_failure_behind_the_decision_of_the_first_rank_is_in_doubt(error: Except
     assert told == [None, error]
     assert second.may_be_visible and is_visible(error) and error.in_doubt
     assert fate(error) == "may or may not be visible"
+
+
+def test_others_hear_of_a_first_rank_that_hangs_as_it_publishes() -> None:
+    first, second = (c.begin("step 1") for c in opened(dist.HashStore(), 2))
+    publishing, heard = threading.Event(), threading.Event()
+    error = StorageError("rename", "x", errno.ETIMEDOUT)
+
+    def publish(_records: list[bytes]) -> None:
+        publishing.set()
+        assert heard.wait(LONG_S)
+        raise Died
+
+    def give_up() -> None:
+        assert publishing.wait(LONG_S)
+        first.fail(error)
+
+    def other() -> None:
+        try:
+            second.conclude(b"", pytest.fail)
+        finally:
+            heard.set()
+
+    hung, _, told = together(lambda: first.conclude(b"", publish), give_up, other)
+    assert isinstance(hung, Died) and isinstance(told, PeerFailed)
+    assert told.in_doubt and error.in_doubt and "rename of 'x'" in str(told)
 
 
 def test_failure_behind_its_own_record_prevents_the_commit() -> None:

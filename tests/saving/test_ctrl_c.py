@@ -221,7 +221,7 @@ def test_a_program_that_ends_in_its_own_way_is_told_by_the_next(folder: Path) ->
     with terminal(AT_THE_END, folder) as person:
         person.until("NOW")
         person.press()
-        person.until("WAITS")
+        person.until("^CWAITS")
         assert STAYS not in person.shown
         person.press()
         person.until(STAYS)

@@ -1,5 +1,6 @@
-"""A server that does not answer: a save whose writes do not return fails within its bound and says
-what it waited for, what the kernel still uses is kept until it is given back, and a process ends.
+"""A server that does not answer: a save whose writes or other calls do not return fails within its
+bound and says what it waited for, what the kernel still uses is kept until it is given back, and a
+process ends.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,19 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import StorageError
+from fastckpt import Checkpointer, StorageError
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.save import save_directory
 from fastckpt.engine import transfer
+from fastckpt.latch import within
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.pipeline import Pipeline
+from fastckpt.steps.root import Steps
+from fastckpt.storage import bound
+from fastckpt.storage.file_system import Storage
 from tests.doubles import Recorder
-from tests.files.test_faults import temporaries
-from tests.saving.test_handle import wait_until
+from tests.engine.test_write_back import Mount, mounted_fuse
+from tests.saving.test_handle import temporaries, wait_until
 from tests.saving.test_process import run_python
 
 MIB = 1 << 20
@@ -88,7 +96,7 @@ def test_a_save_whose_writes_do_not_return_fails(
     path = disk / "a.pt"
     fastckpt.save(state_of(1), path).result(WAIT_S)
     double, current = hanging(8 * MIB)
-    monkeypatch.setattr(transfer, "_LOG_S", 0.6)
+    monkeypatch.setattr(bound, "_LOG_S", 0.6)
     caplog.set_level(logging.WARNING, "fastckpt")
     handle = fastckpt.save(state_of(2), path, timeout_s=1.5)
     error = handle.exception(WAIT_S)
@@ -114,7 +122,7 @@ def test_a_save_whose_writes_do_not_return_fails(
 def test_a_cancelled_save_does_not_wait_for_writes_that_hang(
     disk: Path, hanging: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer, "_PARTING_S", 0.6)
+    monkeypatch.setattr(transfer, "PARTING_S", 0.6)
     double, _current = hanging()
     handle = fastckpt.save(state_of(1), disk / "a.pt")
     assert double.begun.wait(WAIT_S)
@@ -173,17 +181,240 @@ class Stuck(Recorder):
     def sync(self, *_):
         threading.Event().wait()
 
-pipeline._STILL_S = 0.5
 pipeline._current = pipeline.Pipeline(storage=Stuck())
-handle = fastckpt.save({"w": torch.ones(3 << 20)}, sys.argv[1])
+handle = fastckpt.save({"w": torch.ones(3 << 20)}, sys.argv[1], timeout_s=0.6)
 """
 
 
 @pytest.mark.multiprocess
 def test_a_process_ends_though_a_sync_hangs(disk: Path) -> None:
     path = disk / "a.pt"
-    ended = run_python(STUCK, path, returncode=1)
-    assert f"the save to '{path}' may be lost; it has not got on" in ended.stderr
+    ended = run_python(STUCK, path)
+    assert f"the save to '{path}' FAILED and was not committed: sync of '{disk}" in ended.stderr
     assert "terminate" not in ended.stderr and not path.exists()
     for name in temporaries(disk):
         os.unlink(disk / name)
+
+
+# Other calls of the file system, of a real one that does not answer.
+
+
+@contextmanager
+def silent(mount: Mount, request: str, offset: int = 0) -> Iterator[None]:
+    """Has the server leave one such request unanswered while the body runs."""
+    over = mount.control.with_name(mount.control.name + ".over")
+    over.unlink(missing_ok=True)
+    mount.control.write_text(f"{request} 0 {offset} {offset + 1}")
+    try:
+        yield
+        assert not mount.control.exists(), f"there was no {request}"
+    finally:
+        over.touch()
+        wait_until(pipeline_module.current().staging.stranded.sweep, "the call has returned")
+
+
+@pytest.mark.filesystem
+def test_a_save_fails_whose_server_does_not_answer(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It tells which call hangs, and others go on; what it has made is removed in the end."""
+    monkeypatch.setattr(bound, "_LOG_S", 0.0)
+    with mounted_fuse(disk, "through") as mount:
+        path = mount.point / "a.pt"
+        for number, request in enumerate(["create", "sync", "rename", "remove"]):
+            fastckpt.save(state_of(number), path).result(WAIT_S)
+            if request == "remove":  # of a save that fails by itself
+                monkeypatch.setattr(fastckpt.saving.image_file, "settle", refuse)
+            with silent(mount, request):
+                handle = fastckpt.save(state_of(9), path, timeout_s=0.6)
+                error = handle.exception(WAIT_S)
+                assert isinstance(error, StorageError), request
+                told = (errno.EIO, "sync") if request == "remove" else (errno.ETIMEDOUT, request)
+                assert (error.errno, error.op) == told
+                assert error.in_doubt == (request == "rename")
+                monkeypatch.undo()
+                fastckpt.save(state_of(1), disk / "other.pt").result(WAIT_S)
+            wait_until(lambda: not temporaries(mount.files), "its file is removed")
+            loaded = torch.load(path)["w"][0].item()
+            assert loaded == (9 if request == "rename" else number), request
+    assert "create of" in caplog.text and "does the server, or the disk, answer?" in caplog.text
+
+
+def refuse(*_: object) -> None:
+    raise StorageError("sync", "", errno.EIO)
+
+
+@pytest.mark.filesystem
+def test_a_root_whose_server_does_not_answer_holds_up_no_caller(disk: Path) -> None:
+    with ExitStack() as stack:
+        mount = stack.enter_context(mounted_fuse(disk, "through"))
+        checkpointer = stack.enter_context(Checkpointer(mount.point / "run", timeout_s=0.6))
+        with silent(mount, "create"):  # of the lease
+            error = checkpointer.save(1, state_of(1)).exception(WAIT_S)
+            assert isinstance(error, StorageError) and error.path.endswith("lease.json")
+            with pytest.raises(StorageError):  # it waits for the first one's thread
+                checkpointer.save(2, state_of(2)).result(WAIT_S)
+        checkpointer.save(3, state_of(3)).result(WAIT_S)
+        assert checkpointer.latest() == 3
+
+
+@pytest.mark.filesystem
+def test_a_directory_stays_whole_whose_replacement_hangs(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The late call is done in the end; what then goes is what a killed process would leave."""
+    with mounted_fuse(disk, "through") as mount:
+        path = str(mount.point / "tag")
+        for exchanges in (True, False):
+            save_directory(path, filling("old")).result(WAIT_S)
+            if not exchanges:
+                monkeypatch.setattr(Storage, "exchange", cannot)
+            with silent(mount, "rename"):
+                error = save_directory(path, filling("new"), timeout_s=0.6).exception(WAIT_S)
+                assert isinstance(error, StorageError) and error.in_doubt
+            assert (mount.files / "tag" / "x").read_text() == ("new" if exchanges else "old")
+            assert os.listdir(mount.files) == ["tag"]
+
+
+def filling(text: str) -> Callable[[Draft], None]:
+    return lambda draft: draft.add_content(text.encode(), "x")
+
+
+def cannot(*_: object) -> None:
+    raise OSError(errno.EINVAL, "no exchange of names here")
+
+
+@pytest.mark.filesystem
+def test_save_itself_waits_no_longer_for_a_server(disk: Path) -> None:
+    with mounted_fuse(disk, "through") as mount:
+        path = mount.point / "a.pt"
+        with silent(mount, "status"):
+            with pytest.raises(StorageError, match="no save was begun") as raised:
+                fastckpt.save(state_of(1), path, timeout_s=0.6)
+            assert raised.value.errno == errno.ETIMEDOUT
+        fastckpt.save(state_of(1), path).result(WAIT_S)
+
+
+class LateClose(Recorder):
+    """A server that has closed a file and says so late, as NFS may where close(2) writes back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name, self.closed = "", -1
+        self.may_return = threading.Event()
+
+    def close(self, fd: int) -> None:
+        is_it = os.readlink(f"/proc/self/fd/{fd}") == self.name
+        super().close(fd)
+        if is_it:
+            self.closed, self.name = fd, ""
+            assert self.may_return.wait(WAIT_S)
+
+
+def test_a_number_of_a_closed_file_is_another_ones(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A close that was given up may have closed its file: nothing is done to that number again."""
+    double, lease = LateClose(), disk / "run" / "lease.json"
+    current = Pipeline(storage=double, budget_bytes=64 * MIB)
+    monkeypatch.setattr(pipeline_module, "_current", current)
+    with Checkpointer(disk / "run", timeout_s=0.6) as checkpointer, ExitStack() as mine:
+        checkpointer.save(1, state_of(1)).result(WAIT_S)
+        lease.unlink()  # so that the next save lets go of it
+        double.name = f"{lease} (deleted)"
+        error = checkpointer.save(2, state_of(2)).exception(WAIT_S)
+        assert isinstance(error, StorageError) and error.op == "close" and "lease" in error.path
+        while (fd := os.open("/dev/null", os.O_RDWR)) != double.closed:
+            mine.callback(os.close, fd)
+        mine.callback(os.close, fd)
+        double.may_return.set()
+        wait_until(current.staging.stranded.sweep, "the call has returned")
+        checkpointer.save(3, state_of(3)).result(WAIT_S)
+        assert os.readlink(f"/proc/self/fd/{fd}") == "/dev/null"
+        assert checkpointer.latest() == 3
+    current.close()
+
+
+def test_a_process_that_was_stopped_does_not_count_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(bound.time, "monotonic", lambda: now)
+    limit, began, looks = bound.Bound(1.0), now, 0
+    assert not limit.is_over(0.0, str)
+    now += 4.0  # as after SIGCONT
+    while not limit.is_over(now - began, str):
+        now, looks = now + limit.look_s, looks + 1
+    assert looks >= 2
+    assert not limit.is_over(0.0, str), "another wait begins"
+
+
+NEVER = """
+import sys, threading
+import torch, fastckpt
+from fastckpt.saving import pipeline
+
+pipeline._STILL_S = 0.5
+asked = threading.Event()
+
+def before_commit(*_):
+    asked.set()
+    threading.Event().wait()
+
+handle = fastckpt.save({"w": torch.ones(8)}, sys.argv[1], before_commit=before_commit)
+asked.wait()
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_process_ends_though_a_function_of_the_callers_hangs(disk: Path) -> None:
+    ended = run_python(NEVER, disk / "a.pt", returncode=1)
+    assert f"the save to '{disk / 'a.pt'}' may be lost; it has not got on" in ended.stderr
+    for name in temporaries(disk):
+        os.unlink(disk / name)
+
+
+IN_A_WORKER = """
+import multiprocessing, sys, threading
+import torch, fastckpt
+
+def work(path):
+    def save():
+        threading.main_thread().join()
+        fastckpt.save({"w": torch.ones(1 << 18)}, path, drain_rate=4 << 20)
+    threading.Thread(target=save).start()
+
+worker = multiprocessing.get_context("fork").Process(target=work, args=(sys.argv[1],))
+worker.start()
+worker.join()
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_forked_worker_waits_for_saves_of_its_threads(disk: Path) -> None:
+    """It ends by os._exit(), so that no function of atexit is called."""
+    run_python(IN_A_WORKER, disk / "a.pt")
+    assert torch.load(disk / "a.pt")["w"].sum() == 1 << 18
+
+
+class SlowList(Storage):
+    """Lists a directory late, once."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_return = threading.Event(), threading.Event()
+
+    def directories(self, path: str) -> list[str]:
+        if not self.begun.is_set():
+            self.begun.set()
+            assert self.may_return.wait(WAIT_S)
+        return super().directories(path)
+
+
+def test_a_listing_that_hangs_holds_no_lock(disk: Path) -> None:
+    double = SlowList()
+    steps = Steps(double, str(disk))
+    thread = threading.Thread(target=steps.next_sequence)
+    thread.start()
+    assert double.begun.wait(WAIT_S)
+    assert within(WAIT_S, steps.next_sequence) == 1
+    double.may_return.set()
+    thread.join(WAIT_S)
+    assert steps.next_sequence() == 3

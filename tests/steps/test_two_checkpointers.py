@@ -52,9 +52,9 @@ def test_a_step_is_not_made_where_the_other_one_removes(disk: Path) -> None:
 
 
 def is_waiting_to_begin() -> bool:
-    """Returns whether a thread stands in Steps.begin(), and in nothing that this has called."""
+    """Returns whether a thread waits for who removes."""
     tops = [frame.f_code for frame in sys._current_frames().values()]
-    return any(code.co_name == "begin" and "root.py" in code.co_filename for code in tops)
+    return any(code.co_name == "__enter__" and "calls.py" in code.co_filename for code in tops)
 
 
 def test_the_second_one_that_saves_warns_once(disk: Path, caplog: pytest.LogCaptureFixture) -> None:

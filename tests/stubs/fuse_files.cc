@@ -1,7 +1,7 @@
 // A FUSE file system that passes everything on to a directory, but for faults: one request that is
-// like the line in a control file fails, once. What the kernel writes back is such a request, so
-// that an error can be that of a write which has long returned. Built by the tests and run as
-// `serve(argc, argv)`; it must not know what the files are.
+// like the line in a control file fails, once; or it hangs. What the kernel writes back is such a
+// request, so that an error can be that of a write which has long returned. Built by the tests and
+// run as `serve(argc, argv)`; it must not know what the files are.
 #define FUSE_USE_VERSION 31
 #include <dirent.h>
 #include <fcntl.h>
@@ -25,7 +25,8 @@ std::string at(const char* path) { return root + path; }
 int result(int returned) { return returned == -1 ? -errno : 0; }
 
 // Returns -errno if the control file, which then goes away, holds "operation errno begin end" of a
-// range that overlaps this one; else 0.
+// range that overlaps this one; else 0. If the errno is 0, it does not return before a file of the
+// control file's name and ".over" is there.
 int fault(const char* operation, off_t begin = 0, size_t nbytes = 1) {
     char wanted[32];
     int error = 0;
@@ -36,7 +37,9 @@ int fault(const char* operation, off_t begin = 0, size_t nbytes = 1) {
     std::fclose(file);
     const bool is_it = found == 4 && std::strcmp(wanted, operation) == 0 && begin < last &&
                        begin + static_cast<off_t>(nbytes) > first;
-    return is_it && unlink(control.c_str()) == 0 ? -error : 0;
+    if (!is_it || unlink(control.c_str()) != 0) return 0;
+    while (error == 0 && access((control + ".over").c_str(), F_OK) != 0) usleep(1000);
+    return -error;
 }
 
 int opened(int fd, fuse_file_info* file) {
@@ -54,6 +57,7 @@ void* init(fuse_conn_info* connection, fuse_config* config) {
 }
 
 int get_status(const char* path, struct stat* status, fuse_file_info* file) {
+    if (const int error = fault("status")) return error;
     return result(file != nullptr ? fstat(fd_of(file), status) : lstat(at(path).c_str(), status));
 }
 
@@ -69,9 +73,14 @@ int list(const char* path, void* buffer, fuse_fill_dir_t fill, off_t, fuse_file_
 
 int make_directory(const char* path, mode_t mode) { return result(mkdir(at(path).c_str(), mode)); }
 int remove_directory(const char* path) { return result(rmdir(at(path).c_str())); }
-int remove_file(const char* path) { return result(unlink(at(path).c_str())); }
+
+int remove_file(const char* path) {
+    const int error = fault("remove");
+    return error != 0 ? error : result(unlink(at(path).c_str()));
+}
 
 int change_name(const char* path, const char* target, unsigned flags) {
+    if (const int error = fault("rename")) return error;
     return result(renameat2(AT_FDCWD, at(path).c_str(), AT_FDCWD, at(target).c_str(), flags));
 }
 
@@ -95,14 +104,17 @@ int set_times(const char* path, const timespec times[2], fuse_file_info*) {
 // The kernel reads what it writes a part of, and passes on flags that are its own business.
 int open_file(const char* path, fuse_file_info* file) {
     const int how = (file->flags & O_ACCMODE) == O_RDONLY ? O_RDONLY : O_RDWR;
+    if (const int error = fault("open")) return error;
     return opened(open(at(path).c_str(), how | O_CLOEXEC), file);
 }
 
 int create_file(const char* path, mode_t mode, fuse_file_info* file) {
+    if (const int error = fault("create")) return error;
     return opened(open(at(path).c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, mode), file);
 }
 
 int read_file(const char*, char* buffer, size_t nbytes, off_t offset, fuse_file_info* file) {
+    if (const int error = fault("read", offset, nbytes)) return error;
     const ssize_t n = pread(fd_of(file), buffer, nbytes, offset);
     return n < 0 ? -errno : static_cast<int>(n);
 }
