@@ -217,20 +217,20 @@ class Pipeline:
                 pending.append(handle)
         return pending
 
-    def wait_for(self, lane: str, *, ended: bool = False) -> None:
+    def wait_for(self, lane: str, *, ended: bool = False, within_s: float = _FREEING_S) -> None:
         """Waits for the saves in flight of this lane (for a file, its path), and raises no errors.
 
-        With `ended` it also waits a while for what they do after the commit, unless it is called in
-        a callback of a save, which is part of that.
+        With `ended` it also waits, `within_s` at most, for what they do after the commit, unless it
+        is called in a callback of a save, which is part of that.
         """
         for handle in self._pending(lane):
             handle.wait_done()
         if ended and threading.get_ident() not in self._telling:
-            self._wait_gone(self._pending(lane))
+            self._wait_gone(self._pending(lane), within_s)
 
-    def _wait_gone(self, handles: list[InnerHandle]) -> None:
-        """Waits until nothing of these saves is left to do, _FREEING_S in all at most."""
-        until = time.monotonic() + _FREEING_S
+    def _wait_gone(self, handles: list[InnerHandle], within_s: float = _FREEING_S) -> None:
+        """Waits until nothing of these saves is left to do, `within_s` in all at most."""
+        until = time.monotonic() + within_s
         for handle in handles:
             save = self._in_flight.get(handle)
             if save is not None:

@@ -44,7 +44,7 @@ def first_whole_of_tiers(
     other nodes have, so the step has to be in the root first. A file of which this node has an
     undamaged copy is read from there in any case.
 
-    Arguments, result and errors are those of choice.first_whole(), for the root of the tier;
+    Arguments, result and errors are those of first_whole(), for the root of the tier;
     `options` say how drained steps are written.
     """
     begun = _resumed(agreement, current, tier, options)

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Protocol
 
 from fastckpt.directories import iterations
@@ -68,7 +69,7 @@ class Saves:
         for handle in handles:
             handle.wait_done()
         for root in self._runs:
-            pipeline.current().wait_for(root, ended=True)
+            pipeline.current().wait_for(root, ended=True, within_s=inf)
         return handles
 
     def __enter__(self) -> Saves:
