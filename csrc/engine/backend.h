@@ -35,6 +35,11 @@ struct Patience {
     bool is_over() const { return end.load() == 1; }
 };
 
+// What O_DIRECT transfers is made of: memory, offsets and sizes are multiples of this.
+constexpr uint64_t kPageBytes = 4096;
+constexpr uint64_t page_at(uint64_t offset) { return offset / kPageBytes * kPageBytes; }
+constexpr uint64_t page_from(uint64_t offset) { return page_at(offset + kPageBytes - 1); }
+
 class FileSink;
 
 struct Op {
@@ -44,7 +49,7 @@ struct Op {
     std::byte* data = nullptr;
     size_t nbytes = 0;
     uint64_t offset = 0;
-    // fd was opened with O_DIRECT: data, nbytes and offset are multiples of 4096.
+    // fd was opened with O_DIRECT: data, nbytes and offset are multiples of kPageBytes.
     bool direct = false;
     // What is written without O_DIRECT stays in the page cache until the file is synced.
     bool stays = false;

@@ -23,7 +23,6 @@ namespace fastckpt {
 namespace {
 
 constexpr int kRetriesMax = 100;
-constexpr size_t kDirectAlign = 4096;
 
 // Whether a server has answered that credentials (a Kerberos ticket, say) or a handle are expired.
 bool is_refusal(ssize_t result) {
@@ -256,11 +255,11 @@ Again advance(Op& op, ssize_t result) {
     if (op.kind == Op::Kind::read) {
         op.done += moved;
         // A direct read that ends off the alignment has reached the end of the file.
-        const bool at_end = moved == 0 || (op.direct && moved % kDirectAlign != 0);
+        const bool at_end = moved == 0 || (op.direct && moved % kPageBytes != 0);
         return op.done == op.nbytes || at_end ? kNever : kAtOnce;
     }
     // A short direct write goes on from its last aligned byte: writing a sector twice is harmless.
-    if (op.direct && op.done + moved < op.nbytes) moved -= moved % kDirectAlign;
+    if (op.direct && op.done + moved < op.nbytes) moved -= moved % kPageBytes;
     op.done += moved;
     if (op.done == op.nbytes) return kNever;
     // Many attempts without progress are an error that the file system did not name.

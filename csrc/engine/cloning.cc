@@ -24,7 +24,6 @@ namespace {
 constexpr size_t kSamples = 8;
 // Whoever waits for copies of memory is not to wait for their hashes, too.
 constexpr int kNiceness = 10;
-constexpr size_t kDirectAlign = 4096;
 // Hash and checksum take turns at so many bytes, which the first-level cache still holds.
 constexpr size_t kTurn = 8 << 10;
 
@@ -226,7 +225,7 @@ void take_part(Op& part, const Op& whole, size_t begin, size_t nbytes) {
 void CloneSink::bring(Op& whole, size_t begin, size_t end) {
     const size_t chunk_bytes = cloner_->chunk_bytes();
     const std::unique_ptr<std::byte, void (*)(void*)> memory(
-        static_cast<std::byte*>(std::aligned_alloc(kDirectAlign, chunk_bytes)), std::free);
+        static_cast<std::byte*>(std::aligned_alloc(kPageBytes, chunk_bytes)), std::free);
     CHECK(memory != nullptr);
     for (size_t at = begin; at < end && whole.error == 0; at += chunk_bytes) {
         const size_t nbytes = std::min(chunk_bytes, end - at);

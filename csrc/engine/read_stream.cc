@@ -9,12 +9,11 @@
 
 #include "check.h"
 #include "crc32/crc32.h"
-#include "engine/read_block.h"
+#include "engine/engine.h"
 
 namespace fastckpt {
 
 namespace {
-constexpr uint64_t kDirectAlign = 4096;
 
 // A large target is usually new memory that nobody has touched. Its page faults, not the device,
 // would limit a load, and with huge pages they cost a fraction. This is advice only.
@@ -74,11 +73,10 @@ void ReadStream::fill_window() {
         block->begin = begin;
         block->memory = memory;
         block->nbytes = std::min<uint64_t>(engine_.block_bytes(), nbytes_ - begin);
-        const uint64_t padded = (block->nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
         block->op.kind = Op::Kind::read;
         block->op.fd = fd_;
         block->op.data = memory;
-        block->op.nbytes = direct_ ? padded : block->nbytes;
+        block->op.nbytes = direct_ ? page_from(block->nbytes) : block->nbytes;
         block->op.offset = begin;
         block->op.direct = direct_;
         Block* raw = block.get();

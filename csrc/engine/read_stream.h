@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "engine/backend.h"
@@ -17,6 +18,9 @@
 namespace fastckpt {
 
 class Engine;
+
+// A mark in a queue after which nobody copies from a block.
+using Departure = std::pair<DeviceQueue*, DeviceQueue::Mark>;
 
 // `count` runs of nbytes each in a file, a stride apart, and their addresses, also a stride apart.
 struct Run {
@@ -106,6 +110,28 @@ class ReadStream {
     bool closed_ GUARDED_BY(engine_state) = false;
     Failure failure_ GUARDED_BY(engine_state);
     int64_t corrupt_block_ GUARDED_BY(engine_state) = -1;
+};
+
+// A block's stages: reading, verifying, ready. A block that leaves the window earlier is freed when
+// it is ready; one that devices copy from, when they have copied.
+struct ReadStream::Block {
+    enum class State : uint8_t { reading, verifying, ready };
+    size_t place = 0;
+    uint64_t begin = 0;  // in the file
+    uint64_t nbytes = 0;
+    std::byte* memory = nullptr;
+    State state = State::reading;
+    bool dropped = false;
+    bool corrupt = false;
+    std::vector<DeviceQueue*> queues;   // those that were given copies since the last mark
+    std::vector<Departure> departures;  // marks in queues after which nobody copies from it
+    Op op;
+};
+
+struct ReadStream::Departing {
+    std::byte* memory;
+    uint64_t begin;
+    std::vector<Departure> departures;
 };
 
 }  // namespace fastckpt

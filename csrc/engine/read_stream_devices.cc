@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "check.h"
-#include "engine/read_block.h"
+#include "engine/engine.h"
 
 namespace fastckpt {
 

@@ -14,15 +14,11 @@ namespace fastckpt {
 
 namespace {
 
-constexpr size_t kPageBytes = 4096;
 // What is gathered before it is written. It stays in a core's cache until it has its checksum.
 constexpr size_t kWindowBytes = size_t{1} << 20;
 // Less is not worth a write of its own beside those of the pages that it fills in part. It stays in
 // the page cache until the file is synced, since neighbours may write to the same pages.
 constexpr uint64_t kLeastDirect = 64 << 10;
-
-uint64_t page_at(uint64_t offset) { return offset / kPageBytes * kPageBytes; }
-uint64_t page_from(uint64_t offset) { return page_at(offset + kPageBytes - 1); }
 
 // The memory of a thread's windows.
 std::byte* window_memory() {

@@ -6,15 +6,11 @@
 
 namespace fastckpt {
 
-namespace {
-constexpr uint64_t kDirectAlign = 4096;
-}
-
 // Whether all of the block's bytes lie on the staging device, in whole pages. Then no slot is among
 // them, since slots lie in headers, which are host memory.
 bool Source::is_direct(uint64_t begin) const {
     const uint64_t end = std::min(image_.nbytes(), begin + arena_.block_bytes());
-    if (gds_ == nullptr || (end - begin) % kDirectAlign != 0) return false;
+    if (gds_ == nullptr || (end - begin) % kPageBytes != 0) return false;
     size_t words = 0;
     bool is_there = true;
     image_.for_pieces(begin, end, [&](const Segment& segment, uint64_t from, uint64_t to) {

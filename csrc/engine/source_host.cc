@@ -11,7 +11,6 @@
 namespace fastckpt {
 
 namespace {
-constexpr uint64_t kDirectAlign = 4096;
 constexpr size_t kConvertedAtOnce = 16 << 10;  // which the first-level cache holds
 }  // namespace
 
@@ -54,8 +53,7 @@ void Source::copy(Block& block, uint64_t from) {
     if (block.is_direct()) return;  // it has whole pages
     // A direct write, if one is chosen later, writes whole pages: without what was here before.
     const uint64_t nbytes = block.nbytes();
-    const uint64_t padded = (nbytes + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
-    std::memset(block.memory + nbytes, 0, padded - nbytes);
+    std::memset(block.memory + nbytes, 0, page_from(nbytes) - nbytes);
     look_at_numbers(block, block.at(from), from, block.end);
 }
 

@@ -11,8 +11,6 @@
 namespace fastckpt {
 
 namespace {
-constexpr uint64_t kDirectAlign = 4096;
-
 // Returns the smallest i, up to that of the last WriteCounts, for which 2^i is at least n.
 size_t log2_up(uint64_t n) {
     size_t i = 0;
@@ -139,8 +137,8 @@ void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Sink> sink
                         std::chrono::nanoseconds patience, std::shared_ptr<TokenBucket> bucket) {
     const EngineLock lock(engine_.mu_);
     CHECK(sink_ == nullptr && sink != nullptr && fd >= 0);
-    CHECK(!direct || file_offset % kDirectAlign == 0);
-    CHECK(bucket == nullptr || bucket->grain_bytes() % kDirectAlign == 0);
+    CHECK(!direct || file_offset % kPageBytes == 0);
+    CHECK(bucket == nullptr || bucket->grain_bytes() % kPageBytes == 0);
     fd_ = fd;
     file_offset_ = file_offset;
     sink_ = engine_.keep(sink);
@@ -179,8 +177,7 @@ void WriteJob::submit_ready_blocks() {
 // block of device memory is registered and written as a whole.
 uint64_t WriteJob::part_end(const Block& block) const {
     if (bucket_ == nullptr || block.is_direct()) return block.nbytes();
-    return std::min(block.nbytes(),
-                    block.submitted + std::max(kDirectAlign, bucket_->grain_bytes()));
+    return std::min(block.nbytes(), block.submitted + std::max(kPageBytes, bucket_->grain_bytes()));
 }
 
 // Updates the engine's list of jobs that wait for tokens, and how long this one has waited.
@@ -201,14 +198,13 @@ void WriteJob::note_wait(std::optional<Clock::time_point> later) {
 }
 
 void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
-    const uint64_t padded = (end + kDirectAlign - 1) / kDirectAlign * kDirectAlign;
     Op& part = block.parts.emplace_back();
     part.kind = Op::Kind::write;
     part.fd = fd_;
     part.data = block.is_direct() ? reinterpret_cast<std::byte*>(gds_->address(block.direct))
                 : block.memory == nullptr ? nullptr  // all of it is known
                                           : block.memory + begin;
-    part.nbytes = (direct_ ? padded : end) - begin;
+    part.nbytes = (direct_ ? page_from(end) : end) - begin;
     part.offset = file_offset_ + block.begin + begin;
     part.direct = direct_;
     part.patience = &patience_;

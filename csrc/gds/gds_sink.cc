@@ -14,7 +14,6 @@ namespace fastckpt {
 
 namespace {
 
-constexpr size_t kDirectAlign = 4096;
 constexpr size_t kDevicePage = 65536;  // a GPU pins memory in units of this
 constexpr size_t kBufferBytes = size_t{8} << 20;
 constexpr int kInterruptionsMax = 8;
@@ -40,7 +39,7 @@ GdsBlocks::GdsBlocks(std::shared_ptr<const cufile::Library> library,
       block_bytes_(block_bytes),
       memory_(queue_, count * block_bytes + kDevicePage),
       base_(aligned(memory_.address())) {
-    CHECK(count > 0 && block_bytes > 0 && block_bytes % kDirectAlign == 0);
+    CHECK(count > 0 && block_bytes > 0 && block_bytes % kPageBytes == 0);
     const DeviceQueue::Current current(*queue_);
     queue_->require(current.result(), "context");
     const cufile::Error error = library_->buf_register(base_, count_ * block_bytes_, 0);
@@ -168,7 +167,7 @@ ssize_t GdsSink::by_cufile(const Op& op, std::byte* data, size_t nbytes, uint64_
     const bool at_end = result == 0 && !write;
     // Part of a page counts as the end of the file for a direct read, so it must be at the end.
     const bool torn = result > 0 && static_cast<size_t>(result) < nbytes &&
-                      result % kDirectAlign != 0 && !ends_at(op.fd, offset + result);
+                      result % kPageBytes != 0 && !ends_at(op.fd, offset + result);
     if (!torn && (at_end || (result > 0 && static_cast<size_t>(result) <= nbytes))) return result;
     if (result == -1 && error == EINTR && op.retries < kInterruptionsMax) return -EINTR;
     *refusal = std::string(write ? "cuFileWrite: " : "cuFileRead: ") +

@@ -618,7 +618,7 @@ def test_whatever_fails_nothing_is_lost(
     [
         ("run(('write', 1, blocks.address(1) + 4096, 8192, 0, True))", "last <= end"),
         ("blocks.address(2)", "index < count_"),
-        ("_engine.GdsBlocks(library, queue, 2, 1000)", "block_bytes % kDirectAlign"),
+        ("_engine.GdsBlocks(library, queue, 2, 1000)", "block_bytes % kPageBytes"),
     ],
 )
 def test_programmers_errors_are_checked(stubs: Stubs, wrong: str, words: str) -> None:
