@@ -128,10 +128,8 @@ class SwapItemsPlace(ItemsPlace):
         if self._agreement.rank != 0:
             return
         storage, name = self.storage, ""
-        above = os.path.dirname(self._path)
-        # There may be none yet; and what is left there may be of a save of another directory.
-        with reported("list", above), suppress(FileNotFoundError):
-            atomic.remove_dead_directories(storage, above)
+        # What is left there may be of a save of another directory.
+        atomic.remove_dead_directories(storage, os.path.dirname(self._path))
         with reported("open", self._commit):
             holds_one = storage.status(self._commit) is not None
         if holds_one and self._is_broken:

@@ -71,9 +71,7 @@ class SwapPlace(Place):
         return self._draft.made(name, purpose)
 
     def begin(self) -> None:
-        beside = self._draft.beside
-        with reported("list", beside):
-            atomic.remove_dead_directories(self.storage, beside)
+        atomic.remove_dead_directories(self.storage, self._draft.beside)
 
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:
         super().open(outputs, pace)

@@ -29,7 +29,7 @@ from fastckpt.saving.plan import Output
 from fastckpt.saving.save import Save
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly
-from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
 
 log = logging.getLogger("fastckpt")
@@ -171,8 +171,7 @@ class TagPlace(Place):
         storage = self._storage
         self._hidden = hidden = HiddenDirectory(storage, self.directory, name=name)
         if hidden.is_own:
-            with reported("list", hidden.beside):
-                atomic.remove_dead_directories(storage, hidden.beside)
+            atomic.remove_dead_directories(storage, hidden.beside)
         return hidden
 
     @contextmanager

@@ -541,7 +541,8 @@ def remove_dead_directories(storage: Storage, parent: str) -> None:
     """Removes directories with temporary names whose process is dead, as remove_debris() does. A
     directory that such a process had moved aside, and not replaced, gets its name back.
     """
-    with suppress(PermissionError):  # the parent may be written to but not listed: they stay
+    # There may be no parent yet, or one that may be written to but not listed: they stay.
+    with reported("list", parent), suppress(PermissionError, FileNotFoundError):
         for name in storage.names(parent):
             path = os.path.join(parent, name)
             if is_of_dead(storage, path) and storage.is_directory(path):
