@@ -24,8 +24,7 @@ from fastckpt.errors import (
     StorageError,
     TruncatedFile,
 )
-from fastckpt.handle import SaveHandle
-from fastckpt.save_stats import SaveStats
+from fastckpt.handle import SaveHandle, SaveStats
 
 # `python -m fastckpt` or the script: --help must not take as long as importing torch does.
 _is_command_line = sys.orig_argv[1:3] == ["-m", "fastckpt"] or (

@@ -36,8 +36,8 @@ from fastckpt.files.save import TorchSave, begin_save
 from fastckpt.handle import SaveHandle
 from fastckpt.options import Pacing, WriteOptions
 from fastckpt.ranks.round import TIMEOUT_S
-from fastckpt.save_stats import Veto
 from fastckpt.saving import pipeline
+from fastckpt.saving.save import Veto
 
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL
 

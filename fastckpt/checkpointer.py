@@ -39,9 +39,8 @@ from fastckpt.options import Pacing
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.ranks.round import TIMEOUT_S, Round
-from fastckpt.save_stats import Veto
 from fastckpt.saving import ctrl_c, pipeline
-from fastckpt.saving.save import Save
+from fastckpt.saving.save import Save, Veto
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.template import Template
 from fastckpt.state.tree import State

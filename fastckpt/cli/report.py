@@ -14,7 +14,7 @@ from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli.pyplot import load_pyplot
 from fastckpt.cli.shared_arguments import shown_name
 from fastckpt.errors import CheckpointError
-from fastckpt.save_stats import PHASES
+from fastckpt.handle import PHASES
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import entries
 from fastckpt.storage.file_system import reported

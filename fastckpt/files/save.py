@@ -18,9 +18,8 @@ from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.handle import InnerHandle
 from fastckpt.options import WriteOptions
 from fastckpt.ranks import per_group
-from fastckpt.save_stats import Veto
 from fastckpt.saving import pipeline
-from fastckpt.saving.save import Save
+from fastckpt.saving.save import Save, Veto
 from fastckpt.storage.atomic import check_directory, real_path
 from fastckpt.storage.calls import looked_up
 from fastckpt.storage.file_system import Storage

@@ -19,9 +19,9 @@ from fastckpt.engine.scattered_writes import Scatterer
 from fastckpt.engine.staging import Allowance, Route
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import StorageError
+from fastckpt.handle import SaveStats
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import PAGE_BYTES, Image
-from fastckpt.save_stats import SaveStats
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.atomic import close_quietly, cut, settle

@@ -12,10 +12,10 @@ from fastckpt.engine.staging import Route
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
+from fastckpt.handle import SaveStats
 from fastckpt.options import Pacing
 from fastckpt.ranks import nodes
 from fastckpt.ranks.round import HEED_S, Round
-from fastckpt.save_stats import SaveStats
 
 _LOOK_S = 2.0  # how often a paced write looks whether another rank has failed
 

@@ -25,10 +25,9 @@ from fastckpt.engine.gds import Gds
 from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, fate, retold
-from fastckpt.handle import InnerHandle
+from fastckpt.handle import CLOCKS_BYTES, InnerHandle, RankClocks
 from fastckpt.latch import SERVER_S, Latch, items_of, start_thread, taken, within
 from fastckpt.ranks.round import Round
-from fastckpt.save_stats import CLOCKS_BYTES, RankClocks
 from fastckpt.saving.copy_completion import CopyCompletion
 from fastckpt.saving.ctrl_c import any_hangs, wait_at_exit
 from fastckpt.saving.mutation_check import WatchedTensors

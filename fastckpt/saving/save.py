@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import filterfalse
+from typing import TypeAlias
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.staging import stager_count
 from fastckpt.engine.transfer import MemoryCopy
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import InnerHandle
+from fastckpt.handle import InnerHandle, Progress, SaveStats
 from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES, block_count
 from fastckpt.ranks.round import HEED_S, Round
-from fastckpt.save_stats import Progress, Veto
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.saving.place import Place
 from fastckpt.saving.plan import Output, Plan
 from fastckpt.storage.file_system import Storage
+
+# Says no to a commit by an exception: before_commit's, of the statistics so far and the path.
+Veto: TypeAlias = Callable[[SaveStats, str], object]
 
 
 class Save(Job):

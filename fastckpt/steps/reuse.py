@@ -16,10 +16,10 @@ from fastckpt.engine.reuse import CHUNK_BYTES, Cloner, OtherFile, refusal_to_clo
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, Vanished
 from fastckpt.formats.manifest import Writer
 from fastckpt.formats.shard_index import ShardIndex
+from fastckpt.handle import SaveStats
 from fastckpt.plan.chunk_hashes import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.reading.verified import opened_regular, read_small
-from fastckpt.save_stats import SaveStats
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import naming, reported

@@ -22,8 +22,8 @@ PACKAGE = "fastckpt"
 RANKS: list[set[str]] = [
     {"errors"},
     {"plan", "arguments", "latch", "machine"},
-    {"formats", "storage", "ranks", "save_stats"},
-    {"handle", "options"},
+    {"formats", "storage", "ranks", "handle"},
+    {"options"},
     {"engine", "state"},
     {"saving", "reading"},
     {"files", "directories"},
