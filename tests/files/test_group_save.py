@@ -411,73 +411,56 @@ def turned(rank: int, ranks: int, by: int) -> Any:
     return varied((rank + by * (ranks - 1)) % ranks)
 
 
-def base(differs: bool) -> dict[str, torch.Tensor]:
+def base() -> dict[str, Any]:
     return {name: noise(3 * MIB, ord(name)) for name in "abc"} | {"tiny": torch.ones(3)}
 
 
-def missing(differs: bool) -> Any:
-    state = base(differs)
-    if differs:
-        del state["b"]
-    return state
-
-
-def extra(differs: bool) -> Any:
-    return base(differs) | ({"x": noise(2 * MIB, 9)} if differs else {})
-
-
-def shape(differs: bool) -> Any:
-    state = base(differs)
-    return state | {"b": state["b"].view(3, -1) if differs else state["b"]}
-
-
-def dtype(differs: bool) -> Any:
-    state = base(differs)
-    return state | {"b": state["b"].view(torch.int8) if differs else state["b"]}
-
-
-def small_shape(differs: bool) -> Any:
-    return base(differs) | {"tiny": torch.ones(3 + differs)}
-
-
-def order(differs: bool) -> Any:
-    state = base(differs)
-    return {name: state[name] for name in ("bac" if differs else "abc")}
-
-
-def storage(differs: bool) -> Any:
-    whole = noise((3 + differs) * MIB, 9)
-    return base(differs) | {"b": whole[: 3 * MIB]}
-
-
-def untied(differs: bool) -> Any:
-    state = base(differs)
-    return state | {"c": noise(3 * MIB, ord("b")) if differs else state["b"][:]}
-
-
-def unseen(differs: bool) -> Any:
-    """The records of all tensors behind it have other names."""
-    return {"hidden": {frozenset([torch.ones(3)])} if differs else 0} | base(differs)
-
-
-MISMATCHES: dict[Callable[[bool], Any], list[str]] = {
-    missing: ["obj['b'] is missing on {}"],
-    extra: ["obj['x'] is on {} but not on rank 0"],
-    shape: ["obj['b'] is uint8 [3, 1048576] on {} but uint8 [3145728] on rank 0"],
-    dtype: ["obj['b'] is int8 [3145728] on {} but uint8 [3145728] on rank 0"],
-    small_shape: ["obj['tiny'] is float32 [4] on {} but float32 [3] on rank 0"],
-    order: ["the order of the tensors on {} is not that of rank 0"],
-    storage: ["the storage of obj['b'] is data/", "4194304 bytes on {} but data/", "3145728"],
-    untied: ["the storage of obj['b'] is ", "on {}"],
-    unseen: ["the storage of obj['a'] is data/1", "on {} but data/0", "on rank 0"],
+# What is otherwise on ranks that differ, and what all ranks tell of it.
+MISMATCHES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
+    "missing": (
+        lambda state: {name: state[name] for name in state if name != "b"},
+        ["obj['b'] is missing on {}"],
+    ),
+    "extra": (
+        lambda state: state | {"x": noise(2 * MIB, 9)},
+        ["obj['x'] is on {} but not on rank 0"],
+    ),
+    "shape": (
+        lambda state: state | {"b": state["b"].view(3, -1)},
+        ["obj['b'] is uint8 [3, 1048576] on {} but uint8 [3145728] on rank 0"],
+    ),
+    "dtype": (
+        lambda state: state | {"b": state["b"].view(torch.int8)},
+        ["obj['b'] is int8 [3145728] on {} but uint8 [3145728] on rank 0"],
+    ),
+    "small shape": (
+        lambda state: state | {"tiny": torch.ones(4)},
+        ["obj['tiny'] is float32 [4] on {} but float32 [3] on rank 0"],
+    ),
+    "order": (
+        lambda state: {name: state[name] for name in ("b", "a", "c", "tiny")},
+        ["the order of the tensors on {} is not that of rank 0"],
+    ),
+    "storage": (
+        lambda state: state | {"b": noise(4 * MIB, 9)[: 3 * MIB]},
+        ["the storage of obj['b'] is data/", "4194304 bytes on {} but data/", "3145728"],
+    ),
+    "tied": (
+        lambda state: state | {"c": state["b"][:]},
+        ["the storage of obj['c'] is ", "on {}"],
+    ),
+    "unseen": (  # the records of all tensors behind it have other names
+        lambda state: {"hidden": {frozenset([torch.ones(3)])}} | state,
+        ["the storage of obj['a'] is data/1", "on {} but data/0", "on rank 0"],
+    ),
 }
 
 
-def mismatch(rank: int, make: Callable[[bool], Any], differing: tuple[int, ...]) -> Any:
-    return make(rank in differing)
+def mismatch(rank: int, name: str, differing: tuple[int, ...]) -> Any:
+    return MISMATCHES[name][0](base()) if rank in differing else base()
 
 
-@pytest.mark.parametrize("make", MISMATCHES, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("name", MISMATCHES)
 @pytest.mark.parametrize(
     ("ranks", "differing", "named"),
     [(2, (1,), "rank 1"), (4, (1, 3), "ranks 1, 3")],
@@ -486,18 +469,18 @@ def mismatch(rank: int, make: Callable[[bool], Any], differing: tuple[int, ...])
 def test_other_structure_is_refused_on_every_rank(
     crew: Crew,
     disk: Path,
-    make: Callable[[bool], Any],
+    name: str,
     ranks: int,
     differing: tuple[int, ...],
     named: str,
 ) -> None:
     path = disk / "a.pt"
     states = [
-        functools.partial(mismatch, make=make, differing=those) for those in ((), differing, ())
+        functools.partial(mismatch, name=name, differing=those) for those in ((), differing, ())
     ]
     all_saved(crew(save, path, states[0], ranks=ranks))
     before = path.read_bytes()
-    words = [word.format(named) for word in MISMATCHES[make]]
+    words = [word.format(named) for word in MISMATCHES[name][1]]
     text = same_error(
         crew(save, path, states[1], ranks=ranks),
         RanksDisagree,
@@ -505,13 +488,13 @@ def test_other_structure_is_refused_on_every_rank(
         "nothing was committed",
         "every rank must save the same tensors",
     )
-    assert "tiny" not in text or make is small_shape
+    assert "tiny" not in text or name == "small shape"
     assert path.read_bytes() == before and names_in(disk) == ["a.pt"]
     all_saved(crew(save, path, states[2], ranks=ranks))
 
 
 def test_the_first_rank_may_be_the_odd_one_out(crew: Crew, disk: Path) -> None:
-    state = functools.partial(mismatch, make=missing, differing=(0,))
+    state = functools.partial(mismatch, name="missing", differing=(0,))
     outcomes = crew(save, disk / "a.pt", state)
     same_error(outcomes, RanksDisagree, "obj['b'] is on ranks 1, 2, 3 but not on rank 0")
     assert names_in(disk) == []
