@@ -24,7 +24,7 @@ import harness
 from ceiling import Ceiling
 from dragging import run_drag
 from harness import progress
-from isolated import run_codecs, run_crc, run_memory
+from one_core import run_codecs, run_crc
 from report import SECTIONS, failures
 from rivals import PEERS
 from rivals.environment import file_of, requirements
@@ -34,7 +34,7 @@ from rivals.process import in_process_of, reason_of
 from rivals.torch_save import TorchSave
 from saving import run_saves, run_small
 
-WORKLOADS = ("stall", "drain", "load", "drag", "small", "crc", "memory", "codec")
+WORKLOADS = ("stall", "drain", "load", "drag", "small", "crc", "codec")
 SAVE_WORKLOADS = {"stall", "drain", "load"}
 DRAG_BYTES = 1 << 30
 SMALL_ROUNDS = 60
@@ -90,8 +90,6 @@ def run(options: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], d
         results["small"] = run_small(peers, directory, max(rounds, SMALL_ROUNDS))
     if "crc" in chosen:
         results["crc"] = run_crc(rounds)
-    if "memory" in chosen:
-        results["memory"] = run_memory(beside_training(peers), nbytes, directory)
     if "codec" in chosen:
         results["codec"] = run_codecs(rounds)
     return results, missing

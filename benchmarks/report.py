@@ -27,8 +27,6 @@ def failures(results: Row) -> list[str]:
                 found[f"{row['peer']} ({section}): {row['error']}"] = None
             elif row.get("wrong_tensors"):
                 found[f"{row['peer']} ({section}): loaded wrong bytes"] = None
-            elif row.get("within_bar") is False:
-                found[f"{row['peer']} ({section}): above its memory bar"] = None
     return list(found)
 
 
@@ -166,22 +164,6 @@ def codec_tables(result: Row, summary: Row) -> list[str]:
     return [table(["normal numbers", "stored, of all", "GB/s"], rows)]
 
 
-def summarize_rows(result: Row) -> Row:
-    """Return single measurements as they are."""
-    return {"rows": measured(result["rows"])}
-
-
-def memory_tables(_result: Row, summary: Row) -> list[str]:
-    """Return the table of peak memory."""
-    rows = []
-    for row in summary["rows"]:
-        bar = row.get("bar_bytes")
-        verdict = "-" if bar is None else "yes" if row["within_bar"] else "NO"
-        growth = number(row["growth_bytes"] / 1e6, ".0f")
-        rows.append([row["peer"], growth, number(bar and bar / 1e6, ".0f"), verdict])
-    return [table(["peer", "growth MB", "bar MB", "within"], rows)]
-
-
 def gib(result: Row) -> str:
     """Return the size of a result's state."""
     return f"{result['bytes'] / 2**30:.2f} GiB"
@@ -208,8 +190,5 @@ SECTIONS = {
         small_tables,
     ),
     "crc": Section(summarize_crc, lambda _it: "CRC-32 on one core", crc_tables),
-    "memory": Section(
-        summarize_rows, lambda it: f"Peak memory above a resident state of {gib(it)}", memory_tables
-    ),
     "codec": Section(summarize_crc, lambda _it: "Encoders on one core", codec_tables),
 }

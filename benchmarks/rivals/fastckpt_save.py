@@ -29,9 +29,6 @@ class Fastckpt(Peer):
     modules = ("fastckpt",)
     fence = "call"
 
-    def __init__(self, staging_bytes: int | None = None) -> None:
-        self.staging_bytes = staging_bytes
-
     def open(self) -> None:
         super().open()
         self.library = importlib.import_module("fastckpt")
@@ -39,9 +36,7 @@ class Fastckpt(Peer):
             raise ImportError("this fastckpt has no save()")
 
     def save(self, state: State, target: Path) -> Save:
-        handle = self.library.save(
-            state, target / "state.pt", fence=self.fence, staging_bytes=self.staging_bytes
-        )
+        handle = self.library.save(state, target / "state.pt", fence=self.fence)
         return Save(handle.wait_staged, handle.result, lambda: asdict(handle.stats))
 
     def load(self, target: Path, template: State) -> Any:

@@ -152,7 +152,7 @@ def test_process_answers_or_says_why_not() -> None:
 def test_it_measures_and_finds_every_load_right(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "bench.py"), "--gib", "0.005"]
     command += ["--rounds", "1", "--peers", "torch.save,dcp,fastckpt", "--json"]
-    command += ["--workloads", "stall,drain,load,drag,small,memory"]
+    command += ["--workloads", "stall,drain,load,drag,small"]
     done = subprocess.run(
         [*command, "--dir", str(tmp_path), "--out", str(tmp_path / "results")],
         env=os.environ | {"OMP_NUM_THREADS": "1", "PATH": str(tmp_path)},  # which has no fio
@@ -169,6 +169,5 @@ def test_it_measures_and_finds_every_load_right(tmp_path: Path) -> None:
     }
     assert peers["saves"] == ["torch.save", "dcp", "fastckpt"]
     assert peers["drag"] == ["torch.save", "fastckpt"]
-    assert peers["memory"] == [*peers["drag"], "fastckpt, staging_bytes = 1/4"]
     assert all(row["wrong_tensors"] == [] for row in record["results"]["saves"]["rows"])
     assert [path.name for path in tmp_path.iterdir()] == ["results"]

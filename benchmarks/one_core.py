@@ -1,29 +1,20 @@
-"""The workloads beside whole saves: what one core does (crc, codec), and the memory of a save.
+"""The workloads crc and codec: what one core does of a save.
 
-That is measured in a fresh process each, so that no peer inherits another's. It must not know how
-results are shown.
+It must not know how results are shown.
 """
 
 from __future__ import annotations
 
 import mmap
-import tempfile
 import time
 import zlib
-from functools import partial
-from pathlib import Path
 
 import torch
-from harness import Row, progress
-from rivals.fastckpt_save import Fastckpt
-from rivals.peer import Peer
-from rivals.process import in_process_of
-from saving import attempted
-from storage import remove
+from harness import Row
 
 from fastckpt import _engine
 from fastckpt.cli.bench.benchmark import in_turn
-from fastckpt.cli.bench.state import byte_view, gpt_state, nbytes_of
+from fastckpt.cli.bench.state import byte_view
 from fastckpt.engine.codec import FrameWriter, encoder_of
 from fastckpt.plan.image import BLOCK_BYTES, ItemRun
 from fastckpt.storage.file_system import Storage
@@ -31,51 +22,6 @@ from fastckpt.storage.file_system import Storage
 CODECS = ("planes", "zstd")
 CRC_SIZES = {"256 KiB": 256 << 10, "64 MiB": 64 << 20}
 CRC_SLICE_S = 0.1
-
-
-def status_bytes(field: str) -> int:
-    """Return one size field of this process's /proc status, in bytes."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(field)
-
-
-def growth_of_one_save(peer: Peer, nbytes: int, directory: Path) -> Row:
-    """Save once in this process; returns how far its peak resident set rose above the state."""
-    peer.load_modules()  # before the state: they are not what the save needs
-    state = gpt_state(nbytes)
-    target = Path(tempfile.mkdtemp(dir=directory))
-    before = status_bytes("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak back to what is resident now
-    with peer.opened():
-        save = peer.save(state, target)
-        save.wait_staged()
-        save.wait_durable()
-        peak = status_bytes("VmHWM")
-    remove(target)
-    return {"state_bytes": nbytes_of(state), "before_bytes": before, "growth_bytes": peak - before}
-
-
-def run_memory(peers: list[Peer], nbytes: int, directory: Path) -> Row:
-    """Measure the peak memory of one save by each peer, and by fastckpt with a quarter arena."""
-    cases = {peer.name: peer for peer in peers}
-    if Fastckpt.name in cases:
-        cases[f"{Fastckpt.name}, staging_bytes = 1/4"] = Fastckpt(nbytes // 4)
-    rows = []
-    for label, peer in cases.items():
-        staging_bytes = peer.staging_bytes if isinstance(peer, Fastckpt) else None
-        fresh = partial(in_process_of, peer, growth_of_one_save, nbytes, directory)
-        row = {**attempted(label, fresh), "peer": label, "staging_bytes": staging_bytes}
-        rows.append(row)
-        if "error" in row:
-            continue
-        if isinstance(peer, Fastckpt):
-            arena = staging_bytes or row["state_bytes"]
-            row["bar_bytes"] = arena + 200_000_000
-            row["within_bar"] = row["growth_bytes"] <= row["bar_bytes"]
-        progress(f"memory {label}: peak grew by {row['growth_bytes'] / 1e6:.0f} MB")
-    return {"bytes": nbytes, "rows": rows}
 
 
 def run_crc(rounds: int) -> Row:
