@@ -209,13 +209,13 @@ def write(
     offset: int,
     segments: array[int],
     slots: array[int],
-    backend: Backend,
+    sink: _engine.Sink,
     direct: bool,
     limit: int,
     stagers: int,
 ) -> _engine.WriteJob:
     job = engine.stage(segments, slots, _engine.Allowance(limit), stagers)
-    job.write_to(fd, offset, backend, direct)
+    job.write_to(fd, offset, sink, direct)
     return job
 
 
@@ -1201,16 +1201,22 @@ def test_engine_closes_after_a_failure(kind: str, how: str) -> None:
 
 
 def drop_everything(kind: str, close_engine: bool) -> None:
-    """Jobs whose owner keeps neither them nor the backend."""
+    """Jobs whose owner keeps neither them nor the backend, nor the file's sink if it has one."""
     null = os.open("/dev/null", os.O_WRONLY)
     segments = array("Q", [0, 64 * PAGE, POOL_ADDRESS])
-    for _ in range(300):
+    for number in range(300):
         engine = _engine.Engine(16 * PAGE, PAGE, 2)
-        backend = _engine.threads_backend(2) if kind == "threads" else _engine.uring_backend(4)
-        job = write(engine, null, 0, segments, array("Q"), backend, False, 16, 2)
+        sink = backend = (
+            _engine.threads_backend(2) if kind == "threads" else _engine.uring_backend(4)
+        )
+        if number % 2:
+            cloner = _engine.Cloner(64 * PAGE, PAGE, PAGE, b"k" * 16, -1, b"")
+            sink = _engine.CloneSink(backend, _engine.threads_backend(1), cloner)
+            del cloner
+        job = write(engine, null, 0, segments, array("Q"), sink, False, 16, 2)
         if close_engine:
             engine.close()
-        del job, backend, engine
+        del job, backend, sink, engine
 
 
 @pytest.mark.multiprocess
