@@ -17,7 +17,6 @@ from fastckpt.directories.shelf import numbered
 from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
-from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.keep import Entry, may_go
 
 log = logging.getLogger("fastckpt")
@@ -118,7 +117,7 @@ def track(root: str, iteration: int) -> None:
     storage, path = pipeline.current().storage, os.path.join(root, TRACKER)
     replaced = atomic.replace_file(storage, path, str(iteration).encode(), durable=True)
     if replaced is not None:
-        close_quietly(storage, replaced)
+        atomic.close_quietly(storage, replaced)
 
 
 def retain(

@@ -7,7 +7,6 @@ that were skipped. It must not know what is read of a step.
 from __future__ import annotations
 
 import errno
-import itertools
 import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -71,11 +70,10 @@ def first_whole(
             step, or it does not fit the state. CheckpointError: there is no such step, or none at
             all. StorageError: a step cannot be read. PeerFailed: another rank failed.
     """
-    listings = itertools.count()
 
     def listed() -> list[Candidate]:
-        is_error = required and not search.has_lost
-        return candidates(shelves, step, is_error, warn=next(listings) == 0)
+        is_first = not (search.has_lost or search.damaged)
+        return candidates(shelves, step, required and not search.has_lost, warn=is_first)
 
     def trial_of(place: Candidate) -> _StepTrial[T]:
         return _StepTrial(current, shelves[place[0]], place[1], read, near, search.damaged)

@@ -59,8 +59,7 @@ class Saves:
         Raises:
             CheckpointError: a save failed with on_error="raise", and nobody asked for why.
         """
-        handles = self._wait()
-        for handle in handles:
+        for handle in self._wait():
             if not handle.is_asked_for() and handle.failure() is not None:
                 raise_earlier(handle)
 
@@ -76,10 +75,7 @@ class Saves:
         return self
 
     def __exit__(self, kind: object, _error: object, _trace: object) -> None:
-        if kind is None:
-            self.wait()
-        else:
-            self._wait()
+        (self.wait if kind is None else self._wait)()
 
     def is_first(self, root: str) -> bool:
         """Whether no save to this directory has begun yet."""
