@@ -18,7 +18,6 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 
 from fastckpt.arguments.near_names import listed
 from fastckpt.engine.read_stream import EngineReadStream
@@ -29,7 +28,7 @@ from fastckpt.plan.boxes import row_major
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums, address_of
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import OVERWRITTEN, Body
-from fastckpt.state.targets import takes_bytes
+from fastckpt.state.targets import note_overwritten, takes_bytes
 from fastckpt.storage.file_system import Storage, naming, reported
 
 OURS = re.compile(r"__\d+_[0-9a-f]{16}\.distcp")  # names of files that fastckpt wrote
@@ -246,8 +245,8 @@ class ItemsFile:
         if received.device.type != "cpu" and sum(row[3] for row in rows) > _RUNS_MAX:
             received = _on_the_host(request.lengths, found.dtype)
             rows = _rows(request, found, received.data_ptr(), received.stride())
-        if received is target and not target.is_inference():
-            increment_version([target])  # before the first byte, for autograd and saves that copy
+        if received is target:
+            note_overwritten([target])
         self._run([*before, *rows, *after], received)
         if received is not target:
             with torch.no_grad():

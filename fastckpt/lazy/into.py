@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import increment_version
 
 from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.near_names import instead_of, listed
@@ -39,7 +38,7 @@ from fastckpt.state.fit import (
 )
 from fastckpt.state.identity import memory_of
 from fastckpt.state.kinds import is_sharded
-from fastckpt.state.targets import takes_bytes
+from fastckpt.state.targets import note_overwritten, takes_bytes
 from fastckpt.state.tree import is_stateful, tensors_in
 
 log = logging.getLogger("fastckpt")
@@ -198,10 +197,8 @@ def _by_new_name(
 
 def _read(source: Source, parts: Sequence[_Part]) -> None:
     """Reads parts into their memory, those that have to be converted by way of other memory."""
-    # torch does not see these writes. Autograd has to notice them, and so has a step-fence save
-    # that still copies; so the versions are incremented before the first byte.
     for part in parts:  # of a DTensor both, since both may be watched
-        increment_version([t for t in {part.tensor, part.memory} if not t.is_inference()])
+        note_overwritten({part.tensor, part.memory})
     as_they_are, converted = list[Wanted](), list[_Part]()
     for part in parts:
         if not part.box.numel:

@@ -5,10 +5,11 @@ It must not know files, nor who reads them.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple, TypeAlias
 
 import torch
+from torch.autograd.graph import increment_version
 
 from fastckpt.plan.boxes import Box
 from fastckpt.state.kinds import PLAIN_TENSORS
@@ -36,6 +37,13 @@ class Target(NamedTuple):
 
 # Key, dtype and shape of a stored tensor, and a part of it.
 Place: TypeAlias = tuple[str, torch.dtype, tuple[int, ...], Box]
+
+
+def note_overwritten(tensors: Iterable[torch.Tensor]) -> None:
+    """Increments the versions of tensors before the first byte is put into their memory past torch:
+    autograd has to notice that, and so has a step-fence save that still copies.
+    """
+    increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def takes_bytes(tensor: torch.Tensor, kinds: Collection[str]) -> bool:

@@ -14,7 +14,6 @@ from itertools import chain, product
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
 from fastckpt.arguments.near_names import listed
 from fastckpt.engine.devices import DeviceSources
@@ -29,7 +28,7 @@ from fastckpt.plan.boxes import Box, copies, covers, intersect, span, whole
 from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
 from fastckpt.state.fit import refused
-from fastckpt.state.targets import Place, Target, takes_bytes
+from fastckpt.state.targets import Place, Target, note_overwritten, takes_bytes
 from fastckpt.state.tree import Stored, fill, own_value
 from fastckpt.steps.copies import StepCopies
 
@@ -244,9 +243,7 @@ class StepReader:
         )
         queue = reads.ranges[0].queue if reads.ranges else None
         direct, _why = self._staging.gds.way(staging, queue)
-        # torch does not see these writes. Autograd has to notice them, and so has a step-fence save
-        # that still copies; so the versions are incremented before the first byte.
-        increment_version([t.tensor for t in targets if not t.tensor.is_inference()])
+        note_overwritten(target.tensor for target in targets)
         for index in self._needed(places):
             rows: list[CopyRow] = []
             for key in _common(index, buffers):

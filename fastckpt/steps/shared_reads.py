@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.autograd.graph import increment_version
 
 from fastckpt.errors import PeerFailed
 from fastckpt.plan.boxes import Held, plan, whole
 from fastckpt.ranks.round import Round
 from fastckpt.saving.mutation_check import named_tensors
 from fastckpt.state.kinds import PLAIN_TENSORS
-from fastckpt.state.targets import Place, Target
+from fastckpt.state.targets import Place, Target, note_overwritten
 
 
 class Spread:
@@ -82,8 +81,7 @@ class Spread:
         """
         if not self._held:
             return
-        # Before the first byte, as in StepReader.read().
-        increment_version([t for t in self._tensors if not t.is_inference()])
+        note_overwritten(self._tensors)
         under_way = []
         try:
             for rank in range(self._ranks):
