@@ -229,7 +229,7 @@ uring="-DFASTCKPT_WITH_URING=0"; \
 if echo '#include <liburing.h>' | $(CXX) -E -x c++ - >/dev/null 2>&1; \
 	then uring="-DFASTCKPT_WITH_URING=1"; link=-luring; fi; \
 mkdir -p build/$@; \
-flags="-O1 -g -std=c++17 -Wall -Wextra -Werror -pthread -fno-omit-frame-pointer $(SANITIZE)"; \
+flags="-O1 -g -std=c++17 -Wall -Wextra -Werror -pthread -rdynamic -fno-omit-frame-pointer $(SANITIZE)"; \
 for source in $(NATIVE); do \
 	program=build/$@/$$(basename $$source .cc); \
 	echo "== $@: $$source"; \

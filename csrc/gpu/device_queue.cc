@@ -214,13 +214,20 @@ void DeviceQueue::note_work() {
 
 cuda::Result DeviceQueue::query(const Mark& mark) {
     const Current current(*this);
-    return current.result() == cuda::kSuccess ? driver_->event_query(mark.get()) : current.result();
+    if (current.result() != cuda::kSuccess) return current.result();
+    return settled(driver_->event_query(mark.get()));
 }
 
 cuda::Result DeviceQueue::wait(const Mark& mark) {
     const Current current(*this);
-    return current.result() == cuda::kSuccess ? driver_->event_synchronize(mark.get())
-                                              : current.result();
+    if (current.result() != cuda::kSuccess) return current.result();
+    return settled(driver_->event_synchronize(mark.get()));
+}
+
+cuda::Result DeviceQueue::settled(cuda::Result result) {
+    if (result != cuda::kSuccess && result != cuda::kNotReady)
+        driver_->stream_synchronize(stream_);  // a device that is lost refuses at once
+    return result;
 }
 
 cuda::Result DeviceQueue::wait_all() {

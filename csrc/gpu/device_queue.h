@@ -109,9 +109,10 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     // Marks where the next copies begin: by the last mark, if the device has not reached it and
     // nothing was queued since, which saves an operation.
     cuda::Result mark_begin(Mark* made);
-    // kNotReady if it was not reached yet.
+    // kNotReady if it was not reached yet. If this or wait() reports an error, no copy queued
+    // before is under way any more.
     cuda::Result query(const Mark& mark);
-    // Sleeps until it is reached. After an error the device is lost, and queued work may never end.
+    // Sleeps until it is reached.
     cuda::Result wait(const Mark& mark);
     // Waits for all copies queued, if there is no mark to wait for.
     cuda::Result wait_all();
@@ -132,6 +133,7 @@ class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQue
     void require_uncaptured(cuda::Stream stream) const;
     void record(cuda::Stream stream, Mark* made);
     cuda::Result take(Mark* made);
+    cuda::Result settled(cuda::Result result);
     void discard(cuda::Event event);
     void note_work();
     cuda::Result batch(const std::vector<CopyToHost>& copies);

@@ -1,5 +1,6 @@
 // The engine under load without Python: threads that write and read through one engine at once over
-// each backend, with faults injected by a callback backend. Meant for the sanitizers, and checks
+// each backend, from memory of the host and of devices, whose driver is the tests' stub, with
+// faults injected by a callback backend and by the driver. Meant for the sanitizers, and checks
 // every byte besides. Knows the engine's headers; must not know formats.
 #include "engine/engine.h"
 
@@ -7,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -19,7 +21,9 @@
 #include <thread>
 #include <vector>
 
+#include "../stubs/cuda.cc"
 #include "crc32/crc32.h"
+#include "gpu/device_queue.h"
 
 #if defined(__SANITIZE_THREAD__)
 #define UNDER_TSAN 1
@@ -31,12 +35,14 @@ namespace {
 
 using fastckpt::Allowance;
 using fastckpt::Backend;
+using fastckpt::DeviceRange;
 using fastckpt::Engine;
 using fastckpt::Op;
 using fastckpt::Segment;
 using fastckpt::Slot;
 using Bytes = std::vector<std::byte>;
 using Random = std::mt19937;
+using Queues = std::vector<std::shared_ptr<fastckpt::DeviceQueue>>;
 
 constexpr size_t kBlockBytes = 8192;
 constexpr std::chrono::duration<double> kLongest{60};
@@ -51,18 +57,36 @@ void expect(bool condition, const char* what) {
 
 size_t below(Random& random, size_t limit) { return random() % limit; }
 
-// A source of image bytes, what the engine is told about it, and the bytes that must come out.
+// Memory that is a device's, to the engine.
+DeviceRange range_on(const std::shared_ptr<fastckpt::DeviceQueue>& queue, const Bytes& memory) {
+    const auto address = reinterpret_cast<uint64_t>(memory.data());
+    return {address, address + memory.size(), queue};
+}
+
+// A source of image bytes, what the engine is told about it, and the bytes that must come out. With
+// queues, about half of the sources are on their devices.
 struct Plan {
+    Queues queues;
     std::vector<Bytes> sources;
     std::vector<Segment> segments;
     std::vector<Slot> slots;
+    std::vector<DeviceRange> devices;
     Bytes image;
+
+    fastckpt::Image described(std::vector<fastckpt::NumberRun> numbers = {}) const {
+        return {segments, slots, devices, std::move(numbers), {}};
+    }
 
     void add(Random& random, size_t nbytes) {
         Bytes source(nbytes);
         for (auto& each : source) each = static_cast<std::byte>(random());
         const auto address = reinterpret_cast<uint64_t>(source.data());
         segments.push_back({image.size(), nbytes, address});
+        if (!queues.empty() && below(random, 2) == 0) {
+            const auto at = std::find_if(devices.begin(), devices.end(),
+                                         [&](const auto& each) { return each.begin > address; });
+            devices.insert(at, range_on(queues[below(random, queues.size())], source));
+        }
         image.insert(image.end(), source.begin(), source.end());
         sources.push_back(std::move(source));
     }
@@ -83,8 +107,9 @@ struct Plan {
     }
 };
 
-Plan random_plan(Random& random) {
+Plan random_plan(Random& random, const Queues& queues = {}) {
     Plan plan;
+    plan.queues = queues;
     const size_t pieces = 1 + below(random, 12);
     for (size_t i = 0; i < pieces; ++i) {
         const size_t nbytes = 1 + below(random, below(random, 3) == 0 ? 3 * kBlockBytes : 200);
@@ -154,8 +179,7 @@ void write_plan(Engine& engine, const std::shared_ptr<Backend>& backend, int fd,
     const size_t held = 1 + below(random, 5);
     const auto threads = static_cast<unsigned>(1 + below(random, 3));
     const auto numbers = random_numbers(random, plan);
-    auto job = engine.stage({plan.segments, plan.slots, {}, numbers, {}},
-                            std::make_shared<Allowance>(held), threads);
+    auto job = engine.stage(plan.described(numbers), std::make_shared<Allowance>(held), threads);
     std::shared_ptr<fastckpt::TokenBucket> bucket;  // a third of the jobs waits for tokens
     if (below(random, 3) == 0) bucket = std::make_shared<fastckpt::TokenBucket>(4e6, 4096);
     job->write_to(fd, 0, backend, false, {}, bucket);
@@ -169,7 +193,7 @@ void write_plan(Engine& engine, const std::shared_ptr<Backend>& backend, int fd,
 }
 
 void read_back(Engine& engine, const std::shared_ptr<Backend>& backend, int fd, Random& random,
-               const Bytes& image) {
+               const Bytes& image, const Queues& queues = {}) {
     auto crcs = block_crcs(image);
     const bool damaged = below(random, 4) == 0;
     const size_t bad = below(random, crcs.size());
@@ -179,7 +203,14 @@ void read_back(Engine& engine, const std::shared_ptr<Backend>& backend, int fd, 
     for (int i = 0; i < 5; ++i) {
         const size_t offset = below(random, image.size());
         Bytes target(below(random, image.size() - offset + 1));
-        const bool read = stream->read(target.data(), offset, target.size());
+        bool read = false;
+        if (queues.empty() || target.empty()) {
+            read = stream->read(target.data(), offset, target.size());
+        } else {
+            const auto range = range_on(queues[below(random, queues.size())], target);
+            read = stream->read_runs({{offset, range.begin, target.size(), 1, 0, 0}}, {range});
+            expect(stream->arrive(), "bytes arrive on a device");
+        }
         const size_t end = offset + target.size();
         const bool touched =
             !target.empty() && offset / kBlockBytes <= bad && (end - 1) / kBlockBytes >= bad;
@@ -194,7 +225,8 @@ void read_back(Engine& engine, const std::shared_ptr<Backend>& backend, int fd, 
 }
 
 // Writers and readers on several threads over the given backends, for `seconds`.
-void work_together(const std::vector<std::shared_ptr<Backend>>& backends, double seconds) {
+void work_together(const std::vector<std::shared_ptr<Backend>>& backends, double seconds,
+                   const Queues& queues = {}) {
     Engine engine(6 * kBlockBytes, kBlockBytes, 3);
     const auto end = fastckpt::Clock::now() + std::chrono::duration<double>(seconds);
     std::atomic<int> rounds{0};
@@ -204,11 +236,11 @@ void work_together(const std::vector<std::shared_ptr<Backend>>& backends, double
             Random random(seed);
             while (fastckpt::Clock::now() < end && failures == 0) {
                 const File file;
-                Plan plan = random_plan(random);
+                Plan plan = random_plan(random, queues);
                 write_plan(engine, backends[below(random, backends.size())], file.fd(), random,
                            plan);
                 read_back(engine, backends[below(random, backends.size())], file.fd(), random,
-                          plan.image);
+                          plan.image, queues);
                 ++rounds;
             }
         });
@@ -216,8 +248,9 @@ void work_together(const std::vector<std::shared_ptr<Backend>>& backends, double
     engine.close();
     expect(engine.arena_blocks_in_use() == 0, "every block came back");
     expect(engine.arena_blocks_in_use_max() <= engine.arena_blocks(), "the budget is kept");
-    std::printf("engine_stress: %s%s, %d rounds\n", backends[0]->name(),
-                backends.size() > 1 ? " and others" : "", rounds.load());
+    std::printf("engine_stress: %s%s%s, %d rounds\n", backends[0]->name(),
+                backends.size() > 1 ? " and others" : "", queues.empty() ? "" : " and devices",
+                rounds.load());
 }
 
 // Transfers that are short, interrupted and refused by chance; one in `fatal` fails for good.
@@ -270,8 +303,7 @@ void fail_together(double seconds) {
                     write_plan(engine, sound, file.fd(), random, plan);
                     return;
                 }
-                auto job = engine.stage({plan.segments, plan.slots, {}, {}, {}},
-                                        std::make_shared<Allowance>(2), 2);
+                auto job = engine.stage(plan.described(), std::make_shared<Allowance>(2), 2);
                 job->write_to(file.fd(), 0, faulty, false);
                 if (number == 1) job->cancel();
                 read_in_vain(engine, faulty, file.fd(), plan.image.size());
@@ -315,6 +347,45 @@ void share_one_block(const std::shared_ptr<Backend>& backend) {
     std::printf("engine_stress: one block, %s\n", backend->name());
 }
 
+// Jobs whose device refuses a call, sooner or later, beside others that must not notice.
+void refuse_together(const std::shared_ptr<Backend>& backend, const Queues& queues) {
+    constexpr int kRefused = 700;
+    constexpr std::array kCalls{"cuMemcpyDtoHAsync_v2", "cuMemcpyBatchAsync", "cuEventRecord",
+                                "cuEventQuery", "cuEventSynchronize"};
+    int refused = 0;
+    for (int after = 0; after < 30; ++after) {
+        const char* const call = kCalls[after % kCalls.size()];
+        stub_fail(call, after / static_cast<int>(kCalls.size()), -1, kRefused, 0);
+        Engine engine(4 * kBlockBytes, kBlockBytes, 3);
+        std::atomic<int> failed{0};
+        std::vector<std::thread> threads;
+        for (unsigned number = 0; number < 3; ++number)
+            threads.emplace_back([&, number] {
+                Random random(number + 10U * static_cast<unsigned>(after));
+                const File file;
+                Plan plan = random_plan(random, number == 0 ? Queues{} : queues);
+                if (number == 0) return write_plan(engine, backend, file.fd(), random, plan);
+                auto job = engine.stage(plan.described(), std::make_shared<Allowance>(2), 2);
+                job->write_to(file.fd(), 0, backend, false);
+                expect(job->wait(fastckpt::WriteJob::Stage::staged, kLongest),
+                       "a refused job is staged in time");
+                plan.scribble();
+                expect(job->wait(fastckpt::WriteJob::Stage::written, kLongest),
+                       "a refused job ends in time");
+                const int error = job->failure().error;
+                expect(error == 0 || error == kRefused, "the error is the driver's");
+                if (error != 0) ++failed;
+            });
+        for (auto& thread : threads) thread.join();
+        stub_fail(call, 0, 0, 0, 0);
+        engine.close();
+        expect(engine.arena_blocks_in_use() == 0, "every block came back");
+        refused += failed;
+    }
+    expect(refused > 0, "a device refused something");
+    std::printf("engine_stress: devices that refuse, %d failed jobs\n", refused);
+}
+
 std::shared_ptr<Backend> ring_or_nothing() {
     // What the kernel writes is invisible to the thread sanitizer, and would look like a race.
     if (UNDER_TSAN) return nullptr;
@@ -356,6 +427,13 @@ int main() {
     run("one block, threads", [&] { share_one_block(threads); });
     if (ring != nullptr) run("one block, io_uring", [&] { share_one_block(ring); });
     run("faults", [&] { fail_together(1.5); });
+    const auto driver = std::make_shared<fastckpt::cuda::Driver>("");  // this program's own
+    Queues queues;
+    for (int device = 0; device < 2; ++device)
+        queues.push_back(std::make_shared<fastckpt::DeviceQueue>(driver, device));
+    run("devices", [&] { work_together({threads}, 1.0, queues); });
+    run("devices that refuse", [&] { refuse_together(threads, queues); });
+    for (const auto& queue : queues) queue->close();
     for (const auto& backend : {threads, ring, interrupted})
         if (backend != nullptr) backend->close();
     std::printf("engine_stress: %d failures\n", failures.load());
