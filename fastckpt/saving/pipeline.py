@@ -519,7 +519,7 @@ class Job:
 
 _lock = threading.Lock()
 _current: Pipeline | None = None
-_exited = False
+_exits = _exited = False  # since exit waits for saves; since Python has joined its threads
 when_drained: list[Callable[[], None]] = []  # called at exit, when all saves have ended
 
 
@@ -539,13 +539,13 @@ def _comes_too_late() -> bool:
     daemon's saves would hold it up for ever: it waits for each, and meanwhile the next begins.
     """
     here, main = threading.current_thread(), threading.main_thread()
-    return here is not main and (_exited or (_is_daemon(here) and not main.is_alive()))
+    return here is not main and (_exited or (_is_daemon(here) and (_exits or not main.is_alive())))
 
 
 def _begin_exit() -> None:
-    """Waits for all saves: Python would join their threads without a word, and Ctrl-C would end
-    that, but not them. An error makes Python end without joining any thread.
-    """
+    """Waits for all saves, as Ctrl-C allows; after an error Python joins no thread."""
+    global _exits
+    _exits = True
     if _current is not None:
         wait_at_exit(_current.in_flight(), _current.drain, _STILL_S)
 
