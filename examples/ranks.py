@@ -121,7 +121,7 @@ def tensorboard_log(
     that does nothing without a path, and on other ranks.
     """
     if path is None or rank.number:
-        yield lambda _handle, _step: None
+        yield lambda handle, step: None
         return
     from torch.utils.tensorboard import SummaryWriter
 

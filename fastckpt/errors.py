@@ -164,7 +164,7 @@ _HINTS = {
     errno_names.ESTALE: "the server no longer knows the file: it restarted, or a ticket expired",
     errno_names.EISDIR: "give the path of a file",
     errno_names.ENOMEM: "free memory, or raise the limit on address space (ulimit -v)",
-    errno_names.ETIMEDOUT: "does the server, or the disk, answer?",
+    errno_names.ETIMEDOUT: "see whether the server, or the disk, answers",
     errno_names.ENODATA: "the file became shorter while it was being read",
 }
 

@@ -54,6 +54,11 @@ def run(arguments: argparse.Namespace) -> int:
     storage, directory = pipeline.current().storage, real_root(arguments.directory)
     if arguments.takeover:
         Lease(storage, directory).take_over()
+        if not arguments.json:
+            print(
+                f"the root is free: the job that saves to {directory} next has it. If another one "
+                "lives, its next save fails"
+            )
     tiers = [steps.root for steps in tiers_of(storage, directory, arguments.local)]
     found = []
     for root in (directory, *filter(os.path.isdir, tiers)):
@@ -72,7 +77,11 @@ def run(arguments: argparse.Namespace) -> int:
             facts = f"{shown_size(each.nbytes)}, changed {shown_time(each.age_s)} ago"
             print(f"{shown_name(each.path)}: {each.what}, {facts}{state}")
     if arguments.json:
-        print(json.dumps({"directory": directory, "debris": rows}, indent=1))
+        print(
+            json.dumps(
+                {"directory": directory, "taken_over": arguments.takeover, "debris": rows}, indent=1
+            )
+        )
     elif not found:
         print(f"nothing to repair in {directory}")
     return int(not all(row["removed"] for row in rows))

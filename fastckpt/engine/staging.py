@@ -458,7 +458,10 @@ class Staging:
         them for transfers that are stranded.
         """
         if not self.stranded.sweep():
-            log.warning("writes that do not return keep staging memory, threads and files")
+            log.warning(
+                "what saves that were given up asked of a server has not returned, and keeps "
+                "memory, threads and files"
+            )
             self.abandon()
             return
         with self._lock:

@@ -5,7 +5,6 @@ order of a commit. Tests replace Storage by doubles that record, fail, shorten o
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import mmap
@@ -21,12 +20,11 @@ from fastckpt import _engine
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StorageError, telling
 from fastckpt.plan.image import PAGE_BYTES
-from fastckpt.storage import calls, lustre, policies
+from fastckpt.storage import calls, lustre, policies, renames
 from fastckpt.storage.direct_trial import DirectTrial
 from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import LINGERING, REFUSALS, Policy
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 T = TypeVar("T")
 
 
@@ -433,18 +431,14 @@ class Storage:
         os.close(os.dup(fd))
 
     def rename(self, source: str, target: str) -> None:
-        os.rename(source, target)
+        renames.rename(source, target)
 
     def link(self, source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)
 
     def exchange(self, one: str, other: str) -> None:
-        """Exchanges two names in one step: renameat2(2), which not every file system has."""
-        libc = ctypes.CDLL(None, use_errno=True)
-        names = (os.fsencode(one), os.fsencode(other))
-        if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+        """Exchanges two names in one step, which not every file system can."""
+        renames.exchange(one, other)
 
     def remove_tree(self, path: str) -> None:
         """Removes a directory and all that is in it."""

@@ -1,0 +1,66 @@
+"""Renames of which it is found out what became of them if the server's answer is lost.
+
+A server may do what it was asked and still give an error: the reply was lost, or came too late. It
+must not know what has the names.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+# Errors of a server, or of the way to it: all others are checks, which come before the change.
+_LOST = frozenset(
+    {
+        *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
+        *(errno.ECONNABORTED, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    }
+)
+
+
+def rename(source: str, target: str) -> None:
+    """Renames a file or directory, as rename(2) does.
+
+    Raises:
+        OSError: nothing has changed. ETIMEDOUT: nobody knows whether it has.
+    """
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        _raise_unless(error, lambda: _identity(source) is None and _identity(target) is not None)
+
+
+def exchange(one: str, other: str) -> None:
+    """Exchanges two names in one step: renameat2(2), which not every file system has. Raises as
+    rename().
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    names, moved = (os.fsencode(one), os.fsencode(other)), _identity(one)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE):
+        number = ctypes.get_errno()
+        error = OSError(number, os.strerror(number))
+        _raise_unless(error, lambda: moved is not None and _identity(other) == moved)
+
+
+def _raise_unless(error: OSError, is_done: Callable[[], bool]) -> None:
+    """Raises the error of a change, unless it is seen that the change was made."""
+    if error.errno not in _LOST:
+        raise error
+    try:
+        done = is_done()
+    except OSError:
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT)) from error
+    if not done:
+        raise error
+
+
+def _identity(path: str) -> tuple[int, int] | None:
+    """Returns the device and inode of what has this name, or None."""
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
