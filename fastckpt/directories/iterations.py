@@ -12,12 +12,14 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from fastckpt.directories import dcp_metadata
 from fastckpt.directories.save import remove_directory
 from fastckpt.directories.shelf import numbered
 from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.keep import Entry, may_go
+from fastckpt.storage.owners import divided
 
 log = logging.getLogger("fastckpt")
 
@@ -26,6 +28,7 @@ NON_PERSISTENT = "non_persistent"
 COMMON, CONFIG, METADATA = "common.pt", "metadata.json", ".metadata"
 _TRACKER_BYTES_MAX = 64
 LEGACY_PREFIX = "mp_rank_"  # of the directories that the format "torch" has
+_TORCH_TEMPORARY = ".metadata.tmp"  # torch renames it to `.metadata`
 _NAME = re.compile(r"iter_(\d{7,})\Z")
 
 
@@ -52,6 +55,28 @@ def directory_name(iteration: int) -> str:
 def is_complete(directory: str) -> bool:
     """Whether a save to this directory has committed: `.metadata` is written last."""
     return os.path.isfile(os.path.join(directory, METADATA))
+
+
+def is_part(name: str) -> bool:
+    """Whether a file of this name in an iteration's directory is of a save of torch_dist kind."""
+    return name in (COMMON, CONFIG, METADATA) or dcp_metadata.is_data_file(name)
+
+
+def _is_debris(directory: str) -> bool:
+    """Whether a directory without `.metadata` holds only what an aborted save leaves. Others may be
+    whole: Megatron's formats "torch" and "zarr" have no such file.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            return all(
+                entry.is_file(follow_symlinks=False)
+                and (
+                    is_part(entry.name) or entry.name == _TORCH_TEMPORARY or divided(entry.name)[1]
+                )
+                for entry in entries
+            )
+    except OSError:  # it cannot be listed, or is no directory
+        return False
 
 
 def tracked(root: str) -> int | str | None:
@@ -145,7 +170,7 @@ def retain(
         is_pinned = number in stays or path in in_flight or os.path.islink(path)
         if number <= newest and is_complete(path):
             complete.append(Entry(path, number, is_pinned=is_pinned))
-        elif number < newest and not is_pinned:
+        elif number < newest and not is_pinned and _is_debris(path):
             going.append(path)
     going += may_go(complete, retention.keep_last, retention.keep_every)
     removed = []

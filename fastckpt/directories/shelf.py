@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from fastckpt.directories.save import remove_directory
 from fastckpt.errors import Vanished
+from fastckpt.saving import pipeline
 from fastckpt.storage.keep import Entry, may_go
 from fastckpt.storage.vanishing import listed_anew
 
@@ -34,6 +35,23 @@ def numbered(
         return sorted(whole, reverse=True) or None
 
     return listed_anew(look) or []
+
+
+def committed_first(committed: str, found: Sequence[str]) -> list[str]:
+    """Returns `found`, directories in the order in which they are to stay, for retain(): but first
+    the one just committed, since a run may have gone back to lower numbers. One before it that is
+    not older is left out: it was committed meanwhile. There are none if `committed` is gone.
+    """
+    if committed not in found:  # somebody has removed it, and may be about to remove others
+        return []
+    storage, place = pipeline.current().storage, found.index(committed)
+    own = storage.status(committed) if place else None
+    older = []
+    for path in found[:place]:
+        status = storage.status(path)
+        if own is not None and status is not None and status.st_mtime_ns < own.st_mtime_ns:
+            older.append(path)
+    return [committed, *older, *found[place + 1 :]]
 
 
 def retain(

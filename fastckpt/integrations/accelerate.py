@@ -27,7 +27,7 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
-from fastckpt.directories.shelf import numbered, retain
+from fastckpt.directories.shelf import committed_first, numbered, retain
 from fastckpt.directories.verify import newest_whole
 from fastckpt.handle import SaveHandle
 from fastckpt.integrations import require
@@ -106,8 +106,9 @@ def save_state(
 
     def rotate() -> None:
         if beside is not None and project.total_limit is not None:
-            found = numbered(os.path.dirname(path), _NAME)
-            retain([path for _, path in found], max(1, project.total_limit), beside=beside)
+            found = [each for _, each in numbered(os.path.dirname(path), _NAME)]
+            limit = max(1, project.total_limit)
+            retain(committed_first(path, found), limit, beside=beside)
 
     return save_directory(
         path,

@@ -29,7 +29,7 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
-from fastckpt.directories.shelf import numbered, retain
+from fastckpt.directories.shelf import committed_first, numbered, retain
 from fastckpt.directories.verify import newest_whole
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import InnerHandle
@@ -207,7 +207,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
                 state.save_to_json(os.path.join(draft.directory, TRAINER_STATE_NAME))
 
         def rotate() -> None:
-            _rotate(os.path.realpath(run_dir), self.args.save_total_limit, best)
+            _rotate(path, self.args.save_total_limit, best)
 
         handle = save_directory(path, fill, group=group_of_job(), retain=rotate, **self._saving)
         self._saves = [save for save in self._saves if not save[0].done() or save[0].failure()]
@@ -259,10 +259,14 @@ def _into(draft: Draft, by_itself: Any, tensors: Any, filename: Any, metadata: A
         by_itself(tensors, filename, metadata=metadata)
 
 
-def _rotate(run_dir: str, limit: int | None, best: str | None) -> None:
-    """Removes what Trainer would remove after a save; each checkpoint vanishes as a whole."""
+def _rotate(committed: str, limit: int | None, best: str | None) -> None:
+    """Removes what Trainer would remove after a save, but not what was just saved: Trainer may take
+    checkpoints in the order of their steps. Each vanishes as a whole.
+    """
     if limit is None or limit <= 0:
         return
+    run_dir = os.path.realpath(os.path.dirname(committed))
     newest_first = sort_checkpoints(run_dir, use_mtime=True)[::-1]
+    found = [os.path.realpath(path) for path in newest_first]
     kept = None if best is None else os.path.realpath(best)
-    retain([os.path.realpath(path) for path in newest_first], limit, best=kept)
+    retain(committed_first(os.path.realpath(committed), found), limit, best=kept)

@@ -32,7 +32,8 @@ def may_go(
     """Returns the names of the checkpoints that need not stay.
 
     Args:
-        entries: the checkpoints, the one committed last first.
+        entries: the checkpoints, the one committed last first: it stays, and is one of the `last`
+            if it counts.
         last: how many stay of those that count, at least 1: the ones committed last. What does not
             count stays as long as there are not yet so many newer ones.
         every: those whose number is a multiple of this stay, too.

@@ -221,6 +221,19 @@ def test_automatic_names(disk: Path, expected: list[float]) -> None:
         load_state(Run(**project).accelerator)
 
 
+def test_a_run_that_went_back_keeps_what_it_saves(disk: Path) -> None:
+    """Of the abandoned checkpoints, whose numbers are higher, the lowest go, as Accelerate's do."""
+    run = Run(project_dir=str(disk), automatic_checkpoint_naming=True, total_limit=2)
+    for number, left in ((6, [6]), (7, [6, 7]), (3, [3, 7]), (4, [4, 7])):
+        run.accelerator.project_configuration.iteration = number
+        save_state(run.accelerator).result(WAIT_S)
+        wait_for_directories(str(disk / "checkpoints"))
+        there = sorted((disk / "checkpoints").iterdir())
+        assert [path.name for path in there] == [f"checkpoint_{each}" for each in left]
+        for path in there:
+            os.utime(path, (1, 1))  # clocks of file systems are coarse
+
+
 @pytest.mark.parametrize("name", sorted(FILES))
 def test_a_damaged_directory_is_not_loaded(disk: Path, name: str) -> None:
     run = Run().train(2)

@@ -47,6 +47,7 @@ from fastckpt.integrations.megatron.reshard import (
 )
 from fastckpt.integrations.megatron.stored_buckets import _scatter
 from fastckpt.saving import pipeline
+from fastckpt.storage.atomic import temporary_path
 from tests.doubles import (
     Delay,
     Operation,
@@ -318,6 +319,31 @@ def test_retention_spares_links_the_newest_and_what_is_newer(tmp_path: Path) -> 
         5
     ]
     assert (tmp_path / "iter_0000007").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("names", "goes"),
+    [
+        (["__0_0.distcp", "common.pt", "metadata.json", ".metadata.tmp"], True),
+        ([os.path.basename(temporary_path("common.pt"))], True),
+        (["mp_rank_00/model_optim_rng.pt"], False),  # of the format "torch"
+        (["common.pt", "metadata.json", "decoder.weight/.zarray"], False),
+        (["__0_0.distcp", "thesis.txt"], False),
+    ],
+)
+def test_retention_removes_of_incomplete_iterations_only_what_saves_leave(
+    tmp_path: Path, names: list[str], goes: bool
+) -> None:
+    """What goes or stays does not count as one of the last."""
+    for name in names:
+        path = tmp_path / "iter_0000003" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    for number in (1, 2, 4):
+        (tmp_path / f"iter_{number:07d}").mkdir()
+        (tmp_path / f"iter_{number:07d}" / ".metadata").touch()
+    assert iterations.retain(str(tmp_path), 4, Retention(2)) == ([1, 3] if goes else [1])
+    assert complete_in(str(tmp_path)) == [2, 4]
 
 
 class NoSync(Recorder):

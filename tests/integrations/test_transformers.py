@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import resource
 import shutil
@@ -49,7 +50,7 @@ from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.integrations.calls import replaced
-from fastckpt.integrations.transformers import AsyncTrainer
+from fastckpt.integrations.transformers import AsyncTrainer, _rotate
 from tests.doubles import Recorder
 from tests.steps.test_checkpointer import process_on
 
@@ -280,6 +281,18 @@ def test_old_checkpoints_go_when_newer_ones_are_there(
     assert numbers(disk) == [6, 8]
     assert [old for old, _new in seen] == ["checkpoint-2", "checkpoint-4"]
     assert not list(disk.glob(".*"))
+
+
+def test_what_was_just_saved_stays_whatever_its_step(disk: Path) -> None:
+    """Trainer takes steps for the order where times are close to each other."""
+    for number, time_ns in ((6, 1), (7, 2), (3, 3), (8, 4)):  # 8 was committed meanwhile
+        path = disk / f"checkpoint-{number}"
+        path.mkdir()
+        os.utime(path, ns=(time_ns, time_ns))
+    _rotate(str(disk / "checkpoint-3"), 1, None)
+    assert numbers(disk) == [3, 8]
+    _rotate(str(disk / "checkpoint-7"), 1, None)  # that is gone
+    assert numbers(disk) == [3, 8]
 
 
 @contextmanager

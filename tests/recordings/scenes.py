@@ -288,7 +288,7 @@ def rotate(stage: Stage) -> None:
     def save(number: int) -> None:
         path = f"{root}/checkpoint-{number}"
         options: dict[str, Any] = {"timeout_s": WAIT_S}
-        options["retain"] = partial(_rotate, root, 2, f"{root}/checkpoint-1")
+        options["retain"] = partial(_rotate, path, 2, f"{root}/checkpoint-1")
         save_directory(path, lambda draft: draft.add(state(number), "a.pt"), **options).result()
         wait_for_directories(root)
 

@@ -27,6 +27,7 @@ def test_what_stays(entries: list[Entry], last: int, every: int | None, best: in
     chosen = None if best < 0 else f"{best}"
     going = may_go(entries, last, every, chosen)
     left = [entry for entry in entries if entry.name not in going]
+    assert left[:1] == entries[:1]  # the one just committed
     for entry in entries:  # pinned ones, multiples, the best, and with it the newest
         is_multiple = bool(every) and entry.number is not None and entry.number % every == 0
         if entry.is_pinned or is_multiple or entry.name == chosen:

@@ -32,9 +32,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.arguments.checks import Fence, OnError
-from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace, SwapItemsPlace
-from fastckpt.directories.iterations import COMMON, CONFIG, METADATA
+from fastckpt.directories.iterations import COMMON, CONFIG, METADATA, is_part
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.handle import InnerHandle
 from fastckpt.integrations import dcp
@@ -94,7 +93,7 @@ class Writer(dcp.Writer):
         self.lane = None if afterwards is None else afterwards.lane
 
     def _place(self, storage: Storage, path: str, agreement: Round) -> ItemsPlace:
-        how = (self.options.durable, METADATA, _is_part, self._is_common_new)
+        how = (self.options.durable, METADATA, is_part, self._is_common_new)
         retain = None if self._afterwards is None else self._afterwards.retain
         return SwapItemsPlace(storage, path, agreement, *how, retain)
 
@@ -125,11 +124,6 @@ class Writer(dcp.Writer):
         replaced = atomic.replace_file(storage, path, content, self.options.durable, commits=False)
         if replaced is not None:
             atomic.close_quietly(storage, replaced)
-
-
-def _is_part(name: str) -> bool:
-    """Whether a file of this name in a checkpoint's directory is of the checkpoint."""
-    return name in (COMMON, CONFIG, METADATA) or dcp_metadata.is_data_file(name)
 
 
 class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
