@@ -189,7 +189,7 @@ class Checkpointer:
             check_flag("log", log)
             check_seconds("timeout_s", timeout_s)
             optional(check_callable, "before_commit", before_commit)
-            pacing = Pacing(drain_rate, max_writers, timeout_s)
+            pacing = Pacing(drain_rate, max_writers)
             self._options = StepOptions(
                 backend,
                 durable,
@@ -217,7 +217,9 @@ class Checkpointer:
             self._export = checked_export(export, self.root, self._coordinator.rank == 0)
             self._rank_of = ranks_within(self.group)
             if (path := self._options.local_path) is not None:
-                self._tier = LocalTier(path, self._steps, self._coordinator, self._options)
+                self._tier = LocalTier(
+                    path, self._steps, self._coordinator, self._options, timeout_s
+                )
                 opened.callback(self._tier.close)
             self._opened = opened.pop_all()
 
@@ -263,7 +265,7 @@ class Checkpointer:
         self._open.note_save(self._tier is None)  # with a tier, a slow root holds up nobody
         options, label = self._options, f"step {step} of {self.root!r}"
         if deadline_s is not None:
-            options = replace(options, pacing=options.pacing.undelayed())
+            options = replace(options, pacing=Pacing())
             label += " before the job ends"
         agreement = self._coordinator.begin(label, self._timeout_s)
         self._handles = [each for each in self._handles if each.may_be_told()]

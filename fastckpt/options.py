@@ -23,7 +23,6 @@ from fastckpt.arguments.checks import (
     check_stripe,
     optional,
 )
-from fastckpt.ranks.round import TIMEOUT_S
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Pacing:
     """Limits that spare storage which others use, too. None and 0: no limit.
 
     Args:
-        drain_rate, max_writers, timeout_s: as Checkpointer's.
+        drain_rate, max_writers: as Checkpointer's.
 
     Raises:
         ValueError, TypeError: one of them is out of range, or of another type.
@@ -39,7 +38,6 @@ class Pacing:
 
     drain_rate: float | str | None = None
     max_writers: int | None = None
-    timeout_s: float = TIMEOUT_S
 
     def __post_init__(self) -> None:
         optional(check_count, "max_writers", self.max_writers)
@@ -52,10 +50,6 @@ class Pacing:
 
     def __bool__(self) -> bool:
         return bool(self.drain_rate or self.max_writers)
-
-    def undelayed(self) -> Pacing:
-        """Returns the same without the limits."""
-        return Pacing(timeout_s=self.timeout_s)
 
     def text(self) -> str:
         """Returns the limits in words; "" if there are none."""

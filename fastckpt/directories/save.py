@@ -29,7 +29,7 @@ from fastckpt.directories.swap_place import SwapPlace
 from fastckpt.directories.swap_plan import SwapPlan
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import InnerHandle
-from fastckpt.options import Pacing, WriteOptions
+from fastckpt.options import WriteOptions
 from fastckpt.ranks import per_group
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
@@ -91,7 +91,7 @@ def save_directory(
     """
     check_choice("fence", fence, FENCES)
     check_choice("on_error", on_error, (*ON_ERROR, "keep"))
-    options = WriteOptions(backend, durable, staging_bytes, pacing=Pacing(timeout_s=timeout_s))
+    options = WriteOptions(backend, durable, staging_bytes)
     path = looked_up(partial(os.path.realpath, check_path("path", path)), path, timeout_s)
     lane = os.path.dirname(path)
     handle = InnerHandle(path, time.perf_counter(), kind=lane, on_error=on_error)

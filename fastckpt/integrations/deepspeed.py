@@ -28,7 +28,7 @@ from fastckpt.arguments.checks import (
 from fastckpt.handle import InnerHandle
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
-from fastckpt.options import Pacing, WriteOptions
+from fastckpt.options import WriteOptions
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
@@ -138,11 +138,10 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         check_choice("on_error", on_error, ON_ERROR)
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
-        pacing = Pacing(timeout_s=timeout_s)
         self.name = "fastckpt"
         self.handle: InnerHandle | None = None
         self._on_error, self._timeout_s = on_error, timeout_s
-        self._options = WriteOptions(backend, durable, staging_bytes, staging, pacing=pacing)
+        self._options = WriteOptions(backend, durable, staging_bytes, staging)
         self._coordinator: Coordinator | None = None
         self._open: Tag | None = None
         self._unmade: StorageError | None = None  # of a directory whose tag is not created yet
@@ -198,8 +197,9 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             return
         options = self._options
         how: Any = dict(backend=options.backend, durable=options.durable, staging=options.staging)
+        how |= dict(staging_bytes=options.staging_bytes, timeout_s=self._timeout_s)
         with self.keeping():
-            fastckpt.save(state_dict, path, staging_bytes=options.staging_bytes, **how).result()
+            fastckpt.save(state_dict, path, **how).result()
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Loads a file that fastckpt or torch wrote; every byte that fastckpt wrote is checked.

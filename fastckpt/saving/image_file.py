@@ -55,6 +55,7 @@ class ImageFile:
         path: the file's path, for messages.
         options: how the file is written.
         allowance: the staging blocks that it may hold together with the save's other files.
+        timeout_s: as ImageTransfer's.
         stagers: the most threads that copy.
         reads: the memory that lies on devices.
         direct: writes what it can from a GPU straight to the file.
@@ -74,6 +75,7 @@ class ImageFile:
         path: str,
         options: WriteOptions,
         allowance: Allowance,
+        timeout_s: float,
         stagers: int = 1,
         reads: DeviceSources | None = None,
         direct: GdsDevice | None = None,
@@ -84,12 +86,12 @@ class ImageFile:
         self._image = image
         self._path = path
         self._options = options
-        self._allowance = allowance
+        self._allowance, self._timeout_s = allowance, timeout_s
         self._stats = stats
         self._pace: Pace | None = None
         self._files = ExitStack()
         self.is_open = False
-        how = (stagers, reads, direct, known, options.pacing.timeout_s)
+        how = (stagers, reads, direct, known, timeout_s)
         self.transfer = ImageTransfer(pipeline.staging, image, path, allowance, *how)
 
     def __enter__(self) -> ImageFile:
@@ -252,7 +254,7 @@ class ImageFile:
 
     def transfer_of(self, image: Image) -> ImageTransfer:
         """Returns a transfer of another image into this file."""
-        how = (self._allowance, 1, None, None, None, self._options.pacing.timeout_s)
+        how = (self._allowance, 1, None, None, None, self._timeout_s)
         return ImageTransfer(self._pipeline.staging, image, self._path, *how)
 
     def wait_written(self) -> None:

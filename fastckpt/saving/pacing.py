@@ -30,6 +30,9 @@ class Pace:
         owner: saves with the same owner share a bucket.
         stats: the save's numbers, which get those of the pacing.
         whole: whether blocks are written whole, because their writer cannot take parts.
+
+    Attributes:
+        timeout_s: for how long ranks wait for each other, and for writes of which none gets on.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class Pace:
         whole: bool = False,
     ) -> None:
         self._pacing = pacing
-        self._agreement = agreement
+        self._agreement, self.timeout_s = agreement, agreement.timeout_s
         self._rates = rates
         self._owner = owner
         self._stats = stats
@@ -91,11 +94,11 @@ class Pace:
             part = min(1.0, nbytes / sum(writers.values()))
         self._rate = pacing.rate * part
         seconds = nbytes / self._rate
-        if size > 1 and seconds > pacing.timeout_s:
+        if size > 1 and seconds > self.timeout_s:
             raise CheckpointError(
                 f"drain_rate is {pacing.rate:g} bytes/s, of which this rank has "
                 f"{self._rate:g}: its {nbytes} bytes would take {seconds:.0f} s, and ranks wait "
-                f"for each other no longer than timeout_s ({pacing.timeout_s:g} s): raise either"
+                f"for each other no longer than timeout_s ({self.timeout_s:g} s): raise either"
             )
         self._stats.pacing += f"; {self._rate / 1e6:g} MB/s of it here"
 

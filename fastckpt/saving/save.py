@@ -133,7 +133,8 @@ class Save(Job):
                 if output.is_small
                 else (stagers, self.reads, direct, self.handle.stats, output.known(moving))
             )
-            output.file = ImageFile(pipeline, output.image, output.path, options, allowance, *how)
+            what = (output.image, output.path, options, allowance, self.agreement.timeout_s)
+            output.file = ImageFile(pipeline, *what, *how)
             self.copying.transfers.append(moving.enter_context(output.file).transfer)
         return fetch
 

@@ -421,12 +421,12 @@ class Steps:
             self.lease.renew()
         name = self.path(begun.name, MANIFEST)
         with atomic.naming_in(storage, [directory] if durable else [], name) as make_durable:
+            # Until the rename is durable a crash may undo it, so retention does not count this step
+            # among those that stay: nor does it if the rename is given up, and happens later.
+            known.is_doubtful = True
             with reported("rename", name):
                 patiently(storage, fd, lambda: storage.rename(begun.temporary, name))
             known.manifest, known.version, known.is_begun = manifest, UNSEEN, False
-            # Until the rename is durable a crash may undo it, so retention does not count this step
-            # among those that stay.
-            known.is_doubtful = True
             make_durable()
             known.is_doubtful = False
 

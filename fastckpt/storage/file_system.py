@@ -350,9 +350,12 @@ class Storage:
             if not stat.S_ISREG(os.lstat(path).st_mode):
                 raise NoRegularFile(errno.EINVAL, "not a regular file", path) from error
             raise
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise NoRegularFile(errno.EINVAL, "not a regular file", path)
+        except OSError:
             Storage.close(self, fd)
-            raise NoRegularFile(errno.EINVAL, "not a regular file", path)
+            raise
         return fd
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
@@ -504,12 +507,10 @@ class Storage:
         """Gives a file another one's permissions, and owner as far as this process may."""
         own = os.fstat(fd)
         if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid):
-            try:
+            # Only root may give files away, not on every file system, and not to owners outside its
+            # user namespace. The file then belongs to whoever saved it, as after cp.
+            with suppress(OSError):
                 os.fchown(fd, like.st_uid, like.st_gid)
-            except OSError:
-                # Only root may give files away, not on every file system, and not to owners outside
-                # its user namespace. The file then belongs to whoever saved it, as after cp.
-                pass
         os.fchmod(fd, stat.S_IMODE(like.st_mode))
 
     def read_at(self, fd: int, nbytes: int, offset: int) -> bytes:

@@ -57,7 +57,7 @@ class LocalTier:
     Args:
         directory: as Checkpointer's `local`; steps of several roots may lie in it.
         root: the steps of the root, which these are drained to.
-        coordinator, options: the Checkpointer's.
+        coordinator, options, timeout_s: the Checkpointer's.
 
     Attributes:
         steps: the root's steps that lie in the local directory.
@@ -69,7 +69,12 @@ class LocalTier:
     """
 
     def __init__(
-        self, directory: str, root: Steps, coordinator: Coordinator, options: StepOptions
+        self,
+        directory: str,
+        root: Steps,
+        coordinator: Coordinator,
+        options: StepOptions,
+        timeout_s: float,
     ) -> None:
         self._storage = storage = root.storage
         self._directory = os.path.realpath(directory)
@@ -86,7 +91,7 @@ class LocalTier:
         self.steps = Steps(storage, os.path.join(self._directory, tier_name(root.root)))
         self.root, self.keep = root, options.keep_local or KEEP_LOCAL
         self._rank = coordinator.rank
-        self._coordinator, self._timeout_s = coordinator, options.pacing.timeout_s
+        self._coordinator, self._timeout_s = coordinator, timeout_s
         self._meeting = self._begin("local tier")
         self._lock = threading.Lock()
         self._nodes: RanksByNode | None = None  # under _lock

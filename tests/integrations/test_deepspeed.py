@@ -36,7 +36,7 @@ from fastckpt import CheckpointError, CorruptCheckpoint, PeerFailed, StorageErro
 from fastckpt.handle import InnerHandle
 from fastckpt.integrations._tag import Tag
 from fastckpt.integrations.deepspeed import FastckptCheckpointEngine
-from fastckpt.options import Pacing, WriteOptions
+from fastckpt.options import WriteOptions
 from fastckpt.ranks import round as round_module
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
@@ -245,9 +245,8 @@ def save_by_two(
     ]
     end: BaseException | None = None
     engine = FastckptCheckpointEngine("raise", True, "host", None, 60.0)
-    options = WriteOptions(pacing=Pacing(timeout_s=timeout_s))
     tags = [
-        Tag(str(its / tag), agreement, str(its / "latest"), tag, options)
+        Tag(str(its / tag), agreement, str(its / "latest"), tag, WriteOptions())
         for its, agreement in zip(runs or [run, run], rounds, strict=True)
     ]
     try:

@@ -32,7 +32,7 @@ from fastckpt.integrations._tag import Tag
 from fastckpt.integrations.megatron import SaveStrategy
 from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.integrations.transformers import _rotate
-from fastckpt.options import Pacing, WriteOptions
+from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
@@ -194,7 +194,7 @@ def save_tags(stage: Stage, number: int, variant: Variant) -> None:
     run = stage.root / "run"
     run.mkdir(exist_ok=True)
     coordinator = Coordinator.of_group(stage.group, "tags")
-    options = WriteOptions(durable=variant.durable, pacing=Pacing(timeout_s=WAIT_S))
+    options = WriteOptions(durable=variant.durable)
     agreement = coordinator.begin("tag", WAIT_S)
     tag = Tag(str(run / "tag"), agreement, str(run / "latest"), "tag", options)
     tag.add(state(number), f"rank-{stage.rank}.pt")

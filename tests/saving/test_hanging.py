@@ -22,6 +22,7 @@ from fastckpt import Checkpointer, StorageError
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory
 from fastckpt.engine import transfer
+from fastckpt.integrations import dcp
 from fastckpt.latch import within
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.pipeline import Pipeline
@@ -117,6 +118,14 @@ def test_a_save_whose_writes_do_not_return_fails(
     fastckpt.save(state_of(3), path).result(WAIT_S)
     assert torch.equal(torch.load(path)["w"], state_of(3)["w"])
     assert not temporaries(disk) and not descriptors_of(disk)
+
+
+def test_the_bound_of_a_save_by_dcp_holds_for_its_writes(disk: Path, hanging: Any) -> None:
+    hanging()
+    error = dcp.async_save({"w": torch.ones(9)}, checkpoint_id=disk, timeout_s=0.2).exception(
+        WAIT_S
+    )
+    assert isinstance(error, StorageError) and (error.op, error.errno) == ("write", errno.ETIMEDOUT)
 
 
 def test_a_cancelled_save_does_not_wait_for_writes_that_hang(
@@ -256,6 +265,24 @@ def test_a_root_whose_server_does_not_answer_holds_up_no_caller(disk: Path) -> N
                 checkpointer.save(2, state_of(2)).result(WAIT_S)
         checkpointer.save(3, state_of(3)).result(WAIT_S)
         assert checkpointer.latest() == 3
+
+
+@pytest.mark.filesystem
+def test_a_step_that_is_named_after_it_was_given_up_makes_no_room(disk: Path) -> None:
+    """No directory is synced after that name, so a crash may take it."""
+    with ExitStack() as stack:
+        mount = stack.enter_context(mounted_fuse(disk, "through"))
+        run = mount.point / "run"
+        checkpointer = stack.enter_context(Checkpointer(run, keep_last=2, timeout_s=0.6))
+        for step in (1, 2):
+            checkpointer.save(step, state_of(step)).result(WAIT_S)
+        with silent(mount, "rename"):
+            error = checkpointer.save(3, state_of(3)).exception(WAIT_S)
+            assert isinstance(error, StorageError) and error.in_doubt
+        wait_until(lambda: checkpointer.latest() == 3, "the step is named")
+        checkpointer.save(4, state_of(4)).result(WAIT_S)
+        checkpointer.close()  # which removes what need not stay
+        assert {path.name[-1] for path in mount.files.glob("run/step-*")} == {"2", "3", "4"}
 
 
 @pytest.mark.filesystem

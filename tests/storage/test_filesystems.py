@@ -4,6 +4,7 @@ told. Must not know what a checkpoint holds.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -149,6 +150,23 @@ def test_the_decision_is_made_once_for_a_descriptor(
         storage.close(fd)
         storage.remove(str(disk / "a"))
     assert len(asked) == 2
+
+
+def test_a_file_that_cannot_be_looked_at_is_closed(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (disk / "a").touch()
+    opened = []
+
+    def stale(fd: int) -> os.stat_result:  # as NFS tells of a file that another machine has removed
+        opened.append(fd)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="Stale"):
+        patched.setattr(os, "fstat", stale)
+        Storage().open_regular(str(disk / "a"))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(*opened)
 
 
 def test_every_line_of_the_table_is_in_the_documentation() -> None:
