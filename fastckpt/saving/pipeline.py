@@ -445,7 +445,7 @@ class Job:
         """Calls abandon(); waits a while only, if the server did not answer the writes either."""
         if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
             with suppress(Exception):  # what stays is debris, which a later save removes
-                within(SERVER_S, partial(self.abandon, storage))
+                within(min(SERVER_S, self.agreement.timeout_s), partial(self.abandon, storage))
         else:
             self.abandon(storage)
 

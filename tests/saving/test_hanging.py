@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -50,8 +51,11 @@ class Hanging(Recorder):
     def attempt(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
         if kind == "write" and offset >= self._offset:
             self.begun.set()
-            assert self._released.wait(WAIT_S)
+            self.await_release()
         return super().attempt(kind, fd, memory, offset)
+
+    def await_release(self) -> None:
+        assert self._released.wait(2 * WAIT_S)
 
     def release(self) -> None:
         self._released.set()
@@ -120,8 +124,13 @@ def test_a_save_whose_writes_do_not_return_fails(
     assert not temporaries(disk) and not descriptors_of(disk)
 
 
-def test_the_bound_of_a_save_by_dcp_holds_for_its_writes(disk: Path, hanging: Any) -> None:
-    hanging()
+def test_the_bound_of_a_save_by_dcp_holds_for_its_writes(
+    disk: Path, hanging: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And for the removal of its file, which the server does not answer either."""
+    double, _ = hanging()
+    monkeypatch.setattr(pipeline_module, "SERVER_S", math.inf)
+    monkeypatch.setattr(double, "remove", lambda _path: double.await_release())
     error = dcp.async_save({"w": torch.ones(9)}, checkpoint_id=disk, timeout_s=0.2).exception(
         WAIT_S
     )
