@@ -21,7 +21,7 @@ _MIB = 1 << 20
 
 # Its name or flag, and the rest of what argparse is told.
 Argument = tuple[str, dict[str, Any]]
-# What it says of itself, and takes but for --json, which all do.
+# Its description and its arguments, but for --json, which all take.
 Command = tuple[str, str, tuple[Argument, ...]]
 
 

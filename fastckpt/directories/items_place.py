@@ -128,7 +128,7 @@ class SwapItemsPlace(ItemsPlace):
         if self._agreement.rank != 0:
             return
         storage, name = self.storage, ""
-        # What is left there may be of a save of another directory.
+        # Files that are left there may be of a save of another directory.
         atomic.remove_dead_directories(storage, os.path.dirname(self._path))
         with reported("open", self._commit):
             holds_one = storage.status(self._commit) is not None

@@ -59,7 +59,7 @@ class Fault(NamedTuple):
         return int(self.name.split("-")[1])
 
 
-# What a directory is in which no manifest was found:
+# The kinds of directory in which no manifest was found:
 _GONE = "gone"  # a step: it vanished after it was seen, now or earlier, with a manifest
 _UNSEEN = "unseen"  # it had vanished when it was looked at: a step, or of a save that failed
 _BARE = "bare"  # it has not even a temporary one: it is being removed, or has just been made

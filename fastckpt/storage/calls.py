@@ -33,7 +33,7 @@ _under_way: dict[int, Call] = {}  # the innermost, by thread
 
 
 class _Thread(threading.local):
-    """What is known of a thread that was given up: the descriptors that it has closed, and the
+    """The record of a thread that was given up: the descriptors that it has closed, and the
     temporary names that these had.
     """
 

@@ -55,7 +55,7 @@ _CONFIG = {
 
 
 class Afterwards(NamedTuple):
-    """What is to be done after the commit of a save, on the first rank.
+    """The acts after the commit of a save, on the first rank.
 
     Attributes:
         lane: saves of one lane commit in the order of their beginning.
