@@ -1,7 +1,7 @@
 """`fastckpt advise`: predicts what checkpoints of a job will cost, and says how to take them.
 
-The module turns arguments into a Job, whose numbers are given, measured or assumed, and prints the
-report. It must not know a formula: those are in fastckpt/cli/cost_model.py.
+The module turns arguments into a Job, whose numbers are given or assumed, and prints the report. It
+must not know a formula: those are in fastckpt/cli/cost_model.py.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli import cost_model
 from fastckpt.cli.cost_model import Advice, BlockingSave, Job
-from fastckpt.cli.shared_arguments import path_argument, quantity_argument
-
-if TYPE_CHECKING:
-    from fastckpt.cli.measure import Measured
+from fastckpt.cli.shared_arguments import quantity_argument
 
 _GPUS_PER_NODE = 8
 
@@ -73,11 +70,10 @@ _UNKNOWN = {
 
 
 class SourcedJob(NamedTuple):
-    """A Job, and for each of its inputs its source: "given", "measured" or "assumed"."""
+    """A Job, and for each of its inputs its source: "given" or "assumed", say."""
 
     job: Job
     sources: dict[str, str]
-    notes: list[str]
 
 
 def add_arguments(commands: Any) -> None:
@@ -128,48 +124,33 @@ def add_arguments(commands: Any) -> None:
             metavar=option.unit,
             help=f"{option.text}; default: {known}",
         )
-    parser.add_argument(
-        "--measure",
-        type=path_argument,
-        metavar="DIR",
-        help="write some hundred MiB to DIR for at most 20 s, and use the rates found instead of "
-        "those assumed; nothing stays behind",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.set_defaults(error=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fastckpt.cli import measure  # imports torch, which the arguments must not
-
-    found = measure.Measured({}, [])
     try:
-        _inputs(arguments, found)  # refuses wrong arguments before anything is written
-        if arguments.measure is not None:
-            found = measure.measure(arguments.measure)
-        inputs = _inputs(arguments, found)
+        inputs = _inputs(arguments)
     except ValueError as error:
         arguments.error(str(error))
     advised = cost_model.advise(inputs.job)
     if arguments.json:
         spare = cost_model.arguments(inputs.job, advised)
-        told = {"inputs": asdict(inputs.job), "sources": inputs.sources, "measured": inputs.notes}
+        told = {"inputs": asdict(inputs.job), "sources": inputs.sources}
         print(json.dumps(told | {"advice": asdict(advised), "arguments": spare}, indent=2))
     else:
         print("\n".join(_report(inputs, advised)))
     return 0
 
 
-def _inputs(arguments: argparse.Namespace, found: Measured) -> SourcedJob:
-    """Returns the inputs: those given, else measured, else assumed. Raises ValueError as Job."""
+def _inputs(arguments: argparse.Namespace) -> SourcedJob:
+    """Returns the inputs: those given, else assumed. Raises ValueError as Job."""
     sources = {"ranks": "given"}
     values: dict[str, Any] = {}
     for name in OPTIONS:
         given = getattr(arguments, name)
         if given is not None:
             values[name], sources[name] = given, "given"
-        elif name in found.rates:
-            values[name], sources[name] = found.rates[name], "measured"
         else:
             sources[name] = "assumed"
     size = arguments.size
@@ -189,7 +170,7 @@ def _inputs(arguments: argparse.Namespace, found: Measured) -> SourcedJob:
             rate, sources["mtbf_s"] = cost_model.FAILURES_PER_GPU_HOUR, "assumed, as Llama 3's"
         mtbf_s = cost_model.mtbf_s(arguments.gpus, rate)
     job = Job(nbytes=size, ranks=arguments.gpus, nodes=nodes, mtbf_s=mtbf_s, **values)
-    return SourcedJob(job, {field.name: sources[field.name] for field in fields(Job)}, found.notes)
+    return SourcedJob(job, {field.name: sources[field.name] for field in fields(Job)})
 
 
 def _shown(name: str, value: Any) -> str:
@@ -204,7 +185,6 @@ def _report(inputs: SourcedJob, advised: Advice) -> list[str]:
         *_lines("A checkpoint", _cost_rows(advised)),
         *_lines("What to do", _advice_rows(inputs.job, advised)),
         *_lines("Beside it, torch.save while training waits", _torch_rows(advised)),
-        *(["", "Measured", *(f"  {note}" for note in inputs.notes)] if inputs.notes else []),
     ]
 
 

@@ -202,12 +202,6 @@ _COMMANDS = {
         "or 1 if there is no log, no such step, or the log is damaged.",
         _path("log", "LOG", "the log, or its root"),
         _any("--step", type=int, help="only this step, in detail: its last save"),
-        _path(
-            "--png",
-            "FILE",
-            "draw the ranks of one save over time into a PNG (needs matplotlib): that of --step, "
-            "or else the slowest",
-        ),
         _any(
             "--limit",
             type=quantity_argument(quantities.rate),

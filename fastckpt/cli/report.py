@@ -1,4 +1,4 @@
-"""`fastckpt report`: tells from the log of a root where the time of saves went, and draws it.
+"""`fastckpt report`: tells from the log of a root where the time of saves went.
 
 The module must not know how the log is written.
 """
@@ -11,15 +11,11 @@ import os
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
-from fastckpt.cli.pyplot import load_pyplot
 from fastckpt.cli.shared_arguments import shown_name
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import PHASES
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import entries
-from fastckpt.storage.file_system import reported
-
-_RANKS_DRAWN = 256
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -32,13 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
         found = [entry for entry in found if entry["step"] == arguments.step][-1:]
         if not found:
             raise CheckpointError(f"{path!r} has no save of step {arguments.step}")
-    if arguments.png is not None:
-        committed = [entry for entry in found if entry["committed_s"] is not None]
-        if not committed:
-            raise CheckpointError(f"{path!r} has no committed save to draw")
-        slowest = max(committed, key=lambda entry: float(entry["committed_s"]))
-        with reported("draw", arguments.png):
-            _draw(slowest, arguments.png)
     if arguments.json:
         print(json.dumps({"log": path, "saves": found}, indent=1))
     elif arguments.step is not None:
@@ -148,36 +137,3 @@ def _spans(entry: dict[str, Any], begin: str, end: str) -> dict[int, tuple[float
         for rank, (a, b) in enumerate(zip(begins, ends, strict=True))
         if a is not None and b is not None
     }
-
-
-def _draw(entry: dict[str, Any], path: str) -> None:
-    """Draws a save: time to the right, ranks upwards, a colour for each phase."""
-    pyplot = load_pyplot()
-    figure, axes = pyplot.subplots(figsize=(10, 5))
-    count = len(entry["by_rank"]["captured_s"])
-    step = -(-count // _RANKS_DRAWN)
-    height = 0.8 / 2
-    for name, begin, end in PHASES:
-        spans = {r: its for r, its in _spans(entry, begin, end).items() if r % step == 0}
-        # Copies and writes overlap: the former are drawn in the lower half of a rank's bar.
-        at = [
-            rank - height / 2 if name in ("capture", "copy") else rank + height / 2
-            for rank in spans
-        ]
-        begins = [a for a, _b in spans.values()]
-        widths = [b - a for a, b in spans.values()]
-        axes.barh(at, widths, height * step, begins, label=name)
-    for name, color in (
-        ("stall_s", "black"),
-        ("local_committed_s", "grey"),
-        ("committed_s", "red"),
-    ):
-        if entry.get(name) is not None:
-            axes.axvline(entry[name], linestyle="--", color=color)
-            where = axes.get_xaxis_transform()
-            axes.text(entry[name], 1.01, name.removesuffix("_s"), ha="center", transform=where)
-    axes.set(xlabel="seconds since the save was called", ylabel="rank")
-    axes.set_title(f"step {entry['step']}, {shown_size(entry['nbytes'])}, {count} ranks", pad=20)
-    axes.legend()
-    figure.savefig(path)
-    pyplot.close(figure)

@@ -166,7 +166,7 @@ def test_advise_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None:
         f"{100 * found.lost_share:.2f} %",
     ):
         assert expected in " ".join(told.out.split())
-    assert not told.err and "Measured" not in told.out
+    assert not told.err
 
 
 def test_advise_of_unequal_nodes_counts_right(capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +182,6 @@ def test_advise_tells_json(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert told["inputs"] == asdict(job)
     assert told["advice"] == asdict(cost_model.advise(job))
-    assert told["measured"] == []
     sources = told["sources"]
     assert set(sources) == set(told["inputs"])
     assert (sources["network_rate"], sources["d2h_rate"]) == ("given", "assumed")
@@ -229,7 +228,6 @@ def test_failures_of_a_gpu_give_the_mtbf(capsys: pytest.CaptureFixture[str]) -> 
         (("advise", "--params", "7B", "--gpus", "8", "--nodes", "9"), "more than there are ranks"),
         (("advise", *JOB, "--failures-per-gpu-hour", "0"), "no MTBF"),
         (("advise", *JOB, "--bytes-per-param", "nan"), "nbytes is nan"),
-        (("advise", *JOB, "--osts", "0", "--measure", "/nowhere"), "osts is 0"),
         (("verify",), "the following arguments are required: PATH"),
         (("doctor", "--fix"), "unrecognized arguments: --fix"),
     ],
@@ -299,29 +297,6 @@ def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
         shell, shell=True, env=environment(), capture_output=True, text=True, timeout=60
     )
     assert (done.stdout, done.stderr) == ("{", "")
-
-
-@pytest.mark.torture
-def test_measured_rates_take_the_place_of_assumed_ones(disk: Path) -> None:
-    done = run("advise", *JOB, "--measure", ".", "--d2h", "20GB/s", "--json", cwd=disk)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    sources, inputs = told["sources"], told["inputs"]
-    assert sources["writer_rate"] == sources["network_rate"] == "measured"
-    assert (sources["d2h_rate"], inputs["d2h_rate"]) == ("given", 20e9)
-    assert 1e6 < inputs["writer_rate"] <= inputs["network_rate"] < 1e11
-    assert inputs["writer_rate"] not in (2e9, 6e9)
-    assert len(told["measured"]) == 3
-    assert told["measured"][0].startswith("one process writes ")
-    assert list(disk.iterdir()) == []
-
-
-def test_measuring_nowhere_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", *JOB, "--measure", str(tmp_path / "gone")]) == 1
-    told = capsys.readouterr()
-    why = f"cannot write to {str(tmp_path / 'gone')!r}: No such file or directory [ENOENT]"
-    assert told.err == f"fastckpt advise: {why}\n"
-    assert not told.out
 
 
 def state() -> dict[str, Any]:
@@ -712,9 +687,9 @@ def test_verify_knows_a_lone_file_of_a_step(
 
 
 def test_paths_of_commands_are_of_file_systems(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (("verify",), ("doctor",), ("advise", *JOB, "--measure")):
-        assert "is 's3://bucket/run', a URL" in refused(capsys, *command, "s3://bucket/run")
-        assert "is '', must be a path" in refused(capsys, *command, "")
+    for command in ("verify", "doctor"):
+        assert "is 's3://bucket/run', a URL" in refused(capsys, command, "s3://bucket/run")
+        assert "is '', must be a path" in refused(capsys, command, "")
 
 
 def test_doctor_tells_what_would_be_done(disk: Path) -> None:

@@ -111,12 +111,6 @@ def test_the_way_to_the_root_has_a_line_of_its_own(
     assert "limits that were asked for, at most 7.50 s" in capsys.readouterr().out
 
 
-def test_the_picture(logged: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert main(["report", str(logged), "--png", str(logged / "a.png")]) == 0
-    assert (logged / "a.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_what_a_run_has_logged(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with fastckpt.Checkpointer(disk, log=True) as checkpointer:
         checkpointer.save(7, {"w": torch.ones(1 << 20)}).result(60)
@@ -134,9 +128,7 @@ def test_texts_cannot_steer_the_terminal(disk: Path, capsys: pytest.CaptureFixtu
     assert "\x1b" not in out and "\x07" not in out and r"\x1b[31m" in out
 
 
-@pytest.mark.parametrize(
-    "arguments", [["x"], ["."], ["saves.jsonl"], [".", "--step", "5"], [".", "--png", "a.png"]]
-)
+@pytest.mark.parametrize("arguments", [["x"], ["."], ["saves.jsonl"], [".", "--step", "5"]])
 def test_what_is_not_there_is_one_line(
     arguments: list[str],
     disk: Path,
