@@ -109,14 +109,14 @@ class Watch:
         call = calls.of_thread(save.ident)
         if call is None or not save.bound.is_over(call.seconds(), call.text):
             return
-        error, ended = call.error(), Latch()
+        error = call.error()
 
         def give_up() -> None:
             try:
                 save.give_up(error)
             finally:
-                ended.set()
+                call.ended.set()
 
-        # Told by yet another thread, since that may take a while, too.
-        if call.give_up(ended) and not start_thread(give_up, "fastckpt-give-up", daemon=True):
+        # Told by yet another thread, since that may take a while, too: this one looks again then.
+        if call.give_up() and not start_thread(give_up, "fastckpt-give-up", daemon=True):
             give_up()

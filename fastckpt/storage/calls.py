@@ -66,7 +66,7 @@ class Call:
     def __init__(self, name: str, subject: object) -> None:
         self._name, self._subject = name, subject
         self._claims = [None]  # taken by its return, or by who gives it up
-        self.ended: Latch | None = None
+        self.ended = Latch()
 
     def __enter__(self) -> None:
         if _thread.is_given_up and self._name != "close":
@@ -76,14 +76,15 @@ class Call:
         _under_way[self._ident] = self
 
     def __exit__(self, *_: object) -> None:
+        returns = taken(self._claims)
+        if not returns:
+            self.ended.wait()  # as the call under way: the outer one is not given up, too
         if self._outer is None:
             _under_way.pop(self._ident, None)
         else:
             self._outer._since = time.monotonic()  # it has got on
             _under_way[self._ident] = self._outer
-        if not taken(self._claims):
-            assert self.ended is not None, "it was set before"
-            self.ended.wait()
+        if not returns:
             _thread.is_given_up = True
             raise GivenUp(self.text())
 
@@ -91,9 +92,8 @@ class Call:
         """Returns for how long it has not got on."""
         return time.monotonic() - self._since
 
-    def give_up(self, ended: Latch) -> bool:
-        """Gives its thread up; returns False if it has returned. `ended` is as the attribute."""
-        self.ended = ended
+    def give_up(self) -> bool:
+        """Gives its thread up; returns False if it has returned, or was given up before."""
         return taken(self._claims)
 
     def text(self) -> str:

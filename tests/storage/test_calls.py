@@ -66,14 +66,36 @@ def test_a_thread_that_was_given_up_only_closes(tmp_path: Path, is_taken: bool) 
     thread.start()
     assert double.done.wait(WAIT_S)
     assert thread.ident is not None
-    call, ended = calls.of_thread(thread.ident), Latch()
-    assert call is not None and call.give_up(ended)
+    call = calls.of_thread(thread.ident)
+    assert call is not None and call.give_up() and not call.give_up()
     if is_taken:
         other.write_text("another save's")
         other.rename(late)
     double.may_return.set()
-    ended.set()
+    call.ended.set()
     thread.join(WAIT_S)
     assert raised == [calls.GivenUp] * 3 + [OSError]
     assert left == [[kept], []] and not os.path.exists(kept)
     assert os.listdir(tmp_path) == (["late"] if is_taken else [])
+
+
+def test_a_call_stays_under_way_until_its_work_was_ended() -> None:
+    """Else who looks again meanwhile would give up the one around it, too."""
+    outer, inner, seen = calls.Call("retention", ""), calls.Call("remove", ""), []
+
+    class Ended(Latch):
+        def wait(self, timeout: float | None = None) -> bool:
+            seen.append(calls.of_thread(threading.get_ident()))
+            return super().wait(timeout)
+
+    def work() -> None:
+        with pytest.raises(calls.GivenUp), outer, inner:
+            inner.give_up()
+        seen.append(calls.of_thread(threading.get_ident()))
+
+    inner.ended = Ended()
+    inner.ended.set()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(WAIT_S)
+    assert seen == [inner, None]
