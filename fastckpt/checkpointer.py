@@ -88,6 +88,7 @@ class Checkpointer:
     Args:
         root: the directory of the run, made by the first save(). While a job saves to it, saves of
             others raise RootInUse. A second open Checkpointer of a process that saves to it warns.
+            Or a single step, of whatever name, to be restored from alone.
         group: a torch.distributed process group. Default: all ranks if torch.distributed is
             initialised, else this process alone; so make the Checkpointer after
             init_process_group(). For one rank of several pass a group of that rank alone,
@@ -211,7 +212,8 @@ class Checkpointer:
             self._logs, self._before_commit = log, before_commit
             self.exported: SaveHandle | None = None
             self._handles, self._exports = list[InnerHandle](), list[InnerHandle]()
-            self._is_step, self._closed, self._ended = is_step(self.root), False, False
+            self._steps.is_step = is_step(self.root)
+            self._closed = self._ended = False
             self._tier: LocalTier | None = None
             self._memo = per_group.GroupMemo(self._coordinator)
             self._export = checked_export(export, self.root, self._coordinator.rank == 0)
@@ -260,7 +262,7 @@ class Checkpointer:
         step = check_integer("step", step)
         optional(check_deadline, "deadline_s", deadline_s)
         current = self._current()
-        if self._is_step:
+        if self._steps.is_step:
             raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
         self._open.note_save(self._tier is None)  # with a tier, a slow root holds up nobody
         options, label = self._options, f"step {step} of {self.root!r}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
@@ -18,7 +19,7 @@ from fastckpt.cli.shared_arguments import real_root
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline
-from fastckpt.steps.no_steps import is_export, what_is_there
+from fastckpt.steps.no_steps import is_export, steps_at, what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import reported
 
@@ -26,7 +27,7 @@ from fastckpt.storage.file_system import reported
 def run(arguments: argparse.Namespace) -> int:
     storage = pipeline.current().storage
     root = real_root(arguments.root)
-    rows = [*_rows(Steps(storage, root), is_local=False)]
+    rows = [*_rows(steps_at(storage, root), is_local=False)]
     for tier in tiers_of(storage, root, arguments.local):
         rows += _rows(tier, is_local=True)
     if not rows:
@@ -79,7 +80,8 @@ def _export(steps: Steps, name: str) -> dict[str, Any]:
 
 
 def _row(steps: Steps, name: str, is_local: bool) -> dict[str, Any]:
-    return {"path": steps.path(name), "name": name, "where": "local" if is_local else "root"}
+    path = steps.path(name)
+    return {"path": path, "name": os.path.basename(path), "where": "local" if is_local else "root"}
 
 
 def _nbytes(manifest: Manifest) -> int:

@@ -21,6 +21,7 @@ from fastckpt.directories.items_load import OURS as OF_DCP
 from fastckpt.formats.manifest import MANIFEST
 from fastckpt.reading.verified import opened_regular
 from fastckpt.saving import pipeline
+from fastckpt.steps.dead import left_in
 from fastckpt.steps.lease import Lease
 from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic
@@ -91,8 +92,8 @@ def _temporaries(storage: Storage, directory: str) -> Iterator[Debris]:
     """Yields the steps that were not committed, and what has a temporary's name."""
     steps = Steps(storage, directory)
     for name in steps.incomplete():
-        if steps.left_in(name, others_after_s=0.0) is not None:
-            path = steps.path(name)
+        path = steps.path(name)
+        if left_in(storage, path, 0.0, set()) is not None:
             left = atomic.temporaries(storage, steps.path(name, MANIFEST))
             is_ours = all(map(atomic.is_of_this_host, left))
             what = "a step that was never committed" + ("" if is_ours else _OF_ANOTHER)

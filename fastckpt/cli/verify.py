@@ -28,7 +28,7 @@ from fastckpt.reading.verified import Body, opened_regular
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline
 from fastckpt.steps.copies import StepCopies
-from fastckpt.steps.no_steps import is_export, what_is_there
+from fastckpt.steps.no_steps import is_export, is_step, what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import persistently, reported
 
@@ -169,7 +169,9 @@ def _beside_steps(steps: Steps) -> Iterator[Part]:
     exports = [name for name in _without_manifest(steps) if is_export(steps, name)]
     below = [name for name in steps.storage.directories(steps.root) if name[0] != "."]
     for name in sorted([] if _is_listed(steps.root) else below):
-        if name in exports or not NAME.match(name):
+        if not NAME.match(name) and is_step(steps.path(name)):  # a copy that has a name of its own
+            yield steps.path(name), partial(_verify_step, steps, name, False)
+        elif name in exports or not NAME.match(name):
             yield from _in_directory(steps.path(name))
 
 
@@ -244,7 +246,9 @@ def _copies(directory: str) -> StepCopies:
 def _verify_file(path: str) -> int:
     """Verifies one file: a torch zip, a .distcp file, or a file of a step."""
     directory, file = os.path.split(path)
-    if OF_A_STEP.fullmatch(file) and NAME.match(os.path.basename(directory)):
+    if OF_A_STEP.fullmatch(file) and (
+        NAME.match(os.path.basename(directory)) or is_step(directory)
+    ):
         return _verify_file_of_step(_steps(os.path.dirname(directory)), directory, file)
     current = pipeline.current()
     with opened_regular(current.storage, path) as fd:

@@ -29,6 +29,11 @@ def step_name(step: int, attempt: int = 0) -> str:
     return f"step-{step:08d}" + (f"-{attempt}" if attempt else "")
 
 
+def step_of(name: str) -> int:
+    """Returns the number of the step in the name of a directory, which NAME has to match."""
+    return int(name.split("-")[1])
+
+
 def tier_name(root: str) -> str:
     """Returns the name of the directory that has a root's steps in a local tier, of which several
     roots may have one directory: the digest of the root's real path keeps them apart.

@@ -24,7 +24,7 @@ from fastckpt.lazy.tensors import LazyTensors
 from fastckpt.lazy.torch_file import torch_file
 from fastckpt.reading.verified import opened_regular
 from fastckpt.saving import pipeline
-from fastckpt.steps.no_steps import what_is_there
+from fastckpt.steps.no_steps import is_step, what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.vanishing import listed_anew
@@ -119,7 +119,7 @@ def _directory(storage: Storage, staging: Staging, path: str) -> tuple[str, Sour
     # Others write files of this name, too, and beside any checkpoint. A step without its objects is
     # a damaged one, and no directory with a single safetensors file.
     is_named_step = STEP_NAME.match(name) is not None and not indexes
-    if MANIFEST in names and (OBJECTS in names or is_named_step):
+    if MANIFEST in names and (OBJECTS in names or is_named_step or is_step(path)):
         return path, _step(storage, staging, Steps(storage, root), name)
     if _METADATA in names:
         # Imports torch.distributed.checkpoint, which nothing else here needs.

@@ -26,10 +26,11 @@ from fastckpt.ranks.round import Round
 from fastckpt.ranks.search import GONE, Candidate, Search, Trial
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.copies import StepCopies
+from fastckpt.steps.dead import may_be_committed
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.no_steps import is_export, warn_once, what_is_there
-from fastckpt.steps.root import Steps, in_order
-from fastckpt.storage.file_system import persistently
+from fastckpt.steps.root import Committed, Steps, in_order
+from fastckpt.storage.file_system import OWN_SHORTAGES, persistently
 from fastckpt.storage.vanishing import listed_anew
 
 log = logging.getLogger("fastckpt")
@@ -128,7 +129,7 @@ class _StepTrial(Trial[tuple[int, T]]):
         hosts do not see it may be removed while it is read, which looks like damage.
         """
         if self._manifest is None:
-            return not self._steps.may_be_committed(self._name)
+            return not may_be_committed(self._steps.storage, self.path)
         try:
             return self._steps.read(self._name).nonce != self._manifest.nonce
         except Vanished:
@@ -171,7 +172,7 @@ def candidates(
     found, faults = steps.survey(step)
     shelf_of = {item.manifest.nonce: 0 for item in found}
     for number, other in enumerate(shelves[1:], 1):
-        for item in other.survey_of_copy():
+        for item in survey_of_copy(other):
             if shelf_of.setdefault(item.manifest.nonce, number) == number:
                 found.append(item)
     found.sort(key=in_order, reverse=True)
@@ -186,7 +187,8 @@ def candidates(
         return [(shelf_of[item.manifest.nonce], item.name) for item in chosen[:1]]
     last = found[0].manifest.step if found else -1
     for fault in faults:
-        if isinstance(fault.error, IncompatibleCheckpoint) and fault.step > last:
+        number = last + 1 if fault.step is None else fault.step
+        if isinstance(fault.error, IncompatibleCheckpoint) and number > last:
             known = sorted({item.manifest.step for item in found})
             raise IncompatibleCheckpoint(
                 f"{fault.error}" + (f", or ask for one of the steps {known[-10:]}" * bool(known))
@@ -209,3 +211,30 @@ def candidates(
         if warn:
             warn_once(steps)
     return [(shelf_of[item.manifest.nonce], item.name) for item in found]
+
+
+def survey_of_copy(steps: Steps) -> list[Committed]:
+    """Returns the committed steps of a directory that may be lost, as survey() does, but leaves out
+    those that cannot be read, with a warning.
+
+    Raises:
+        StorageError: not the disk, but this process is short of descriptors or memory.
+    """
+    try:
+        return steps.survey()[0]
+    except StorageError as error:
+        if error.errno in OWN_SHORTAGES:
+            raise
+        log.warning("not all of %s can be read: %s", steps.root, error)
+    return readable(steps)
+
+
+def readable(steps: Steps) -> list[Committed]:
+    """Returns the committed steps that can be read now; none, with a warning, if the root cannot be
+    listed.
+    """
+    try:
+        return steps.committed()[0]
+    except StorageError as error:
+        log.warning("%s cannot be read: %s", steps.root, error)
+        return []

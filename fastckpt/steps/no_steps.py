@@ -34,8 +34,6 @@ def what_is_there(steps: Steps) -> str:
         if storage.status(root) is None:
             return "there is no such directory"
         entries = sorted(name for name in storage.names(root) if name != lease_record.NAME)
-    if MANIFEST in entries and is_step(root):
-        return it_is_a_step(root)
     saves = [name for name in entries if NAME.match(name)]
     if exports := [name for name in saves if is_export(steps, name)]:
         return (
@@ -54,8 +52,17 @@ def what_is_there(steps: Steps) -> str:
 
 
 def it_is_a_step(root: str) -> str:
-    """Returns which root was meant by a directory that is a step."""
-    return f"it is a step itself: give {os.path.dirname(root)!r}"
+    """Returns why nothing is saved to a directory that is a step, and which root was meant."""
+    above, name = os.path.split(root)
+    meant = repr(above) if NAME.match(name) else "another directory"
+    return f"it is a step itself: give {meant}"
+
+
+def steps_at(storage: Storage, root: str) -> Steps:
+    """Returns the steps under a root, or the one that it is itself. Raises as is_step()."""
+    steps = Steps(storage, root)
+    steps.is_step = is_step(root)
+    return steps
 
 
 def is_step(root: str) -> bool:
@@ -86,9 +93,8 @@ def hint_for_load(path: str) -> str:
         entries = storage.names(path)
     except OSError:  # this hint only adds to an error that the caller raises
         return ""
-    if MANIFEST in entries and (match := NAME.match(os.path.basename(os.path.realpath(path)))):
-        above = os.path.dirname(os.path.realpath(path))
-        return f"it is a step: load it by fastckpt.Checkpointer({above!r}).load({int(match[1])})"
+    if MANIFEST in entries and is_step(path):
+        return f"it is a step: load it by fastckpt.Checkpointer({path!r}).load() or restore()"
     if any(NAME.match(name) for name in entries):
         return f"it is a root: load it by fastckpt.Checkpointer({path!r}).load() or restore()"
     if _METADATA in entries:

@@ -18,13 +18,13 @@ from typing import NamedTuple
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.formats.step_names import NAME, OURS, step_name
+from fastckpt.formats.step_names import NAME, OURS, step_name, step_of
+from fastckpt.steps import dead
 from fastckpt.steps.known import UNSEEN, Begun, Known
 from fastckpt.steps.lease import Lease
 from fastckpt.storage import atomic, calls
 from fastckpt.storage.file_system import (
     NEW_MODE,
-    OWN_SHORTAGES,
     NoRegularFile,
     Storage,
     naming,
@@ -32,7 +32,7 @@ from fastckpt.storage.file_system import (
     persistently,
     reported,
 )
-from fastckpt.storage.vanishing import is_unlocked, kept, listed_anew
+from fastckpt.storage.vanishing import kept, listed_anew
 
 log = logging.getLogger("fastckpt")
 
@@ -55,8 +55,9 @@ class Fault(NamedTuple):
     error: CheckpointError
 
     @property
-    def step(self) -> int:
-        return int(self.name.split("-")[1])
+    def step(self) -> int | None:
+        """The step that it would be; None if its name does not tell."""
+        return step_of(self.name) if self.name else None
 
 
 # The kinds of directory in which no manifest was found:
@@ -85,12 +86,15 @@ class Steps:
         storage: the seam to the file system.
         root: the root's path; the directory is made when a step is begun.
         lease: without which nothing is begun or committed; None: several jobs may.
+
+    Attributes:
+        is_step: whether the root is itself a step, of whatever name, and so holds that one alone.
     """
 
     def __init__(self, storage: Storage, root: str, lease: Lease | None = None) -> None:
         self.storage = storage
-        self.root, self.lease = root, lease
-        self._warned: set[str] = set()
+        self.root, self.lease, self.is_step = root, lease, False
+        self._told: set[str] = set()  # see dead.left_in()
         self._names: dict[str, Known] = {}
         self._cleaned = False
         self._lock = threading.Lock()
@@ -104,7 +108,7 @@ class Steps:
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
 
     def path(self, name: str, *parts: str) -> str:
-        return os.path.join(self.root, name, *parts)
+        return os.path.join(self.root, *filter(None, (name, *parts)))
 
     def known(self, name: str) -> Known:
         """Returns what this process knows of a name."""
@@ -117,8 +121,11 @@ class Steps:
 
     def names(self) -> list[str]:
         """Returns the directories named as steps, committed or not, in no order. Symbolic links are
-        left out, since this root may not remove what they lead to.
+        left out, since this root may not remove what they lead to. The step that the root itself is
+        has the name "".
         """
+        if self.is_step:
+            return [""]
         try:
             return [name for name in self.storage.directories(self.root) if NAME.match(name)]
         except FileNotFoundError:
@@ -131,7 +138,7 @@ class Steps:
 
         Raises:
             Vanished: there is none.
-            CorruptCheckpoint: it is damaged, or of another step.
+            CorruptCheckpoint: it is damaged.
             IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
         """
         path = self.path(name, MANIFEST)
@@ -142,11 +149,7 @@ class Steps:
         except OSError as error:
             raise _unreadable("read", path, error) from error
         with naming(path):
-            manifest = Manifest.from_bytes(content)
-            match = NAME.match(name)
-            if match is None or int(match[1]) != manifest.step:
-                raise CorruptCheckpoint(f"the manifest is of step {manifest.step}, not of {name!r}")
-        return manifest
+            return Manifest.from_bytes(content)
 
     def committed(self, *, afresh: bool = True) -> tuple[list[Committed], list[Fault]]:
         """Returns the committed steps, the one committed last first, and what is wrong with every
@@ -219,6 +222,8 @@ class Steps:
         known = self.known(name)
         if known.manifest is None or known.version != version:
             manifest = self.read(name)
+            if name and manifest.step != step_of(name):
+                raise CorruptCheckpoint(f"{path!r} is of step {manifest.step}, not of {name!r}")
             if known.manifest is not None and known.manifest.nonce != manifest.nonce:
                 self.take(name)  # another process saved the step
                 known = self.known(name)
@@ -255,7 +260,8 @@ class Steps:
             failed.clear()
             found, faults = self.committed()
             for fault in faults:
-                if isinstance(fault.error, StorageError) and step in (None, fault.step):
+                is_asked_for = step is None or fault.step in (None, step)
+                if isinstance(fault.error, StorageError) and is_asked_for:
                     failed.append(fault.name)
                     raise fault.error
             return found, faults
@@ -266,41 +272,13 @@ class Steps:
             for name in failed:
                 self.known(name).is_unread = True
 
-    def survey_of_copy(self) -> list[Committed]:
-        """Returns the committed steps of a directory that may be lost, as survey() does, but leaves
-        out those that cannot be read, with a warning.
-
-        Raises:
-            StorageError: not the disk, but this process is short of descriptors or memory.
-        """
-        try:
-            return self.survey()[0]
-        except StorageError as error:
-            if error.errno in OWN_SHORTAGES:
-                raise
-            log.warning("not all of %s can be read: %s", self.root, error)
-        return self.readable()
-
-    def readable(self) -> list[Committed]:
-        """Returns the committed steps that can be read now; none, with a warning, if the root
-        cannot be listed.
-        """
-        try:
-            return self.committed()[0]
-        except StorageError as error:
-            log.warning("%s cannot be read: %s", self.root, error)
-            return []
-
     def incomplete(self) -> list[str]:
         """Returns the directories without a manifest: of saves that are running, or never ended."""
-        return sorted(name for name in self.names() if not self.may_be_committed(name))
-
-    def may_be_committed(self, name: str) -> bool:
-        """Returns whether a directory has a manifest, or may have one that cannot be read now."""
-        try:
-            return self.storage.status(self.path(name, MANIFEST)) is not None
-        except OSError:
-            return True
+        return sorted(
+            name
+            for name in self.names()
+            if not dead.may_be_committed(self.storage, self.path(name))
+        )
 
     def begin(self, step: int) -> Begun:
         """Makes a new directory for a save of this step; a committed one of the step stays.
@@ -493,52 +471,11 @@ class Steps:
 
     def remove_if_dead(self, name: str, others_after_s: float = atomic.DEAD_AFTER_S) -> bool:
         """Removes a directory without a manifest if its save is surely over; returns whether."""
-        entries = self.left_in(name, others_after_s)
+        entries = dead.left_in(self.storage, self.path(name), others_after_s, self._told)
         with suppress(OSError):  # it is left to a later call
             if entries is not None:
                 self._empty(name, entries)
                 return True
-        return False
-
-    def left_in(self, name: str, others_after_s: float) -> list[str] | None:
-        """Returns what is in a directory without a manifest if its save is surely over; else None.
-
-        That is so if no temporary manifest is left, which a save removes last, or none whose owner
-        may live: its process on this host is gone, or another host wrote it `others_after_s` ago,
-        and nobody is seen to have locked it. A directory that holds anything that no save makes
-        stays.
-        """
-        storage = self.storage
-        with suppress(OSError):  # removed meanwhile, or not to be read
-            # Only what is there now is removed, so a save that begins meanwhile keeps its files.
-            if not storage.is_directory(self.path(name)) or self.may_be_committed(name):
-                return None
-            entries = storage.names(self.path(name))
-            if not all(map(OURS.fullmatch, entries)):
-                return None
-            for left in atomic.temporaries_among(entries, MANIFEST):
-                path = self.path(name, left)
-                is_dead = atomic.is_of_dead(storage, path) and is_unlocked(storage, path)
-                if not is_dead and not self._is_of_other_dead(name, path, others_after_s):
-                    return None
-            if not self.may_be_committed(name):  # nor has it committed meanwhile
-                return entries
-        return None
-
-    def _is_of_other_dead(self, name: str, temporary: str, after_s: float) -> bool:
-        """Returns whether a temporary manifest is another host's, so old, and not locked."""
-        status = self.storage.status(temporary)
-        if status is None or atomic.is_of_this_host(temporary):
-            return False
-        if not after_s or time.time() - status.st_mtime >= after_s:  # clocks may differ
-            return is_unlocked(self.storage, temporary)
-        if temporary not in self._warned:
-            self._warned.add(temporary)
-            log.warning(
-                "%s was begun on another host and not committed: it is removed a day after that, "
-                "or by you",
-                self.path(name),
-            )
         return False
 
     def remove_dead(self) -> list[str]:

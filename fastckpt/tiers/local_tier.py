@@ -21,6 +21,7 @@ from fastckpt.machine import this_machine
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.nodes import RanksByNode
 from fastckpt.ranks.round import Round
+from fastckpt.steps.newest_whole import readable, survey_of_copy
 from fastckpt.steps.options import KEEP_LOCAL, StepOptions
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
@@ -216,7 +217,7 @@ class LocalTier:
 
     def near(self, manifest: Manifest, holding: ExitStack) -> list[str]:
         """Returns this node's directory of a step, if any, held until `holding` is closed."""
-        for item in self.steps.readable():
+        for item in readable(self.steps):
             if item.manifest.nonce == manifest.nonce:
                 with suppress(CheckpointError):  # the step is being removed
                     holding.enter_context(self.steps.hold(item.name))
@@ -238,7 +239,7 @@ class LocalTier:
         rank of a node calls it.
         """
         going, of_use = list[str](), list[Entry]()
-        for item in self.steps.readable():
+        for item in readable(self.steps):
             is_useless = item.manifest.nonce in self._useless
             is_needed = not is_useless and not self._has(item.name, DRAINED)
             if not is_useless and not self.steps.known(item.name).is_damaged:
@@ -259,9 +260,9 @@ class LocalTier:
         """
         if self.refusal():
             return  # it is not to be touched: a later job's survey finds them
-        attempts = [item.manifest for item in self.steps.readable() if item.manifest.step == step]
+        attempts = [item.manifest for item in readable(self.steps) if item.manifest.step == step]
         if attempts:
-            last = _last_of(self.root.readable()).get(step, -1)
+            last = _last_of(readable(self.root)).get(step, -1)
             self._useless |= {each.nonce for each in attempts if each.sequence < last}
             self.evict()
 
@@ -271,7 +272,7 @@ class LocalTier:
         """
         nodes = self.nodes()
         is_first = nodes.first(self._rank) == self._rank
-        found = self.steps.survey_of_copy() if is_first else []
+        found = survey_of_copy(self.steps) if is_first else []
         there = {item.manifest.nonce: item for item in found}
         listed = [*map(self._listed, there.values())]
         agreement.put("local", json.dumps([is_able, listed]).encode())

@@ -162,7 +162,7 @@ def test_a_directory_given_as_a_file_is_told_how_to_load(disk: Path) -> None:
         checkpointer.save(2, {"a": 1}).result(60)
     for path, hint in {
         root: f"it is a root: load it by fastckpt.Checkpointer({str(root)!r}).load() or restore()",
-        step: f"it is a step: load it by fastckpt.Checkpointer({str(root)!r}).load(2)",
+        step: f"it is a step: load it by fastckpt.Checkpointer({str(step)!r}).load() or",
     }.items():
         with pytest.raises(IsADirectoryError) as refused:
             fastckpt.load(path)
