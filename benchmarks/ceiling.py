@@ -20,7 +20,7 @@ from fastckpt.engine.timed_engine import Cell
 FINALISTS = 2
 CELL_BYTES = 512 << 20
 BLOCK_BYTES_MAX = max(io.BLOCKS)
-QUICK = [1 << 20], [1]
+WHOLE, QUICK = (io.BLOCKS, io.DEPTHS), (io.QUICK_BLOCKS, io.QUICK_DEPTHS)
 
 
 class Ceiling:
@@ -31,7 +31,7 @@ class Ceiling:
     fastest, so that one lucky cell does not set the limit.
 
     Args:
-        quick: tries one cell, to see that all is called.
+        quick: tries four block sizes and depths instead of all.
 
     Attributes:
         name: fio, or the engine that takes its place.
@@ -42,7 +42,7 @@ class Ceiling:
     def __init__(self, directory: Path, nbytes: int, quick: bool = False) -> None:
         self.nbytes = max(1, round(nbytes / BLOCK_BYTES_MAX)) * BLOCK_BYTES_MAX
         self.directory = directory
-        grid = io.Grid(directory, *(QUICK if quick else (io.BLOCKS, io.DEPTHS)))
+        grid = io.Grid(directory, *(QUICK if quick else WHOLE))
         cells = [cell for point in grid.points for cell in point]
         by_fio = [cell for cell in cells if cell.backend == io.FIO]
         self.missing = "" if by_fio else f"{'; '.join(grid.notes)}: the engine sets the limit"

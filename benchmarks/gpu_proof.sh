@@ -68,6 +68,7 @@ mkdir "$DISK"
 bad=0
 job=
 mounted=
+made= # udev's entry
 
 # The file system in memory: one of its own where it may be mounted, because those of containers are
 # small.
@@ -86,6 +87,7 @@ clean_up() {
     [ -z "$job" ] || kill "$job" 2>/dev/null
     cd /
     [ -z "$mounted" ] || umount -l "$mounted"
+    [ -z "$made" ] || rm -f "$made"
     rm -rf "$WORK" "$RAM"
 }
 trap clean_up EXIT
@@ -202,7 +204,8 @@ checks() { # WHAT DIRECTORY; CHECKS has further options
 tests() {
     need_gpu
     "$PYTHON" -c 'import hypothesis, numpy, pytest, pytest_timeout' || skip "pytest is not complete here"
-    "$PYTHON" -m pytest -q -p no:cacheprovider --basetemp="$DISK/tests" -m gpu tests/gpu || exit
+    LD_PRELOAD=$MODULES "$PYTHON" -m pytest -q -p no:cacheprovider --basetemp="$DISK/tests" \
+        -m gpu tests/gpu || exit
     local told
     told=$(tail -1 "$OUT/checks.txt")
     [[ $told == *passed* ]] || skip "$told"
@@ -218,27 +221,12 @@ bench() { # on the doubles: the harness's own stand-in, tiny
     [ "$DEVICE" = cuda ] || echo "NOTE the harness alone, on the CPU: its numbers mean nothing"
 }
 
-# cuFile 1.15 never returns where there is no /proc/modules, and refuses files of disks that udev does
-# not know: a virtual machine may have neither.
 gds() {
     need_device
     [ "$DEVICE" = cuda ] || { checks gds "$DISK"; exit; }
-    local preload='' made='' udev code
-    udev=/run/udev/data/b$(stat -c %Hd:%Ld "$DISK")
-    if [ ! -e "$udev" ]; then
-        mkdir -p /run/udev/data && touch /run/udev/control || skip "udev does not know the disk"
-        printf 'E:ID_FS_USAGE=filesystem\nE:ID_FS_TYPE=%s\n' "$(df --output=fstype "$DISK" | tail -1)" >"$udev"
-        made=$udev
-    fi
-    if [ ! -r /proc/modules ]; then
-        preload=$WORK/no-modules.so
-        g++ -shared -fPIC -O2 -o "$preload" tests/stubs/no_modules.cc -ldl \
-            || skip "there is no /proc/modules, and no compiler for what stands in for it"
-    fi
-    echo "udev: $(cat "$udev"); preloaded: ${preload:-nothing}"
-    LD_PRELOAD=$preload checks gds "$DISK"
+    local code
+    LD_PRELOAD=$MODULES checks gds "$DISK"
     code=$?
-    [ -z "$made" ] || rm -f "$made"
     tail -40 "$CUFILE_LOGFILE_PATH"
     exit "$code"
 }
@@ -257,8 +245,26 @@ sanitizer() {
         "$PYTHON" benchmarks/gpu_proof.py core "$RAM" --races 2 --mib 65536 || bad=1
     exit $bad
 }
+
+# cuFile 1.15 never returns where there is no /proc/modules, and refuses files of disks that udev does
+# not know: a virtual machine may have neither.
+serve_cufile() {
+    local udev
+    udev=/run/udev/data/b$(stat -c %Hd:%Ld "$DISK")
+    if [ ! -e "$udev" ] && mkdir -p /run/udev/data && touch /run/udev/control; then
+        printf 'E:ID_FS_USAGE=filesystem\nE:ID_FS_TYPE=%s\n' "$(df --output=fstype "$DISK" | tail -1)" \
+            >"$udev" && made=$udev
+    fi
+    if [ ! -r /proc/modules ]; then
+        MODULES=$WORK/no-modules.so
+        g++ -shared -fPIC -O2 -o "$MODULES" tests/stubs/no_modules.cc -ldl || MODULES=
+    fi
+    echo "udev: $(cat "$udev"); preloaded: ${MODULES:-nothing}"
+}
+MODULES=
+[ "$DEVICE" = stub ] || serve_cufile >>"$OUT/facts.txt" 2>&1
 export -f need_gpu need_device skip facts engine build checks tests bench gds sanitizer
-export CHECKS=${CHECKS:-} DEVICE PYTHON TAG OUT WORK DISK RAM GIB ROUNDS GPU=False
+export CHECKS=${CHECKS:-} MODULES DEVICE PYTHON TAG OUT WORK DISK RAM GIB ROUNDS GPU=False
 
 say "commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $("$PYTHON" --version)," \
     "device $DEVICE, kit $([ -f "$KIT" ] && echo "$KIT" || echo none)"
@@ -267,10 +273,10 @@ stage engine 200 facts engine
 [ "$DEVICE" = stub ] || GPU=$(timeout 60 "$PYTHON" -c 'import torch; print(torch.cuda.is_available())')
 stage checks 130 checks 'checks full "$DISK"'
 stage tests 60 checks tests
-stage bench-ram 170 bench 'bench "$GIB" --dir "$RAM" --parts memory,copy,call,train'
+stage bench-ram 170 bench 'bench "$GIB" --dir "$RAM" --parts copy,call,train'
 stage probe 45 checks 'checks probe "$RAM"'
 stage gds 90 gds gds
-stage bench-disk 80 bench 'bench "$(awk "BEGIN {print $GIB / 2}")" --dir "$DISK" --parts commit,load'
+stage bench-disk 80 bench 'bench "$(awk "BEGIN {print $GIB / 2}")" --dir "$DISK" --parts memory,commit,load'
 stage sanitizer 60 sanitizer sanitizer
 stage small-budget 40 checks 'export FASTCKPT_STAGING_BYTES=16MiB PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; checks core "$DISK"'
 stage malloc-async 30 checks 'need_gpu; export PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync; checks core "$DISK"'

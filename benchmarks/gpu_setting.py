@@ -24,6 +24,9 @@ from storage import drop_page_cache
 
 from fastckpt.cli.bench.state import gpt_state
 
+# Of the state: for a smaller one, a minute of looking at the disk would be too long.
+WHOLE_SCAN_BYTES = 4 << 30
+
 
 class DcpPinned(DcpAsyncStager):
     """torch.distributed.checkpoint.async_save with its pinned-memory stager."""
@@ -118,8 +121,8 @@ class Here:
 
     @cached_property
     def ceiling(self) -> Ceiling:
-        """What the disk can do, scanned once; without a GPU one cell is enough."""
-        found = Ceiling(self.directory, self.nbytes, quick=not self.device.judged)
+        """What the disk can do, scanned once."""
+        found = Ceiling(self.directory, self.nbytes, quick=self.nbytes < WHOLE_SCAN_BYTES)
         if found.missing:
             self.missing["fio"] = found.missing
         return found

@@ -79,8 +79,9 @@ void Engine::run() {
     EngineLock lock(mu_);
     for (;;) {
         submit_due();
-        if (verify_one(lock) || copy_one(lock) || sum_one(lock) || arrive_one(lock, false) ||
-            stage_one(lock) || arrive_one(lock, true))
+        // What still lies in the state comes before what has arrived from it: callers wait for it.
+        if (verify_one(lock) || copy_one(lock) || stage_one(lock) || sum_one(lock) ||
+            arrive_one(lock))
             continue;
         if (closing_ && jobs_.empty() && to_verify_.empty() && arriving_.empty()) return;
         rest(lock);
@@ -174,29 +175,27 @@ bool Engine::stage_one(EngineLock& lock) {
     return true;
 }
 
-// Returns how many blocks to take at once from devices, given the first one's memory. Each batch is
-// two operations of a stream that takes a limited number, so their size doubles with every 16 that
-// wait: of 8,192 blocks, 150 batches wait at most. A part that is not pinned yet is one stager's,
-// so that others pin the next ones meanwhile.
+// Returns how many blocks to take at once from devices, given the first one's memory. Each batch
+// ends with an event, of which a stream takes few, so their size doubles with every 4 that wait: of
+// 8,192 blocks, 44 batches wait at most. A part that is not pinned yet is one stager's, so that
+// others pin the next ones meanwhile.
 size_t Engine::batch_blocks(const std::byte* first) {
-    constexpr size_t kBatchesOfOneSize = 16, kDoublingsMax = 16;
+    constexpr size_t kBatchesOfOneSize = 4, kDoublingsMax = 16;
     const size_t doublings = std::min(arriving_.size() / kBatchesOfOneSize, kDoublingsMax);
     const size_t blocks = size_t{1} << doublings;
     return arena_.needs_pin(first) ? std::max(blocks, Arena::kPinnedBlocks) : blocks;
 }
 
-bool Engine::arrive_one(EngineLock& lock, bool wait) {
+bool Engine::arrive_one(EngineLock& lock) {
     if (arriving_.empty() || arrival_awaited_) return false;
     const auto [job, batch] = arriving_.front();
     arrival_awaited_ = true;
-    bool arrived = false;
     {
         const EngineUnlock unlocked(lock);
-        arrived = job->source_.has_arrived(*batch, wait);
+        job->source_.await(*batch);
     }
     arrival_awaited_ = false;
     changed_.notify_all();  // another thread may wait for a device while this one does other work
-    if (!arrived) return false;
     arriving_.pop_front();
     job->arrived(*batch);
     return true;

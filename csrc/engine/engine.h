@@ -76,7 +76,7 @@ class Engine {
     // Each does one piece of work, with the lock released meanwhile, since a call of the driver may
     // wait for others; false if there is none.
     bool stage_one(EngineLock& lock) REQUIRES(engine_state);
-    bool arrive_one(EngineLock& lock, bool wait) REQUIRES(engine_state);
+    bool arrive_one(EngineLock& lock) REQUIRES(engine_state);
     bool sum_one(EngineLock& lock) REQUIRES(engine_state);
     bool verify_one(EngineLock& lock) REQUIRES(engine_state);
     bool copy_one(EngineLock& lock) REQUIRES(engine_state);

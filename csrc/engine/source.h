@@ -48,9 +48,8 @@ class Source {
     // Fills a batch's blocks; or, if it is_arriving() then, has queued the copies of bytes on
     // devices, and copied those of the host.
     void fill(Batch& batch);
-    // Returns whether a batch's bytes have arrived or a device has failed; with `wait`, waits until
-    // it is so.
-    bool has_arrived(Batch& batch, bool wait) const;
+    // Waits until a batch's bytes have arrived, or a device has failed.
+    void await(Batch& batch) const;
     // Checksums a block that has arrived.
     void sum(Block& block) { copy(block, block.begin); }
 

@@ -74,12 +74,11 @@ void Source::queue(Arrival& arrival, Batch& batch) const {
     if (error == cuda::kSuccess) error = result;
 }
 
-bool Source::has_arrived(Batch& batch, bool wait) const {
+void Source::await(Batch& batch) const {
     for (Arrival& arrival : batch.arrivals) {
         DeviceQueue& queue = *arrival.queue;
         if (arrival.end == nullptr) continue;
-        const cuda::Result result = wait ? queue.wait(arrival.end) : queue.query(arrival.end);
-        if (result == cuda::kNotReady) return false;
+        const cuda::Result result = queue.wait(arrival.end);
         if (batch.device_error == cuda::kSuccess) batch.device_error = result;
         const DeviceQueue::Mark& origin = clocks_.at(&queue).origin;
         if (batch.device_error != cuda::kSuccess || origin == nullptr) continue;
@@ -87,7 +86,6 @@ bool Source::has_arrived(Batch& batch, bool wait) const {
         arrival.end_s = queue.seconds(origin, arrival.end);
     }
     for (Block* block : batch.blocks) block->device_error = batch.device_error;
-    return true;
 }
 
 // If several threads queue at once, the times of blocks overlap, and come only roughly in their

@@ -28,10 +28,11 @@ struct StreamCaptured : DeviceError {
     using DeviceError::DeviceError;
 };
 
-// Does copies in the order in which they were queued. A stream takes about 1,024 operations, which
-// no document says; a further one waits, in the call, until the GPU has done one. So whoever must
-// not wait queues few and large ones. Callable from any thread. Streams are given
-// by torch's number (cuda_stream; 0 is the legacy default stream).
+// Does copies in the order in which they were queued. A stream takes 56 events such as these, and
+// 1,021 calls that copy, a batch of thousands among them (no document says so; an H100 with driver
+// 580 does, benchmarks/results/gpu-2026-11-26/queue.txt); a further one waits, in the call, until
+// the GPU has done one. So whoever must not wait queues few and large ones. Callable from any
+// thread. Streams are given by torch's number (cuda_stream; 0 is the legacy default stream).
 class DeviceQueue : public Pinner, public std::enable_shared_from_this<DeviceQueue> {
   public:
     // `ordinal` is torch's number of the device in this process. Throws DeviceError.

@@ -198,9 +198,9 @@ def test_copies_of_one_job_keep_the_link_busy(
         )
         assert write(job, disk / "image", backend) == bytes(POOL[: 15 * block])
     copies = [done for done in stub.log() if done.kind == TO_HOST]
-    assert len(copies) == 15
+    assert sum(done.nbytes for done in copies) == 15 * block and len(copies) > 1
     begin, end = min(d.begin_us for d in copies), max(d.end_us for d in copies)
-    assert end - begin == pytest.approx(15 * (LATENCY_US + block / BYTES_PER_US))
+    assert end - begin == pytest.approx(len(copies) * LATENCY_US + 15 * block / BYTES_PER_US)
 
 
 def test_the_arena_is_pinned_once_and_by_parts(
@@ -324,7 +324,7 @@ def test_a_stream_takes_all_copies_of_64_gib_at_once(
         assert wait.seconds() < 0 and not job.wait_staged(0)
         pending = stub.pending()
         assert pending.waited == 0
-        assert pending.operations <= (512 if batches else 1000)
+        assert pending.operations <= (128 if batches else 1000)
         stub.hold(False)
         assert write(job, disk / "image", backend) == memory
 

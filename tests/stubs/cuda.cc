@@ -24,7 +24,8 @@
 
 namespace {
 
-constexpr size_t kPendingMax = 1024;  // operations that a stream takes; a further one waits
+// What a stream takes before a further call waits, as measured on an H100 with driver 580.
+constexpr size_t kPendingMax = 1021, kRecordsMax = 56;
 constexpr int kSuccess = 0, kInvalidValue = 1, kInvalidContext = 201, kNotReady = 600;
 enum Kind { kToHost, kToDevice, kKernel, kRecord, kWait, kOnDevice, kLaunch };
 
@@ -92,6 +93,7 @@ thread_local std::vector<void*> current;
 struct Stream {
     std::deque<Work> queue;
     size_t pending = 0;  // operations of these, a batch as one
+    size_t records = 0;  // events among them
     bool busy = false, closing = false;
     double now_us = 0;
     uint64_t id = 0;
@@ -132,6 +134,7 @@ struct Stream {
             finish(work);
             queue.pop_front();
             if (!work.follows) --pending;
+            if (work.kind == kRecord) --records;
             busy = false;
             changed.notify_all();
         }
@@ -195,12 +198,18 @@ int enter(const char* name, bool needs_context = true) {
 
 void queue(void* stream, Work work) {
     Stream& taking = *of(stream);
+    const bool records = work.kind == kRecord;
+    const auto is_full = [&] {
+        return (!work.follows && taking.pending == kPendingMax) ||
+               (records && taking.records == kRecordsMax);
+    };
     {
         std::unique_lock lock(mu);
-        if (!work.follows && taking.pending == kPendingMax) {
+        if (is_full()) {
             ++waited;
-            changed.wait(lock, [&] { return taking.pending < kPendingMax; });
+            changed.wait(lock, [&] { return !is_full(); });
         }
+        if (records) ++taking.records;
         if (!work.follows) pending_max = std::max(pending_max, ++taking.pending);
         taking.queue.push_back(work);
     }
