@@ -31,11 +31,24 @@ from fastckpt.storage.file_system import Storage
 SECTOR_BYTES = 4096
 TRANSFERS = ("write", "read")
 # Every method of the seam, so that one added later is recorded and made to fail as well; but for
-# those that only explain a failure, which say nothing if they fail.
+# the one that only explains a failure, and cannot fail.
 METHODS = tuple(
     name
     for name, value in vars(Storage).items()
-    if callable(value) and name[0] != "_" and not name.endswith("_text")
+    if callable(value) and name[0] != "_" and name != "refusal"
+)
+# What tells the kinds of a method apart: its Operations are called "open write", "names
+# directories", "lock shared"; and "open fd" or "status fd" if they are about what is open already.
+_KINDS = (
+    "regular",
+    "write",
+    "lock",
+    "directory",
+    "directories",
+    "shared",
+    "parents",
+    "content",
+    "link",
 )
 
 # A tree, by paths in it: the bytes of a file, None of a directory, and where a symbolic link leads.
@@ -87,7 +100,8 @@ class Operation:
     """One call at the seam.
 
     Attributes:
-        name: the method of Storage, or "write" and "read" for a transfer.
+        name: the method of Storage, with the word that tells its kind, as "open write"; "write" and
+            "read" for a transfer.
         path: what it was done to; of a descriptor the name its file has at that moment.
         args: the other arguments: (target,) of a rename, (offset, nbytes) of a transfer.
     """
@@ -147,7 +161,12 @@ def _routed(name: str) -> Callable[..., Any]:
     method = getattr(Storage, name)
 
     def routed(self: Recorder, *args: Any, **options: Any) -> Any:
-        operation = Operation(name, _subject(name, args), args[1:])
+        told = (*args[1:], *(option for option, value in options.items() if value is True))
+        kinds = [word for word in told if isinstance(word, str) and word in _KINDS]
+        if name in ("open", "status") and isinstance(args[0], int):
+            kinds.insert(0, "fd")
+        rest = tuple(arg for arg in args[1:] if not (isinstance(arg, str) and arg in kinds))
+        operation = Operation(" ".join([name, *kinds]), _subject(name, args), rest)
         return self._route(operation, lambda: method(self, *args, **options))
 
     return routed

@@ -156,7 +156,7 @@ class RemembersAbsence(NetworkClient):
         if operation.path == self._path and self._left > 0:
             if operation.name == "status":
                 return None  # type: ignore[return-value]  # as status()
-            if operation.name in ("open", "open_regular"):
+            if operation.name in ("open", "open regular"):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return super().perform(number, operation, real)
 
@@ -176,8 +176,7 @@ class Stale(NetworkClient):
             self._closes -= 1
             real()
             raise _refusal(errno.ESTALE)
-        is_reopening = operation.path.startswith("/proc/self/fd/")
-        if self.left and operation.name == self._name and (is_reopening or self._name != "open"):
+        if self.left and operation.name == self._name:
             self.left -= 1
             self._closes += 1
             raise _refusal(errno.ESTALE)

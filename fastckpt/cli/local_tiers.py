@@ -49,7 +49,7 @@ def roots_in(storage: Storage, directory: str) -> list[str]:
     if Steps(storage, directory).names():
         return [directory]
     with reported("list", directory):
-        below = sorted(storage.directories(directory))
+        below = sorted(storage.names(directory, directories=True))
     paths = (os.path.join(directory, name) for name in below)
     return [path for path in paths if Steps(storage, path).names()]
 

@@ -25,7 +25,7 @@ from fastckpt.steps.dead import left_in
 from fastckpt.steps.lease import Lease
 from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic
-from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.file_system import Storage, is_directory, reported
 from fastckpt.storage.owners import divided
 from fastckpt.storage.vanishing import is_unlocked
 
@@ -110,7 +110,7 @@ def _temporaries(storage: Storage, directory: str) -> Iterator[Debris]:
         if (is_ours and not is_dead) or not is_unlocked(storage, path):
             continue
         whose = "" if is_ours else _OF_ANOTHER
-        if storage.is_directory(path):
+        if is_directory(storage, path):
             remove = partial(atomic.remove_dead_directory, storage, path)
             what = f"a temporary directory{whose}"
             aside = atomic.moved_aside(storage, path)
@@ -127,7 +127,7 @@ def _data_files(storage: Storage, directory: str) -> Iterator[Debris]:
     """Yields the data files of DCP, in a directory and those in it, that no .metadata names: of a
     save that was killed, or has not committed yet. Neither their names nor locks tell which.
     """
-    inner = [name for name in storage.directories(directory) if name[0] != "."]
+    inner = [name for name in storage.names(directory, directories=True) if name[0] != "."]
     for name in ["", *sorted(inner)]:
         path = os.path.join(directory, name) if name else directory
         files = _unnamed(storage, path)

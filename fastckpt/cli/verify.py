@@ -167,7 +167,7 @@ def _beside_steps(steps: Steps) -> Iterator[Part]:
     """
     yield from _in_directory(steps.root)
     exports = [name for name in _without_manifest(steps) if is_export(steps, name)]
-    below = [name for name in steps.storage.directories(steps.root) if name[0] != "."]
+    below = [name for name in steps.storage.names(steps.root, directories=True) if name[0] != "."]
     for name in sorted([] if _is_listed(steps.root) else below):
         if not NAME.match(name) and is_step(steps.path(name)):  # a copy that has a name of its own
             yield steps.path(name), partial(_verify_step, steps, name, False)

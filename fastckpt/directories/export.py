@@ -214,7 +214,7 @@ def _retain(directory: str, keep_last: int, committed: str) -> None:
     """
     storage, found = pipeline.current().storage, list[tuple[int, str]]()
     own = storage.status(committed)
-    for name in storage.directories(directory):
+    for name in storage.names(directory, directories=True):
         status = storage.status(path := os.path.join(directory, name))
         if own is None or status is None or not STEP_NAME.match(name):
             continue

@@ -16,7 +16,7 @@ from fastckpt.errors import CheckpointError, Telling
 from fastckpt.ranks.round import Round
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly
-from fastckpt.storage.file_system import Storage, patiently, reported
+from fastckpt.storage.file_system import Storage, is_directory, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 
 _REMOVALS_MAX = 3  # tries to remove a directory to which other ranks may still add files
@@ -62,7 +62,7 @@ class HiddenDirectory:
                 while storage.status(above) is None:
                     above = os.path.dirname(above)
                     self.grown.append(above)
-                storage.make_directories(directory)
+                storage.make_directory(directory, parents=True)
         last = os.path.basename(path)
         self.root = os.path.join(self.beside, name or atomic.temporary_path(last))
         self.name = os.path.basename(self.root)
@@ -133,7 +133,7 @@ class HiddenDirectory:
         with reported("set mode", self.directory):
             fd = storage.open(self.directory)
             try:
-                storage.set_owner_and_mode(fd, before)
+                storage.set_permissions(fd, before)
             finally:
                 close_quietly(storage, fd)
 
@@ -162,7 +162,7 @@ class HiddenDirectory:
                 except OSError:
                     with suppress(OSError):  # the old directory may have got its name back
                         replaced = os.path.join(self.root, atomic.REPLACED)
-                        self.is_kept = storage.is_directory(replaced)
+                        self.is_kept = is_directory(storage, replaced)
                     raise
             # Until the new name is durable, a crash may bring back the old directory.
             make_durable()
@@ -174,7 +174,7 @@ class HiddenDirectory:
         try:
             for _ in range(_REMOVALS_MAX if self.is_own and not self.is_kept else 0):
                 try:
-                    self._storage.remove_tree(self.root)
+                    self._storage.remove_directory(self.root, content=True)
                 except OSError as error:  # what cannot be removed is left to a later save
                     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                         continue  # another rank, which has yet to hear of the failure, added a file
@@ -212,8 +212,8 @@ def _link_others(
     """
     for name in storage.names(source):
         old, new = os.path.join(source, name), os.path.join(target, name)
-        if storage.is_directory(old):
-            storage.make_directories(new)
+        if is_directory(storage, old):
+            storage.make_directory(new, parents=True)
             _link_others(storage, old, new, durable, is_replaced)
         elif name[0] != "." and not is_replaced(name) and storage.status(new) is None:
             try:
@@ -224,16 +224,14 @@ def _link_others(
 
 def _copy(storage: Storage, source: str, target: str, durable: bool) -> None:
     """Copies a file with its permissions."""
-    fd = storage.open_regular(source)
+    fd = storage.open(source, "regular")
     try:
         copy = storage.create(target, 0o600)
         try:
             for offset in range(0, nbytes := storage.size(fd), _COPY_BYTES):
                 content = storage.read_at(fd, min(_COPY_BYTES, nbytes - offset), offset)
                 storage.write_at(copy, content, offset)
-            status = storage.status(source)
-            if status is not None:
-                storage.set_owner_and_mode(copy, status)
+            storage.set_permissions(copy, storage.status(fd))
             atomic.settle(storage, copy, target, durable)
         finally:
             close_quietly(storage, copy)

@@ -36,7 +36,7 @@ from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save
 from fastckpt.storage import atomic
 from fastckpt.storage.calls import looked_up
-from fastckpt.storage.file_system import reported
+from fastckpt.storage.file_system import is_directory, reported
 
 log = logging.getLogger("fastckpt")
 
@@ -126,7 +126,7 @@ def _begun(
         draft = Draft(current.storage, current.staging.devices, handle.path, beside, fence)
         try:
             fill(draft)
-            if not current.storage.is_directory(draft.directory):
+            if not is_directory(current.storage, draft.directory):
                 raise CheckpointError(f"fill() has put nothing into {draft.directory!r}")
             path = handle.path
             how = (options.durable, retain, replaces)

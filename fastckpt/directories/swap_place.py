@@ -26,7 +26,7 @@ from fastckpt.saving.plan import Output
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.calls import Call
-from fastckpt.storage.file_system import Storage, patiently, reported
+from fastckpt.storage.file_system import Storage, is_directory, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 
 log = logging.getLogger("fastckpt")
@@ -88,7 +88,7 @@ class SwapPlace(Place):
             self._shared = self._first_draft("shared")
         path = os.path.join(self._shared, name)
         with explaining(self._agreement), reported("open", path):
-            return self.storage.open_to_write(path)
+            return self.storage.open(path, "write")
 
     def _first_draft(self, key: str) -> str:
         """Returns the first rank's draft, when that has told of it under this key."""
@@ -151,7 +151,7 @@ class SwapPlace(Place):
         storage, path = self.storage, self._path
         before: tuple[int, ...] | None = ()
         for _ in range(_LOOKS_MAX):
-            if not storage.is_directory(path):
+            if not is_directory(storage, path):
                 if storage.status(path) is None:
                     return
                 raise CheckpointError(
@@ -202,7 +202,7 @@ def names_in(
     for name in sorted(storage.names(os.path.join(directory, under))):
         relative = f"{under}/{name}" if under else name
         path = os.path.join(directory, relative)
-        if storage.is_directory(path):
+        if is_directory(storage, path):
             yield from names_in(storage, directory, relative, links=links)
         elif relative != file_list.NAME and (links or not _is_link(path)):
             yield relative

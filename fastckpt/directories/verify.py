@@ -20,7 +20,7 @@ from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.ranks.search import Candidate, Search, Trial
 from fastckpt.reading.verified import opened_regular, read_small
-from fastckpt.storage.file_system import Storage, persistently, reported
+from fastckpt.storage.file_system import Storage, is_directory, persistently, reported
 from fastckpt.storage.vanishing import listed_anew
 
 
@@ -34,7 +34,7 @@ def check(path: str, storage: Storage | None = None) -> bool:
     """
     storage = storage or Storage()
     with reported("open", path):
-        if not storage.is_directory(os.path.realpath(path)):
+        if not is_directory(storage, os.path.realpath(path)):
             raise NotADirectoryError(errno.ENOTDIR, "not a directory")
     try:
         if not (files := persistently(partial(list_of, path, storage), path)):

@@ -195,14 +195,15 @@ class Staging:
         direct, why = policy.direct, f"{name}: {policy.text() if writing else policy.why}"
         choice, device = self.storage.direct_trial, None
         if writing and policy.measured and offset is not None:
-            device = self.storage.identity(fd)[0]
+            device = self.storage.status(fd).st_dev
             direct, found = choice.pick(device, policy.direct, nbytes)
             why = f"{why}; {found}"
-        if direct and not writing and self.storage.cached_share(fd) > 0.5:
-            direct, why = False, f"{name}: most of the file is in the page cache"
-        elif direct:
+        if direct:
+            cached_max = 1.0 if writing else 0.5
             with reported("write" if writing else "read", path, offset or 0):
-                refusal = self.storage.set_direct(fd, writing=writing, offset=offset)
+                refusal = self.storage.set_direct(
+                    fd, writing=writing, offset=offset, cached_max=cached_max
+                )
             if refusal is not None:
                 direct, why = False, f"{why}; {refusal}"
                 if device is not None and not policy.direct:
@@ -250,7 +251,7 @@ class Staging:
         if direct:
             # Pages that others write to, too, need a descriptor without O_DIRECT.
             with reported("open", path):
-                buffered = self.storage.reopen(fd)
+                buffered = self.storage.open(fd, "write")
             closing.callback(close_quietly, self.storage, buffered)
         # Its threads wait for the disk most of the time: as many writes are under way as of a ring.
         threads = self._threads("scattered writes", fd, QUEUE_DEPTH)
@@ -335,7 +336,7 @@ class Staging:
             if route is None or direct is not None:
                 # Opened anew, since O_DIRECT would change the caller's descriptor, too.
                 with reported("open", path):
-                    fd = self.storage.open(f"/proc/self/fd/{fd}")
+                    fd = self.storage.open(fd)
                 opened.callback(self._close, fd)
             if direct is not None:
                 stream = self._read_direct(fd, path, nbytes, crcs, wanted, direct)

@@ -24,7 +24,7 @@ from fastckpt.errors import DeviceError, StorageError, ensure
 from fastckpt.handle import WRITE_SIZES, SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.storage.bound import LOOK_S, PARTING_S, Bound
-from fastckpt.storage.file_system import Storage, reported, room_text
+from fastckpt.storage.file_system import Storage, reported, room_text, scratch
 
 log = logging.getLogger("fastckpt")
 
@@ -70,7 +70,7 @@ class MemoryCopy:
             return
         try:
             with reported("open", path):
-                self._fd = storage.scratch()
+                self._fd = scratch()
             route = staging.route(self._fd, path, "auto", writing=True)
             self.transfer.write_to(self._fd, 0, route)
         except BaseException:
@@ -305,7 +305,7 @@ class ImageTransfer:
                 )
             detail = ""
             if op == "write" and self._fd is not None:
-                detail = self._storage.refusal_text(self._fd, number)
+                detail = self._storage.refusal(self._fd, number).text
                 if number == errno.ENOSPC and not detail:  # there is room only for part of the file
                     detail = self._room_text()
             raise StorageError(op, self._path, number, offset, detail)

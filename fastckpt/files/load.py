@@ -248,7 +248,7 @@ def _open_regular(f: Any) -> tuple[int, str] | None:
         if isinstance(f, io.TextIOBase) or f.tell() != 0:
             return None
         # An open file description of our own: reads must not change the caller's position or flags.
-        fd = current.storage.open(f"/proc/self/fd/{f.fileno()}")
+        fd = current.storage.open(f.fileno())
     except (AttributeError, OSError, io.UnsupportedOperation):
         return None
     return fd, str(getattr(f, "name", fd))

@@ -83,7 +83,7 @@ class FilePlace(Place):
         name = os.path.join(self.directory, os.fsdecode(self._agreement.get("file")))
         with reported("open", name):
             try:
-                return self.storage.open_to_write(name)
+                return self.storage.open(name, "write")
             except FileNotFoundError:
                 self._agreement.check()  # if the save has failed meanwhile, its file is gone
                 raise

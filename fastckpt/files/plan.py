@@ -194,7 +194,7 @@ class _Interval(Output):
             checksums.add(rank, *_unpacked(agreement.get("crc", rank)))
         for offset, content in checksums.patches(agreement.rank) if needed else ():
             with reported("write", self.path, offset):
-                self._place.storage.patch(self.file.fd, content, offset)
+                self._place.storage.write_at(self.file.fd, content, offset)
 
     def end(self) -> None:
         is_first = self._agreement.rank == 0

@@ -103,7 +103,7 @@ class BackgroundCheckpointIO:
             with reported("make directory", directory):
                 if storage.status(directory) is None:
                     make_directory(storage, directory, self._durable)
-                storage.make_directories(directory)  # which says so if it is a file
+                storage.make_directory(directory, parents=True)  # which says so if it is a file
             with reported("list", directory):
                 links = _has_links(directory)
             _unlink_softly(path)

@@ -132,7 +132,7 @@ class ExtentsSource:
             if file not in self._routed:
                 body, storage = self._bodies[file], self._staging.storage
                 with reported("open", body.path):  # anew: O_DIRECT would change the other, too
-                    fd = storage.open(f"/proc/self/fd/{body.fd}")
+                    fd = storage.open(body.fd)
                 self._files.callback(close_quietly, storage, fd)
                 route = self._staging.route(fd, body.path, "auto", writing=False)
                 self._routed[file] = replace(body, fd=fd, route=route)

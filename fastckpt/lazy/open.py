@@ -26,7 +26,7 @@ from fastckpt.reading.verified import opened_regular
 from fastckpt.saving import pipeline
 from fastckpt.steps.no_steps import is_step, what_is_there
 from fastckpt.steps.root import Steps
-from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.file_system import Storage, is_directory, reported
 from fastckpt.storage.vanishing import listed_anew
 
 log = logging.getLogger("fastckpt")
@@ -83,8 +83,8 @@ def opened(storage: Storage, staging: Staging, path: str) -> tuple[str, Source]:
         if storage.status(path) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         path = os.path.realpath(path)
-        is_directory = storage.is_directory(path)
-    if is_directory:
+        has_files = is_directory(storage, path)
+    if has_files:
         return _directory(storage, staging, path)
     return path, _file(storage, staging, path)
 

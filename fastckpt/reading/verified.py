@@ -166,7 +166,7 @@ def opened_regular(storage: Storage, path: str, missing: str = "") -> Iterator[i
         CorruptCheckpoint: it is not a regular file, or missing. StorageError: it cannot be opened.
     """
     try:
-        fd = storage.open_regular(path)
+        fd = storage.open(path, "regular")
     except NoRegularFile:
         raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
     except OSError as error:

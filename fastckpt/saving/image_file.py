@@ -219,11 +219,9 @@ class ImageFile:
             return route
         except StorageError as error:
             number = error.errno or errno.EIO
-            if number == errno.ENOSPC and purpose.instead is None:
-                layout = storage.another_layout(fd)
-                if layout is not None:
-                    raise _Full(layout) from None
-            detail = storage.refusal_text(fd, number)
+            detail, layout = storage.refusal(fd, number)
+            if layout is not None and purpose.instead is None:
+                raise _Full(layout) from None
             if not detail:
                 raise
             detail = f"{error.detail}; {detail}" if error.detail else detail

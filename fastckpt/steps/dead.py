@@ -13,7 +13,7 @@ from contextlib import suppress
 from fastckpt.formats.manifest import MANIFEST
 from fastckpt.formats.step_names import OURS
 from fastckpt.storage import atomic
-from fastckpt.storage.file_system import Storage
+from fastckpt.storage.file_system import Storage, is_directory
 from fastckpt.storage.vanishing import is_unlocked
 
 log = logging.getLogger("fastckpt")
@@ -39,7 +39,7 @@ def left_in(
     """
     with suppress(OSError):  # removed meanwhile, or not to be read
         # Only what is there now is removed, so a save that begins meanwhile keeps its files.
-        if not storage.is_directory(directory) or may_be_committed(storage, directory):
+        if not is_directory(storage, directory) or may_be_committed(storage, directory):
             return None
         entries = storage.names(directory)
         if not all(map(OURS.fullmatch, entries)):

@@ -23,6 +23,7 @@ from fastckpt.saving import pipeline
 from fastckpt.storage.atomic import DEAD_AFTER_S, close_quietly
 from fastckpt.storage.calls import NotedLock
 from fastckpt.storage.file_system import NEW_MODE, Storage, patiently, reported
+from fastckpt.storage.vanishing import is_removed
 
 _TRIES_MAX, _PAUSE_S = 50, 0.01
 # How long a lease of another host lasts: so many times the longest time between two renewals, but
@@ -101,7 +102,7 @@ class Lease:
                 elif policy.mandatory_locks or self._is_unlocked(fd):
                     self._keep(fd)
                     self._write()
-                    if not storage.is_removed(fd, self.path):
+                    if not is_removed(storage, fd, self.path):
                         return True
                     self._let_go()
                     return False
@@ -124,7 +125,7 @@ class Lease:
         """
         storage, kept = self._storage, False
         try:
-            fd = storage.open_to_lock(self.path)
+            fd = storage.open(self.path, "lock")
         except FileNotFoundError:
             return
         try:
@@ -136,7 +137,7 @@ class Lease:
                 # Only who has its lock removes it: else it might be the lease of who was faster.
                 if not (self._takes_over or self._is_unlocked(fd)):
                     time.sleep(_PAUSE_S)
-                elif not storage.is_removed(fd, self.path):
+                elif not is_removed(storage, fd, self.path):
                     self._may_come_back |= self._takes_over
                     with suppress(FileNotFoundError):  # where there are no locks
                         storage.remove(self.path)
@@ -226,7 +227,7 @@ class Lease:
     def is_left(self) -> bool:
         """Returns whether a lease lies there whose job is gone, and did not give it up."""
         with suppress(OSError):  # there is none, or it is not to be read
-            fd = self._storage.open_to_lock(self.path)
+            fd = self._storage.open(self.path, "lock")
             try:
                 record = LeaseRecord.from_bytes(self._storage.read_at(fd, NBYTES, 0))
                 return not (record is not None and record.is_over) and self._is_over(record, fd)

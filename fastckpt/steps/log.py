@@ -19,7 +19,13 @@ from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.handle import InnerHandle
 from fastckpt.storage import atomic
-from fastckpt.storage.file_system import NoRegularFile, Storage, from_the_path, reported
+from fastckpt.storage.file_system import (
+    NoRegularFile,
+    Storage,
+    from_the_path,
+    is_directory,
+    reported,
+)
 
 log = logging.getLogger("fastckpt")
 
@@ -65,7 +71,7 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
             read.
     """
     with reported("read", path):
-        is_root = storage.is_directory(path)
+        is_root = is_directory(storage, path)
     if is_root:
         path = os.path.join(path, NAME)
     try:
@@ -103,7 +109,7 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
 
 def _last_lines(storage: Storage, path: str) -> bytes:
     """Returns the whole lines among the last _BYTES_MAX of a file."""
-    fd = storage.open_regular(path)
+    fd = storage.open(path, "regular")
     try:
         begin = max(0, storage.size(fd) - _BYTES_MAX)
         content = storage.read_at(fd, _BYTES_MAX, begin)

@@ -32,7 +32,7 @@ from fastckpt.storage.file_system import (
     persistently,
     reported,
 )
-from fastckpt.storage.vanishing import kept, listed_anew
+from fastckpt.storage.vanishing import kept, leads_nowhere, listed_anew
 
 log = logging.getLogger("fastckpt")
 
@@ -127,7 +127,9 @@ class Steps:
         if self.is_step:
             return [""]
         try:
-            return [name for name in self.storage.directories(self.root) if NAME.match(name)]
+            return [
+                name for name in self.storage.names(self.root, directories=True) if NAME.match(name)
+            ]
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -241,7 +243,7 @@ class Steps:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 return _BARE
             return _GONE if known.manifest is not None else _UNSEEN * (not known.is_abandoned)
-        if MANIFEST in names and self.storage.leads_nowhere(path):
+        if MANIFEST in names and leads_nowhere(self.storage, path):
             raise CorruptCheckpoint(f"{path!r} is a link that leads nowhere")
         if MANIFEST in names:
             return _GONE
@@ -327,7 +329,7 @@ class Steps:
                 path = os.path.dirname(path)
                 grown.append(path)
             if grown:
-                self.storage.make_directories(self.root)
+                self.storage.make_directory(self.root, parents=True)
                 self._grown += grown
             elif not stat.S_ISDIR(status.st_mode):
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -487,7 +489,7 @@ class Steps:
         """Removes a committed step unless somebody holds it; returns whether it did."""
         path = self.path(name, MANIFEST)
         try:
-            fd = self.storage.open_to_lock(path)
+            fd = self.storage.open(path, "lock")
         except OSError:
             return False  # removed by somebody else
         # Held until the directory is empty, so that no save that begins takes its name before.

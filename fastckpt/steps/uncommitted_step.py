@@ -35,7 +35,7 @@ class UncommittedStep:
         self._storage = steps.storage
         self._agreement = agreement
         self._begun: Begun | None = None
-        self._made: list[tuple[str, tuple[int, int]]] = []  # paths, and identities of the files
+        self._made: list[tuple[str, os.stat_result]] = []  # paths, and what has them
         self._has_own_directory = False
 
     @property
@@ -65,11 +65,11 @@ class UncommittedStep:
         begun, self._begun = self._begun, None
         if begun is not None:
             self.steps.abandon(begun)
-        for path, identity in self._made:
+        for path, made in self._made:
             with suppress(OSError):  # removed with its directory, or left to remove_dead()
                 # If this rank was late, another save may have made a file of this name by now.
                 status = self._storage.status(path)
-                if status is not None and (status.st_dev, status.st_ino) == identity:
+                if status is not None and os.path.samestat(status, made):
                     self._storage.remove(path)
         if self._made and begun is None:
             # The first rank could not remove the directory if one of these was made meanwhile.
@@ -92,7 +92,7 @@ class UncommittedStep:
                 fd = storage.create(path, 0o666, purpose)
             except FileNotFoundError:
                 self._agreement.check()  # the directory is gone if the save has failed meanwhile
-                storage.make_directories(os.path.dirname(path))
+                storage.make_directory(os.path.dirname(path), parents=True)
                 self._has_own_directory = True
                 fd = storage.create(path, 0o666, purpose)
             except FileExistsError:
@@ -101,7 +101,7 @@ class UncommittedStep:
                 storage.remove(path)
                 fd = storage.create(path, 0o666, purpose)
             try:
-                self._made.append((path, storage.identity(fd)))
+                self._made.append((path, storage.status(fd)))
             except BaseException:
                 close_quietly(storage, fd)
                 raise

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from fastckpt.errors import StorageError, telling
 from fastckpt.storage.calls import Call
-from fastckpt.storage.file_system import NEW_MODE, Storage, patiently, reported
+from fastckpt.storage.file_system import NEW_MODE, Storage, is_directory, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.owners import Owner, divided
 
@@ -93,8 +93,7 @@ def is_of_dead(storage: Storage, temporary: str) -> bool:
     if owner.is_beside_this:
         return owner.is_gone
     with suppress(OSError):  # it was removed meanwhile, or is not ours to touch
-        is_directory = storage.is_directory(temporary)
-        fd = (storage.open if is_directory else storage.open_to_lock)(temporary)
+        fd = storage.open(temporary, "read" if is_directory(storage, temporary) else "lock")
         try:
             status = storage.status(temporary)
             is_old = status is not None and time.time() - status.st_mtime >= DEAD_AFTER_S
@@ -126,7 +125,7 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
 def remove_dead_file(storage: Storage, debris: str) -> bool:
     """Removes a temporary whose name says that its process is gone; returns whether it did."""
     try:
-        fd = storage.open_to_lock(debris)
+        fd = storage.open(debris, "lock")
     except OSError:
         return False  # another process removed it, or it is not ours to touch
     try:
@@ -284,10 +283,7 @@ def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> No
     if replaced is None and _umask() & stat.S_IWOTH:
         return
     with reported("set mode", temporary):
-        if replaced is None:
-            storage.widen(fd)
-        else:
-            storage.set_owner_and_mode(fd, replaced)
+        storage.set_permissions(fd, replaced)
 
 
 def publish(
@@ -379,7 +375,7 @@ def naming_in(
         opened = {}
         for directory in directories:
             with reported("open directory", directory):
-                opened[directory] = storage.open_directory(directory)
+                opened[directory] = storage.open(directory, "directory")
             closing.callback(close_quietly, storage, opened[directory])
 
         def make_durable() -> None:
@@ -454,7 +450,7 @@ def make_directory(storage: Storage, path: str, durable: bool) -> None:
     with reported("make directory", path):
         while (parent := os.path.dirname(missing[-1])) and storage.status(parent) is None:
             missing.append(parent)
-        storage.make_directories(path)
+        storage.make_directory(path, parents=True)
     for made in reversed(missing if durable else []):
         with reported("sync directory", os.path.dirname(made)):
             storage.sync_directory(os.path.dirname(made))
@@ -506,7 +502,7 @@ def publish_directory(
     elif not replaces:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
     elif not patiently(storage, fd, exchange):
-        storage.make_directories(aside)
+        storage.make_directory(aside, parents=True)
         replaced = os.path.join(aside, REPLACED)
         rename(path, replaced)
         try:
@@ -523,14 +519,14 @@ def remove_directory(storage: Storage, path: str, hidden: str) -> None:
     storage.rename(path, hidden)
     # Without this sync, a power cut might bring back the name but not all of the content.
     storage.sync_directory(os.path.dirname(path))
-    storage.remove_tree(hidden)
+    storage.remove_directory(hidden, content=True)
 
 
 def sync_directories(storage: Storage, directory: str) -> None:
     """Makes the entries of a directory, and of all directories below it, durable."""
     with reported("list", directory):
         paths = [os.path.join(directory, name) for name in storage.names(directory)]
-        inner = [path for path in paths if storage.is_directory(path)]
+        inner = [path for path in paths if is_directory(storage, path)]
     for path in inner:
         sync_directories(storage, path)
     with reported("sync directory", directory):
@@ -545,7 +541,7 @@ def remove_dead_directories(storage: Storage, parent: str) -> None:
     with reported("list", parent), suppress(PermissionError, FileNotFoundError):
         for name in storage.names(parent):
             path = os.path.join(parent, name)
-            if is_of_dead(storage, path) and storage.is_directory(path):
+            if is_of_dead(storage, path) and is_directory(storage, path):
                 remove_dead_directory(storage, path)
 
 
@@ -553,7 +549,7 @@ def remove_dead(storage: Storage, path: str) -> None:
     """Removes a temporary, file or directory, that is as if its process were gone. Raises OSError
     if nobody knows which it is.
     """
-    (remove_dead_directory if storage.is_directory(path) else remove_dead_file)(storage, path)
+    (remove_dead_directory if is_directory(storage, path) else remove_dead_file)(storage, path)
 
 
 def remove_dead_directory(storage: Storage, path: str) -> bool:
@@ -563,7 +559,7 @@ def remove_dead_directory(storage: Storage, path: str) -> bool:
         try:
             if storage.lock(fd):
                 _put_back(storage, path)
-                storage.remove_tree(path)
+                storage.remove_directory(path, content=True)
                 return True
         finally:
             close_quietly(storage, fd)
@@ -574,7 +570,7 @@ def moved_aside(storage: Storage, aside: str) -> str | None:
     """Returns the path that a directory which was moved into `aside`, by a save that was killed as
     it replaced it, gets back; None if there is none, or if that path is taken.
     """
-    if not storage.is_directory(os.path.join(aside, REPLACED)):
+    if not is_directory(storage, os.path.join(aside, REPLACED)):
         return None
     # If the name was too long for _prefix(), this is a hash: a strange name is better than none.
     path = os.path.join(os.path.dirname(aside), divided(os.path.basename(aside))[0][1:])

@@ -28,7 +28,7 @@ from fastckpt.storage.owners import divided
 
 T = TypeVar("T")
 
-_OPENING = ("open", "create", "reopen", "scratch")  # beginnings of names
+_OPENING = ("open", "create")
 _under_way: dict[int, Call] = {}  # the innermost, by thread
 
 
@@ -199,7 +199,7 @@ def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         except GivenUp:
             if name == "close":
                 _closes(args[0], subject)
-            elif result is not None and name.startswith(_OPENING):
+            elif result is not None and name in _OPENING:
                 if name == "create":
                     _unmake(result, args[0])
                 self.close(result)

@@ -14,7 +14,7 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar, overload
 
 from fastckpt import _engine
 from fastckpt.arguments.quantities import shown_size
@@ -26,6 +26,8 @@ from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import LINGERING, REFUSALS, Policy
 
 T = TypeVar("T")
+# What a file is opened for, see Storage.open().
+Opening = Literal["read", "regular", "write", "lock", "directory"]
 
 
 class NoRegularFile(OSError):
@@ -64,7 +66,7 @@ APPEARS_S = 75.0
 # has no locks, so that nobody holds one.
 _HELD = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY})
-# The mode of a new file, which others may not write to until it is whole: see Storage.widen().
+# The mode of a new file, which others may not write to until it is whole.
 NEW_MODE = 0o664
 
 # This process's descriptors, which a child of fork() closes, since they would keep locks and
@@ -218,39 +220,46 @@ class Storage:
         _descriptors[fd] = name, policy._replace(why=f"{policy.why}; {why}")
         return fd
 
-    def another_layout(self, fd: int) -> Layout | None:
-        """Returns a layout with which a file that found no room may find some when it is made anew;
-        None where all files share the room.
-        """
-        return lustre.another_layout(fd) if _policy(fd)[0] == "lustre" else None
-
-    def refusal_text(self, fd: int, number: int) -> str:
-        """Explains the errno with which a new file was refused its size or a block: which part of
-        the file system is full, or that the mount takes bytes in sequence only. Returns "" if
-        nothing more is known, and raises nothing, since the error being explained counts.
+    def refusal(self, fd: int, number: int) -> Refusal:
+        """Explains the errno with which a new file was refused its size or a block. Raises nothing,
+        since the error being explained counts.
         """
         try:
             name = _policy(fd)[0]
-            if number == errno.ENOSPC:
-                return lustre.targets_text(fd) if name == "lustre" else ""
+            if number == errno.ENOSPC and name == "lustre":
+                return Refusal(lustre.targets_text(fd), lustre.another_layout(fd))
         except OSError:
-            return ""
-        if name.startswith("fuse") and number in _OUT_OF_SEQUENCE:
-            return _SEQUENTIAL
-        return ""
+            return Refusal("", None)
+        is_sequential = name.startswith("fuse") and number in _OUT_OF_SEQUENCE
+        return Refusal(_SEQUENTIAL if is_sequential else "", None)
 
-    def open(self, path: str) -> int:
-        """Opens a file for reading, without waiting for the other end of a FIFO."""
-        return _noted(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
+    def open(self, file: str | int, how: Opening = "read") -> int:
+        """Opens a file or directory, without waiting for the other end of a FIFO.
 
-    def open_known(self, path: str) -> int:
-        """Opens for reading a file that was there a moment ago, or that another machine sees."""
-        try:
-            return self.open(path)
-        except FileNotFoundError:
-            if not self.look_again(path):
-                raise
-            return self.open(path)
+        Args:
+            file: its path; or its descriptor, to open it once more, with none of that one's flags.
+            how: "read"; "regular": to read a regular file, through no symbolic link; "write": for
+                reading and writing what another rank has made, through no link; "lock": for lock(),
+                for writing too if possible, as NFS needs it (flock(2)); "directory": for
+                sync_directory().
+
+        Raises:
+            NoRegularFile: "regular" was asked for, it was looked at, and is none.
+            OSError: it cannot be opened; whatever the error says, it may be a regular file.
+        """
+        path = f"/proc/self/fd/{file}" if isinstance(file, int) else file
+        flags = os.O_CLOEXEC | os.O_NONBLOCK
+        if how == "regular":
+            return _opened_regular(path, flags | os.O_NOFOLLOW)
+        if how == "write":
+            return _opened_to_write(path)
+        if how == "lock":
+            flags |= os.O_NOFOLLOW
+            with suppress(PermissionError):  # local file systems lock what is open for reading, too
+                return _noted(os.open(path, os.O_RDWR | flags))
+        if how == "directory":
+            flags |= os.O_DIRECTORY
+        return _noted(os.open(path, os.O_RDONLY | flags))
 
     def look_again(self, path: str) -> bool:
         """Makes this machine ask the server again what a path names; returns False where the file
@@ -274,30 +283,6 @@ class Storage:
                 os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         return True
 
-    def open_to_lock(self, path: str) -> int:
-        """Opens a file for lock(), for writing too if possible, as NFS needs it (flock(2))."""
-        flags = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        try:
-            return _noted(os.open(path, os.O_RDWR | flags))
-        except PermissionError:  # local file systems lock what is open for reading, too
-            return _noted(os.open(path, os.O_RDONLY | flags))
-
-    def open_to_write(self, path: str) -> int:
-        """Opens a file that another rank has made, for reading and writing, through no link."""
-        found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:  # anew, since a descriptor keeps O_NOFOLLOW, with which cuFile refuses it
-            return _noted(os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC))
-        finally:
-            os.close(found)
-
-    def scratch(self) -> int:
-        """Makes a file in memory, without a name, that is gone when closed (memfd_create(2))."""
-        return _noted(os.memfd_create("fastckpt", os.MFD_CLOEXEC))
-
-    def reopen(self, fd: int) -> int:
-        """Opens a file once more, for reading and writing, with none of the descriptor's flags."""
-        return _noted(os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC))
-
     def close(self, fd: int) -> None:
         """Closes a descriptor and releases its lock, even if a child of fork() has a copy."""
         _descriptors.pop(fd, None)
@@ -306,63 +291,28 @@ class Storage:
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
 
-    def lock(self, fd: int) -> bool:
-        """Takes the file's lock, without waiting; returns False if another process holds it.
+    def lock(self, fd: int, *, shared: bool = False) -> bool:
+        """Takes the file's lock, alone or shared, without waiting; returns False if another process
+        holds it, so that this one cannot.
 
         Raises OSError if neither is known, as EBADF on NFS, which locks only what was opened for
-        writing: see open_to_lock().
+        writing, unless it is shared.
         """
-        return _locked(fd, fcntl.LOCK_EX)
-
-    def lock_shared(self, fd: int) -> bool:
-        """Shares the file's lock, without waiting; returns False if another one has it alone."""
-        return _locked(fd, fcntl.LOCK_SH)
-
-    def identity(self, fd: int) -> tuple[int, int]:
-        """Returns the device and the number that tell an open file from every other one."""
-        status = os.fstat(fd)
-        return status.st_dev, status.st_ino
-
-    def is_removed(self, fd: int, path: str) -> bool:
-        """Whether a file that was opened by its path has lost that name."""
         try:
-            if os.fstat(fd).st_nlink == 0:
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                return False
+            if error.errno in _NO_LOCKS:
                 return True
-        except OSError as error:
-            if error.errno != errno.ESTALE:  # NFS's word for a removed file
-                raise
-            return True
-        # A client may keep it under another name (policies.LINGERING), which counts as a link.
-        return self.status(path) is None
-
-    def open_regular(self, path: str) -> int:
-        """Opens a regular file for reading, not through a symbolic link.
-
-        Raises:
-            NoRegularFile: it was looked at, and is none.
-            OSError: it cannot be opened; whatever the error says, it may be a regular file.
-        """
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
-        try:
-            fd = _noted(os.open(path, flags))
-        except OSError as error:
-            # A link (ELOOP), a socket (ENXIO); or a refusal for the moment that only says so.
-            if not stat.S_ISREG(os.lstat(path).st_mode):
-                raise NoRegularFile(errno.EINVAL, "not a regular file", path) from error
             raise
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise NoRegularFile(errno.EINVAL, "not a regular file", path)
-        except OSError:
-            Storage.close(self, fd)
-            raise
-        return fd
+        return True
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
         """Returns the content of a small regular file, nbytes_max of it at most."""
 
         def read() -> bytes:
-            fd = self.open_regular(path)
+            fd = self.open(path, "regular")
             try:
                 return self.read_at(fd, min(nbytes_max, self.size(fd)), 0)
             finally:
@@ -371,31 +321,16 @@ class Storage:
 
         return from_the_path(read)
 
-    def is_directory(self, path: str) -> bool:
-        """Whether path is a directory, and no symbolic link to one."""
-        try:
-            return stat.S_ISDIR(os.lstat(path).st_mode)
-        except FileNotFoundError:
-            return False
+    def make_directory(self, path: str, *, parents: bool = False) -> None:
+        """Makes a directory; with `parents`, it may be there, and those above it are made, too."""
+        if parents:
+            os.makedirs(path, exist_ok=True)
+        else:
+            os.mkdir(path)
 
-    def leads_nowhere(self, path: str) -> bool:
-        """Whether path is a symbolic link to nothing."""
-        return os.path.islink(path) and not os.path.exists(path)
-
-    def directories(self, path: str) -> list[str]:
-        """Returns the names of a directory's directories, without symbolic links, in no order."""
-        with os.scandir(path) as entries:
-            return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-
-    def make_directory(self, path: str) -> None:
-        os.mkdir(path)
-
-    def make_directories(self, path: str) -> None:
-        """Makes a directory and its missing parents."""
-        os.makedirs(path, exist_ok=True)
-
-    def remove_directory(self, path: str) -> None:
-        os.rmdir(path)
+    def remove_directory(self, path: str, *, content: bool = False) -> None:
+        """Removes a directory that is empty, or with all that is in it."""
+        (shutil.rmtree if content else os.rmdir)(path)
 
     def allocate(self, fd: int, nbytes: int) -> None:
         """Gives the file its size and its blocks, so that direct writes need not extend it."""
@@ -443,21 +378,13 @@ class Storage:
         """Exchanges two names in one step, which not every file system can."""
         renames.exchange(one, other)
 
-    def remove_tree(self, path: str) -> None:
-        """Removes a directory and all that is in it."""
-        shutil.rmtree(path)
-
     def touch(self, path: str) -> None:
         os.utime(path)
-
-    def open_directory(self, path: str) -> int:
-        """Opens a directory for a later sync_directory()."""
-        return _noted(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
     def sync_directory(self, directory: str | int) -> None:
         """Makes the entries of a directory, given by its path or descriptor, durable."""
         if isinstance(directory, str):
-            fd = Storage.open_directory(self, directory)
+            fd = Storage.open(self, directory, "directory")
             try:
                 Storage.sync_directory(self, fd)
             finally:
@@ -473,8 +400,13 @@ class Storage:
     def remove(self, path: str) -> None:
         os.unlink(path)
 
-    def names(self, directory: str) -> list[str]:
-        """Returns the names in a directory, without files that were removed and not freed yet."""
+    def names(self, directory: str, *, directories: bool = False) -> list[str]:
+        """Returns the names in a directory, in no order, without files that were removed and not
+        freed yet; with `directories` only those of directories, symbolic links being none.
+        """
+        if directories:
+            with os.scandir(directory) as entries:
+                return [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         return [name for name in os.listdir(directory) if not LINGERING.fullmatch(name)]
 
     def free_bytes(self, path: str) -> int:
@@ -485,27 +417,37 @@ class Storage:
     def size(self, fd: int) -> int:
         return os.fstat(fd).st_size
 
-    def status(self, path: str) -> os.stat_result | None:
-        """Returns stat(2) of a path, or None if nothing is there.
+    @overload
+    def status(self, file: int) -> os.stat_result: ...
 
-        Raises NoRegularFile if it is a symbolic link that leads in a circle.
+    @overload
+    def status(self, file: str, *, link: bool = False) -> os.stat_result | None: ...
+
+    def status(self, file: str | int, *, link: bool = False) -> os.stat_result | None:
+        """Returns stat(2) of an open file or of a path, or None if nothing is there; with `link`
+        that of a symbolic link itself.
+
+        Raises NoRegularFile if the path is a symbolic link that leads in a circle.
         """
         try:
-            return os.stat(path)
+            return (
+                os.stat(file) if isinstance(file, int) else os.stat(file, follow_symlinks=not link)
+            )
         except FileNotFoundError:
             return None
         except OSError as error:
-            if stat.S_ISLNK(os.lstat(path).st_mode):
-                raise NoRegularFile(errno.ELOOP, "a link in a circle", path) from error
+            if isinstance(file, str) and stat.S_ISLNK(os.lstat(file).st_mode):
+                raise NoRegularFile(errno.ELOOP, "a link in a circle", file) from error
             raise
 
-    def widen(self, fd: int) -> None:
-        """Makes a file writable for everybody."""
-        os.fchmod(fd, stat.S_IMODE(os.fstat(fd).st_mode) | stat.S_IWOTH)
-
-    def set_owner_and_mode(self, fd: int, like: os.stat_result) -> None:
-        """Gives a file another one's permissions, and owner as far as this process may."""
+    def set_permissions(self, fd: int, like: os.stat_result | None) -> None:
+        """Gives a file another one's permissions, and owner as far as this process may; without
+        another one, lets everybody write to it.
+        """
         own = os.fstat(fd)
+        if like is None:
+            os.fchmod(fd, stat.S_IMODE(own.st_mode) | stat.S_IWOTH)
+            return
         if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid):
             # Only root may give files away, not on every file system, and not to owners outside its
             # user namespace. The file then belongs to whoever saved it, as after cp.
@@ -526,35 +468,41 @@ class Storage:
         return b"".join(parts)
 
     def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-        """Writes all of data; with O_DIRECT its address, size and offset are aligned to pages."""
+        """Writes all of data. With O_DIRECT, whole pages have to be aligned in memory; of parts of
+        pages, which must be in the file, the pages are rewritten.
+        """
         view = memoryview(data).cast("B")
+        is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
+        if is_direct and (offset % PAGE_BYTES or len(view) % PAGE_BYTES):
+            begin = offset // PAGE_BYTES * PAGE_BYTES
+            end = -(-(offset + len(view)) // PAGE_BYTES) * PAGE_BYTES
+            pages = memoryview(mmap.mmap(-1, end - begin))
+            nbytes = os.preadv(fd, [pages], begin)
+            if nbytes < offset + len(view) - begin:
+                raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+            pages[offset - begin : offset - begin + len(view)] = view
+            view, offset = pages[:nbytes], begin
         while view:
             written = os.pwrite(fd, view, offset)
             if written == 0:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             view, offset = view[written:], offset + written
 
-    def patch(self, fd: int, content: bytes, offset: int) -> None:
-        """Replaces a few bytes of a file by rewriting their pages, as O_DIRECT needs it."""
-        begin = offset // PAGE_BYTES * PAGE_BYTES
-        end = -(-(offset + len(content)) // PAGE_BYTES) * PAGE_BYTES
-        pages = memoryview(mmap.mmap(-1, end - begin))
-        nbytes = os.preadv(fd, [pages], begin)
-        if nbytes < offset + len(content) - begin:
-            raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
-        pages[offset - begin : offset - begin + len(content)] = content
-        self.write_at(fd, pages[:nbytes], begin)
-
     def policy(self, fd: int) -> tuple[str, Policy]:
         """Returns the name of an open file's file system, and its policy."""
         return _policy(fd)
 
-    def set_direct(self, fd: int, *, writing: bool, offset: int | None = 0) -> str | None:
+    def set_direct(
+        self, fd: int, *, writing: bool, offset: int | None = 0, cached_max: float = 1.0
+    ) -> str | None:
         """Switches an open file to O_DIRECT; returns None if that works, else why it does not.
 
         Tries one page at `offset`, if given: reads it, or with `writing` fills it with zeros, so
-        that it must have no content yet.
+        that it must have no content yet. Of a file of which a larger share than cached_max is in
+        the page cache, nothing is tried.
         """
+        if cached_max < 1.0 and cached_share(fd) > cached_max:
+            return "most of the file is in the page cache"
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         try:  # without O_NONBLOCK, which only the open needed, and with which cuFile refuses it
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
@@ -572,22 +520,64 @@ class Storage:
                 return f"O_DIRECT refused by the first transfer: {os.strerror(error.errno)}"
         return None
 
-    def cached_share(self, fd: int) -> float:
-        """Returns the share of a file in the page cache, or 0.0 if the kernel does not tell it."""
-        nbytes = self.size(fd)
-        return max(0.0, _engine.cached_bytes(fd, nbytes) / nbytes) if nbytes else 0.0
-
 
 calls.note(Storage, Storage)
 
 
-def _locked(fd: int, how: int) -> bool:
+class Refusal(NamedTuple):
+    """Why a new file was refused its size or a block.
+
+    Attributes:
+        text: which part of the file system is full, or that the mount takes bytes in sequence only;
+            "" if nothing more is known.
+        layout: with which the file may find room when it is made anew; None where all files share
+            the room.
+    """
+
+    text: str
+    layout: Layout | None
+
+
+def scratch() -> int:
+    """Makes a file in memory, without a name, that is gone when closed (memfd_create(2))."""
+    return _noted(os.memfd_create("fastckpt", os.MFD_CLOEXEC))
+
+
+def cached_share(fd: int) -> float:
+    """Returns the share of a file in the page cache, or 0.0 if the kernel does not tell it."""
+    nbytes = os.fstat(fd).st_size
+    return max(0.0, _engine.cached_bytes(fd, nbytes) / nbytes) if nbytes else 0.0
+
+
+def is_directory(storage: Storage, path: str) -> bool:
+    """Whether path is a directory, and no symbolic link to one."""
+    status = storage.status(path, link=True)
+    return status is not None and stat.S_ISDIR(status.st_mode)
+
+
+def _opened_regular(path: str, flags: int) -> int:
     try:
-        fcntl.flock(fd, how | fcntl.LOCK_NB)
+        fd = _noted(os.open(path, os.O_RDONLY | flags))
     except OSError as error:
-        if error.errno in _HELD:
-            return False
-        if error.errno in _NO_LOCKS:
-            return True
+        # A link (ELOOP), a socket (ENXIO); or a refusal for the moment that only says so.
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise NoRegularFile(errno.EINVAL, "not a regular file", path) from error
         raise
-    return True
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NoRegularFile(errno.EINVAL, "not a regular file", path)
+    except OSError:
+        _descriptors.pop(fd, None)
+        os.close(fd)
+        raise
+    return fd
+
+
+def _opened_to_write(path: str) -> int:
+    if path.startswith("/proc/self/fd/"):  # the link to what is open already
+        return _noted(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:  # anew, since a descriptor keeps O_NOFOLLOW, with which cuFile refuses it
+        return _noted(os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC))
+    finally:
+        os.close(found)

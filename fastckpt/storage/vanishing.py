@@ -13,7 +13,13 @@ from typing import TypeVar
 
 from fastckpt.errors import CorruptCheckpoint, StorageError, Vanished
 from fastckpt.storage import atomic
-from fastckpt.storage.file_system import NoRegularFile, Storage, persistently, reported
+from fastckpt.storage.file_system import (
+    NoRegularFile,
+    Storage,
+    is_directory,
+    persistently,
+    reported,
+)
 
 T = TypeVar("T")
 
@@ -64,7 +70,12 @@ def kept(storage: Storage, path: str) -> Iterator[None]:
     def opened() -> int:
         with reported("open", path):
             try:
-                return storage.open_known(path)
+                try:
+                    return storage.open(path)
+                except FileNotFoundError:  # it was there a moment ago, or another machine sees it
+                    if not storage.look_again(path):
+                        raise
+                    return storage.open(path)
             except OSError as error:
                 if _is_no_file(storage, path):
                     raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
@@ -80,11 +91,11 @@ def kept(storage: Storage, path: str) -> Iterator[None]:
 
     try:
         until = time.monotonic() + _LOCK_S
-        while not persistently(lambda: asked(storage.lock_shared), path):
+        while not persistently(lambda: asked(lambda fd: storage.lock(fd, shared=True)), path):
             if time.monotonic() >= until:
                 raise StorageError("lock", path, errno.EAGAIN)
             time.sleep(_LOCK_POLL_S)
-        if persistently(lambda: asked(lambda fd: storage.is_removed(fd, path)), path):
+        if persistently(lambda: asked(lambda fd: is_removed(storage, fd, path)), path):
             raise Vanished(path)
         yield
     finally:
@@ -94,7 +105,7 @@ def kept(storage: Storage, path: str) -> Iterator[None]:
 def is_unlocked(storage: Storage, path: str) -> bool:
     """Whether nobody is seen from here to have locked a file or directory (see atomic.claim())."""
     with suppress(OSError):  # it was removed meanwhile, or is not ours to touch
-        fd = (storage.open if storage.is_directory(path) else storage.open_to_lock)(path)
+        fd = storage.open(path, "read" if is_directory(storage, path) else "lock")
         try:
             return storage.lock(fd)
         finally:
@@ -102,16 +113,38 @@ def is_unlocked(storage: Storage, path: str) -> bool:
     return False
 
 
+def is_removed(storage: Storage, fd: int, path: str) -> bool:
+    """Whether a file that was opened by its path has lost that name."""
+    try:
+        if storage.status(fd).st_nlink == 0:
+            return True
+    except OSError as error:
+        if error.errno != errno.ESTALE:  # NFS's word for a removed file
+            raise
+        return True
+    # A client may keep it under another name (policies.LINGERING), which counts as a link.
+    return storage.status(path) is None
+
+
+def leads_nowhere(storage: Storage, path: str) -> bool:
+    """Whether path is a symbolic link to nothing, or in a circle."""
+    try:
+        if storage.status(path) is not None:
+            return False
+        link = storage.status(path, link=True)
+    except NoRegularFile:
+        return True
+    return link is not None and stat.S_ISLNK(link.st_mode)
+
+
 def _is_no_file(storage: Storage, path: str) -> bool:
     """Returns whether a path leads to a socket, to a device, to nothing or in a circle, and so to
     no file that a later attempt might open.
     """
     try:
-        if storage.leads_nowhere(path):
+        if leads_nowhere(storage, path):
             return True
         status = storage.status(path)
-    except NoRegularFile:
-        return True
     except OSError:  # it may be one: the error of the attempt to open it counts
         return False
     return status is not None and not stat.S_ISREG(status.st_mode)

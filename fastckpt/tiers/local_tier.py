@@ -151,7 +151,7 @@ class LocalTier:
         if self.refusal():
             return f"rank {self._rank}"
         try:
-            self._storage.make_directories(self.steps.root)
+            self._storage.make_directory(self.steps.root, parents=True)
             status = self._storage.status(self.steps.root)
             assert status is not None
         except OSError:

@@ -643,8 +643,8 @@ def test_verify_of_a_root_that_cannot_be_listed(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Closed(Storage):
-        def directories(self, path: str) -> list[str]:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        def names(self, directory: str, *, directories: bool = False) -> list[str]:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), directory)
 
     with process_on(Closed()):
         status, lines = verified(capsys, saved / "run")

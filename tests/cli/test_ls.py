@@ -145,9 +145,9 @@ class Unreadable(Storage):
         if path.startswith(self._inside):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
 
-    def status(self, path: str) -> os.stat_result | None:
-        self._check(path)
-        return super().status(path)
+    def status(self, file: Any, **how: bool) -> Any:
+        self._check(str(file))
+        return super().status(file, **how)
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
         self._check(path)
@@ -173,7 +173,7 @@ def test_a_root_that_cannot_be_listed_is_one_line(
         out, err = capsys.readouterr()
         assert out == "" and err.count("\n") == 1 and str(disk / "file") in err
         assert ("ENOTDIR" in err) if arguments[1:] else ("`fastckpt inspect`" in err)
-    with process_on(FailAlways("directories", errno.EACCES)):
+    with process_on(FailAlways("names directories", errno.EACCES)):
         assert main(["ls", str(disk / "run")]) == 1
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and "EACCES" in err and str(disk / "run") in err

@@ -143,7 +143,7 @@ def test_what_cannot_be_listed_is_one_line(disk: Path, capsys: pytest.CaptureFix
         and "verify` take files" in err
     )
     (disk / "step-00000001").mkdir()
-    for name in ("names", "directories"):
+    for name in ("names", "names directories"):
         with process_on(FailAlways(name, errno.EACCES)):
             assert main(["repair", str(disk), "--yes"]) == 1
         out, err = capsys.readouterr()

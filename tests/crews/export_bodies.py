@@ -162,7 +162,7 @@ def die_while_exporting(member: Member, path: str, dying: int) -> Outcome:
                     member.store.wait(["opened"])
                 os._exit(1)
             result = real()
-            if operation.name == "open_to_write":
+            if operation.name == "open write":
                 member.store.set("opened", "")
             return result
 

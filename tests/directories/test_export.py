@@ -375,10 +375,10 @@ def test_what_cannot_be_read_is_not_removed(disk: Path, monkeypatch: pytest.Monk
     """And does not keep others from being removed."""
     names = Storage.names
 
-    def refused(self: Storage, directory: str) -> list[str]:
+    def refused(self: Storage, directory: str, **options: bool) -> list[str]:
         if os.path.relpath(directory, disk) == "hf/step-00000001":
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return names(self, directory)
+        return names(self, directory, **options)
 
     monkeypatch.setattr(Storage, "names", refused)
     how = fastckpt.HuggingFace(disk / "hf", keep_last=1)

@@ -18,7 +18,7 @@ import pytest
 from fastckpt import _engine
 from fastckpt.engine import staging
 from fastckpt.engine.staging import Staging
-from fastckpt.storage.file_system import Storage
+from fastckpt.storage.file_system import Storage, scratch
 from tests.engine.test_engine import (
     PAGE,
     POOL,
@@ -112,7 +112,7 @@ def test_each_mount_has_backends_of_its_own(
     with ExitStack() as stack:
         stack.callback(made.close)
         fds = [stack.enter_context(opened(disk / name, CREATE)) for name in "ab"]
-        fds.append(storage.scratch())
+        fds.append(scratch())
         stack.callback(storage.close, fds[2])
         fds.append(stack.enter_context(opened(Path("/dev/null"), os.O_RDWR)))
         first, second, other, beyond = [

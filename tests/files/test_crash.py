@@ -60,7 +60,7 @@ REPORTED = {
     "status": ("open", "path"),
     "names": ("open", "path"),
     "create": ("open", "path"),
-    "set_owner_and_mode": ("set mode", "temporary"),
+    "set_permissions": ("set mode", "temporary"),
     "policy": ("open", "path"),
     "set_direct": ("write", "path"),
     "allocate": ("allocate", "path"),
@@ -68,7 +68,7 @@ REPORTED = {
     "truncate": ("truncate", "path"),
     "size": ("write", "path"),
     "sync": ("sync", "path"),
-    "open_directory": ("open directory", "directory"),
+    "open directory": ("open directory", "directory"),
     "rename": ("rename", "path"),
     "sync_directory": ("sync directory", "directory"),
 }
@@ -215,7 +215,7 @@ def test_operations_stand_in_the_order_that_makes_a_commit(
     assert os.path.dirname(temporary) == str(directory) and temporary != path
     assert log[renamed].path == log[synced].path == temporary and log[renamed].args == (path,)
     assert log[listed].path == str(directory)
-    changing = {"allocate", "write", "truncate", "set_owner_and_mode", "set_direct"}
+    changing = {"allocate", "write", "truncate", "set_permissions", "set_direct"}
     changes = [number for number, operation in enumerate(log) if operation.name in changing]
     assert created < min(changes) and max(changes) < synced < renamed < listed
     assert all(log[number].path == temporary for number in changes)
@@ -223,7 +223,7 @@ def test_operations_stand_in_the_order_that_makes_a_commit(
     assert recorder.numbers_of("close")[0] > renamed, "the lock ends with the descriptor"
     assert recorder.numbers_of("remove") == []
     assert bool(recorder.numbers_of("truncate")) == by_engine
-    assert len(recorder.numbers_of("set_owner_and_mode")) == overwriting
+    assert len(recorder.numbers_of("set_permissions")) == overwriting
 
 
 def test_writes_cover_the_file_once(disk: Path) -> None:

@@ -40,7 +40,7 @@ import fastckpt
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, RanksDisagree, StorageError
 from fastckpt.formats import record_division, torch_zip
 from fastckpt.saving import pipeline
-from fastckpt.storage.file_system import Storage
+from fastckpt.storage.file_system import Opening, Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, attempt
 from tests.doubles import FailAt, Operation, Recorder
 from tests.files.test_faults import leave_free, mounted
@@ -678,7 +678,7 @@ class Dawdle(Recorder):
         self._begun = begun
 
     def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        if operation.name == "open_to_write":
+        if operation.name == "open write":
             self._begun()
             deadline = time.monotonic() + WAIT_S / 4
             while os.path.exists(operation.path) and time.monotonic() < deadline:
@@ -952,9 +952,7 @@ def test_any_operation_of_a_rank_fails(crew: Crew, disk: Path, victim: int) -> N
         assert digest == (new if visible else old), name
         assert hurt.error.visible == other.error.visible == visible, name
     wanted = {"write", "sync"}
-    wanted |= (
-        {"create", "allocate", "rename", "sync_directory"} if victim == 0 else {"open_to_write"}
-    )
+    wanted |= {"create", "allocate", "rename", "sync_directory"} if victim == 0 else {"open write"}
     assert wanted <= failed, "no save does this"
 
 
@@ -1037,7 +1035,7 @@ KILLS = [
     (0, "sync"),
     (0, "rename"),
     (0, "sync_directory"),
-    (2, "open_to_write"),
+    (2, "open write"),
     (2, "sync"),
 ]
 
@@ -1224,7 +1222,7 @@ class Elsewhere(Storage):
     def __init__(self, other: Path) -> None:
         self._other = other
 
-    def open(self, path: str) -> int:
+    def open(self, file: str | int, how: Opening = "read") -> int:
         return super().open(str(self._other))
 
 
@@ -1320,7 +1318,7 @@ class DieReading(Recorder):
 class DieOpening(Recorder):
     """The process is killed before it opens a file."""
 
-    def open(self, path: str) -> int:
+    def open(self, file: str | int, how: Opening = "read") -> int:
         os.kill(os.getpid(), signal.SIGKILL)
         return 0
 

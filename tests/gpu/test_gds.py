@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
@@ -420,14 +420,14 @@ def test_flags_that_cufile_refuses_are_named(stubs: Stubs, disk: Path, flag: str
         assert "5019" in file.sink.end()[2]
 
 
-@pytest.mark.parametrize("opening", ["create", "open", "open_to_write"])
-def test_cufile_takes_what_the_seam_opens(stubs: Stubs, disk: Path, opening: str) -> None:
+@pytest.mark.parametrize("opening", ["create", "read", "write"])
+def test_cufile_takes_what_the_seam_opens(stubs: Stubs, disk: Path, opening: Any) -> None:
     """No file keeps a flag that was there to refuse links, or not to wait for a FIFO."""
     storage, path = Storage(), str(disk / "a")
     if opening != "create":
         (disk / "a").write_bytes(CONTENT)
     with gds_of(stubs) as gds:
-        fd = storage.create(path, 0o600) if opening == "create" else getattr(storage, opening)(path)
+        fd = storage.create(path, 0o600) if opening == "create" else storage.open(path, opening)
         try:
             assert storage.set_direct(fd, writing=opening == "create") is None
             file = begun(gds, fd)
@@ -436,15 +436,15 @@ def test_cufile_takes_what_the_seam_opens(stubs: Stubs, disk: Path, opening: str
             storage.close(fd)
 
 
-@pytest.mark.parametrize("opening", ["create", "open_to_write"])
+@pytest.mark.parametrize("opening", ["create", "write"])
 @pytest.mark.parametrize("target", ["content", "fifo", "nowhere"])
 def test_what_is_written_to_is_no_link(disk: Path, opening: str, target: str) -> None:
     (disk / "content").write_bytes(CONTENT)
     os.mkfifo(disk / "fifo")
     (disk / "link").symlink_to(target)
-    args = (0o600,) if opening == "create" else ()
+    storage, link = Storage(), str(disk / "link")
     with pytest.raises(OSError) as caught:
-        getattr(Storage(), opening)(str(disk / "link"), *args)
+        storage.create(link, 0o600) if opening == "create" else storage.open(link, "write")
     assert caught.value.errno == (errno.EEXIST if opening == "create" else errno.ELOOP)
     assert sorted(os.listdir(disk)) == ["content", "fifo", "link"]
     assert (disk / "content").read_bytes() == CONTENT

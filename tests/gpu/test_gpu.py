@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import os
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,13 +27,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fastckpt
 from fastckpt import SaveHandle, SaveStats
+from fastckpt.engine import transfer
 from fastckpt.errors import DeviceError, PeerFailed, RanksDisagree, StagingConflict, StorageError
 from fastckpt.saving import pipeline
 from tests import accelerator, cuda_stub
 from tests.accelerator import KIND, Runtime, here
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome, attempt
 from tests.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub
-from tests.doubles import Delay, FailAlways
+from tests.doubles import Delay
 from tests.saving.test_handle import (
     interrupted_in,
     running,
@@ -965,9 +968,11 @@ def test_ranks_save_steps_from_the_device(
 
 def save_without_scratch(member: Member, path: Path, *_: Any) -> Any:
     """The second rank finds no descriptor for what it gathers from its device."""
-    storage = FailAlways("scratch", errno.EMFILE) if member.rank else None
-    devices = pipeline.current().staging.devices
-    with accelerator.installed(devices._runtime, devices._library, storage):
+
+    def refused() -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with mock.patch.object(transfer, "scratch", refused if member.rank else transfer.scratch):
         return fastckpt.save(state_of(member.rank, KIND), path, group=member.group).result(WAIT_S)
 
 

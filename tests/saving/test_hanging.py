@@ -451,11 +451,11 @@ class SlowList(Storage):
     def __init__(self) -> None:
         self.begun, self.may_return = threading.Event(), threading.Event()
 
-    def directories(self, path: str) -> list[str]:
+    def names(self, directory: str, *, directories: bool = False) -> list[str]:
         if not self.begun.is_set():
             self.begun.set()
             assert self.may_return.wait(WAIT_S)
-        return super().directories(path)
+        return super().names(directory, directories=directories)
 
 
 def test_a_listing_that_hangs_holds_no_lock(disk: Path) -> None:

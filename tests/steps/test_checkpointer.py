@@ -588,7 +588,7 @@ def test_the_root_is_there_when_save_returns(disk: Path) -> None:
         gate.set()
     synced = [each.path for each in storage.log if each.name == "sync_directory"]
     assert {str(disk), str(disk / "runs"), str(root)} <= {*synced}
-    with process_on(FailAlways("make_directories", errno.EROFS)):
+    with process_on(FailAlways("make_directory parents", errno.EROFS)):
         handle = Checkpointer(disk / "other").save(1, state(1))
         with pytest.raises(StorageError, match="make directory of"):
             handle.result(WAIT_S)
@@ -859,8 +859,8 @@ def test_stock_readers_open_every_file(disk: Path, codec: str | None) -> None:
 
 # A commit can do without these, most of which look at other steps; a failure of others is told by
 # the handle, unless the step has been committed and what failed is the removal of older ones.
-DISPENSABLE = {"lock", "close", "names", "directories", "status", "is_directory"} | {
-    *("open", "open_regular", "read_file", "read_at", "size")
+DISPENSABLE = {"lock", "close", "names", "names directories", "status", "status link"} | {
+    *("open", "open regular", "read_file", "read_at", "size")
 }
 
 

@@ -255,7 +255,7 @@ def test_where_nothing_can_be_cloned_everything_is_written(
     lines = [text for text in caplog.messages if "nothing is reused" in text]
     assert len(lines) == 1 and f"[{errno.errorcode[code]}]" in lines[0]
     assert recorder.names_logged().count("allocate") == 4  # two files of each step
-    assert "lock_shared" not in recorder.names_logged(), "the second save looks for no last shard"
+    assert "lock shared" not in recorder.names_logged(), "the second save looks for no last shard"
     assert "hashes" not in index_of(disk, 2)
     check(disk, 1, 2)
 
@@ -885,8 +885,8 @@ def go_on(root: Path) -> None:
 
 
 # A save does without these: it then writes everything, or they are of retention.
-DISPENSABLE = {"lock", "lock_shared", "is_removed", "close", "names", "directories", "status"} | {
-    *("is_directory", "open", "open_known", "open_regular", "read_file", "read_at", "size"),
+DISPENSABLE = {"lock", "lock shared", "close", "names", "names directories", "status"} | {
+    *("status fd", "status link", "open", "open regular", "read_file", "read_at", "size"),
     "clone_range",
 }
 
@@ -911,7 +911,7 @@ def test_every_operation_may_fail(memory: Path, at_once: None, in_place: bool) -
         assert content_of(root) == (2 if error is None or error.visible else 1), what
         go_on(root)
         shutil.rmtree(memory / str(number))
-    assert {"truncate", "write_at", "open_regular", "sync", "rename"} <= failed
+    assert {"truncate", "write_at", "open regular", "sync", "rename"} <= failed
     assert in_place or "clone_range" in failed  # when the engine clones is left to chance
 
 

@@ -283,14 +283,14 @@ def test_a_step_that_is_removed_before_it_is_held(root: Path) -> None:
                 shutil.rmtree(root / name(2))
             return real()
 
-    for when in ("open", "lock_shared"):
+    for when in ("open", "lock shared"):
         with process_on(Remover(when)), Checkpointer(root) as checkpointer:
             found = state(999)
             assert checkpointer.restore(found) == 1
             assert_holds(found, 1)
         saved(root, 2)
     steps = Steps(Storage(), str(root))
-    late = Steps(Remover("lock_shared"), str(root))
+    late = Steps(Remover("lock shared"), str(root))
     for held in (steps.hold(name(9)), late.hold(name(2))):
         with pytest.raises(Vanished), held:
             raise AssertionError("held what is not there")
@@ -507,7 +507,7 @@ def test_a_locked_temporary_is_alive(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("after", "committing"),
-    [("is_directory", False), ("names", False), ("status", False), ("names", True)],
+    [("status link", False), ("names", False), ("status", False), ("names", True)],
 )
 def test_a_directory_that_comes_to_life_while_it_is_looked_at(
     root: Path, after: str, committing: bool
@@ -628,7 +628,7 @@ def test_a_step_whose_last_sync_fails_is_visible_and_makes_no_room(root: Path) -
 def test_without_a_descriptor_for_the_last_sync_nothing_is_committed(root: Path) -> None:
     """What can fail before the rename does: too many open files, a directory not to be read."""
     for code in (errno.EMFILE, errno.EACCES):
-        with process_on(FailAlways("open_directory", code)), Checkpointer(root) as checkpointer:
+        with process_on(FailAlways("open directory", code)), Checkpointer(root) as checkpointer:
             error = checkpointer.save(1, state(1)).exception(WAIT_S)
             assert isinstance(error, StorageError) and not error.visible
             assert (error.op, error.errno) == ("open directory", code)
@@ -866,7 +866,7 @@ def test_a_read_that_fails_once_is_tried_again(root: Path, code: int, at_once: N
             break
         failed.add(storage.log[number].name)
         number += 1
-    assert {"directories", "status", "open", "open_regular", "read_file", "read"} <= failed
+    assert {"names directories", "status", "open", "open regular", "read_file", "read"} <= failed
 
 
 class OpenedLate(Recorder):
@@ -877,7 +877,7 @@ class OpenedLate(Recorder):
         self.late: set[str] = set()
 
     def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        if operation.name == "open_regular" and operation.path not in self.late:
+        if operation.name == "open regular" and operation.path not in self.late:
             self.late.add(operation.path)
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
         return real()
@@ -952,7 +952,7 @@ class Busy(Recorder):
 
     def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
         result = real()
-        if operation.name == "directories" and self.left > 0:
+        if operation.name == "names directories" and self.left > 0:
             self.left -= 1
             self.step += 1
             with process_on(None):
@@ -1025,14 +1025,14 @@ class Remembering(Recorder):
     def remember(self) -> None:
         """What is there now is known from now on."""
         self.listings = 0
-        self._known[("directories", self._root)] = self.directories(self._root)
-        for name in self.directories(self._root) if self._deep else ():
+        self._known[("names directories", self._root)] = self.names(self._root, directories=True)
+        for name in self.names(self._root, directories=True) if self._deep else ():
             path = os.path.join(self._root, name, "manifest.json")
             self._known[("status", path)] = self.status(path)
         self.listings = 0
 
     def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        if (operation.name, operation.path) == ("directories", self._root):
+        if (operation.name, operation.path) == ("names directories", self._root):
             self.listings += 1
         key = (operation.name, operation.path)
         if key in self._known and self.listings <= self._times:
@@ -1079,7 +1079,7 @@ def test_steps_that_are_removed_while_they_are_listed(root: Path, at_once: None)
                 shutil.rmtree(root / name(1), ignore_errors=True)
             return result
 
-    for after in ("directories", "status", "read_file", "open_known"):
+    for after in ("names directories", "status", "read_file", "open"):
         for ask in (Checkpointer.latest, lambda checkpointer: checkpointer.restore(state(999))):
             shutil.rmtree(root, ignore_errors=True)
             saved(root, 1)
@@ -1088,7 +1088,7 @@ def test_steps_that_are_removed_while_they_are_listed(root: Path, at_once: None)
             with process_on(storage), Checkpointer(root) as checkpointer:
                 try:
                     step = ask(checkpointer)
-                    assert step == 1 or (step is None and after == "directories"), after
+                    assert step == 1 or (step is None and after == "names directories"), after
                 except StorageError as error:
                     assert "gone when it was looked at" in str(error)
 
@@ -1102,7 +1102,7 @@ def test_a_listing_that_misses_both_the_old_and_the_new(root: Path) -> None:
 
         def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
             result: Any = real()
-            if operation.name == "directories" and not self.done:
+            if operation.name == "names directories" and not self.done:
                 self.done, result = True, []
             return result
 
@@ -1117,7 +1117,7 @@ def test_a_step_that_is_removed_while_it_is_read(root: Path) -> None:
 
     class Heedless(Recorder):
         def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-            if operation.name == "open_regular" and "objects" in operation.path:
+            if operation.name == "open regular" and "objects" in operation.path:
                 with process_on(None):
                     if not (root / name(2)).exists():
                         saved(root, 2)

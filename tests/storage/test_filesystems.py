@@ -164,7 +164,7 @@ def test_a_file_that_cannot_be_looked_at_is_closed(
 
     with monkeypatch.context() as patched, pytest.raises(OSError, match="Stale"):
         patched.setattr(os, "fstat", stale)
-        Storage().open_regular(str(disk / "a"))
+        Storage().open(str(disk / "a"), "regular")
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(*opened)
 

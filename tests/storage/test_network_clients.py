@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic
 from fastckpt.storage import file_system as storage
 from fastckpt.storage.file_system import Storage
+from fastckpt.storage.vanishing import is_removed
 from tests.doubles import dead_pid
 from tests.network_double import Cifs, NetworkClient, RemembersAbsence, Stale, lingering
 from tests.steps.test_checkpointer import directories, process_on, state
@@ -54,7 +56,7 @@ def test_what_a_refused_lock_means(
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    for lock in (Storage().lock, Storage().lock_shared):
+    for lock in (Storage().lock, partial(Storage().lock, shared=True)):
         if taken is None:
             with pytest.raises(OSError, match=os.strerror(code)):
                 lock(0)
@@ -87,9 +89,9 @@ def test_a_step_that_was_removed_is_found_gone_by_who_waited_for_it(
             checkpointer.save(1, state(1)).result(WAIT_S)
         path = str(root / "step-00000001" / "manifest.json")
         fd = double.open(path)
-        assert not double.is_removed(fd, path)
+        assert not is_removed(double, fd, path)
         assert Steps(double, str(root)).remove_unread("step-00000001")
-        assert os.fstat(fd).st_nlink == 1 and double.is_removed(fd, path)
+        assert os.fstat(fd).st_nlink == 1 and is_removed(double, fd, path)
         double.close(fd)
 
 
@@ -137,7 +139,7 @@ def test_debris_is_recognised(disk: Path, client: type[NetworkClient]) -> None:
     for name in (own, debris):
         Path(name).write_bytes(b"begun")
     with double.mounted():
-        held = double.open_to_lock(debris)
+        held = double.open(debris, "lock")
         assert double.lock(held)
         assert atomic.remove_debris(double, path) == []
         double.close(held)
@@ -158,12 +160,12 @@ def test_a_file_that_may_only_be_read_is_opened_all_the_same(
         return real(path, flags, *rest)
 
     monkeypatch.setattr(storage.os, "open", refusing)
-    fd = Storage().open_to_lock(str(disk / "a"))
+    fd = Storage().open(str(disk / "a"), "lock")
     assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
     Storage().close(fd)
 
 
-STALE = pytest.mark.parametrize("name", ["status", "open", "read_at", "read"])
+STALE = pytest.mark.parametrize("name", ["status", "open fd", "read_at", "read"])
 
 
 @STALE

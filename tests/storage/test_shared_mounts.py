@@ -346,17 +346,17 @@ def test_what_is_local_is_a_closed_list() -> None:
 METADATA = {
     "create",
     "open",
-    "open_to_write",
+    "open write",
     "status",
-    "is_directory",
+    "status link",
     "names",
-    "directories",
+    "names directories",
     "make_directory",
-    "make_directories",
+    "make_directory parents",
     "rename",
     "remove",
     "remove_directory",
-    "set_owner_and_mode",
+    "set_permissions",
     "truncate",
     "sync_directory",
 }
@@ -367,7 +367,7 @@ def asked(log: list[Operation]) -> list[str]:
 
 
 def test_what_counts_are_methods() -> None:
-    assert set(METHODS) >= METADATA
+    assert set(METHODS) >= {name.split()[0] for name in METADATA}
 
 
 def test_a_save_asks_little(disk: Path) -> None:

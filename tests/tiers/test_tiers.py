@@ -85,7 +85,9 @@ class Doors(Recorder):
         faults: the error number that operations of a name meet below a directory.
     """
 
-    CHANGES = frozenset({"create", "make_directories", "make_directory", "write_at", "rename"})
+    CHANGES = frozenset(
+        {"create", "make_directory parents", "make_directory", "write_at", "rename"}
+    )
 
     def __init__(self) -> None:
         super().__init__(by_engine=True)

@@ -16,6 +16,7 @@ import torch
 
 import fastckpt
 from fastckpt.saving import pipeline
+from fastckpt.storage.file_system import cached_share
 
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _CHUNK = 8 << 20
@@ -24,7 +25,7 @@ _CHUNK = 8 << 20
 def environment(directory: str) -> dict[str, Any]:
     """Returns hardware, kernel, file system and versions."""
     storage = pipeline.current().storage
-    fd = storage.open_directory(directory)
+    fd = storage.open(directory, "directory")
     try:
         file_system = storage.policy(fd)[0]
     finally:
@@ -64,14 +65,14 @@ def make_cold(path: Path) -> str:
     try:
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        if not storage.cached_share(fd):
+        if not cached_share(fd):
             return "posix_fadvise"
         try:
             _DROP_CACHES.write_text("1")
             way = "posix_fadvise, drop_caches"
         except OSError:
             way = "posix_fadvise"
-        left = storage.cached_share(fd)
+        left = cached_share(fd)
         return f"{way}; {left:.0%} of a file stayed in the page cache" if left > 0.005 else way
     finally:
         storage.close(fd)

@@ -39,7 +39,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save
 from fastckpt.storage import atomic
-from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.file_system import Storage, is_directory, reported
 
 log = logging.getLogger("fastckpt")
 
@@ -188,7 +188,7 @@ class Writer(StorageBase, StorageWriter):
         rank, durable = self._metadata_rank(), self.options.durable
         self._check_may_commit(storage)  # again: another save may have committed meanwhile
         with reported("open", directory):
-            is_there = storage.is_directory(os.path.realpath(directory))
+            is_there = is_directory(storage, os.path.realpath(directory))
         if not is_there:  # no rank had anything to write
             atomic.make_directory(storage, directory, durable)
         content = dcp_metadata.encode(metadata)
