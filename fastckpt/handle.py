@@ -245,8 +245,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
     """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
 
     If nobody asks for a failure by result() or exception(), the next save of the same kind raises
-    it, unless it is only to be warned of; at exit it is reported on stderr. If a signal handler
-    raises in one of the methods, the save goes on.
+    it, unless it is only to be warned of; at exit it is reported on stderr, and the exit status is
+    not 0. If a signal handler raises in one of the methods, the save goes on.
 
     Attributes:
         path: the final path, or "" for a file-like target.

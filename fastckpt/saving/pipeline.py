@@ -10,7 +10,6 @@ import atexit
 import errno
 import logging
 import os
-import sys
 import threading
 import time
 import traceback
@@ -24,12 +23,13 @@ from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import Gds
 from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
-from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, fate, retold
+from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, retold
 from fastckpt.handle import CLOCKS_BYTES, InnerHandle, RankClocks
 from fastckpt.latch import SERVER_S, Latch, items_of, start_thread, taken, within
 from fastckpt.ranks.round import Round
 from fastckpt.saving.copy_completion import CopyCompletion
 from fastckpt.saving.ctrl_c import any_hangs, wait_at_exit
+from fastckpt.saving.lost import fail_exit, tell_lost, tell_lost_in_child
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.watch import InFlight, Watch, drained
 from fastckpt.storage import calls
@@ -116,6 +116,8 @@ class Pipeline:
             raise failure  # Ctrl-C was meant for the caller, too
         if _exited:
             self.staging.close()
+            if failure is not None:
+                fail_exit(job.handle.path)
             job.handle.result()
 
     def _run(self, job: Job, on_caller: bool = False) -> None:
@@ -548,6 +550,7 @@ def _begin_exit() -> None:
     _exits = True
     if _current is not None:
         wait_at_exit(_current.in_flight(), _current.drain, _STILL_S)
+        tell_lost_in_child(_current.unreported())
 
 
 def _is_daemon(thread: threading.Thread) -> bool:
@@ -570,13 +573,10 @@ def _at_exit() -> None:
     except BaseException:  # Ctrl-C was pressed as a save ended, or what was given up now hangs
         pipeline.staging.abandon()
         raise
+    finally:
+        tell_lost(pipeline.unreported())
     for call in when_drained:
         call()
-    for handle in pipeline.unreported():
-        sys.stderr.write(
-            f"fastckpt: the save to {handle.path!r} FAILED and {fate(handle.failure())}: "
-            f"{handle.failure()}\n"
-        )
     if any(map(_is_daemon, threading.enumerate())):
         pipeline.staging.abandon()  # one may be using it; the kernel frees it in a moment
     else:

@@ -182,7 +182,7 @@ handle = fastckpt.save({"w": torch.ones(3 << 20)}, sys.argv[1], timeout_s=0.6)
 @pytest.mark.multiprocess
 def test_a_process_ends_though_writes_hang(disk: Path) -> None:
     path = disk / "a.pt"
-    ended = run_python(ENDS, path)
+    ended = run_python(ENDS, path, returncode=1)
     assert f"the save to '{path}' FAILED and was not committed: write of '{path}'" in ended.stderr
     assert "ETIMEDOUT" in ended.stderr and "terminate" not in ended.stderr
     assert not path.exists() and len(temporaries(disk)) == 1
@@ -208,7 +208,7 @@ handle = fastckpt.save({"w": torch.ones(3 << 20)}, sys.argv[1], timeout_s=0.6)
 @pytest.mark.multiprocess
 def test_a_process_ends_though_a_sync_hangs(disk: Path) -> None:
     path = disk / "a.pt"
-    ended = run_python(STUCK, path)
+    ended = run_python(STUCK, path, returncode=1)
     assert f"the save to '{path}' FAILED and was not committed: sync of '{disk}" in ended.stderr
     assert "terminate" not in ended.stderr and not path.exists()
     for name in temporaries(disk):

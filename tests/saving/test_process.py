@@ -94,23 +94,36 @@ def test_exit_waits_for_the_save(disk: Path, fence: str, way: str, returncode: i
 
 
 SAVES_THAT_FAIL = """
-import sys
+import atexit, sys
+atexit.register(print, "the program's own handler")  # runs after fastckpt's
 import torch, fastckpt
-folder = sys.argv[1]
+folder, status = sys.argv[1:]
 fastckpt.save(torch.ones(9), f"{folder}/good.pt").result(60)
 asked = fastckpt.save(torch.ones(9), f"{folder}/good.pt/asked.pt")
 assert isinstance(asked.exception(60), fastckpt.StorageError)
-fastckpt.save(torch.ones(9), f"{folder}/good.pt/forgotten.pt", fence="step")
+if status != "none":
+    fastckpt.save(torch.ones(9), f"{folder}/good.pt/forgotten.pt", fence="step")
+    sys.exit(int(status))
 """
 
 
-def test_failure_nobody_asked_for_is_told_at_exit(disk: Path) -> None:
-    stderr = run_python(SAVES_THAT_FAIL, disk).stderr
-    (message,) = [line for line in stderr.splitlines() if "FAILED" in line]
-    assert str(disk / "good.pt" / "forgotten.pt") in message
-    assert os.strerror(20) in message and "ENOTDIR" in message
-    assert "asked.pt" not in stderr
+@pytest.mark.parametrize(("status", "returncode"), [("none", 0), ("0", 1), ("256", 1), ("3", 3)])
+def test_failure_nobody_asked_for_is_told_at_exit(disk: Path, status: str, returncode: int) -> None:
+    ended = run_python(SAVES_THAT_FAIL, disk, status, returncode=returncode)
+    assert ended.stdout == "the program's own handler\n", "it ran, and was flushed"
+    assert "asked.pt" not in ended.stderr
+    if status != "none":
+        message, last = ended.stderr.splitlines()
+        path = str(disk / "good.pt" / "forgotten.pt")
+        assert message.startswith(f"fastckpt: the save to {path!r} FAILED and was not committed")
+        assert os.strerror(20) in message and "ENOTDIR" in message
+        assert path in last and last.endswith(f"exit status {returncode}")
     assert ones(disk / "good.pt") == 9
+
+
+def test_failure_without_a_stderr_gives_the_status(disk: Path) -> None:
+    closed = "import os, sys; os.close(2); sys.stderr = sys.__stderr__ = None\n"
+    run_python(closed + SAVES_THAT_FAIL, disk, 0, returncode=1)
 
 
 SAVE_AT_EXIT = """
@@ -153,7 +166,7 @@ FAILING_SAVE_AT_EXIT = """
 import atexit, sys
 
 def last_save():
-    fastckpt.save(torch.ones(9), sys.argv[1] + "/missing/a.pt")
+    fastckpt.save(torch.ones(9), sys.argv[1] + "/file/a.pt")
 
 atexit.register(last_save)
 import torch, fastckpt
@@ -161,8 +174,9 @@ import torch, fastckpt
 
 
 def test_failing_save_in_an_exit_handler_is_told(disk: Path) -> None:
-    stderr = run_python(FAILING_SAVE_AT_EXIT, disk, started=True).stderr
-    assert str(disk / "missing" / "a.pt") in stderr and "ENOENT" in stderr
+    (disk / "file").touch()
+    stderr = run_python(FAILING_SAVE_AT_EXIT, disk, started=True, returncode=1).stderr
+    assert str(disk / "file" / "a.pt") in stderr and "ENOTDIR" in stderr
 
 
 DAEMON_THREADS = """
@@ -510,6 +524,25 @@ def test_workers_save_and_load(disk: Path, method: str) -> None:
     assert result.stderr == ""
     assert [ones(disk / f"copy-{i}.pt") for i in range(6)] == 6 * [3 << 20]
     assert ones(disk / "worker.pt") == 5 << 20 and ones(disk / "held.pt") == 1 << 19
+
+
+LOST_IN_A_WORKER = """
+import multiprocessing, sys
+import torch, fastckpt
+from tests.saving.test_process import save_and_return
+
+worker = multiprocessing.get_context("fork").Process(target=save_and_return, args=sys.argv[1:])
+worker.start()
+worker.join(60)
+sys.exit(worker.exitcode)
+"""
+
+
+def test_failure_in_a_forked_worker_is_told_at_its_end(disk: Path) -> None:
+    (disk / "file").touch()
+    path = str(disk / "file" / "a.pt")
+    stderr = run_python(LOST_IN_A_WORKER, path, returncode=1).stderr
+    assert f"the save to {path!r} FAILED" in stderr and "Traceback" not in stderr
 
 
 @pytest.fixture(autouse=True)
