@@ -28,12 +28,13 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(told[:_LISTED_MAX]) + more
 
 
-def instead_of(missing: Sequence[object], there: Iterable[object]) -> str:
+def instead_of(missing: Sequence[object], there: Iterable[object], *, renames: bool = False) -> str:
     """Returns words, to follow "the checkpoint has not", about names like the first missing one.
 
     Args:
         missing: the names that are not there, at least one.
         there: the names that are.
+        renames: whether to name the rename= that makes these fit.
 
     Returns:
         Words that begin with ": ", or "" if no name is near.
@@ -45,14 +46,54 @@ def instead_of(missing: Sequence[object], there: Iterable[object]) -> str:
         bare = _without(name, prefix)
         found = next((n for n in names if n != name and _without(n, prefix) == bare), None)
         if found is not None:
-            return f": it has {found!r} instead ({why})"
-    if inside := [n for n in names if n.endswith((f"/{name}", f".{name}"))]:
-        return f": it has {listed(map(repr, inside))} instead"
+            return f": it has {found!r} instead ({why}){_renaming(found, name) * renames}"
+    bare = _bare(name)
+    inside = [n for n in names if n.endswith((f"/{name}", f".{name}")) or _is_in(bare, _bare(n))]
+    if inside:
+        advice = _renaming(inside[0], name) * renames
+        return f": it has {listed(map(repr, inside))} instead{advice}"
     if len(names) > _COMPARED_MAX:
         last = _SEPARATOR.split(name)[-1]
         names = [n for n in names if _SEPARATOR.split(n)[-1] == last][:_COMPARED_MAX]
     near = difflib.get_close_matches(name, names, _SHOWN_MAX)
     return f": the nearest that it has are {', '.join(map(repr, near))}" if near else ""
+
+
+def without_wrappers(names: Sequence[str]) -> list[str]:
+    """Returns the names that tensors have in the modules that torch has wrapped: without each
+    '_orig_mod.' and, where all begin so, 'module.', which some modules have of their own.
+    """
+    bare = [_without(name, "_orig_mod.") for name in names]
+    while bare and all(name.startswith("module.") for name in bare):
+        bare = [name.removeprefix("module.") for name in bare]
+    return bare
+
+
+def _renaming(old: str, new: str) -> str:
+    """Returns the argument that gives all names like the old one the place of the new one."""
+    if new == _without(old, "_orig_mod."):
+        return "; pass rename={'_orig_mod\\\\.': ''}"
+    shorter = range(min(len(old), len(new)), 0, -1)
+    ends = (n for n in shorter if old.endswith(new[-n:]) and _is_end(old, n) and _is_end(new, n))
+    kept = next(ends, 0)
+    begin = f"^{re.escape(old[: len(old) - kept])}"
+    return f"; pass rename={{{begin!r}: {new[: len(new) - kept]!r}}}"
+
+
+def _is_end(name: str, length: int) -> bool:
+    """Returns whether so many last characters of a name are whole keys."""
+    return len(name) == length or name[-length - 1] in "./"
+
+
+def _is_in(name: str, other: str) -> bool:
+    """Returns whether the name is the other one under further keys of a nest, or reversely."""
+    return name.endswith(f"/{other}") or other.endswith(f"/{name}")
+
+
+def _bare(name: str) -> str:
+    for prefix in _WRAPPERS:
+        name = _without(name, prefix)
+    return name
 
 
 def _without(name: str, prefix: str) -> str:

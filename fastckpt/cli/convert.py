@@ -27,7 +27,7 @@ import torch
 
 import fastckpt
 from fastckpt.arguments.checks import check_size
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.near_names import listed, without_wrappers
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.parser import CONVERT_DTYPES
@@ -169,6 +169,11 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
             f"goes by the names that inspect lists, --prefix {arguments.prefix!r} by those that "
             "are written"
         )
+    if arguments.to == "hf":  # the names of the model that is to read it
+        bare = without_wrappers([*found])
+        if len({*bare}) == len(bare):
+            copies = zip(found.values(), bare, strict=True)
+            found = {name: copy._replace(name=name) for copy, name in copies}
     unknown = [copy.name for copy in found.values() if not safetensors.supported(copy.dtype)]
     if unknown and is_dotted:
         names = listed(map(shown_name, unknown))

@@ -24,7 +24,7 @@ from fastckpt.arguments.checks import (
     check_size,
     optional,
 )
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.near_names import listed, without_wrappers
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import Told, save_directory
@@ -142,7 +142,9 @@ def export(
 
     Args:
         state: a state dict, a module, or a nest of dicts, lists, tuples and objects with
-            state_dict(). The exported name of a tensor is the keys that lead to it, joined by ".".
+            state_dict(). The exported name of a tensor is the keys that lead to it, joined by ".",
+            without what torch.compile() puts into them ("_orig_mod.") and, where all begin so,
+            DataParallel and DistributedDataParallel ("module.").
         directory: the path to write. An old export there is replaced as a whole; other files there
             are not, and the export fails.
         dtype: the dtype of tensors of floating-point numbers in the files; None: their own.
@@ -290,23 +292,10 @@ def _named(
     found: dict[str, SharedTensor] = {}
     old_of: dict[str, str] = {}
     seen: set[object] = set()
-    names: list[str] = []
     misfits: list[str] = []
-    kept: list[torch.Tensor] = []  # alive, so that their memory does not become others'
-    for keys, tensor in tensors_in(state):
-        kept.append(tensor)
-        old = joined(keys)
-        names.append(old)
-        new = fit.new_name(old) if fit.asks_for(old) else None
-        if new is None:
-            continue
-        name = dotted(new)
-        if not name:
-            raise ValueError(
-                f"rename leaves nothing of the name {old!r}: return None to leave the tensor out"
-                if old
-                else "a tensor alone has no name: export it in a dict, under a name"
-            )
+    # Of all, so that their memory does not become others'.
+    tensors = [(joined(keys), tensor) for keys, tensor in tensors_in(state)]
+    for old, name, tensor in _renamed(tensors, fit):
         try:
             held = _held(old, tensor, parts, name in unequal)
         except OtherRanks:  # as all DTensors are, so one name is enough
@@ -330,9 +319,29 @@ def _named(
     if misfits:
         raise TypeError(f"safetensors files cannot hold all of the state: {'; '.join(misfits)}")
     if not found:
-        left = f": only={fit.only!r} and rename leave out {listed(names)}" if names else ""
+        names = listed(old for old, _tensor in tensors)
+        left = f": only={fit.only!r} and rename leave out {names}" if names else ""
         raise ValueError(f"the state holds no tensor that is to be exported{left}")
     return [*found.values()]
+
+
+def _renamed(
+    tensors: Sequence[tuple[str, torch.Tensor]], fit: Fit
+) -> list[tuple[str, str, torch.Tensor]]:
+    """Returns the tensors to export, each with its name in the state and that in the files."""
+    chosen = list[tuple[str, str, torch.Tensor]]()
+    for old, tensor in tensors:
+        new = fit.new_name(old) if fit.asks_for(old) else None
+        if new is not None and not new:
+            raise ValueError(
+                f"rename leaves nothing of the name {old!r}: return None to leave the tensor out"
+                if old
+                else "a tensor alone has no name: export it in a dict, under a name"
+            )
+        if new is not None:
+            chosen.append((old, dotted(new), tensor))
+    bare = without_wrappers([name for _old, name, _tensor in chosen])
+    return [(old, name, its) for (old, _, its), name in zip(chosen, bare, strict=True)]
 
 
 class _Held(NamedTuple):

@@ -153,7 +153,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         filled = {_identity(part.tensor) for part in parts}
         missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
     if is_missing := bool(missing) and fit.missing == "raise":
-        near = instead_of([*missing], by_name)
+        near = instead_of([*missing], by_name, renames=True) or _passed_over(source)
         misfits.append(
             f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
         )
@@ -167,6 +167,18 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         raise refusal(path, misfits, is_missing=is_missing)
     _read(source, parts)
     return Differences(tuple(missing), tuple(left), renamed, tuple(filling.cast))
+
+
+def _passed_over(source: Source) -> str:
+    """Returns words, to follow "the checkpoint has not", about the objects that it has instead."""
+    count = sum(its for maker, its in source.others.items() if maker.endswith(".DTensor"))
+    if count:
+        return (
+            f": it has DTensors instead ({count} of them), of each of which torch.save writes one "
+            "rank's part: save them by a Checkpointer, or what their full_tensor() returns"
+        )
+    found = [f"{count} of {maker}" for maker, count in source.others.items()]
+    return f": it has objects instead, which are not looked into ({listed(found)})" if found else ""
 
 
 def _identity(tensor: torch.Tensor) -> object:

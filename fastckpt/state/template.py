@@ -251,7 +251,7 @@ class Template:
             raise self._misfit(f"{at} is a dict, in the checkpoint {_described(saved)}")
         missing = [at.of(key).name for key in value if key not in saved]
         if missing and self._fit.missing == "raise" and self._fit.only is None:
-            near = instead_of(missing, _names_within(self._saved, _At()))
+            near = instead_of(missing, _names_within(self._saved, _At()), renames=True)
             told = f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
             raise refusal(self._where, [told], is_missing=True)
         others = [at.of(key) for key in saved if key not in value]

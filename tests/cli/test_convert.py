@@ -83,7 +83,7 @@ def test_every_tensor_arrives(source: str, to: str, disk: Path) -> None:
 
 
 def test_nests_names_and_dtypes(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = {"layers.0.w": torch.randn(30, 20), "norm": torch.arange(7)}
+    model = {"layers.0.w": torch.randn(30, 20), "_orig_mod.norm": torch.arange(7)}
     state = {"model": model, "optimizer": {"state": {0: {"m": torch.randn(30, 20)}}}, "step": 3}
     fastckpt.save(state, disk / "a.pt").result(60)
     a = str(disk / "a.pt")
@@ -93,7 +93,7 @@ def test_nests_names_and_dtypes(disk: Path, capsys: pytest.CaptureFixture[str]) 
     found = by_hugging_face(disk / "hf")
     assert {*found} == {"layers.0.w", "norm"}
     assert torch.equal(found["layers.0.w"], model["layers.0.w"].bfloat16())
-    assert torch.equal(found["norm"], model["norm"])
+    assert torch.equal(found["norm"], model["_orig_mod.norm"])
     options = ["--to", "pt", "--glob", "optimizer/*", "--json"]
     assert main(["convert", a, str(disk / "b.pt"), *options]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -178,6 +178,26 @@ def test_names(disk: Path) -> None:
     assert loaded(disk / "b").keys() == {"blocks.0", "blocks.1", "head.weight"}
 
 
+def test_names_of_wrapped_modules(disk: Path) -> None:
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    plain.append(torch.compile(torch.nn.Linear(2, 2)))
+    bare = {"0.weight", "0.bias", "1.weight", "1.bias"}
+    parallel = torch.nn.DataParallel(plain)
+    for name, wrapped in {
+        "a": torch.compile(plain),
+        "b": parallel,
+        "c": {"module": parallel},
+    }.items():
+        fastckpt.export(wrapped, disk / name).result(WAIT_S)
+        assert loaded(disk / name).keys() == bare
+    own = {"module.w": torch.ones(3), "w": torch.zeros(3)}
+    fastckpt.export({"model": torch.compile(plain), **own}, disk / "d").result(WAIT_S)
+    assert loaded(disk / "d").keys() == {f"model.{name}" for name in bare} | own.keys()
+    own = {"_orig_mod.w": torch.ones(3), "w": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"'w' would be named 'w', which '_orig_mod.w' is"):
+        fastckpt.export(own, disk / "e")
+
+
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_what_was_there_at_the_call_is_exported(disk: Path, fence: Any) -> None:
     state = {"small": torch.ones(100), "large": torch.ones(1 << 20)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import logging
 import re
 from pathlib import Path
@@ -108,6 +109,32 @@ def test_a_misfit_names_what_the_checkpoint_has(disk: Path) -> None:
         fastckpt.load_into(state, path, rename={"^a$": "b"}, dtype="raise")
 
 
+@pytest.mark.parametrize(
+    ("prefix", "nested"),
+    [
+        ("_orig_mod.", False),
+        ("_orig_mod.", True),
+        ("module.", False),
+        ("module.", True),
+        ("model/_orig_mod.", False),
+        ("model/_orig_mod.", True),
+        ("net/", False),
+        ("", True),
+    ],
+)
+def test_a_misfit_by_names_tells_how_to_rename(disk: Path, prefix: str, nested: bool) -> None:
+    saved, model = network(1), network(2)
+    weights = {prefix.split("/")[-1] + name: its for name, its in saved.state_dict().items()}
+    nest = prefix.rpartition("/")[0]
+    torch.save({nest: weights} if nest else weights, disk / "a.pt")
+    state = {"model": model} if nested else model
+    with pytest.raises(IncompatibleCheckpoint) as caught:
+        fastckpt.load_into(state, disk / "a.pt")
+    (advice,) = re.findall(r"; pass rename=({.*?})", str(caught.value))
+    fastckpt.load_into(state, disk / "a.pt", rename=ast.literal_eval(advice))
+    assert torch.equal(model[0].weight, saved[0].weight)
+
+
 def test_tied_weights_of_which_one_name_was_saved(disk: Path) -> None:
     saved, model = network(1), network(2)
     state = {"in": model[0].weight, "out": model[0].weight.detach()}
@@ -198,6 +225,17 @@ def read_sharded(member: Member, path: str) -> Outcome:
     return attempt(read)
 
 
+def read_what_torch_saves(member: Member, path: str) -> Outcome:
+    def read() -> Any:
+        mesh = init_device_mesh("cpu", (2,))
+        names = "ab"
+        spread = {name: distribute_tensor(torch.ones(8), mesh, [Shard(0)]) for name in names}
+        torch.save(spread, f"{path}{member.rank}")
+        fastckpt.load_into({name: torch.ones(8) for name in names}, f"{path}{member.rank}")
+
+    return attempt(read)
+
+
 def read_tied(member: Member, path: str, rows: int) -> Outcome:
     def read() -> Any:
         mesh = init_device_mesh("cpu", (2,))
@@ -230,6 +268,8 @@ def test_each_rank_gets_its_part(nursery: Nursery, disk: Path) -> None:
     crew: Crew = nursery.lasting_crew(2)
     for outcome in crew(read_sharded, str(path)):
         assert outcome.error is None and outcome.value == []
+    for outcome in crew(read_what_torch_saves, str(disk / "a.pt")):
+        assert "it has DTensors instead (2 of them), of each" in str(outcome.error)
 
 
 def test_what_holds_no_tensors_is_refused(disk: Path) -> None:
