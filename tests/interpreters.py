@@ -207,6 +207,8 @@ def _ancestor(imports: str) -> socket.socket:
             search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
             subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
+                # Not by torch.set_num_threads(): in a child of fork() torch makes a pool anew that
+                # this has made, and a second thread that needs it meanwhile aborts the process.
                 env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
             )
@@ -292,7 +294,7 @@ if __name__ == "__main__":
 
     import fastckpt
 
-    torch.set_num_threads(1)
+    assert torch.get_num_threads() == 1
     assert fastckpt.__file__
     sys.path[0] = ""  # as for `python -c`
     exec(*next_program(int(sys.argv[1])))

@@ -127,7 +127,9 @@ class Job:
     def finish(self, timeout: float = WAIT_S) -> str:
         """Waits for a job that ends well; returns its output."""
         with self:
-            assert self.wait(timeout) == 0, self.output[-6000:]
+            code = self.wait(timeout)
+            ends = [rank.returncode for rank in self.ranks]  # -9: killed when another had failed
+            assert code == 0, f"the ranks ended with {ends}, and said:\n{self.output}"
         return self.output
 
 
