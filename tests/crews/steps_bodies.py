@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import resource
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -219,18 +218,6 @@ def save_overlapping(member: Member, root: str, count: int, options: dict[str, A
             found_in(member, checkpointer, step)
 
 
-def save_and_keep(member: Member, root: str, options: dict[str, Any]) -> list[list[int]]:
-    """Saves steps that retention makes few; returns which there are after each of two jobs."""
-    seen = []
-    for steps in (range(1, 6), range(6, 8)):
-        save_steps(member, root, list(steps), options)
-        meet(member)
-        with Checkpointer(root) as checkpointer:
-            seen.append(checkpointer.steps())
-        meet(member)
-    return seen
-
-
 def save_with_budgets(member: Member, root: str, budgets: dict[int, int]) -> tuple[int, int | None]:
     """Saves with a staging budget of each rank's own; returns the most staging memory used."""
     options = {"staging_bytes": budgets.get(member.rank)}
@@ -241,21 +228,6 @@ def save_with_budgets(member: Member, root: str, budgets: dict[int, int]) -> tup
     for key, tensor in rows(member, 40).items():
         assert torch.equal(state[key].to_local(), tensor.to_local()), key
     return stats.staged_bytes_max, found
-
-
-def save_late(member: Member, root: str, late: int) -> int | None:
-    """One rank calls when save() has returned on the others; returns what is found."""
-    with Checkpointer(root) as checkpointer:
-        saved(member, checkpointer, 1)
-        state = stamped(member, 2)
-        if member.rank == late:
-            meet(member)
-        handle = checkpointer.save(2, state)
-        if member.rank != late:
-            assert not handle.done()
-            meet(member)
-        handle.result()
-        return found_in(member, checkpointer)
 
 
 def save_again_before_a_late_rank_wakes(member: Member, root: str) -> tuple[Any, ...]:
@@ -297,18 +269,6 @@ def patched_sync(entered: threading.Event, go_on: threading.Event) -> Iterator[N
         yield
     finally:
         Storage.sync = real  # type: ignore[method-assign]
-
-
-def save_in_parts(member: Member, root: str) -> list[Any]:
-    """Two halves of the job save to roots of their own, at the same time."""
-    half = member.world_size // 2
-    begin = 0 if member.rank < half else half
-    member.make_groups(range(half, 2 * half))
-    part = Part(member.rank - begin, member.group_of(begin, begin + half))
-    with Checkpointer(f"{root}/{begin}", group=part.group) as checkpointer:
-        for step in (begin + 1, begin + 2):
-            saved(part, checkpointer, step)
-        return [checkpointer.steps(), found_in(part, checkpointer)]
 
 
 def save_and_tell(member: Member, root: str) -> list[fastckpt.SaveStats]:
@@ -437,8 +397,6 @@ def _saved_wrongly(member: Member, checkpointer: Checkpointer, step: int, wrong:
         failed = InnerHandle(path, 0.0, kind=checkpointer.root)
         error = fastckpt.StorageError("open", failed.path, errno.ENAMETOOLONG)
         pipeline.current().refuse(failed, error, None)
-    elif wrong == "cannot be pickled":
-        state["own"] = PerRank(threading.Lock())
     else:
         assert wrong is None
     return checkpointer.save(step, state).result()
@@ -472,25 +430,6 @@ def save_onto_a_small_disk(
         with mounted(root, nbytes if member.rank == small else 0):
             first = attempt(lambda: saved(member, checkpointer, 2))
             meet(member)
-        names = committed(root)
-        meet(member)
-        second = attempt(lambda: saved(member, checkpointer, 3))
-        return first, names, second, found_in(member, checkpointer)
-
-
-def save_with_a_file_size_limit(
-    member: Member, root: str, limited: int, nbytes: int
-) -> tuple[Outcome, list[str], Outcome, int | None]:
-    """As save_onto_a_small_disk(), but that rank's files may not grow beyond so many bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with Checkpointer(root, timeout_s=20) as checkpointer:
-        saved(member, checkpointer, 1)
-        meet(member)
-        if member.rank == limited:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-        first = attempt(lambda: saved(member, checkpointer, 2))
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        meet(member)
         names = committed(root)
         meet(member)
         second = attempt(lambda: saved(member, checkpointer, 3))

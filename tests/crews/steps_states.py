@@ -183,13 +183,3 @@ def step_of(member: Member | Part, state: dict[str, Any]) -> int:
     if own.found is not False:
         assert own.value == [member.rank, step], f"rank {member.rank} has {own.value}"
     return step
-
-
-def flip(path: Any, at: float) -> None:
-    """Inverts one byte of a file, at this fraction of its size."""
-    with open(path, "r+b") as file:
-        offset = int(file.seek(0, 2) * at)
-        file.seek(offset)
-        (value,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([value ^ 0xFF]))

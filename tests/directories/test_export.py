@@ -459,19 +459,6 @@ def test_an_export_that_fails_costs_no_step(disk: Path, caplog: pytest.LogCaptur
     assert checkpointer.steps() == [2, 3, 5]
 
 
-def test_an_export_that_fails_is_only_warned_of_on_request(
-    disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    how = fastckpt.HuggingFace(disk / "hf", every=2, only="none")
-    with fastckpt.Checkpointer(disk / "run", export=how, on_error="warn") as checkpointer:
-        for step in (2, 3):
-            checkpointer.save(step, {"a": torch.ones(3)})
-        exported = checkpointer.exported
-    told = [line for line in caplog.messages if "no tensor" in line]
-    assert len(told) == 1 and "was not saved: ValueError" in told[0]
-    assert exported is not None and type(exported.exception()) is ValueError
-
-
 @pytest.mark.parametrize("told_by", ["close", "handle", "block"])
 def test_an_export_that_cannot_begin_is_told_so_too(disk: Path, told_by: str) -> None:
     weight = torch.ones(3, dtype=torch.complex64)
@@ -490,19 +477,6 @@ def test_an_export_that_cannot_begin_is_told_so_too(disk: Path, told_by: str) ->
                 assert checkpointer.steps() == [1]
     checkpointer.close()
     assert checkpointer.steps() == [1] and not (disk / "hf" / "step-00000001").exists()
-
-
-def test_the_errors_of_a_block_and_of_an_export_that_cannot_begin(
-    disk: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    how = fastckpt.HuggingFace(disk / "hf", only="nothing")
-    with (
-        pytest.raises(KeyError, match="mine"),
-        fastckpt.Checkpointer(disk / "run", export=how) as checkpointer,
-    ):
-        checkpointer.save(1, {"a": torch.ones(3)})
-        raise KeyError("mine")
-    assert "a save failed too: an earlier save" in caplog.text and "no tensor" in caplog.text
 
 
 def test_an_export_that_cannot_begin_keeps_no_state(disk: Path) -> None:
@@ -653,11 +627,6 @@ def test_it_is_durable_before_it_has_its_name(disk: Path) -> None:
 
 
 # Several ranks
-
-
-@pytest.fixture
-def crew(nursery: Nursery) -> Callable[[int], Crew]:
-    return nursery.lasting_crew
 
 
 @pytest.mark.multiprocess

@@ -209,17 +209,6 @@ def test_round_trip(
 
 
 @needs_zstd
-@pytest.mark.parametrize("nbytes", [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 17])
-@pytest.mark.parametrize("kind", CONTENTS)
-def test_stock_zstd_decompresses(tmp_path: Path, fd: int, kind: str, nbytes: int) -> None:
-    content = CONTENTS[kind](nbytes, nbytes)
-    write(fd, content)
-    path = tmp_path / "a.zst"
-    assert subprocess.run(["zstd", "-q", "-d", "-c", path], capture_output=True).stdout == content
-    subprocess.run(["zstd", "-q", "-t", path], check=True, capture_output=True)
-
-
-@needs_zstd
 def test_zstd_gives_back_the_safetensors_file(tmp_path: Path, fd: int) -> None:
     tensors = {"w": (torch.randn(300, 1000) * 0.02).to(torch.bfloat16), "b": torch.arange(3)}
     save_file(tensors, tmp_path / "plain.safetensors")
@@ -332,12 +321,6 @@ def test_threads_compress_and_write_at_the_same_time_with_a_workspace_each(
     assert made == [BLOCK] * 4
     assert not alive, "the last block frees them"
     assert read(fd, len(content), writer.frames()) == content
-
-
-def test_workspaces_are_used_again(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, _ = count_workspaces(monkeypatch)
-    write(fd, weights(100 * PAGE, 1), PAGE, threads=3)
-    assert 1 <= len(made) <= 3
 
 
 # ---- Errors ----
@@ -457,11 +440,6 @@ def test_no_memory_for_another_workspace(fd: int, monkeypatch: pytest.MonkeyPatc
         assert first.result(WAIT_S) == BLOCK  # its frame had its place
     with pytest.raises(StorageError, match="allocate"):
         writer.frames()
-
-
-def test_level_that_zstd_does_not_have(fd: int) -> None:
-    with pytest.raises(ValueError, match="level"):
-        FrameWriter(Storage(), fd, "a.zst", 1, BLOCK, partial(ZstdEncoder, 23))
 
 
 # ---- Damage ----
@@ -584,16 +562,6 @@ def test_short_file_is_an_error_at_every_length(fd: int) -> None:
         with pytest.raises(StorageError) as error:
             reader.transfer("read", fd, memoryview(bytearray(len(content))), 0)
         assert (error.value.errno, error.value.offset) == (errno.ENODATA, nbytes)
-
-
-def test_file_that_cannot_be_read(tmp_path: Path) -> None:
-    fd = os.open(tmp_path / "a.zst", os.O_WRONLY | os.O_CREAT)
-    try:
-        reader = FrameReader(Storage(), fd, "a.zst", 1, PAGE, (PAGE,))
-        with pytest.raises(StorageError, match=r"read of 'a.zst' at offset 0 failed"):
-            reader.transfer("read", fd, memoryview(bytearray(1)), 0)
-    finally:
-        os.close(fd)
 
 
 # ---- Below the engine ----

@@ -420,27 +420,6 @@ def test_columns_must_be_whole_rows(backend: Backend) -> None:
 # ---- Writing when things go wrong ----
 
 
-def test_closed_descriptor_fails_the_job(backend: Backend, closed_fd: int) -> None:
-    with engine_of(2) as engine:
-        job = start(engine, closed_fd, plain(10 * PAGE), backend, offset=2 * PAGE)
-        assert job.wait_staged(WAIT_S)
-        assert job.wait_written(WAIT_S)
-        failure = job.failure()
-        assert failure is not None
-        assert (failure[0], failure[2]) == ("write", errno.EBADF)
-        assert failure[1] in (2 * PAGE, 3 * PAGE)  # either of those in flight together
-        assert job.nbytes_written() == 0
-
-
-def test_read_only_descriptor_fails_the_job(backend: Backend, disk: Path) -> None:
-    (disk / "image").write_bytes(b"old")
-    with engine_of(2) as engine, opened(disk / "image", os.O_RDONLY) as fd:
-        job = start(engine, fd, plain(PAGE), backend)
-        assert job.wait_written(WAIT_S)
-        assert job.failure() == ("write", 0, errno.EBADF)
-    assert (disk / "image").read_bytes() == b"old"
-
-
 def test_full_device_fails_the_job(backend: Backend) -> None:
     with engine_of(2) as engine, opened(Path("/dev/full"), os.O_WRONLY) as fd:
         job = start(engine, fd, plain(5 * PAGE), backend, limit=1)
@@ -873,19 +852,6 @@ def test_reads_in_any_order_return_the_file(
         assert engine.arena_blocks_in_use() == 0
 
 
-def test_tiny_reads_forwards_and_backwards(backend: Backend, disk: Path) -> None:
-    nbytes = 3 * PAGE + 100
-    (disk / "image").write_bytes(POOL[:nbytes])
-    with opened(disk / "image", os.O_RDONLY) as fd, engine_of(4) as engine:
-        crcs = crcs_of(bytes(POOL[:nbytes]), PAGE)
-        with stream_of(engine, fd, nbytes, crcs, backend, window=3) as stream:
-            for offsets in (range(0, nbytes, 3), range(nbytes - 3, 0, -7)):
-                for offset in offsets:
-                    target = bytearray(min(3, nbytes - offset))
-                    assert stream.readinto(target, offset)
-                    assert target == POOL[offset : offset + len(target)]
-
-
 def test_reading_nothing(backend: Backend, disk: Path) -> None:
     (disk / "image").write_bytes(b"")
     with (
@@ -951,15 +917,6 @@ def test_truncated_file_fails_the_read(
                 assert not stream.readinto(bytearray(PAGE), whole)
                 assert stream.failure() == ("read", there, errno.ENODATA)
                 assert stream.corrupt_block() == -1
-
-
-def test_closed_descriptor_fails_the_read(backend: Backend, closed_fd: int) -> None:
-    with (
-        engine_of(2) as engine,
-        stream_of(engine, closed_fd, 4 * PAGE, [], backend, window=1) as stream,
-    ):
-        assert not stream.readinto(bytearray(10), 0)
-        assert stream.failure() == ("read", 0, errno.EBADF)
 
 
 def test_error_of_a_read_is_the_streams() -> None:
@@ -1171,11 +1128,6 @@ def hammer(path: str, seconds: float, with_uring: bool) -> None:
     engine.close()
     for backend in backends:
         backend.close()
-
-
-@pytest.mark.multiprocess
-def test_threads_hammering_one_engine(kind: str, disk: Path) -> None:
-    isolated(hammer, str(disk / "image"), 1.0, kind == "io_uring")
 
 
 def close_after_a_failure(kind: str, how: str) -> None:

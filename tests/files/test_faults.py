@@ -22,7 +22,6 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt.saving import pipeline
 from tests.saving.test_handle import (
     WAIT_S,
     HeldTensor,
@@ -203,42 +202,6 @@ def test_room_for_two_copies_is_enough_for_ever(disk: Path, kind: str, durable: 
         assert not temporaries(mount)
 
 
-@pytest.mark.filesystem
-def test_room_for_two_copies_without_waiting_for_results(disk: Path) -> None:
-    with mounted("tmpfs", disk, 48 * MIB) as mount:
-        path = mount / "a.pt"
-        leave_free(mount, 24 * MIB)
-        for turn in range(100):
-            handle = fastckpt.save(state(turn), path)
-            concurrent.futures.wait([handle], WAIT_S)
-        assert value_of(path) == 99
-
-
-@pytest.mark.filesystem
-def test_training_survives_a_full_disk(disk: Path) -> None:
-    with mounted("tmpfs", disk, 48 * MIB) as mount:
-        path = mount / "a.pt"
-        weight = torch.nn.Parameter(torch.zeros(10 * MIB // 4))
-        weight.grad = -torch.ones_like(weight)
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        committed = []
-        for step in range(6):
-            if step == 2:
-                pipeline.current().wait_for(str(path), ended=True)  # what it replaced is freed
-                ballast = leave_free(mount, 2 * MIB)
-            if step == 4:
-                ballast.unlink()
-            handle = fastckpt.save({"w": weight, "step": step}, path, fence="step")
-            optimizer.step()
-            if handle.exception(WAIT_S) is None:
-                committed.append(step)
-            loaded = fastckpt.load(path)
-            assert loaded["step"] == committed[-1]
-            assert bool((loaded["w"] == committed[-1]).all())
-        assert committed == [0, 1, 4, 5]
-        assert bool((weight == 6).all())
-
-
 # Limits and permissions.
 
 FILE_SIZE_LIMIT = """
@@ -354,20 +317,6 @@ def test_directory_put_in_place_of_the_file_during_the_save(disk: Path) -> None:
         held.release()
     check_storage_error(handle.exception(WAIT_S), errno.EISDIR, path, "rename")
     assert path.is_dir() and not temporaries(disk)
-
-
-def test_a_full_device(disk: Path) -> None:
-    with pytest.raises(Exception) as stock:
-        torch.save(state(1, MIB), "/dev/full")
-    link = disk / "link"
-    link.symlink_to("/dev/full")
-    for path in ("/dev/full", link):
-        with pytest.raises((RuntimeError, OSError)) as ours:
-            fastckpt.save(state(1, MIB), path).result(WAIT_S)
-        assert type(ours.value) is type(stock.value)
-    assert link.is_symlink() and not Path("/dev/full").is_file()
-    fastckpt.save(state(2, MIB), disk / "good.pt").result(WAIT_S)
-    assert value_of(disk / "good.pt") == 2
 
 
 # Who hears of a failure.

@@ -649,19 +649,6 @@ def test_sparse_invariants_are_checked(disk: Path, committed: Any) -> None:
 # Loads beside saves and beside each other.
 
 
-def test_load_waits_for_the_save_in_flight(
-    disk: Path, assert_same: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (disk / "link").symlink_to("object.pt")
-    monkeypatch.chdir(disk)
-    for step, spelled in enumerate(
-        (disk / "object.pt", "object.pt", "./link", Path("./object.pt"))
-    ):
-        handle = fastckpt.save(weights() | {"step": step}, disk / "object.pt")
-        assert_same(fastckpt.load(spelled), weights() | {"step": step})
-        handle.result(timeout=60)
-
-
 def test_loads_from_many_threads(writer: Any, disk: Path, assert_same: Any) -> None:
     path = writer(weights(), disk / "object.pt")
     failures: list[BaseException] = []

@@ -35,7 +35,6 @@ import pytest
 import torch
 
 import fastckpt
-from tests import interpreters
 
 try:
     from torch.utils.serialization import config as torch_config
@@ -932,14 +931,6 @@ def test_owner_of_an_existing_file_stays(disk: Path, committed: Any) -> None:
     assert (path.stat().st_uid, path.stat().st_gid) == (1234, 4321)
 
 
-def test_existing_longer_file_is_replaced(disk: Path, committed: Any, assert_same: Any) -> None:
-    path = disk / "object.pt"
-    path.write_bytes(b"x" * 5 * MIB)
-    committed(tied(), path)
-    assert path.stat().st_size < MIB
-    assert_same(torch.load(path), tied())
-
-
 def test_device_file_is_written_to_and_stays_one(disk: Path, committed: Any) -> None:
     null = Path("/dev/null")
     if os.geteuid() == 0:  # who could replace the real one
@@ -1037,18 +1028,6 @@ def test_open_file_that_already_holds_something(disk: Path, assert_same: Any) ->
 # What a caller may do around a save.
 
 
-def test_caller_may_change_everything_when_save_returned(disk: Path, assert_same: Any) -> None:
-    obj = {"a": octets_of(20 * MIB), "b": [count(5)], "c": "text"}
-    handle = fastckpt.save(obj, disk / "object.pt")
-    obj["a"].zero_()
-    obj["b"][0].fill_(9)
-    obj["b"].append(1)
-    del obj["c"]
-    handle.result(timeout=60)
-    expected = {"a": octets_of(20 * MIB), "b": [count(5)], "c": "text"}
-    assert_same(torch.load(disk / "object.pt"), expected)
-
-
 def test_checkpoint_mapped_from_the_path_that_is_saved_to(disk: Path, assert_same: Any) -> None:
     obj = {"a": octets_of(10 * MIB), "b": count(5)}
     path = disk / "object.pt"
@@ -1058,28 +1037,6 @@ def test_checkpoint_mapped_from_the_path_that_is_saved_to(disk: Path, assert_sam
         fastckpt.save(mapped, path).result(timeout=60)
     assert_same(mapped, obj)
     assert_same(torch.load(path), obj)
-
-
-ENDINGS = {"end": "", "exit": "import sys; sys.exit(3)", "exception": "1 / 0"}
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("ending", ENDINGS)
-def test_process_that_ends_after_its_saves_leaves_them_whole(ending: str, disk: Path) -> None:
-    program = f"""
-import threading, torch, fastckpt
-for n in range(4):
-    fastckpt.save({{"n": n, "t": torch.full((3_000_000,), float(n))}}, f"{{n}}.pt")
-thread = threading.Thread(target=lambda: fastckpt.save(torch.ones(5), "thread.pt"))
-thread.start()
-{ENDINGS[ending]}
-"""
-    ended = interpreters.run(program, cwd=disk, timeout=120)
-    assert ended.returncode == {"end": 0, "exit": 3, "exception": 1}[ending], ended.stderr
-    assert sorted(os.listdir(disk)) == ["0.pt", "1.pt", "2.pt", "3.pt", "thread.pt"]
-    for n in range(4):
-        loaded = torch.load(disk / f"{n}.pt")
-        assert loaded["n"] == n and loaded["t"].eq(n).all()
 
 
 # Scale.

@@ -145,15 +145,6 @@ def test_interrupt_while_pickling_passes_through(disk: Path) -> None:
     assert os.listdir(disk) == []
 
 
-def test_a_refused_save_does_not_spoil_the_next(disk: Path, committed: Any) -> None:
-    for _ in range(20):
-        with pytest.raises(ZeroDivisionError):
-            fastckpt.save([tensors(), Refuses()], disk / "object.pt")
-    path = committed(tensors(), disk / "object.pt")
-    assert torch.equal(torch.load(path)["b"], tensors()["b"])
-    assert os.listdir(disk) == ["object.pt"]
-
-
 # Arguments that are refused.
 
 
@@ -396,18 +387,6 @@ def test_folder_is_no_checkpoint(disk: Path) -> None:
     (disk / "dangling").symlink_to("nowhere")
     path = disk / "dangling"
     assert refusal(lambda: fastckpt.load(path)) == refusal(lambda: torch.load(path))
-
-
-@pytest.mark.parametrize("writer", ["torch", "fastckpt"])
-@pytest.mark.parametrize("keep", [0.02, 0.5, 0.999])
-def test_truncated_file(keep: float, writer: str, disk: Path, committed: Any) -> None:
-    path = disk / "object.pt"
-    torch.save(tensors(), path) if writer == "torch" else committed(tensors(), path)
-    os.truncate(path, int(path.stat().st_size * keep))
-    theirs, _ = refusal(lambda: torch.load(path))
-    for verify in (True, False):
-        ours, text = refusal(lambda verify=verify: fastckpt.load(path, verify=verify))
-        assert issubclass(ours, theirs) and text
 
 
 @pytest.mark.parametrize("name", ["None", "bytes", "number", "list"])

@@ -874,11 +874,9 @@ def save_steps(member: Member, path: Path, device: str, fence: str, big: int, ot
         return checkpointer.save(0, state).result(WAIT_S).staging
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    nursery = Nursery(__name__)
-    yield nursery.lasting_crew(2)
-    nursery.close()
+@pytest.fixture
+def crew(nursery: Nursery) -> Crew:
+    return nursery.lasting_crew(2)
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ in their place. Must not know how a file is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +76,9 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.cpu(), other)
 
 
-@pytest.fixture(scope="module")
-def crew() -> Iterator[Crew]:
-    nursery = Nursery(__name__)
-    yield nursery.lasting_crew(RANKS)
-    nursery.close()
+@pytest.fixture
+def crew(nursery: Nursery) -> Crew:
+    return nursery.lasting_crew(RANKS)
 
 
 @pytest.fixture

@@ -369,18 +369,6 @@ def test_a_full_disk_ends_training(disk: Path) -> None:
 
 
 @limit_kept()
-def test_training_goes_on_with_a_full_disk_if_told_so(
-    disk: Path, stock: tuple[Path, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    callbacks = [Full(4, 5)]
-    trainer = make(AsyncTrainer, disk, callbacks=callbacks, options={"on_error": "warn"})
-    trainer.train()
-    assert numbers(disk) == [2, 6, 8]
-    assert f"{str(disk / 'checkpoint-4')!r} was not saved: StorageError" in caplog.text
-    assert_goes_on_like(trainer, stock[1])
-
-
-@limit_kept()
 def test_a_best_checkpoint_that_could_not_be_saved_is_none(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -450,12 +438,6 @@ def test_what_would_be_written_in_other_ways_is_refused(
             make(AsyncTrainer, disk, **arguments)
     finally:
         signal.signal(signal.SIGTERM, handler)
-
-
-def test_wrong_options_are_refused(disk: Path) -> None:
-    for options in ({"fence": "later"}, {"on_error": "ignore"}):
-        with pytest.raises(ValueError, match=f"{next(iter(options))} is"):
-            make(AsyncTrainer, disk, options=options)
 
 
 def test_another_trainer_can_be_extended(disk: Path) -> None:
@@ -579,10 +561,6 @@ def test_a_rank_that_fails_keeps_all_from_committing(disk: Path) -> None:
     told = re.findall(r"checkpoint-4' was not saved: (\w+): .*no room for this rank", said)
     assert sorted(told) == ["OSError", "PeerFailed"]
     assert said.count("trained to step 6") == 2
-
-
-def test_the_integration_is_not_part_of_the_public_names() -> None:
-    assert "integrations" not in fastckpt.__all__
 
 
 def test_from_pretrained_opens_an_export(disk: Path) -> None:

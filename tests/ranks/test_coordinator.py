@@ -162,15 +162,6 @@ def test_alone_needs_nobody() -> None:
     alone.close()
 
 
-def test_gather_of_many_ranks_comes_in_order() -> None:
-    world_size = 600  # more than are read at a time
-    rounds = [c.begin("step 1") for c in opened(dist.HashStore(), world_size)]
-    for begun in reversed(rounds):
-        begun.put("number", b"%d" % begun.rank)
-    assert rounds[7].gather("number") == [b"%d" % rank for rank in range(world_size)]
-    assert rounds[7].operations < 20
-
-
 def test_name_is_equal_on_ranks_and_new_each_time() -> None:
     coordinators = opened(dist.HashStore(), 2)
     names = [[c.begin(label).name for label in ("a", "b", "a", "a")] for c in coordinators]
@@ -195,22 +186,6 @@ def test_rounds_in_flight_do_not_mix(store: dist.Store) -> None:
 
     outcomes = together(*[lambda r=r, n=n: run(r, n) for r in (0, 1) for n in (0, 1, 2)])
     assert outcomes == [f"{n} of 0 {n} of 1" for n in (0, 1, 2)] * 2
-
-
-def test_slow_rank_is_waited_for(brisk: None) -> None:
-    """It is far behind for many looks: first at an earlier round, then with this one under way."""
-    coordinators = opened(dist.HashStore(), 2)
-    on_each(coordinators, commit, "step 1")
-
-    def late() -> str:
-        time.sleep(0.5)
-        slow = coordinators[1].begin("step 2")
-        later = coordinators[1].begin("step 3")
-        later.put("early", b"")  # the others hear of step 3 before any record of step 2
-        time.sleep(0.5)
-        return commit(slow)
-
-    assert together(lambda: commit(coordinators[0].begin("step 2")), late) == ["0,1", "0,1"]
 
 
 def test_own_connection_does_not_wait_for_the_training_thread() -> None:
@@ -335,26 +310,6 @@ def test_peer_failed_of_something_else_is_a_failure() -> None:
     with pytest.raises(PeerFailed, match="rank 0 failed: PeerFailed: another round's") as caught:
         rounds[1].check()
     assert caught.value.ranks == (0,)
-
-
-def test_decision_cannot_be_undone() -> None:
-    first, second = (c.begin("step 1") for c in opened(dist.HashStore(), 2))
-    first.decide()
-    second.fail(Died("too late"))
-    first.check()
-    second.check()
-    first.put("outcome", b"committed")
-    assert second.get("outcome") == b"committed"
-
-
-def test_no_decision_after_a_failure() -> None:
-    first, second = (c.begin("step 1") for c in opened(dist.HashStore(), 2))
-    second.fail(Died("in time"))
-    with pytest.raises(PeerFailed, match="in time"):
-        first.decide()
-    first.put("harmless", b"")
-    with pytest.raises(PeerFailed, match="in time"):
-        first.get("outcome")
 
 
 def test_decision_and_failure_exclude_each_other() -> None:

@@ -10,7 +10,7 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +23,10 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.signal_handlers import checked_signals
 from fastckpt.ranks.stop import StopAgreement
 from tests.crews import stop_bodies as bodies
-from tests.crews.group_crew import Crew, Nursery
+from tests.crews.group_crew import Crew
 from tests.interpreters import Program, run
 
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    started = Nursery("tests.crews.stop_bodies")
-    yield started
-    started.close()
-
-
-@pytest.fixture
-def crew(nursery: Nursery) -> Callable[[int], Crew]:
-    """`crew(n)`: a job of n ranks, the same one for all tests."""
-    return nursery.lasting_crew
+RANKS_IMPORT = "tests.crews.stop_bodies"
 
 
 @pytest.mark.multiprocess

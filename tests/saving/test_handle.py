@@ -314,40 +314,6 @@ def test_a_wait_that_timed_out_has_not_asked_for_the_error(disk: Path) -> None:
     assert value_of(disk / "a.pt") == 2
 
 
-BAD_ARGUMENTS: list[dict[str, Any]] = [
-    {"fence": "never"},
-    {"fence": None},
-    {"backend": "posix"},
-    {"backend": ""},
-    {"staging_bytes": 0},
-    {"staging_bytes": -1},
-]
-
-
-@pytest.mark.parametrize("options", BAD_ARGUMENTS, ids=str)
-def test_wrong_arguments_are_refused_at_once(disk: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=next(iter(options))):
-        fastckpt.save(filled(1), disk / "a.pt", **options)
-    assert list(disk.iterdir()) == []
-
-
-WRONG_TYPE = """
-import os, sys
-import torch, fastckpt
-for staging_bytes in ("64M", 64e6, float("nan")):
-    try:
-        fastckpt.save(torch.ones(9), sys.argv[1], staging_bytes=staging_bytes)
-    except (TypeError, ValueError):
-        print("refused")
-"""
-
-
-@pytest.mark.multiprocess
-def test_staging_bytes_of_a_wrong_type_is_refused_at_once(disk: Path) -> None:
-    assert run_python(WRONG_TYPE, disk / "a.pt").stdout.split() == 3 * ["refused"]
-    assert list(disk.iterdir()) == []
-
-
 # The call fence.
 
 SIZES = [4, 1000, 3 << 20, BLOCK, BLOCK + 4 * 1021]
@@ -607,19 +573,6 @@ def test_a_save_that_fails_early_lets_none_after_it_overtake_one_before(disk: Pa
     assert value_of(path) == 9
 
 
-def test_save_after_a_failed_one_to_the_same_path_commits(disk: Path) -> None:
-    path = disk / "a.pt"
-    with HeldTensor() as held:
-        failing = fastckpt.save({"w": held.tensor}, path, fence="step")
-        held.wait_reached()
-        held.tensor[0] = 0
-        last = fastckpt.save(filled(7), path, fence="step")
-        held.release()
-    last.result(WAIT_S)
-    assert isinstance(failing.exception(WAIT_S), fastckpt.StagingConflict)
-    assert value_of(path) == 7
-
-
 def test_failed_save_leaves_what_the_one_before_it_to_the_same_path_wrote(disk: Path) -> None:
     path = disk / "a.pt"
     with HeldTensor() as held:
@@ -632,15 +585,6 @@ def test_failed_save_leaves_what_the_one_before_it_to_the_same_path_wrote(disk: 
     with pytest.raises(fastckpt.StagingConflict):
         failing.result(WAIT_S)
     assert value_of(path) == 6
-
-
-def test_many_saves_to_one_path_end_with_the_last(disk: Path) -> None:
-    path = disk / "a.pt"
-    handles = [fastckpt.save(filled(i, 4096 * (40 - i)), path) for i in range(40)]
-    for handle in handles:
-        handle.result(WAIT_S)
-    commits = [handle.stats.committed_s for handle in handles]
-    assert None not in commits and value_of(path) == 39
 
 
 def test_load_waits_for_the_save_in_flight_to_its_path(disk: Path) -> None:
@@ -753,36 +697,6 @@ def test_staging_below_one_block_gets_one_block(disk: Path) -> None:
     state = torch.arange(2 * BLOCK // 8)
     fastckpt.save(state, disk / "a.pt", staging_bytes=1).result(WAIT_S)
     assert torch.equal(fastckpt.load(disk / "a.pt"), state)
-
-
-RESIDENT_MEMORY = """
-import sys
-import torch, fastckpt
-
-def kilobytes(name):
-    for line in open("/proc/self/status"):
-        if line.startswith(name + ":"):
-            return int(line.split()[1])
-
-path, budget = sys.argv[1], int(sys.argv[2])
-fastckpt.save(torch.ones(10), path).result()  # threads and code are there
-state = torch.ones(24 * budget // 4 // 4)
-before = kilobytes("VmRSS")
-open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew: proc(5)
-stats = fastckpt.save(state, path).result()
-grown = (kilobytes("VmHWM") - before) << 10
-assert stats.nbytes > 5 * budget, stats
-assert stats.staged_bytes_max <= budget, stats
-assert grown <= budget + (8 << 20), f"{grown >> 20} MiB more memory for {budget >> 20} MiB staging"
-assert torch.equal(fastckpt.load(path), state)
-"""
-
-
-@pytest.mark.multiprocess
-def test_memory_of_the_process_grows_by_the_budget_at_most(disk: Path) -> None:
-    budget = 4 * BLOCK
-    variables = {"FASTCKPT_STAGING_BYTES": str(budget)}
-    run_python(RESIDENT_MEMORY, disk / "a.pt", budget, variables=variables)
 
 
 BUDGET_VARIABLE = """

@@ -495,18 +495,6 @@ def test_only_the_named_part_of_a_storage_is_written(run: Run) -> None:
     assert whole.sum(1).tolist() == [0, BIG, 5] and whole[2, 5:10].sum() == 5
 
 
-@pytest.mark.parametrize("elements", [BIG, 7], ids=["shard", "object"])
-def test_dtypes_are_converted(run: Run, elements: int) -> None:
-    values = torch.arange(elements) % 100
-    wanted = (torch.float64, torch.bfloat16, torch.int16, torch.uint8, torch.complex64)
-    for dtype in (torch.float32, torch.int64):
-        state = {str(d): values.to(dtype) for d in wanted}
-        target = {str(d): torch.zeros(elements, dtype=d) for d in wanted}
-        run(state, target)
-        for d in wanted:
-            assert target[str(d)].dtype == d and torch.equal(target[str(d)], values.to(d)), d
-
-
 def test_tied_tensors_restore_into_tied_and_untied_ones(run: Run) -> None:
     weight = big(4)
     state = {"a": weight, "b": weight, "c": [weight[:9], weight[:9]]}

@@ -36,12 +36,12 @@ import zstandard
 import fastckpt
 from fastckpt import Checkpointer, PerRank, SaveHandle
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.errors import BackendUnavailable, CheckpointError, StagingConflict, StorageError
+from fastckpt.errors import CheckpointError, StagingConflict, StorageError
 from fastckpt.formats import lease_record
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks import coordinator
 from fastckpt.saving import pipeline
-from fastckpt.saving.pipeline import IN_FLIGHT_MAX, Pipeline
+from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
 from tests.doubles import (
     Crash,
@@ -556,28 +556,6 @@ def held_state(held: HeldTensor) -> dict[str, Any]:
     }
 
 
-def test_the_call_fence_returns_when_everything_was_copied(disk: Path) -> None:
-    with HeldTensor() as held, Checkpointer(disk / "run") as checkpointer:
-        values = held_state(held)
-        returned = threading.Event()
-
-        def save() -> None:
-            checkpointer.save(1, values)
-            for value in values.values():
-                value.fill_(7)
-            returned.set()
-
-        saving = threading.Thread(target=save)
-        saving.start()
-        held.wait_reached()
-        assert not returned.wait(0.1)
-        held.release()
-        saving.join(WAIT_S)
-        loaded = checkpointer.load()
-    assert bool((loaded.pop("held") == 3).all()), "changed after save() had returned"
-    assert all(bool((value == 0).all()) for value in loaded.values())
-
-
 def test_the_root_is_there_when_save_returns(disk: Path) -> None:
     """So that the caller can save a file there at once, as for the best model so far."""
     root, gate = disk / "runs" / "a", threading.Event()
@@ -687,18 +665,6 @@ def test_every_option_brings_back_the_same(
     assert_holds(found, 1, elements)
 
 
-def test_io_uring_is_used_or_refused_by_name(disk: Path) -> None:
-    with Checkpointer(disk / "run", backend="io_uring") as checkpointer:
-        handle = checkpointer.save(1, state(1))
-        error = handle.exception(WAIT_S)
-        if error is None:
-            assert handle.stats.backend == "io_uring"
-            assert checkpointer.restore(state(999)) == 1
-        else:
-            assert isinstance(error, BackendUnavailable) and "io_uring" in str(error)
-            assert checkpointer.steps() == []
-
-
 def test_without_durable_nothing_is_synced(disk: Path) -> None:
     for durable in (True, False):
         recorder = Recorder()
@@ -728,46 +694,6 @@ def test_nothing_holds_a_state_that_was_saved(disk: Path, fence: str) -> None:
 
 
 # ---- order ----
-
-
-def test_saves_commit_in_order(disk: Path) -> None:
-    """The first save's sync is held until the second waits for nothing but it."""
-    with held_up("sync") as (storage, go_on), Checkpointer(disk / "run") as checkpointer:
-        first = checkpointer.save(5, state(5))
-        assert storage.reached.wait(WAIT_S)
-        second = checkpointer.save(4, state(4))
-        wait_until(lambda: len(storage.numbers_of("sync")) == 4, "its three files were synced")
-        with pytest.raises(TimeoutError):
-            second.result(0.2)
-        assert not first.done() and not second.done() and checkpointer.steps() == []
-        go_on.set()
-        second.result(WAIT_S)
-        assert first.done() and checkpointer.latest() == 4
-        renamed = [storage.log[number].args[0] for number in storage.numbers_of("rename")]
-    root = disk / "run"
-    assert renamed == [str(root / f"step-0000000{step}" / "manifest.json") for step in (5, 4)]
-    assert restored(root) == 4
-
-
-def test_many_saves_overlap_within_the_budget(disk: Path) -> None:
-    elements, saves = 5_000_000, IN_FLIGHT_MAX + 4
-    storage = Recorder(by_engine=True)
-    with (
-        process_on(storage, 2 * BLOCK_BYTES) as current,
-        Checkpointer(disk / "run", fence="step", keep_last=2, durable=False) as checkpointer,
-    ):
-        values = [state(step, elements) for step in range(4)]
-        handles = [checkpointer.save(number, values[number % 4]) for number in range(saves)]
-        for handle in handles:
-            assert handle.result(WAIT_S).staged_bytes_max <= 2 * BLOCK_BYTES
-        committed = [storage.log[number].args[0] for number in storage.numbers_of("rename")]
-        assert committed == sorted(committed) and len(committed) == saves
-        assert checkpointer.latest() == saves - 1
-        checkpointer.close()
-        assert current.staging.engine().arena_blocks_in_use() == 0
-    assert directories(disk / "run") == [f"step-{n:08d}" for n in (saves - 2, saves - 1)]
-    with Checkpointer(disk / "run") as checkpointer:
-        assert_holds(checkpointer.load(), (saves - 1) % 4, elements)
 
 
 # ---- a step that is saved again ----
@@ -980,25 +906,6 @@ def test_every_operation_may_fail(memory: Path, name: str, code: int) -> None:
     assert old is None or {"remove", "remove_directory"} <= failed
 
 
-def test_a_disk_that_is_gone_is_one_error(memory: Path) -> None:
-    """From some operation on everything fails, removals included; the old step stays."""
-    scenario, owner = SCENARIOS["next"], dead_pid()
-    for number in itertools.count():
-        root = memory / f"{number}" / "run"
-        scenario.prepare(root)
-        storage = FailAt(number, errno.EIO, lasting=True)
-        error = scenario.save(root, storage).exception()
-        if number > place_of_commit(storage)[0]:
-            break
-        what = str(storage.log[number])
-        assert type(error) is StorageError and error.errno == errno.EIO, what
-        assert content_of(root) == 1, what
-        for path in root.glob("step-*/.*.tmp"):  # this process lives on, that one would not
-            path.rename(path.with_name(path.name.replace(f"-{os.getpid()}-", f"-{owner}-")))
-        go_on(root, what)
-        shutil.rmtree(root.parent)
-
-
 # ---- the last operation before a power cut ----
 
 
@@ -1045,26 +952,6 @@ def test_any_operation_may_be_the_last(memory: Path, name: str) -> None:
                 assert found in (old, 2), what
         shutil.rmtree(live)
     assert told == {old, 2} and len(seen) > 30
-
-
-def test_the_images_tear_what_was_not_synced(memory: Path) -> None:
-    """The model is no kinder than a disk: it tears a step that did not sync."""
-    live = memory / "live"
-    live.mkdir()
-    storage = Crash(live, 1000)
-    with process_on(storage), Checkpointer(live / "run", durable=False) as checkpointer:
-        checkpointer.save(1, state(1)).result(WAIT_S)
-    outcomes = {}
-    for label, image in storage.images(SEED):
-        plant(image, memory / label, dead_pid())
-        try:
-            outcomes[label] = content_of(memory / label / "run")
-        except CheckpointError as error:
-            outcomes[label] = type(error).__name__
-        shutil.rmtree(memory / label, ignore_errors=True)
-    assert outcomes.pop("everything") == 1
-    assert outcomes.pop("nothing unsynced") is outcomes.pop("data, no names") is None
-    assert 1 not in outcomes.values() and len(outcomes) == 4
 
 
 # ---- golden files ----

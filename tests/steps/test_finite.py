@@ -19,17 +19,12 @@ from fastckpt import Checkpointer, PeerFailed, PerRank, _engine
 from fastckpt.errors import CheckpointError
 from fastckpt.steps.shard import _NON_FINITE
 from tests.crews import cancel_bodies as bodies
-from tests.crews.group_crew import Crew, Nursery
+from tests.crews.group_crew import Crew
 
 WAIT_S = 60.0
 BLOCK = 64 << 10
 RANKS_IMPORT = "tests.crews.cancel_bodies"
 DTYPES = [*_NON_FINITE]
-
-
-@pytest.fixture
-def crew(nursery: Nursery) -> Callable[[int], Crew]:
-    return nursery.lasting_crew
 
 
 def every_value(dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterator
 from math import nan
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,6 @@ from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, attempt
 
 CLOCKS = ("captured_s", "staged_s", "opened_s", "written_s", "synced_s")
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery(__name__)
-    yield nursery
-    nursery.close()
 
 
 def state(nbytes: int = 1 << 22) -> dict[str, Any]:

@@ -37,14 +37,8 @@ LANES = 8  # jobs that run beside each other: most of the time they wait for som
 TIMEOUT_S, GRACE_S = 10.0, 20.0  # of a save; what a busy machine may add to that
 SAVES, OPERATIONS = 5, 90  # within which a kill comes
 WAIT_S = 60.0
+RANKS_IMPORT = "tests.crews.steps_imports"
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    started = Nursery("tests.crews.steps_imports")
-    yield started
-    started.close()
 
 
 @dataclass

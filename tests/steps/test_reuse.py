@@ -704,21 +704,6 @@ def large(step: int) -> Any:
     return state(step, 30 * MIB)
 
 
-@pytest.mark.parametrize("code", [errno.EINVAL, errno.EXDEV, errno.ETXTBSY, errno.ENOSPC])
-def test_after_the_first_refusal_everything_is_written(
-    memory: Path, code: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    storage = Refuses(1, code)
-    with process_on(storage), Checkpointer(memory, codec="reuse") as checkpointer:
-        checkpointer.save(1, large(1)).result(WAIT_S)
-        stats = checkpointer.save(2, large(2)).result(WAIT_S)
-        assert_holds(checkpointer.load(2), large(2))
-    assert 1 <= storage.refused <= 4  # as many as threads that wrote at this moment
-    assert 0 < stats.reused_nbytes <= BLOCK_BYTES
-    lines = [text for text in caplog.messages if "the rest is written" in text]
-    assert len(lines) == 1 and f"[{errno.errorcode[code]}]" in lines[0]
-
-
 class Full(Cloning):
     """A file system with 1 MiB left, which takes no block of a shard any more."""
 

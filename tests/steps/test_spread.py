@@ -6,7 +6,7 @@ not know how a step is stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,6 @@ from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, attem
 
 pytestmark = pytest.mark.multiprocess
 RANKS = 3
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery(__name__)
-    yield nursery
-    nursery.close()
 
 
 @pytest.fixture

@@ -380,7 +380,6 @@ def test_signing_anew_changes_nothing(directory: Path) -> None:
     assert outcome(directory.parent) == "whole"
 
 
-ELSEWHERE = ("../x", "..", ".", "/etc/passwd", "a/b", "../../outside/secret", "", "a\0b", "x" * 41)
 Change = Callable[[Forgery], Any]
 
 
@@ -406,24 +405,6 @@ def objects(**changes: Any) -> Change:
 
 def add_piece(**changes: Any) -> Change:
     return lambda f: f.index(lambda i: i["pieces"].append(i["pieces"][0] | changes))
-
-
-def deep(f: Forgery) -> None:
-    f.sign('{"format":' + "[" * 100_000 + "]" * 100_000 + "}")
-
-
-def twice(f: Forgery) -> None:
-    text = (f.directory / "manifest.json").read_text().partition(',"sha256"')[0] + "}"
-    f.sign(text.replace('"step":5', '"step":4,"step":5'))
-
-
-def index_as(text: str) -> Change:
-    def change(f: Forgery) -> None:
-        written = (f.directory / "rank-00000.json").read_text()
-        assert '"rank":0' in written
-        f.index_text(written.replace('"rank":0', text))
-
-    return change
 
 
 def second_writer(**changes: Any) -> Change:
@@ -474,28 +455,17 @@ def nest_with(value: Any) -> Change:
 
 
 FORGERIES: dict[str, Change] = {
-    **{f"file {n!r}": writer(file=n) for n in ELSEWHERE},
-    **{f"index {n!r}": writer(index=n) for n in ELSEWHERE},
-    **{f"objects {n!r}": objects(file=n) for n in ELSEWHERE},
-    **{f"file of index {n!r}": whole_index(file=n) for n in ELSEWHERE},
-    "file is the manifest": writer(file="manifest.json"),
+    "file elsewhere": writer(file="../../outside/secret"),
+    "index elsewhere": writer(index="../../outside/secret"),
+    "objects elsewhere": objects(file="../../outside/secret"),
+    "file of the index elsewhere": whole_index(file="../../outside/secret"),
     "index is objects": writer(index="objects.pt"),
     "index is the shard": writer(index="rank-00000.safetensors"),
     "objects is missing": objects(file="other.pt"),
     "objects is the shard": objects(file="rank-00000.safetensors"),
     "another step": whole_manifest(step=6),
-    "step as text": whole_manifest(step="5"),
-    "step -1": whole_manifest(step=-1),
-    "newer": whole_manifest(version=2),
-    "huge sequence": whole_manifest(sequence=1 << 63),
     "sequence without a next": whole_manifest(sequence=(1 << 63) - 1),
-    "sequence that leaves little": whole_manifest(sequence=(1 << 62) + 1),
-    "no ranks": whole_manifest(world_size=0),
     "no writers": whole_manifest(writers=[]),
-    "writers NaN": whole_manifest(writers=float("nan")),
-    "more members": whole_manifest(more=1),
-    "twice": twice,
-    "deep": deep,
     "nonce": whole_manifest(nonce="0" * 32),
     "nonce of index": whole_index(nonce="0" * 32),
     "huge file": writer(nbytes=1 << 62),
@@ -504,52 +474,24 @@ FORGERIES: dict[str, Change] = {
     "empty objects": objects(nbytes=0),
     "crc of objects": objects(crc32="00000000"),
     "span of nothing": writer(span=[0.0, 0.0]),
-    "span NaN": writer(span=[float("nan"), 1.0]),
     "no keys": writer(keys=""),
     "keys of others": writer(keys="AAAAAA=="),
     "same files twice": second_writer(),
-    "other rank's index": second_writer(rank=0),
-    "index newer": whole_index(version=4),
-    "index nested": index_as('"rank":' + "[" * 99_999),
-    "index NaN": index_as('"rank":NaN'),
-    "index long number": index_as(f'"rank":{"9" * 99_999}'),
-    "index twice": index_as('"rank":0,"rank":0'),
     "size beyond the file": whole_index(nbytes=1 << 40),
     "size below the file": whole_index(nbytes=4096),
-    "block of 2 GiB": whole_index(block_bytes=1 << 31),
-    "block above 64 MiB": whole_index(block_bytes=(1 << 26) + 4096),
-    "block of 1 byte": whole_index(block_bytes=1),
-    "no checksums": whole_index(crc32=""),
     "wrong checksum": whole_index(crc32="00000000"),
-    "unknown codec": whole_index(codec="gzip"),
-    "codec without frames": whole_index(codec="zstd"),
-    "frames without codec": whole_index(frames=[4096]),
     "frame of all": whole_index(codec="zstd", frames=[1 << 62]),
     "no pieces": whole_index(pieces=[]),
-    "shape NaN": piece(0, shape=[float("nan"), 10]),
-    "shape infinite": piece(0, shape=[float("inf"), 10]),
-    "shape negative": piece(0, shape=[-6, 10]),
-    "shape true": piece(0, shape=[True, 10]),
-    "shape huge": piece(0, shape=[1 << 62, 1 << 62]),
     "shape larger": piece(0, shape=[7, 10]),
     "shape transposed": piece(0, shape=[10, 6]),
-    "shape long": piece(0, shape=[1] * 100_000),
     "size smaller": piece(0, size=[5, 10]),
-    "size larger": piece(0, size=[7, 10]),
-    "offset outside": piece(0, offset=[1, 0]),
-    "offset huge": piece(0, offset=[1 << 62, 0]),
     "at beyond": piece(0, at=1 << 62),
     "at the end": piece(0, at=4200),
-    "at float": piece(0, at=4096.0),
-    "at negative": piece(0, at=-1),
-    "over another": piece(1, at=4100),
     "another dtype": piece(0, dtype="F64"),
     "another dtype of as many bytes": piece(0, dtype="I32"),
     "another dtype of fewer bytes": piece(0, dtype="BF16"),
-    "unknown dtype": piece(0, dtype="F33"),
     "another key": piece(0, key="v"),
     "key of another": piece(0, key="b/0"),
-    "half a surrogate": piece(0, key="\ud800"),
     "a piece twice": add_piece(),
     "a piece over it": add_piece(key="v"),
     "an empty piece elsewhere": add_piece(key="v", size=[0, 10], at=1 << 61),
@@ -559,8 +501,6 @@ FORGERIES: dict[str, Change] = {
         )
     ),
     "own beyond": whole_index(per_rank=[1 << 62, 5]),
-    "own over a piece": whole_index(per_rank=[4096, 10]),
-    "own of three": whole_index(per_rank=[4096, 10, 10]),
     "placeholder larger": placed(shape=[60, 10]),
     "placeholder huge": placed(shape=[1 << 30, 1 << 20]),
     "placeholder empty and huge": placed(shape=[0, 1 << 62, 1 << 62]),

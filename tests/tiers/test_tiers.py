@@ -32,9 +32,9 @@ from fastckpt.steps.newest_whole import candidates
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import place as node_place
-from tests.crews.steps_states import flip
 from tests.doubles import FailAt, Operation, Recorder, dead_pid
 from tests.files.test_faults import leave_free, mounted
+from tests.noise import flip
 from tests.saving.test_handle import interrupted_in, wait_until
 from tests.saving.test_process import run_python
 from tests.steps.test_checkpointer import (
