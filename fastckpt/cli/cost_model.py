@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from inspect import signature
 from math import ceil, floor, isfinite, log10, sqrt
 
-GIB, MIB = 1 << 30, 1 << 20
 BYTES_PER_PARAMETER = 14.0
 # 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783).
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
@@ -219,7 +218,7 @@ def advise(job: Job) -> Advice:
         stages=stages,
         root_rate=job.nbytes / to_root,
         file_stripes=file_stripes(job.rank_bytes, job.osts),
-        file_stripe_bytes=8 * MIB,
+        file_stripe_bytes=8 << 20,
         shared_stripes=stripes,
         shared_stripe_bytes=stripe_bytes,
         shared_root_s=root_s - to_root + max(to_root, shared_to_root),

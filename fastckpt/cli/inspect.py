@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import gc
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import lru_cache
 from itertools import chain, compress, repeat
 from math import prod
@@ -24,22 +21,9 @@ import fastckpt
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.shared_arguments import shown_name, shown_others
+from fastckpt.formats.torch_pickle import collection_paused
 
 _KINDS_MAX = 256
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keeps Python from looking for garbage in cycles: among the descriptions of 100,000 tensors
-    that takes longer than making them, and this process ends when they are printed.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class _Kind(NamedTuple):
@@ -54,12 +38,8 @@ class _Kind(NamedTuple):
     cells: tuple[str, ...]
 
 
+@collection_paused()  # to look at descriptions of 100,000 tensors takes longer than to make them
 def run(arguments: argparse.Namespace) -> int:
-    with _without_collector():
-        return _inspect(arguments)
-
-
-def _inspect(arguments: argparse.Namespace) -> int:
     with opened(arguments.path, arguments.local) as tensors:
         names, kinds = _listed(tensors, arguments.glob)
         told = {

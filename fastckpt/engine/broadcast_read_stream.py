@@ -52,7 +52,7 @@ class BroadcastReadStream(ReadStream):
         self._nbytes = nbytes
         self._block_bytes = block_bytes
         self._blocks = block_count(nbytes, block_bytes)
-        self._device = _device_of(group)
+        self._device = device_of(group)
         self.defers = self._device.type != "cpu"
         self._free: list[torch.Tensor] = []
         self._own: torch.Tensor | None = None  # for a block on its way to the device
@@ -213,7 +213,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def _device_of(group: Any) -> torch.device:
+def device_of(group: Any) -> torch.device:
     """Returns the device on which the group broadcasts tensors."""
     if "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())

@@ -194,8 +194,8 @@ def capture(
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Keeps Python from collecting garbage. A capture makes many objects but no cycles, so that a
-    collection would only lengthen the stall, in proportion to the objects of the whole program.
+    """Keeps Python from collecting garbage, where many objects are made but no cycles: a collection
+    would only take time, in proportion to the objects of the whole program.
     """
     collecting = gc.isenabled()
     try:

@@ -1,8 +1,10 @@
 """The calls that Python threads are in at one moment, and when the last of them has ended.
 
 torch counts a change in place when the operation ends, so version counters show all changes before
-a moment only when all calls of that moment have ended. The extension reads the frames. The module
-must not know tensors, nor what a save is.
+a moment only when all calls of that moment have ended. Counters and samples alone would let a save
+commit a tensor that a long operation was changing while it was copied: this is the one way to know,
+and so it is worth its length. The extension reads the frames. The module must not know tensors, nor
+what a save is.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fastckpt.engine.broadcast_read_stream import device_of
 from fastckpt.errors import PeerFailed
 from fastckpt.plan.boxes import Held, plan, whole
 from fastckpt.ranks.round import Round
@@ -103,7 +104,8 @@ class Spread:
 
 def kind_of(group: Any) -> str | None:
     """Returns the type of devices among which a group broadcasts faster than files are read."""
-    return "cuda" if "nccl" in dist.get_backend(group) else None
+    kind = device_of(group).type
+    return None if kind == "cpu" else kind
 
 
 def _described(name: str, tensor: torch.Tensor) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import resource
 import signal
 import time
 import warnings
@@ -165,32 +164,6 @@ def load_and_train(member: Member, path: str, reader: str) -> list[float]:
         dcp.load(state, storage_reader=kind, process_group=member.group)
         net.take(state)
         return [net.step(number + 1) for number in range(3)]
-
-
-def save_with_full_disk(member: Member, path: str, bad: int, how: str) -> Outcome:
-    """Saves while one rank can write no more than a MiB to a file."""
-
-    def act() -> Any:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        if member.rank == bad:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-        try:
-            with quiet():
-                state = {"model": big(member, 2)}
-                if how == "writer":
-                    writer = ours.Writer(path)
-                    try:
-                        return dcp.save(state, storage_writer=writer, process_group=member.group)
-                    except CheckpointException as error:  # which is no Exception
-                        raise RuntimeError(str(error.failures)) from None
-                saving = ours.async_save(state, checkpoint_id=path, process_group=member.group)
-                return saving.result(60)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-            signal.signal(signal.SIGXFSZ, before)
-
-    return told(attempt(act))
 
 
 def told(outcome: Outcome) -> Outcome:

@@ -44,7 +44,7 @@ from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.crews.steps_states import TENSORS, content, numbers, same_bits
 from tests.cuda_stub import CudaStub
 from tests.directories.test_directory_save import through
-from tests.doubles import Crash, FailAt, PowerCut, Recorder, plant, visible
+from tests.doubles import Crash, FailAt, PowerCut, plant, visible
 from tests.interpreters import let_go
 from tests.storm import SUITE_SEED
 
@@ -613,17 +613,6 @@ def test_a_failure_at_any_operation_leaves_the_old_export(memory: Path) -> None:
             fastckpt.export(sample(0), memory / "a", dtype=torch.float16).result(WAIT_S)
         number += 1
     assert number > 20
-
-
-def test_it_is_durable_before_it_has_its_name(disk: Path) -> None:
-    storage = Recorder()
-    with through(storage):
-        fastckpt.export(sample(1), disk / "a", shard_bytes=1000).result(WAIT_S)
-    (commit,) = storage.numbers_of("rename")
-    for name in ("model-00001-of-00002", "model-00002-of-00002", "model.safetensors.index"):
-        order = [op.name for op in storage.log[:commit] if Path(op.path).name.startswith(name)]
-        written = max(n for n, operation in enumerate(order) if operation.startswith("write"))
-        assert order.index("sync") > written, name
 
 
 # Several ranks

@@ -308,12 +308,6 @@ def test_bytes_appended(small: Path, more: bytes) -> None:
         check_corrupt(outcome(small, **options), small, f"{len(more)} bytes appended")
 
 
-def test_a_whole_file_appended_to_another(small: Path) -> None:
-    content = small.read_bytes()
-    small.write_bytes(content + content)
-    check_corrupt(outcome(small), small, "a file behind a file")
-
-
 def test_halves_of_two_files(disk: Path) -> None:
     paths = [disk / f"{i}.pt" for i in range(2)]
     for i, path in enumerate(paths):

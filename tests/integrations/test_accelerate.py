@@ -37,7 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.verify import check
-from fastckpt.errors import CorruptCheckpoint, StorageError
+from fastckpt.errors import CorruptCheckpoint
 from fastckpt.integrations.accelerate import load_state, save_state
 from tests.doubles import Recorder
 from tests.steps.test_checkpointer import process_on
@@ -254,21 +254,6 @@ def full_disk() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@pytest.mark.parametrize("on_error", ["raise", "warn"])
-@full_disk()
-def test_a_full_disk(disk: Path, on_error: str, caplog: pytest.LogCaptureFixture) -> None:
-    run = Run().train(2)
-    handle = save_state(run.accelerator, disk / "a", on_error=on_error)
-    wait_for_directories(str(disk))
-    assert os.listdir(disk) == []
-    if on_error == "raise":
-        with pytest.raises(StorageError, match="too large"):
-            save_state(run.accelerator, disk / "a")
-    else:
-        assert "was not saved: StorageError" in caplog.text
-    assert isinstance(handle.failure(), StorageError)
 
 
 def test_options_of_the_engine_arrive(disk: Path) -> None:

@@ -947,17 +947,6 @@ def test_ranks_that_find_different_saves_do_not_load(tmp_path: Path) -> None:
     assert plan.storage_data == "kept"
 
 
-def test_saves_to_one_id_are_done_in_order(tmp_path: Path) -> None:
-    savings = [
-        async_save({"a": numbers(seed, 1 << 20)}, checkpoint_id=tmp_path) for seed in range(5)
-    ]
-    for saving in savings:
-        saving.result()
-    pipeline.current().drain()
-    assert len(data_files(tmp_path)) == 1
-    assert torch.equal(load({"a": torch.zeros(1 << 20)}, tmp_path)["a"], numbers(4, 1 << 20))
-
-
 def test_a_failure_is_raised_by_the_next_save_or_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -1099,21 +1088,6 @@ def test_a_planner_that_fails_in_the_background_fails_all(
     assert first == "ArithmeticError: the ranks have unequal parts"
     assert second.startswith("PeerFailed") and "the ranks have unequal parts" in second
     assert crew(2)(bodies.holds_big, str(tmp_path), 1) == [True, True]
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("bad", [0, 1])
-@pytest.mark.parametrize("how", ["async", "writer"])
-def test_a_full_disk_on_one_rank_fails_all_and_leaves_the_old(
-    bad: int, how: str, crew: Callable[[int], Crew], tmp_path: Path
-) -> None:
-    crew(2)(bodies.save_big, str(tmp_path), 1)
-    outcomes = crew(2)(bodies.save_with_full_disk, str(tmp_path), bad, how)
-    texts = [str(outcome.error) for outcome in outcomes]
-    assert all("EFBIG" in text for text in texts), texts
-    assert crew(2)(bodies.holds_big, str(tmp_path), 1) == [True, True]
-    crew(2)(bodies.save_big, str(tmp_path), 2)
-    assert crew(2)(bodies.holds_big, str(tmp_path), 2) == [True, True]
 
 
 @pytest.mark.multiprocess

@@ -15,7 +15,6 @@ import resource
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ import torch
 from torch import nn
 
 from tests import jobs
-from tests.jobs import finish, logged
+from tests.jobs import finish
 from tests.noise import flip
 from tests.paths import ROOT
 
@@ -492,38 +491,6 @@ run_example = functools.partial(
 
 
 SAVING = ("--steps", 12, "--every", 3, "--ballast", 128)
-
-
-@pytest.mark.torture
-@pytest.mark.multiprocess
-def test_a_kill_in_mid_save_costs_no_more_than_that_checkpoint(disk: Path) -> None:
-    whole = finish(run_example(disk / "whole", *SAVING, "--stock"), disk / "whole")
-    shutil.rmtree(disk / "whole")
-    run = disk / "killed" / "run"
-
-    def caught() -> bool:
-        with suppress(FileNotFoundError):  # glob() lists a draft that has just been removed
-            return bool(list(run.glob(".checkpoint-*/checkpoint-*/model.safetensors")))
-        return False
-
-    for _ in range(4):
-        process = run_example(run.parent, *SAVING)
-        while process.poll() is None and not (numbers(run) and caught()):
-            time.sleep(0.001)
-        process.kill()
-        if caught():
-            break
-        shutil.rmtree(run.parent)
-    else:
-        pytest.fail("no save was caught")
-    assert all(check(str(run / f"checkpoint-{number}")) for number in numbers(run))
-    first = numbers(run)[-1]
-    assert get_last_checkpoint(run) == str(run / f"checkpoint-{first}")
-    before = len(logged(run.parent))
-    after = finish(run_example(run.parent, *SAVING), run.parent)
-    assert after[:before] == whole[:before]
-    assert after[before:] == whole[first:]
-    assert numbers(run) == [6, 9, 12] and not list(run.glob(".*")), "debris is left"
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import get_args, get_type_hints
 
 import fastckpt
+from fastckpt.integrations import dcp
 from tests.paths import ROOT
 
 
@@ -26,3 +27,4 @@ def test_a_handle_has_the_methods_of_the_table_and_no_others() -> None:
     own = {name for name in dir(fastckpt.SaveHandle) if not name.startswith("_")}
     assert own - {*dir(Future)} == named - {*dir(Future)}
     assert named <= own
+    assert {name for name in dir(dcp.Saving) if not name.startswith("_")} == own

@@ -41,7 +41,7 @@ from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import Places
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import InnerHandle
+from fastckpt.handle import InnerHandle, SaveHandle
 from fastckpt.integrations.dcp import plan_exchange as dcp_plans
 from fastckpt.integrations.dcp.reader import Reader
 from fastckpt.integrations.dcp.writer import Writer, results_of
@@ -54,13 +54,13 @@ from fastckpt.saving import pipeline
 __all__ = ["Reader", "Saving", "Writer", "async_save", "save"]
 
 
-class Saving(InnerHandle):
+class Saving(SaveHandle):
     """A fastckpt.SaveHandle that is a Future of the Metadata, as torch's async_save returns one.
 
     Its callbacks run, on a thread of fastckpt, as soon as the checkpoint has committed or failed.
     """
 
-    metadata: Metadata | None = None
+    _metadata: Metadata | None = None
     _file = ""
 
     def result(self, timeout: float | None = None) -> Metadata | None:  # type: ignore[override]
@@ -73,7 +73,7 @@ class Saving(InnerHandle):
             CheckpointError: the checkpoint was not committed. TimeoutError: not within `timeout`.
         """
         super().result(timeout)
-        if self.metadata is None:
+        if self._metadata is None:
             try:
                 storage = pipeline.current().storage
                 path = os.path.join(self.path, dcp_metadata.NAME)
@@ -81,8 +81,12 @@ class Saving(InnerHandle):
             except (OSError, CheckpointError, pickle.UnpicklingError):
                 return None
             files = {info.relative_path for info in metadata.storage_data.values()}
-            self.metadata = metadata if not self._file or self._file in files else None
-        return self.metadata
+            self._metadata = metadata if not self._file or self._file in files else None
+        return self._metadata
+
+
+class _Saving(Saving, InnerHandle):
+    """A Saving as the library sees it."""
 
 
 class _Staged(SignalSafeFuture[None]):
@@ -169,7 +173,7 @@ def async_save(
     if group is None and not no_dist:
         warn_of_unknown_ranks(f"the save to {writer.path!r}", launched_rank())
     shared = _shared.of(group if use_collectives else None)
-    handle = Saving(writer.path, started, kind="dcp", on_error=on_error)
+    handle = _Saving(writer.path, started, kind="dcp", on_error=on_error)
     handled = sys.exc_info()[1]
     try:
         agreement = shared.coordinator.begin(f"dcp save to {writer.path!r}", timeout_s)
@@ -309,7 +313,7 @@ class _Conclusion:
     """The commit by async_save(): results of all ranks come to the first one in their records."""
 
     def __init__(
-        self, handle: Saving, agreement: Round, writer: Writer, planning: _Planning
+        self, handle: _Saving, agreement: Round, writer: Writer, planning: _Planning
     ) -> None:
         self._handle, self._agreement, self._writer = handle, agreement, writer
         self._planning = planning
@@ -333,5 +337,5 @@ class _Conclusion:
             for rank, record in enumerate(records)
         ]
         place.publish(partial(self._writer.commit, place.storage, metadata, results))
-        self._handle.metadata = metadata
+        self._handle._metadata = metadata
         self._writer.committed()
