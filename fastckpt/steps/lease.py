@@ -214,7 +214,7 @@ class Lease:
         with self._lock:
             if not self._is_of_use or not self.is_held:
                 return
-            with suppress(OSError):  # it counts for nothing once this process has ended
+            try:
                 record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
                 if record is not None and record.nonce == _nonce():
                     # A job that comes back has to see that it was taken over meanwhile.
@@ -222,7 +222,10 @@ class Lease:
                         self._write(is_over=True)
                     else:
                         self._storage.remove(self.path)
-            self._let_go()
+            except OSError:
+                pass  # it counts for nothing once this process has ended
+            finally:
+                self._let_go()
 
     def is_left(self) -> bool:
         """Returns whether a lease lies there whose job is gone, and did not give it up."""

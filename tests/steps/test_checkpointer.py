@@ -909,6 +909,7 @@ def test_every_operation_may_fail(memory: Path, name: str, code: int) -> None:
 # ---- the last operation before a power cut ----
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize(
     "name",
