@@ -1,8 +1,9 @@
 """The objects of a torch zip of which torch.load(weights_only=True) refuses some: the others.
 
 Responsible for a reader that has notes in the place of what torch refuses. It asks torch itself
-which classes and functions are allowed, and makes objects by these alone; torch reads storages. The
-module must not know what the objects are for, nor which of them somebody asks for.
+which classes and functions are allowed, and makes objects by these alone, and NumPy's arrays by
+`safe_numpy`; torch reads storages. The module must not know what the objects are for, nor which of
+them somebody asks for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from fastckpt.formats import safe_numpy
 from fastckpt.formats.torch_pickle import collection_paused, is_shortage, torch_load, unpickled
 from fastckpt.formats.value_names import below, items_in
 
@@ -175,8 +177,11 @@ class _Unpickler(_Python):  # type: ignore[misc]
         if (module, name) not in self._names:
             if len(self._names) == _GLOBALS_MAX:
                 raise pickle.UnpicklingError("it names too many classes and functions")
-            with ThreadPoolExecutor(1, "fastckpt-allowed") as other:
-                self._names[module, name] = other.submit(_asked, module, name).result()
+            found = safe_numpy.found(module, name)
+            if found is None:
+                with ThreadPoolExecutor(1, "fastckpt-allowed") as other:
+                    found = other.submit(_asked, module, name).result()
+            self._names[module, name] = found
         found = self._names[module, name]
         if type(found) is Note:
             return Note(found.maker)  # one for each object
@@ -225,7 +230,10 @@ class _Unpickler(_Python):  # type: ignore[misc]
         # Those of torch's tensor classes are checked by torch's own reader, and never written.
         if maker is None and (id(named) not in self._allowed or named in torch._tensor_classes):
             maker = type(named).__qualname__
-        self.append(how(named, *arguments) if maker is None else Note(maker))
+        try:
+            self.append(how(named, *arguments) if maker is None else Note(maker))
+        except safe_numpy.Refused as refused:
+            self.append(Note(str(refused)))
 
     def _load_reduce(self) -> None:
         self._make(lambda function, *arguments: function(*arguments))
@@ -237,7 +245,16 @@ class _Unpickler(_Python):  # type: ignore[misc]
         made, state = self.stack[-2:]
         kind = type(made)
         is_allowed = kind not in (Note, torch.Tensor, torch.nn.Parameter)  # never written, either
-        if is_allowed and self.find_class(kind.__module__, kind.__qualname__) is kind:
+        if safe_numpy.takes_state(made):
+            maker = self._part_left_out(state)
+            try:
+                if maker is None:
+                    safe_numpy.set_state(made, state)
+                    self.stack.pop()
+                    return
+            except safe_numpy.Refused as refused:
+                maker = str(refused)
+        elif is_allowed and self.find_class(kind.__module__, kind.__qualname__) is kind:
             self._look_at(state, *(state if type(state) is tuple else ()))
             maker = self._part_left_out(state)
             if maker is None:
@@ -302,7 +319,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
     def _put(self, number: int) -> None:
         value = self.stack[-1]
         if not isinstance(value, _UNSEEN):
-            if id(value) in self._numbers:
+            if id(value) in self._numbers and not safe_numpy.is_shared(value):
                 raise pickle.UnpicklingError("a value is in the memo twice")
             self._numbers[id(value)] = number
         if number in self.memo:

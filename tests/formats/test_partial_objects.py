@@ -14,6 +14,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -90,6 +91,59 @@ def test_what_an_object_shares_with_others_stays_shared() -> None:
     assert len({view.untyped_storage().data_ptr() for view in views}) == 1
     behind = rest_of([holder, inner, inner])  # made first inside of what is left out
     assert behind[1] is behind[2] and torch.equal(behind[1][0], TENSOR)
+
+
+ARRAYS = [
+    numpy.arange(5, dtype="u4"),
+    numpy.asfortranarray(numpy.ones((2, 3))),
+    numpy.zeros((0, 3), "f2"),
+    numpy.array(5),
+    numpy.array(["a", "bb"]),
+    numpy.array([b"abc"]),
+    numpy.array([True, False]),
+    numpy.array([1j]),
+]
+OTHER_ARRAYS = [
+    numpy.array([{}]),
+    numpy.array(["2020"], "M8[ns]"),
+    numpy.zeros(2, [("a", "i4")]),
+    numpy.arange(3, dtype=">i4"),
+    numpy.datetime64("2020"),
+    numpy.ma.masked_array([1]),
+]
+
+
+def test_arrays_and_scalars_of_numpy() -> None:
+    scalars = [*map(numpy.dtype, "fdil?D"), *map(numpy.dtype, "fdil?D")]
+    values = [numpy.random.get_state(), *ARRAYS, ARRAYS[0], *(its.type(1) for its in scalars)]
+    for found, value in zip(rest_of(values), values, strict=True):
+        assert type(found) is type(value)
+        if isinstance(value, numpy.ndarray):
+            assert found.dtype == value.dtype and numpy.array_equal(found, value)
+            assert found.flags.f_contiguous == value.flags.f_contiguous and found.flags.writeable
+        else:
+            assert str(found) == str(value)
+    rest = rest_of([ARRAYS[0], *OTHER_ARRAYS, ARRAYS[0]])
+    assert rest[0] is rest[-1] and all(left_out(its) is not None for its in rest[1:-1])
+
+
+def test_no_layout_of_an_array_is_taken_from_a_file() -> None:
+    """NumPy itself would take bytes for pointers to objects, or read past the end of them."""
+    text = io.BytesIO()
+    torch.save([PATH, numpy.arange(3, dtype="i8"), numpy.float64(1.5), 7], text)
+    with zipfile.ZipFile(text) as archive:
+        name = next(each for each in archive.namelist() if each.endswith("data.pkl"))
+        content = archive.read(name)
+    changes = {
+        b"X\x02\x00\x00\x00i8": b"X\x02\x00\x00\x00O8",
+        b"K\x03\x85": b"K\x04\x85",  # the shape
+        b"X\x02\x00\x00\x00f8": b"X\x02\x00\x00\x00f4",
+        b"NNNJ": b"N]NJ",
+    }
+    for old, new in changes.items():
+        assert old in content, "the pickle has it"
+        found = loaded(forged(content.replace(old, new)), True, "here")
+        assert found[3] == 7 and any(left_out(its) for its in found[1:3])
 
 
 atoms = st.one_of(st.integers(), st.integers(1 << 64, 1 << 70), st.text(max_size=3), st.none())

@@ -843,7 +843,7 @@ def beside(disk: Path) -> Iterator[Checkpointer]:
         "model": model,
         "args": argparse.Namespace(out=disk / "out"),
         "harm": Harm(disk / "trace"),
-        "own": PerRank({"numpy": numpy.random.get_state(), "epoch": 3}),
+        "own": PerRank({"numpy": numpy.array([{}]), "epoch": 3}),
         "nest": {"out": [disk, 5], "n": 7, "small": torch.ones(3)},
         "optimizer": torch.optim.SGD(model.parameters(), lr=numpy.float64(0.5)),
     }
@@ -862,6 +862,9 @@ def test_weights_come_without_the_objects_beside_them(beside: Checkpointer) -> N
     beside.restore(state, only="model/*")
     assert torch.equal(state["model"].weight, model.weight) and state["args"] == 1
     beside.restore({"net": state["model"]}, rename={"^model/": "net/"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    beside.restore({"optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == numpy.float64(0.5)
     fastckpt.load_into({"model": state["model"]}, os.path.join(beside.root, "step-00000001"))
     with fastckpt.open(beside.root) as tensors:
         assert {*tensors} == {"model/weight", "model/bias", "nest/small"}
@@ -874,18 +877,15 @@ def test_weights_come_without_the_objects_beside_them(beside: Checkpointer) -> N
         ({"args": {"out": 1}}, "args", "argparse.Namespace"),
         ({"args": torch.zeros(1)}, "args", "argparse.Namespace"),
         ({"harm": 1}, "harm", f"{os.mkdir.__module__}.mkdir"),
-        ({"own": PerRank(0)}, "own/numpy/1", "numpy.*_reconstruct"),
-        ({"own": 0}, "own/numpy/1", "numpy.*_reconstruct"),
+        ({"own": PerRank(0)}, "own/numpy", "numpy.dtype"),
+        ({"own": 0}, "own/numpy", "numpy.dtype"),
         ({"nest": {"out": 0}}, "nest/out/0", "pathlib.*PosixPath"),
         ({"nest": {"out": [torch.zeros(1), 0]}}, "nest/out/0", "pathlib.*PosixPath"),
-        ({"optimizer": torch.nn.Linear(600, 600)}, "optimizer/param_groups/0/lr", "numpy.*scalar"),
     ],
 )
 def test_an_object_that_is_asked_for_is_named(
     beside: Checkpointer, state: dict[str, Any], name: str, maker: str
 ) -> None:
-    if "optimizer" in state:
-        state["optimizer"] = torch.optim.SGD(state["optimizer"].parameters(), lr=1.0)
     before = str(state)
     words = f"step-00000001': .*does not load '{name}' .made with '{maker}'.*only=.*load_into"
     with pytest.raises(pickle.UnpicklingError, match=words):
@@ -894,7 +894,7 @@ def test_an_object_that_is_asked_for_is_named(
 
 
 def test_all_objects_that_a_load_would_need_are_named(beside: Checkpointer) -> None:
-    names = r"'args'.*'harm'.*'nest/out/0'.*'opt.*'own/num"
+    names = r"'args'.*'harm'.*'nest/out/0'.*'own/num"
     with pytest.raises(
         pickle.UnpicklingError, match=rf"{names}.*Get the rest by restore\(\), with"
     ):
