@@ -21,7 +21,7 @@ from fastckpt.arguments.quantities import shown_time, shown_transfer
 from fastckpt.errors import CheckpointError, RanksDisagree, StorageError, TruncatedFile, telling
 from fastckpt.files.map_location import DeferredStorages
 from fastckpt.formats.torch_pickle import torch_load
-from fastckpt.ranks import per_group
+from fastckpt.ranks import per_group, records
 from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.saving import pipeline
 from fastckpt.storage.atomic import close_quietly
@@ -183,7 +183,7 @@ def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) 
                 time.sleep(_APPEARS_POLL_S)
             if fd is not None:
                 stack.callback(close_quietly, current.storage, fd)
-            differing = agreement.same("file", found, lambda: found)
+            differing = records.same(agreement, "file", found, lambda: found)
             if differing is not None:
                 told = "; ".join(f"ranks {ranks}: {text.decode()}" for ranks, text in differing)
                 raise RanksDisagree(f"ranks found different files at {path!r}: {told}")

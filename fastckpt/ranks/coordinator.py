@@ -195,7 +195,7 @@ class Coordinator:
     def _is_awaited(self) -> bool:
         """Returns whether ranks have yet to leave failed rounds."""
         with self._lock:
-            return any(old.failed and old.is_awaited() for old in self._unfreed)
+            return any(old.failed and not old.is_over(True) for old in self._unfreed)
 
     def free(self, ended: list[Round], failed_too: bool = False) -> None:
         """Deletes this rank's keys of rounds that all ranks have left, and of the oldest rounds."""

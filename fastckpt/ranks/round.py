@@ -39,7 +39,6 @@ _LOOK_S, _GRACE_S = 1.0, 2.0  # how often to look where a missing rank is; its t
 _REJOIN_S, _REJOIN_POLL_S = 10.0, 0.05  # how long, how often a late rank looks for the others
 _RANKS_LOOKED_AT, _RANKS_IN_BATCH, _CAUSE_CHARS = 16, 256, 4000
 _RECORD_BYTES = 8_000_000  # a TCPStore closes the connection on more
-_PART_BYTES = 4_000_000  # of a larger one
 _DECIDED, _ABSENT = b"decided", b"absent"  # the latter makes compare_set a get that does not wait
 _IN_DOUBT = f"the checkpoint {IN_DOUBT}"
 _COMMITTED = "the checkpoint was committed, but not all ranks may know that"
@@ -125,52 +124,6 @@ class Round:
         """Waits for every rank's record under key; returns them in rank order."""
         return self._records(key, range(self.world_size))
 
-    def put_large(self, key: str, content: bytes) -> None:
-        """Leaves a record of any size under key, for get_large()."""
-        self.put(key, self.put_rest(key, content))
-
-    def get_large(self, key: str, rank: int = 0) -> bytes:
-        """Waits for the record that `rank` leaves by put_large(), and returns it."""
-        return self.get_rest(key, rank, self.get(key, rank))
-
-    def put_rest(self, key: str, content: bytes) -> bytes:
-        """Leaves a record of any size but for its beginning, which it returns: the caller leaves
-        that where it likes.
-        """
-        parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
-        for number, part in enumerate(parts[1:], 1):
-            self.put(f"{key}.{number}", part)
-        return len(parts).to_bytes(4, "little") + b"".join(parts[:1])
-
-    def get_rest(self, key: str, rank: int, beginning: bytes) -> bytes:
-        """Returns the whole record that `rank` leaves by put_rest(), given its beginning."""
-        count = int.from_bytes(beginning[:4], "little")
-        others = [self.get(f"{key}.{number}", rank) for number in range(1, count)]
-        return b"".join((beginning[4:], *others))
-
-    def same(
-        self, key: str, digest: bytes, detail: Callable[[], bytes]
-    ) -> list[tuple[list[int], bytes]] | None:
-        """Compares a digest on all ranks, each of which calls this with the same key.
-
-        Returns None if all are equal. Otherwise, the same on every rank: for each digest, the ranks
-        that have it, and what detail() returned, which only the lowest of them calls.
-        """
-        self.put(f"{key}.digest", digest)
-        if self.rank == 0:
-            ranks_of: dict[bytes, list[int]] = {}
-            for rank, record in enumerate(self.gather(f"{key}.digest")):
-                ranks_of.setdefault(record, []).append(rank)
-            unequal = [*ranks_of.values()] if len(ranks_of) > 1 else []
-            self.put(f"{key}.unequal", json.dumps(unequal).encode())
-        groups: list[list[int]] = json.loads(self.get(f"{key}.unequal"))
-        if self.rank in [ranks[0] for ranks in groups]:
-            self.put(f"{key}.detail", detail())
-        if self.rank == 0:  # copies the details, which their ranks may delete when they close
-            for ranks in groups:
-                self.put(f"{key}.detail of {ranks[0]}", self.get(f"{key}.detail", ranks[0]))
-        return [(ranks, self.get(f"{key}.detail of {ranks[0]}")) for ranks in groups] or None
-
     def fail(self, error: BaseException) -> None:
         """Tells every rank that this one failed, which has no effect after decide(): then notes in
         the error that the checkpoint is visible, or in doubt. Never raises.
@@ -192,12 +145,11 @@ class Round:
             self._join(0.0)
             # That of another save, which the state may have asked for, is a failure of this one.
             if isinstance(error, SaveCancelled) and self.is_cancelled():
-                self._cancel()
-                return
-            if isinstance(error, RootInUse):
+                self._post(f"rank {self.rank} cancelled it", [self.rank], kind=SaveCancelled)
+            elif isinstance(error, RootInUse):
                 self._post(str(error), [self.rank], kind=RootInUse)
-                return
-            self._post(f"rank {self.rank} failed: {type(error).__name__}: {error}", [self.rank])
+            else:
+                self._post(f"rank {self.rank} failed: {type(error).__name__}: {error}", [self.rank])
         except Exception as unheard:
             log.warning("other ranks could not be told of %r: %s", error, unheard)
 
@@ -302,10 +254,6 @@ class Round:
         if self.is_cancelled():
             raise SaveCancelled(self._text(f"rank {self.rank} cancelled it"), (self.rank,))
 
-    def _cancel(self) -> None:
-        """Ends the round by a cancellation of this rank, unless it has ended."""
-        self._post(f"rank {self.rank} cancelled it", [self.rank], kind=SaveCancelled)
-
     def _text(self, why: str) -> str:
         why = why.removesuffix(f"; {self._consequence}")  # which the rank's own error may say, too
         return f"{self.label}: {why[:_CAUSE_CHARS]}; {self._consequence}"
@@ -315,21 +263,12 @@ class Round:
         if not self._end and self._call("check", [self._at("end")]):
             self._end = self._call("get", self._at("end"))
         if not self._end and self.is_cancelled():
-            self._cancel()
+            self._post(f"rank {self.rank} cancelled it", [self.rank], kind=SaveCancelled)
         if self.failed:
             text, ranks, missing, time_was_up, kind = json.loads(self._end)
             if time_was_up and self.rank in missing:
-                text = self._late_text([rank for rank in missing if rank != self.rank])
+                text = self._text(_late(self.rank, self.timeout_s, missing))
             raise _KINDS.get(kind, PeerFailed)(text, tuple(ranks))
-
-    def _late_text(self, missing: list[int]) -> str:
-        """Says to a rank that comes late that the others have given up on it and on `missing`."""
-        why = f"this rank, {self.rank}, came later than the timeout_s of {self.timeout_s:g} s"
-        if missing:
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-            named = ", ".join(map(str, missing[:8])) + more
-            why += f"; the others waited in vain for rank{'s' * (len(missing) > 1)} {named}, too"
-        return self._text(why)
 
     def close(self, linger_s: float = LINGER_S) -> None:
         """Leaves the round and frees its keys. Idempotent, never raises.
@@ -362,22 +301,15 @@ class Round:
     def failed(self) -> bool:
         return self._end not in (b"", _DECIDED)
 
-    def is_over(self) -> bool:
-        """Returns whether every rank has closed this round; this one has."""
-        return self._absent() <= 0
-
-    def is_awaited(self) -> bool:
-        """Returns whether a rank has yet to close this round, not counting the ranks whose absence
-        it failed for, which may be dead.
+    def is_over(self, without_missing: bool = False) -> bool:
+        """Returns whether every rank has closed this round, as this one has; or every rank but
+        those whose absence it failed for, which may be dead.
         """
-        missing = len(json.loads(self._end)[2]) if self.failed else 0
-        return self._absent() > missing
-
-    def _absent(self) -> int:
-        """Returns how many ranks have not closed this round."""
         left = self._call("compare_set", self._at("left"), _ABSENT, _ABSENT)
-        # Rank 0 deletes the key after the last has left.
-        return 0 if left == _ABSENT else self.world_size - int(left)
+        if left == _ABSENT:  # rank 0 deletes the key after the last has left
+            return True
+        missing = json.loads(self._end)[2] if without_missing and self.failed else ()
+        return int(left) + len(missing) >= self.world_size
 
     def delete(self) -> None:
         """Deletes this rank's records; on rank 0 also the keys that all ranks share."""
@@ -414,7 +346,7 @@ class Round:
         self._joined = True
         self._coordinator.renew()  # an earlier round may have lost it
         self._set_number(self._session.take(self.label, self._number))
-        self._announce()
+        self._call("set", f"last/{self.rank}", self._session.record())
         until = time.monotonic() + patience_s
         while self._is_missed():
             later = self._later()
@@ -422,14 +354,11 @@ class Round:
                 self._session.move(self.label, self._number, later)
                 self._set_number(later)
                 self._end = b""
-                self._announce()
+                self._call("set", f"last/{self.rank}", self._session.record())
             elif time.monotonic() >= until:
                 return
             else:
                 time.sleep(_REJOIN_POLL_S)
-
-    def _announce(self) -> None:
-        self._call("set", f"last/{self.rank}", self._session.record())
 
     def _is_missed(self) -> bool:
         """Returns whether the others gave up on this rank, which has not said a word yet.
@@ -531,6 +460,17 @@ class Round:
         """
         end = [self._text(why), [*ranks], [*missing], time_was_up, kind.__name__]
         self._end = self._call("compare_set", self._at("end"), b"", json.dumps(end).encode())
+
+
+def _late(rank: int, timeout_s: float, missing: list[int]) -> str:
+    """Says to a rank that comes late that the others have given up on it and on the missing."""
+    why = f"this rank, {rank}, came later than the timeout_s of {timeout_s:g} s"
+    others = [other for other in missing if other != rank]
+    if others:
+        more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+        named = ", ".join(map(str, others[:8])) + more
+        why += f"; the others waited in vain for rank{'s' * (len(others) > 1)} {named}, too"
+    return why
 
 
 def pause(since: float, until: float) -> None:

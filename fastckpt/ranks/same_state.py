@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from fastckpt.errors import RanksDisagree
+from fastckpt.ranks import records
 from fastckpt.ranks.round import Round
 
 log = logging.getLogger("fastckpt")
@@ -121,7 +122,7 @@ def compare(
     called with the tensors whose contents differ, if nothing else does; `path` is for the message.
     Warns if contents that count on the first rank only still differ.
     """
-    groups = agreement.same(key, description.digest(), description.detail)
+    groups = records.same(agreement, key, description.digest(), description.detail)
     if groups is not None:
         error, unequal = disagreement(groups, path)
         differing(unequal)
@@ -129,7 +130,7 @@ def compare(
     apart = description.still_differing()
     if apart is None:
         return
-    groups = agreement.same(f"{key} of the first rank", apart.digest(), apart.detail)
+    groups = records.same(agreement, f"{key} of the first rank", apart.digest(), apart.detail)
     if groups is not None:
         found = [*_contents(_read(groups)).values()]
         level = logging.DEBUG if agreement.rank else logging.WARNING

@@ -14,6 +14,7 @@ from functools import partial
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, Vanished, is_visible
 from fastckpt.formats.manifest import Manifest
 from fastckpt.handle import InnerHandle
+from fastckpt.ranks import records
 from fastckpt.ranks.round import HEED_S, Round
 from fastckpt.saving.copied_file import write_portions
 from fastckpt.saving.pacing import Pace
@@ -153,13 +154,13 @@ class Drain(Job):
         if not self._own_name:
             if rank != 0:
                 return None
-            return Manifest.from_bytes(self.agreement.get_large("manifest", source))
+            return Manifest.from_bytes(records.get_large(self.agreement, "manifest", source))
         try:
             manifest = steps.read(self._own_name)
         except Vanished as error:  # this library removes no step before the root has it
             raise CorruptCheckpoint(f"{steps.path(self._own_name)!r} is missing: {error}") from None
         if travels and rank == source:
-            self.agreement.put_large("manifest", manifest.to_bytes())
+            records.put_large(self.agreement, "manifest", manifest.to_bytes())
         return manifest
 
     def _publish(self, manifest: Manifest | None) -> None:

@@ -17,6 +17,7 @@ from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.handle import InnerHandle
 from fastckpt.options import Pacing
+from fastckpt.ranks import records
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
@@ -192,10 +193,10 @@ class NodePlace(Place):
             made = manifest(self._tier.next_sequence(self._own.steps))
         except BaseException:
             if others:
-                agreement.put_large("manifest", b"")
+                records.put_large(agreement, "manifest", b"")
             raise
         if others:
-            agreement.put_large("manifest", made.to_bytes())
+            records.put_large(agreement, "manifest", made.to_bytes())
         self._publish_here(made)
         for rank in others:
             failure = agreement.get("published", rank).decode()
@@ -219,7 +220,7 @@ class NodePlace(Place):
             return
         if not self._own.is_begun:
             return
-        content = self._agreement.get_large("manifest", 0)
+        content = records.get_large(self._agreement, "manifest")
         if not content:
             return
         failure = ""

@@ -34,6 +34,7 @@ from fastckpt.errors import CheckpointError, PeerFailed, StorageError, fate, is_
 from fastckpt.ranks import round as module
 from fastckpt.ranks import store_client
 from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.records import same
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.round_numbers import RoundNumbers
 from tests.interpreters import Program
@@ -152,7 +153,7 @@ def test_alone_needs_nobody() -> None:
     assert (alone.rank, alone.world_size) == (0, 1)
     with_nobody = alone.begin("save")
     assert commit(with_nobody) == "0"
-    assert with_nobody.same("state", b"digest", pytest.fail) is None
+    assert same(with_nobody, "state", b"digest", pytest.fail) is None
     with_nobody.close()
     failing = alone.begin("save")
     failing.fail(Died("of me"))
@@ -206,7 +207,7 @@ def test_own_connection_does_not_wait_for_the_training_thread() -> None:
 
 
 def test_equal_digests_need_no_detail() -> None:
-    outcome = on_each(opened(dist.HashStore(), 4), lambda r: r.same("s", b"equal", pytest.fail))
+    outcome = on_each(opened(dist.HashStore(), 4), lambda r: same(r, "s", b"equal", pytest.fail))
     assert outcome == [None] * 4
 
 
@@ -216,8 +217,8 @@ def test_cost_of_equality_does_not_grow_with_the_group() -> None:
         rounds = [c.begin("step 1") for c in opened(dist.HashStore(), world_size)]
         for begun in rounds[1:]:
             begun.put("state.digest", b"equal")
-        assert rounds[0].same("state", b"equal", pytest.fail) is None
-        assert rounds[1].same("state", b"equal", pytest.fail) is None
+        assert same(rounds[0], "state", b"equal", pytest.fail) is None
+        assert same(rounds[1], "state", b"equal", pytest.fail) is None
         costs.append([begun.operations for begun in rounds[:2]])
     assert costs[0] == costs[1]
     assert max(costs[0]) < 10
@@ -231,7 +232,7 @@ def test_groups_of_digests_are_equal_on_every_rank() -> None:
             asked.append(begun.rank)
             return b"detail\n of %d" % begun.rank
 
-        return begun.same("state", b"abcab"[begun.rank : begun.rank + 1], detail)
+        return same(begun, "state", b"abcab"[begun.rank : begun.rank + 1], detail)
 
     expected = [
         ([0, 3], b"detail\n of 0"),
@@ -246,7 +247,7 @@ def test_groups_of_digests_are_equal_on_every_rank() -> None:
 @given(st.lists(st.sampled_from([b"", b"x", b"y", b"z"]), min_size=1, max_size=6))
 def test_groups_partition_the_ranks(digests: list[bytes]) -> None:
     coordinators = opened(dist.HashStore(), len(digests))
-    found = on_each(coordinators, lambda r: r.same("s", digests[r.rank], lambda: digests[r.rank]))
+    found = on_each(coordinators, lambda r: same(r, "s", digests[r.rank], lambda: digests[r.rank]))
     by_digest = {digest: [r for r, d in enumerate(digests) if d == digest] for digest in digests}
     expected = sorted((ranks, digest) for digest, ranks in by_digest.items())
     assert found == [expected if len(expected) > 1 else None] * len(digests)
@@ -348,7 +349,7 @@ def test_all_commit_or_none(fates: list[str]) -> None:
             time.sleep(0.02)
         if fate == "fails":
             raise Died(str(begun.rank))
-        if begun.same("state", b"", pytest.fail) is not None:
+        if same(begun, "state", b"", pytest.fail) is not None:
             raise AssertionError
         if fate == "fails late":
             raise Died(str(begun.rank))

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 from fastckpt.errors import CheckpointError
+from fastckpt.ranks import records
 from fastckpt.ranks.round import Round
 
 _KNOWN_MAX = 4  # kinds of state that are saved in turn
@@ -27,13 +28,13 @@ _ASK = b"?"  # rank 0 needs every plan
 
 
 def put(agreement: Round, key: str, value: object) -> bytes:
-    """Leaves a value for other ranks but for its beginning, as Round.put_rest() does."""
-    return agreement.put_rest(key, zlib.compress(pickle.dumps(value), 1))
+    """Leaves a value for other ranks but for its beginning, as records.put_rest() does."""
+    return records.put_rest(agreement, key, zlib.compress(pickle.dumps(value), 1))
 
 
 def get(agreement: Round, key: str, rank: int, beginning: bytes) -> Any:
     """Returns the value that a rank of this job has put under key, given its beginning."""
-    return pickle.loads(zlib.decompress(agreement.get_rest(key, rank, beginning)))
+    return pickle.loads(zlib.decompress(records.get_rest(agreement, key, rank, beginning)))
 
 
 @dataclass(eq=False)

@@ -1,0 +1,65 @@
+"""Records of a Round that are more than one: those too large for the store, in parts, and the
+comparison of a digest. It must not know what a record says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from fastckpt.ranks.round import Round
+
+_PART_BYTES = 4_000_000
+
+
+def put_large(agreement: Round, key: str, content: bytes) -> None:
+    """Leaves a record of any size under key, for get_large()."""
+    agreement.put(key, put_rest(agreement, key, content))
+
+
+def get_large(agreement: Round, key: str, rank: int = 0) -> bytes:
+    """Waits for the record that `rank` leaves by put_large(), and returns it."""
+    return get_rest(agreement, key, rank, agreement.get(key, rank))
+
+
+def put_rest(agreement: Round, key: str, content: bytes) -> bytes:
+    """Leaves a record of any size but for its beginning, which it returns: the caller leaves that
+    where it likes.
+    """
+    parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
+    for number, part in enumerate(parts[1:], 1):
+        agreement.put(f"{key}.{number}", part)
+    return len(parts).to_bytes(4, "little") + b"".join(parts[:1])
+
+
+def get_rest(agreement: Round, key: str, rank: int, beginning: bytes) -> bytes:
+    """Returns the whole record that `rank` leaves by put_rest(), given its beginning."""
+    count = int.from_bytes(beginning[:4], "little")
+    others = [agreement.get(f"{key}.{number}", rank) for number in range(1, count)]
+    return b"".join((beginning[4:], *others))
+
+
+def same(
+    agreement: Round, key: str, digest: bytes, detail: Callable[[], bytes]
+) -> list[tuple[list[int], bytes]] | None:
+    """Compares a digest on all ranks, each of which calls this with the same key.
+
+    Returns None if all are equal. Otherwise, the same on every rank: for each digest, the ranks
+    that have it, and what detail() returned, which only the lowest of them calls.
+    """
+    agreement.put(f"{key}.digest", digest)
+    if agreement.rank == 0:
+        ranks_of: dict[bytes, list[int]] = {}
+        for rank, record in enumerate(agreement.gather(f"{key}.digest")):
+            ranks_of.setdefault(record, []).append(rank)
+        unequal = [*ranks_of.values()] if len(ranks_of) > 1 else []
+        agreement.put(f"{key}.unequal", json.dumps(unequal).encode())
+    groups: list[list[int]] = json.loads(agreement.get(f"{key}.unequal"))
+    if agreement.rank in [ranks[0] for ranks in groups]:
+        agreement.put(f"{key}.detail", detail())
+    if agreement.rank == 0:  # copies the details, which their ranks may delete when they close
+        for ranks in groups:
+            detailed = agreement.get(f"{key}.detail", ranks[0])
+            agreement.put(f"{key}.detail of {ranks[0]}", detailed)
+    told = [(ranks, agreement.get(f"{key}.detail of {ranks[0]}")) for ranks in groups]
+    return told or None
