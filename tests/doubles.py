@@ -38,7 +38,7 @@ METHODS = tuple(
     if callable(value) and name[0] != "_" and name != "refusal"
 )
 # What tells the kinds of a method apart: its Operations are called "open write", "names
-# directories", "lock shared"; and "open fd" or "status fd" if they are about what is open already.
+# directories", "lock shared", and "open fd" for what is open already.
 _KINDS = (
     "regular",
     "write",
@@ -163,7 +163,7 @@ def _routed(name: str) -> Callable[..., Any]:
     def routed(self: Recorder, *args: Any, **options: Any) -> Any:
         told = (*args[1:], *(option for option, value in options.items() if value is True))
         kinds = [word for word in told if isinstance(word, str) and word in _KINDS]
-        if name in ("open", "status") and isinstance(args[0], int):
+        if name == "open" and isinstance(args[0], int):
             kinds.insert(0, "fd")
         rest = tuple(arg for arg in args[1:] if not (isinstance(arg, str) and arg in kinds))
         operation = Operation(" ".join([name, *kinds]), _subject(name, args), rest)

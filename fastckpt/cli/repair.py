@@ -149,7 +149,9 @@ def _unnamed(storage: Storage, directory: str) -> list[str]:
         if name.endswith(dcp_metadata.NAME):
             path = os.path.join(directory, name)
             with opened_regular(storage, path) as fd, reported("read", path):
-                named.update(dcp_metadata.our_files(storage.read_at(fd, storage.size(fd), 0)))
+                named.update(
+                    dcp_metadata.our_files(storage.read_at(fd, storage.fstat(fd).st_size, 0))
+                )
     return [os.path.join(directory, name) for name in files if name not in named]
 
 

@@ -310,7 +310,7 @@ def _verify_metadata(path: str) -> int:
 
     storage = pipeline.current().storage
     with opened_regular(storage, path) as fd, reported("read", path):
-        content = storage.read_at(fd, storage.size(fd), 0)
+        content = storage.read_at(fd, storage.fstat(fd).st_size, 0)
     if not dcp_metadata.check(content, path):
         raise _WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksum")
     directory = os.path.dirname(path)

@@ -213,7 +213,7 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
     with reported("read", path):
         fd = storage.open(path)
         try:
-            nbytes = storage.size(fd)
+            nbytes = storage.fstat(fd).st_size
             if nbytes > _NBYTES_MAX:
                 raise CorruptCheckpoint(f"{path!r} has {nbytes} bytes, which no .metadata file has")
             content = storage.read_at(fd, nbytes, 0)

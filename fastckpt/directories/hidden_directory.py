@@ -228,10 +228,10 @@ def _copy(storage: Storage, source: str, target: str, durable: bool) -> None:
     try:
         copy = storage.create(target, 0o600)
         try:
-            for offset in range(0, nbytes := storage.size(fd), _COPY_BYTES):
+            for offset in range(0, nbytes := storage.fstat(fd).st_size, _COPY_BYTES):
                 content = storage.read_at(fd, min(_COPY_BYTES, nbytes - offset), offset)
                 storage.write_at(copy, content, offset)
-            storage.set_permissions(copy, storage.status(fd))
+            storage.set_permissions(copy, storage.fstat(fd))
             atomic.settle(storage, copy, target, durable)
         finally:
             close_quietly(storage, copy)

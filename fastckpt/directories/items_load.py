@@ -100,7 +100,10 @@ class ItemsFile:
                 index, items = contents.index, contents.items
             else:
                 with reported("read", path):
-                    index, items = BlockChecksums(storage.size(self._fd), BLOCK_BYTES, (), b""), ()
+                    index, items = (
+                        BlockChecksums(storage.fstat(self._fd).st_size, BLOCK_BYTES, (), b""),
+                        (),
+                    )
             self._items = {item.offset: item for item in items}
             damaged = partial(_damaged, partial(storage.read_at, self._fd), items, names)
             self._body = Body(staging, self._fd, path, index, damaged, OVERWRITTEN)
@@ -327,7 +330,7 @@ def contents_of(storage: Storage, fd: int, path: str) -> distcp.Contents | None:
         IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
     """
     with reported("read", path):
-        nbytes = storage.size(fd)
+        nbytes = storage.fstat(fd).st_size
         end = storage.read_at(fd, distcp.END_BYTES, max(0, nbytes - distcp.END_BYTES))
         offset = distcp.tail_offset(end, nbytes)
         if offset is None:

@@ -36,7 +36,9 @@ def refusal_to_clone(storage: Storage, fd: int, path: str) -> StorageError | Non
     """
     try:
         with reported("clone", path):
-            storage.clone_range(fd, fd, storage.size(fd), 0)  # at its end, where there are none
+            storage.clone_range(
+                fd, fd, storage.fstat(fd).st_size, 0
+            )  # at its end, where there are none
     except StorageError as error:
         return error
     return None

@@ -195,7 +195,7 @@ class Staging:
         direct, why = policy.direct, f"{name}: {policy.text() if writing else policy.why}"
         choice, device = self.storage.direct_trial, None
         if writing and policy.measured and offset is not None:
-            device = self.storage.status(fd).st_dev
+            device = self.storage.fstat(fd).st_dev
             direct, found = choice.pick(device, policy.direct, nbytes)
             why = f"{why}; {found}"
         if direct:

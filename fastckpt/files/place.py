@@ -99,7 +99,7 @@ class FilePlace(Place):
     def publish(self) -> None:
         """Commits: the file, all of which has arrived, takes the path."""
         with reported("write", self.path):
-            size = self.storage.size(self._fd)
+            size = self.storage.fstat(self._fd).st_size
         if size != self._nbytes:
             raise CheckpointError(
                 f"{self._name!r} has {size} bytes instead of {self._nbytes}, which were written: "

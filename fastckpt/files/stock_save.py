@@ -30,7 +30,7 @@ def save_stock(
             write(file)
         handle.mark_staged()
         handle.stats.written_s = handle.elapsed_s()
-        handle.stats.nbytes = storage.size(fd)
+        handle.stats.nbytes = storage.fstat(fd).st_size
         atomic.take_permissions(storage, fd, name, handle.path)
         settle(storage, fd, handle.path, durable)
         replaced = atomic.publish(storage, name, handle.path, durable, fd)

@@ -93,7 +93,7 @@ def _file(storage: Storage, staging: Staging, path: str) -> Source:
     with ExitStack() as files:
         fd = files.enter_context(opened_regular(storage, path))
         with reported("read", path):
-            head = storage.read_at(fd, min(storage.size(fd), _JSON_AT + 1), 0)
+            head = storage.read_at(fd, min(storage.fstat(fd).st_size, _JSON_AT + 1), 0)
         if not head:
             raise CorruptCheckpoint(f"{path!r} is empty: nothing was written to it, or it was lost")
         if head.startswith(_ZIP):

@@ -103,7 +103,7 @@ def _opened(
     storage: Storage, staging: Staging, fd: int, path: str, number: int
 ) -> tuple[Body, dict[str, Place]]:
     with reported("read", path):
-        nbytes = storage.size(fd)
+        nbytes = storage.fstat(fd).st_size
         head = storage.read_at(fd, min(nbytes, safetensors.LENGTH_BYTES), 0)
     with naming(path):
         size = safetensors.header_nbytes(head, nbytes)

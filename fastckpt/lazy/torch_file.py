@@ -141,7 +141,7 @@ class _Others:
 
     def __init__(self, storage: Storage, staging: Staging, fd: int, path: str) -> None:
         with reported("read", path):
-            nbytes = storage.size(fd)
+            nbytes = storage.fstat(fd).st_size
             directory = zip_records.directory_of(partial(storage.read_at, fd), nbytes)
         if any(directory.methods):
             raise IncompatibleCheckpoint("its zip records are compressed: torch did not write it")

@@ -220,7 +220,7 @@ def body_of(
         IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: a read failed.
     """
     with reported("read", path):
-        nbytes = storage.size(fd)
+        nbytes = storage.fstat(fd).st_size
         marked = torch_zip.is_marked(storage.read_at(fd, torch_zip.HEAD_BYTES, 0))
         end = storage.read_at(fd, torch_zip.END_BYTES, max(0, nbytes - torch_zip.END_BYTES))
         offset = torch_zip.tail_offset(end, nbytes)

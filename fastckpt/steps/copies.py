@@ -119,7 +119,7 @@ class StepCopies:
         missing = f"{path!r} is missing: the step is not whole"
         with opened_regular(self._storage, path, missing) as fd:
             with reported("open", path):
-                found = self._storage.size(fd)
+                found = self._storage.fstat(fd).st_size
             if found != nbytes:
                 raise CorruptCheckpoint(f"{path!r} has {found} bytes, must have {nbytes}")
             yield fd

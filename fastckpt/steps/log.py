@@ -111,7 +111,7 @@ def _last_lines(storage: Storage, path: str) -> bytes:
     """Returns the whole lines among the last _BYTES_MAX of a file."""
     fd = storage.open(path, "regular")
     try:
-        begin = max(0, storage.size(fd) - _BYTES_MAX)
+        begin = max(0, storage.fstat(fd).st_size - _BYTES_MAX)
         content = storage.read_at(fd, _BYTES_MAX, begin)
     finally:
         with suppress(OSError):  # it loses nothing of what was read; the first error counts

@@ -206,7 +206,7 @@ def _opened_of(
     path = steps.path(item.name, index.file)
     fd = files.enter_context(opened_regular(steps.storage, path))
     with reported("open", path):
-        nbytes = steps.storage.size(fd)
+        nbytes = steps.storage.fstat(fd).st_size
     if nbytes != index.nbytes:
         raise CorruptCheckpoint(f"{path!r} has {nbytes} bytes, must have {index.nbytes}")
     return _LastShard(item.name, index, OtherFile(fd, path, nbytes, hashes))

@@ -101,7 +101,7 @@ class UncommittedStep:
                 storage.remove(path)
                 fd = storage.create(path, 0o666, purpose)
             try:
-                self._made.append((path, storage.status(fd)))
+                self._made.append((path, storage.fstat(fd)))
             except BaseException:
                 close_quietly(storage, fd)
                 raise

@@ -14,7 +14,7 @@ import stat
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Literal, NamedTuple, TypeVar, overload
+from typing import Literal, NamedTuple, TypeVar
 
 from fastckpt import _engine
 from fastckpt.arguments.quantities import shown_size
@@ -314,7 +314,7 @@ class Storage:
         def read() -> bytes:
             fd = self.open(path, "regular")
             try:
-                return self.read_at(fd, min(nbytes_max, self.size(fd)), 0)
+                return self.read_at(fd, min(nbytes_max, self.fstat(fd).st_size), 0)
             finally:
                 with suppress(OSError):  # it loses nothing of what was read; the first error counts
                     self.close(fd)
@@ -414,30 +414,23 @@ class Storage:
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
-    def size(self, fd: int) -> int:
-        return os.fstat(fd).st_size
+    def fstat(self, fd: int) -> os.stat_result:
+        """Returns fstat(2) of an open file."""
+        return os.fstat(fd)
 
-    @overload
-    def status(self, file: int) -> os.stat_result: ...
+    def status(self, path: str, *, link: bool = False) -> os.stat_result | None:
+        """Returns stat(2) of a path, or None if nothing is there; with `link` that of a symbolic
+        link itself.
 
-    @overload
-    def status(self, file: str, *, link: bool = False) -> os.stat_result | None: ...
-
-    def status(self, file: str | int, *, link: bool = False) -> os.stat_result | None:
-        """Returns stat(2) of an open file or of a path, or None if nothing is there; with `link`
-        that of a symbolic link itself.
-
-        Raises NoRegularFile if the path is a symbolic link that leads in a circle.
+        Raises NoRegularFile if it is a symbolic link that leads in a circle.
         """
         try:
-            return (
-                os.stat(file) if isinstance(file, int) else os.stat(file, follow_symlinks=not link)
-            )
+            return os.stat(path, follow_symlinks=not link)
         except FileNotFoundError:
             return None
         except OSError as error:
-            if isinstance(file, str) and stat.S_ISLNK(os.lstat(file).st_mode):
-                raise NoRegularFile(errno.ELOOP, "a link in a circle", file) from error
+            if stat.S_ISLNK(os.lstat(path).st_mode):
+                raise NoRegularFile(errno.ELOOP, "a link in a circle", path) from error
             raise
 
     def set_permissions(self, fd: int, like: os.stat_result | None) -> None:

@@ -116,7 +116,7 @@ def is_unlocked(storage: Storage, path: str) -> bool:
 def is_removed(storage: Storage, fd: int, path: str) -> bool:
     """Whether a file that was opened by its path has lost that name."""
     try:
-        if storage.status(fd).st_nlink == 0:
+        if storage.fstat(fd).st_nlink == 0:
             return True
     except OSError as error:
         if error.errno != errno.ESTALE:  # NFS's word for a removed file

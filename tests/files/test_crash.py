@@ -66,7 +66,7 @@ REPORTED = {
     "allocate": ("allocate", "path"),
     "write": ("write", "path"),
     "truncate": ("truncate", "path"),
-    "size": ("write", "path"),
+    "fstat": ("write", "path"),
     "sync": ("sync", "path"),
     "open directory": ("open directory", "directory"),
     "rename": ("rename", "path"),

@@ -125,7 +125,7 @@ class StageStorage(Cloning):
         if name.startswith("names"):  # in no order; and others' come and go meanwhile
             return sorted(result)
         is_apart = operation.path.startswith(self._apart)
-        if name.startswith("status") and result is not None and is_apart:
+        if isinstance(result, os.stat_result) and is_apart:
             fields = list(result[:10])
             fields[2] += OTHER_DEVICE
             return os.stat_result(fields)
@@ -148,7 +148,7 @@ def _result_text(operation: Operation, result: Any) -> str:
     if operation.name in TRANSFERS or operation.name.split()[0] in _SILENT:
         return ""
     if isinstance(result, os.stat_result):
-        return "= there"
+        return f"= {result.st_size}" if operation.name == "fstat" else "= there"
     if isinstance(result, bytes):
         return f"= {len(result)} bytes"
     if operation.name == "policy":

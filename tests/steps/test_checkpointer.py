@@ -786,7 +786,7 @@ def test_stock_readers_open_every_file(disk: Path, codec: str | None) -> None:
 # A commit can do without these, most of which look at other steps; a failure of others is told by
 # the handle, unless the step has been committed and what failed is the removal of older ones.
 DISPENSABLE = {"lock", "close", "names", "names directories", "status", "status link"} | {
-    *("open", "open regular", "read_file", "read_at", "size")
+    *("open", "open regular", "read_file", "read_at", "fstat")
 }
 
 

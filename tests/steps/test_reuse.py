@@ -871,7 +871,7 @@ def go_on(root: Path) -> None:
 
 # A save does without these: it then writes everything, or they are of retention.
 DISPENSABLE = {"lock", "lock shared", "close", "names", "names directories", "status"} | {
-    *("status fd", "status link", "open", "open regular", "read_file", "read_at", "size"),
+    *("status link", "open", "open regular", "read_file", "read_at", "fstat"),
     "clone_range",
 }
 
