@@ -11,7 +11,7 @@ import pytest
 from fastckpt.integrations import require
 
 FRAMEWORKS = ("megatron", "deepspeed", "lightning", "pytorch_lightning", "transformers")
-FRAMEWORKS += ("accelerate", "torch.distributed.checkpoint")
+FRAMEWORKS += ("accelerate", "torch.distributed.checkpoint", "torchtitan")
 MODULE = "fastckpt.integrations.example"
 
 

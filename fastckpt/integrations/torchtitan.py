@@ -1,0 +1,370 @@
+"""torchtitan's checkpoints, written by a fastckpt.Checkpointer.
+
+    from fastckpt.integrations.torchtitan import FastckptCheckpointer
+    config.checkpoint = FastckptCheckpointer.Config(enable=True, interval=500)  # of a Trainer
+
+Responsible for torchtitan's contract of a checkpoint manager and for the policies of its config:
+when it saves what, and where it loads from. It must not know how a step or an export is written.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
+from torch.distributed.tensor import DTensor
+
+from fastckpt import Checkpointer, IncompatibleCheckpoint, PerRank, export, load_into
+from fastckpt.arguments.checks import CODECS, FENCES, Codec, Fence, check_choice
+from fastckpt.formats.step_names import NAME, step_name
+from fastckpt.handle import InnerHandle
+from fastckpt.integrations import require
+from fastckpt.integrations.dcp import Reader
+from fastckpt.ranks.per_group import group_of_job
+from fastckpt.ranks.round import TIMEOUT_S
+
+require("torchtitan", "0.3", "0.4", __name__)
+
+from torchtitan.components.checkpointer.base import (  # noqa: E402
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    BaseCheckpointManager,
+    ModelWrapper,
+)
+from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
+from torchtitan.tools import filesystem  # noqa: E402
+from torchtitan.tools.logging import logger  # noqa: E402
+
+_OF_DCP = ".metadata"  # a file in each checkpoint of torchtitan's DCP manager
+EXPORTS = "hf"  # the directory in the checkpoint folder that has the models for Hugging Face
+# What else a directory for from_pretrained has, and torchtitan's hf_assets_path may have.
+_ASSETS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
+    """A checkpoint manager of torchtitan whose steps are those of a fastckpt.Checkpointer.
+
+    The checkpoint folder is the Checkpointer's root, with directories such as step-00000500. All
+    ranks call all methods. A Trainer's state is saved as {"model", "optimizer", "lr_scheduler",
+    "dataloader", "train_state"}; each rank has its dataloader's state to itself.
+
+    Args:
+        config: a Config, made by the user; its build() calls this.
+        dataloader, model_parts, optimizers, lr_schedulers, states, sd_adapter, base_folder: what
+            torchtitan's Trainer gives to each manager.
+
+    Attributes:
+        save_future: the SaveHandle of the save that was begun last, until it has been waited for.
+
+    Raises:
+        ValueError: a path is a URL; a model is spread over a part of the ranks, as by pipeline
+            parallelism; or last_save_in_hf is set and the model has no sd_adapter.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
+        """torchtitan's policies, and how fastckpt follows them."""
+
+        fence: Fence = "step"
+        """When training goes on: "step": at once, and the next optimizer step waits for the copies;
+        "call": when everything has been copied."""
+
+        codec: Codec | None = None
+        """How shards are stored, as fastckpt.Checkpointer takes it: "planes", "zstd", "reuse"."""
+
+        timeout_s: float = TIMEOUT_S
+        """The longest that ranks wait for each other, in seconds."""
+
+        def __post_init__(self) -> None:
+            BaseCheckpointManager.Config.__post_init__(self)
+            check_choice("checkpoint.fence", self.fence, FENCES)
+            check_choice("checkpoint.codec", self.codec, CODECS)
+            if self.create_seed_checkpoint and self.load_only:
+                raise ValueError("create_seed_checkpoint saves, which load_only forbids")
+            if self.create_seed_checkpoint and self.last_save_in_hf:
+                raise ValueError(
+                    "create_seed_checkpoint with last_save_in_hf would make no step to begin with: "
+                    "leave last_save_in_hf out of the job that makes the seed"
+                )
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: list[torch.nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: dict[str, Any],
+        sd_adapter: Any,
+        base_folder: str = "",
+    ) -> None:
+        self.enable = config.enable
+        if not self.enable:
+            return
+        self._config, self._adapter = config, sd_adapter
+        self.save_future: InnerHandle | None = None
+        self._staging: InnerHandle | None = None  # copied from, for all that is known
+        self.folder = filesystem.join(base_folder, config.folder)
+        self.interval, self.keep_latest_k = config.interval, config.keep_latest_k
+        _refuse_url("folder", self.folder)
+        _refuse_url("initial_load_path", config.initial_load_path)
+        if config.last_save_in_hf and sd_adapter is None:
+            raise ValueError(
+                "checkpoint.last_save_in_hf is True, but sd_adapter is not provided: this model "
+                "has no names that Hugging Face knows"
+            )
+        self.states = states
+        self.states.update(
+            {
+                MODEL: ModelWrapper(model_parts),
+                OPTIMIZER: optimizers,
+                DATALOADER: dataloader,
+                LR_SCHEDULER: lr_schedulers,
+            }
+        )
+        _refuse_parts_of_the_job(self.states[MODEL].state_dict())
+        self._own_data = dataloader if dataloader is None else PerRank(_OwnData(dataloader))
+        self._checkpointer = Checkpointer(
+            self.folder,
+            keep_last=self.keep_latest_k or None,
+            fence=config.fence,
+            codec=config.codec,
+            timeout_s=config.timeout_s,
+        )
+        logger.info("Checkpoints are loaded from and saved to %s by fastckpt.", self.folder)
+
+    @torch.no_grad()
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Begins to save a step if the config asks for it; the last one is waited for.
+
+        Raises:
+            CheckpointError: an earlier save failed, or the last one has.
+        """
+        config = self._config
+        is_due = last_step or curr_step % config.interval == 0
+        is_due = is_due or (curr_step == 1 and config.enable_first_step_checkpoint)
+        if config.load_only or not is_due:
+            return False
+        state = self._state()
+        if last_step and config.last_save_model_only:
+            state = {MODEL: self.states[MODEL].state_dict()}
+            if config.last_save_in_hf:
+                self._export(curr_step, state[MODEL])
+                return True
+            dtype = TORCH_DTYPE_MAP[config.export_dtype]
+            state = {MODEL: {name: _cast(value, dtype) for name, value in state[MODEL].items()}}
+        handle = cast(InnerHandle, self._checkpointer.save(curr_step, state))
+        self.save_future = self._staging = handle
+        if last_step:
+            self._wait_for_saving()
+        return True
+
+    def _export(self, step: int, model: dict[str, Any]) -> None:
+        """Writes the model as a directory for from_pretrained, and waits for it."""
+        assets = getattr(self._adapter, "hf_assets_path", None) or ""
+        paths = [os.path.join(assets, name) for name in _ASSETS] if assets else []
+        export(
+            self._adapter.to_hf(model),
+            os.path.join(self.folder, EXPORTS, step_name(step)),
+            dtype=TORCH_DTYPE_MAP[self._config.export_dtype],
+            files=[path for path in paths if os.path.isfile(path)],
+            group=group_of_job(),
+            timeout_s=self._config.timeout_s,
+        ).result()
+
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        """Restores a step of the folder, or if it has none what the config names as the beginning.
+
+        Args:
+            step: -1: the newest that is whole.
+
+        Returns:
+            Whether anything was loaded.
+
+        Raises:
+            FileNotFoundError: there is no such step.
+            ValueError: what is to be loaded is no checkpoint, or excluded names are unknown.
+            IncompatibleCheckpoint: it does not fit; a dataloader's state is of other ranks.
+            CheckpointError: it is damaged, cannot be read, or another rank failed.
+        """
+        steps = self._checkpointer.steps()
+        if step == -1 and not steps:
+            return self._load_initial()
+        if step != -1 and step not in steps:
+            raise FileNotFoundError(
+                f"--checkpoint.load_step={step} not found: checkpoint.folder {self.folder!r} has "
+                f"{f'the steps {steps}' if steps else 'no steps'}"
+            )
+        if step == -1 and steps == [0]:
+            step = 0  # a seed, which holds the model alone
+        number = None if step == -1 else step
+        self._restore(self._checkpointer, number, model_only=step == 0)
+        return True
+
+    def _load_initial(self) -> bool:
+        config = self._config
+        path, found = config.initial_load_path, _steps_of_dcp(self.folder)
+        if found and path is None:
+            newest = os.path.join(self.folder, f"step-{found[-1]}")
+            raise ValueError(
+                f"checkpoint.folder {self.folder!r} has checkpoints of torchtitan's DCP manager, "
+                "beside which a run would begin anew: to go on from there, give another folder, "
+                f"initial_load_path={newest!r} and initial_load_model_only=False"
+            )
+        what = "checkpoint.initial_load_path"
+        if path is None and config.initial_load_in_hf:
+            what, path = "hf_assets_path", getattr(self._adapter, "hf_assets_path", None)
+        elif path is None:
+            logger.info("No checkpoint was provided, this is a fresh start.")
+            return False
+        if not path or not os.path.isdir(path):
+            raise ValueError(f"{what} is {path!r}, which is no directory of a checkpoint")
+        logger.info("Loading the initial checkpoint from %s.", path)
+        if config.initial_load_in_hf:
+            self._load_hugging_face(path)
+        elif os.path.isfile(os.path.join(path, _OF_DCP)):
+            self._load_dcp(path, config.initial_load_model_only)
+        else:
+            real = os.path.realpath(path)
+            match = NAME.match(os.path.basename(real))
+            root = os.path.dirname(real) if match else real
+            with Checkpointer(root, timeout_s=config.timeout_s) as source:
+                number = int(match[1]) if match else None
+                self._restore(source, number, model_only=config.initial_load_model_only)
+        return True
+
+    def _restore(self, source: Checkpointer, step: int | None, *, model_only: bool) -> None:
+        model = {MODEL: self.states[MODEL]}
+        state = model if model_only else self._not_excluded(self._state())
+        only = f"{MODEL}/*" if model_only else None
+        restored = source.restore(state, step, required=True, only=only)
+        own = state.get(DATALOADER)
+        if only is None and isinstance(own, PerRank) and not own.found:
+            told = f"step {restored} of {source.root!r} has no state of this rank's dataloader"
+            raise IncompatibleCheckpoint(f"{told}: {_ADVICE}")
+
+    def _load_dcp(self, path: str, model_only: bool) -> None:
+        """Loads what torchtitan's DCP manager saved, in which the model's names have no prefix."""
+        others = {} if model_only else self._not_excluded(self.states)
+        others.pop(MODEL, None)
+        flat = {**others, **self.states[MODEL].state_dict()}
+        load_dcp(flat, storage_reader=Reader(path))
+        self.states[MODEL].load_state_dict(flat)
+
+    def _load_hugging_face(self, path: str) -> None:
+        if self._adapter is None:
+            raise ValueError(
+                "checkpoint.initial_load_in_hf is True, but sd_adapter is not provided: this model "
+                "has no names that Hugging Face knows"
+            )
+        tensors = self._adapter.to_hf(self.states[MODEL].state_dict())
+        if self._config.initial_load_in_hf_quantized:  # torchtitan's own reader dequantizes
+            load_dcp(tensors, storage_reader=self._adapter.get_hf_storage_reader(path, True))
+        else:
+            load_into(tensors, path)
+        self.states[MODEL].load_state_dict(self._adapter.from_hf(tensors))
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what is saved and restored, with the methods of the objects that hold it."""
+        # Not the optimizers themselves: their state_dict() is flat, and no optimizer's of torch.
+        optimizers = self.states[OPTIMIZER]
+        methods = SimpleNamespace(
+            state_dict=optimizers.state_dict, load_state_dict=optimizers.load_state_dict
+        )
+        return {**self.states, OPTIMIZER: methods, DATALOADER: self._own_data}
+
+    def _not_excluded(self, states: dict[str, Any]) -> dict[str, Any]:
+        excluded = self._config.exclude_from_loading
+        for key in excluded:
+            if key not in states:
+                raise ValueError(
+                    f"checkpoint.exclude_from_loading has {key!r}, which is not found in the "
+                    f"state: {sorted(states)}"
+                )
+        return {key: value for key, value in states.items() if key not in excluded}
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Waits until the state may change; a GPU's stream waits rather than this thread."""
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.pass_fence()
+
+    def _wait_for_saving(self) -> None:
+        """Waits until the save that was begun last is committed.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        if self.save_future is not None:
+            saving, self.save_future = self.save_future, None
+            saving.result()
+
+    def _close(self) -> None:
+        """Waits for all saves. Raises the first error that nobody asked for."""
+        self._checkpointer.close()
+
+
+_ADVICE = (
+    "it was saved with another number of data-parallel ranks, or with ranks in another order; "
+    f'pass exclude_from_loading=["{DATALOADER}"] to begin the data anew'
+)
+
+
+class _OwnData:
+    """The state of this rank's dataloader, which takes no other data-parallel rank's: torchtitan's
+    dataloaders would begin anew without an error.
+    """
+
+    def __init__(self, dataloader: Any) -> None:
+        self._dataloader = dataloader
+
+    def state_dict(self) -> Any:
+        return self._dataloader.state_dict()
+
+    def load_state_dict(self, saved: Any) -> None:
+        own = self._dataloader.state_dict()
+        if saved and (lacking := [key for key in own if key not in saved]):
+            raise IncompatibleCheckpoint(f"it has no {lacking}: {_ADVICE}")
+        self._dataloader.load_state_dict(saved)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    is_cast = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_cast else value
+
+
+def _refuse_url(field: str, path: str | None) -> None:
+    if path is not None and filesystem.is_remote(path):
+        raise ValueError(
+            f"checkpoint.{field} is {path!r}: URLs are not yet supported by fastckpt, give a "
+            "directory of a mounted file system"
+        )
+
+
+def _refuse_parts_of_the_job(model: dict[str, Any]) -> None:
+    """Raises ValueError for a model of which some ranks have nothing."""
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    for name, value in model.items():
+        if isinstance(value, DTensor) and value.device_mesh.size() != ranks:
+            raise ValueError(
+                f"{name!r} is spread over {value.device_mesh.size()} of {ranks} ranks: fastckpt "
+                "saves torchtitan's models that are spread over all ranks, so not with "
+                "pipeline_parallel_degree above 1"
+            )
+
+
+def _steps_of_dcp(folder: str) -> list[int]:
+    """Returns the steps that torchtitan's DCP manager has saved to a folder, ascending."""
+    if not os.path.isdir(folder):
+        return []
+    names = [name for name in os.listdir(folder) if name.startswith("step-")]
+    found = [name for name in names if os.path.isfile(os.path.join(folder, name, _OF_DCP))]
+    return sorted(int(name[5:]) for name in found if name[5:].isdecimal())

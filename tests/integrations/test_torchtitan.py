@@ -1,0 +1,472 @@
+"""torchtitan's contract of a checkpoint manager: what fastckpt's saves and when, where a run
+begins, and which settings are refused. Real containers of torchtitan hold a small model.
+
+Must not know how a step is written: tests/steps does.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+pytest.importorskip("torchtitan", reason="torchtitan is missing, which needs Python 3.11")
+
+from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+
+import fastckpt
+from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.integrations.torchtitan import FastckptCheckpointer
+from tests.jobs import Job, logged
+
+pytestmark = pytest.mark.usefixtures("drained")
+LR = LRSchedulersContainer.Config(warmup_steps=2)
+
+
+class Loader:
+    """A dataloader as torchtitan's, which keys its state by its data-parallel rank."""
+
+    def __init__(self, dp_rank: int = 0) -> None:
+        self.key, self.at = f"dp_rank_{dp_rank}", 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {self.key: str(self.at).encode(), "world_size": 2}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.key in state:  # else torchtitan's only warn
+            self.at = int(state[self.key])
+
+
+class Step:
+    """The Trainer, as far as it is saved."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+class Adapter:
+    """Names for Hugging Face; a copy of the weight, as adapters make where they permute rows."""
+
+    fqn_to_index_mapping = None
+
+    def __init__(self, assets: Path | None = None) -> None:
+        self.hf_assets_path = None if assets is None else str(assets)
+        self.quantized: list[bool] = []
+
+    def to_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {f"model.{name}": value.flip(0) for name, value in state.items()}
+
+    def from_hf(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {name.removeprefix("model."): value.flip(0) for name, value in state.items()}
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool = False) -> Any:
+        self.quantized.append(from_quantized)
+        return HuggingFaceStorageReader(path)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(300, 900))  # large enough for a shard
+        self.bias = nn.Parameter(torch.rand(300))
+        self.register_buffer("frequencies", torch.rand(9), persistent=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(rows, self.weight, self.bias)
+
+
+class Run:
+    """A model with all that a Trainer saves, and a manager of it in `folder`."""
+
+    def __init__(
+        self,
+        disk: Path,
+        *,
+        kind: Any = FastckptCheckpointer,
+        adapter: Adapter | None = None,
+        dp_rank: int = 0,
+        **settings: Any,
+    ) -> None:
+        self.model, self.loader, self.trainer = Model(), Loader(dp_rank), Step()
+        self.optimizers = default_adamw().build(model_parts=[self.model])
+        self.schedulers = LR.build(optimizers=self.optimizers, training_steps=10)
+        self.folder = disk / str(settings.get("folder", "run"))
+        plain = {"enable": True, "interval": 1, "folder": "run", "last_save_model_only": False}
+        self.checkpointer = kind.Config(**(plain | settings)).build(
+            dataloader=self.loader,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={"train_state": self.trainer},
+            sd_adapter=adapter,
+            base_folder=str(disk),
+        )
+
+    def train(self, last: int = 1) -> None:
+        while self.trainer.step < last:
+            self.trainer.step += 1
+            self.loader.at += 2
+            self.model(torch.ones(2, 900)).square().sum().backward()
+            self.checkpointer.maybe_wait_for_staging()
+            self.optimizers.step()
+            self.schedulers.step()
+            self.optimizers.zero_grad()
+            self.checkpointer.save(self.trainer.step)
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": {name: value.clone() for name, value in self.model.state_dict().items()},
+            "optimizer": {
+                name: value.clone() if isinstance(value, torch.Tensor) else value
+                for name, value in self.optimizers.state_dict().items()
+            },
+            "rest": [self.schedulers.state_dict(), self.loader.at, self.trainer.step],
+        }
+
+    def steps(self) -> list[int]:
+        self.checkpointer.maybe_wait_for_saving()
+        return fastckpt.Checkpointer(self.folder).steps()
+
+
+@pytest.fixture
+def run(disk: Path) -> Iterator[Callable[..., Run]]:
+    """`run(...)`: a Run in the test's directory, closed when the test is over."""
+    made: list[Run] = []
+
+    def make(**settings: Any) -> Run:
+        made.append(Run(disk, **settings))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.checkpointer.close()
+
+
+Runs = Callable[..., Run]
+Same = Callable[[Any, Any], None]
+
+
+@pytest.mark.parametrize("fence", ["call", "step"])
+def test_save_and_load_restore_all_of_the_state(run: Runs, fence: str, assert_same: Same) -> None:
+    before = run(fence=fence)
+    before.train(3)
+    expected = before.state()
+    before.checkpointer.maybe_wait_for_saving()
+    assert before.checkpointer.save_future is None
+    after = run()
+    assert after.checkpointer.load()
+    assert_same(after.state(), expected)
+
+
+def test_what_follows_the_wait_for_staging_is_not_in_the_step(run: Runs, assert_same: Same) -> None:
+    before = run()
+    expected = before.state()["model"]
+    before.checkpointer.save(1)
+    before.checkpointer.maybe_wait_for_staging()
+    before.model.weight.data.zero_()
+    before.checkpointer.maybe_wait_for_saving()
+    after = run()
+    after.checkpointer.load()
+    assert_same(dict(after.model.state_dict()), expected)
+    stored = fastckpt.open(before.folder / "step-00000001")
+    assert not [name for name in stored if "frequencies" in name]  # a buffer that is not saved
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved"),
+    [
+        ({"interval": 3}, [3, 4]),
+        ({"interval": 3, "enable_first_step_checkpoint": True}, [1, 3, 4]),
+        ({"interval": 1, "keep_latest_k": 2}, [3, 4]),
+        ({"interval": 1, "keep_latest_k": 0}, [1, 2, 3, 4]),
+        ({"interval": 1, "load_only": True}, []),
+        ({"interval": 1, "enable": False}, []),
+    ],
+)
+def test_policies_say_which_steps_there_are(
+    run: Runs, settings: dict[str, Any], saved: list[int]
+) -> None:
+    here = run(**settings)
+    begun = [step for step in (1, 2, 3) if here.checkpointer.save(step)]
+    begun += [4] if here.checkpointer.save(4, last_step=True) else []
+    assert {*saved} <= {*begun}
+    here.checkpointer.close()
+    assert fastckpt.Checkpointer(here.folder).steps() == saved
+
+
+def test_a_disabled_one_does_nothing(run: Runs) -> None:
+    checkpointer = run(enable=False).checkpointer
+    assert not checkpointer.load() and not checkpointer.save(1, last_step=True)
+    checkpointer.maybe_wait_for_staging()
+    checkpointer.maybe_wait_for_saving()
+
+
+def test_a_run_begins_anew_where_nothing_is_saved(run: Runs) -> None:
+    assert not run().checkpointer.load()
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_step_that_is_not_there_is_named(run: Runs, saved: bool) -> None:
+    before = run()
+    if saved:
+        before.train(2)
+        before.checkpointer.maybe_wait_for_saving()
+    there = r"has the steps \[1, 2\]" if saved else "has no steps"
+    with pytest.raises(FileNotFoundError, match=f"--checkpoint.load_step=5 not found.*{there}"):
+        run().checkpointer.load(step=5)
+
+
+def test_the_step_that_is_asked_for_is_loaded(run: Runs) -> None:
+    before = run()
+    before.train(3)
+    before.checkpointer.maybe_wait_for_saving()
+    after = run()
+    after.checkpointer.load(step=2)
+    assert after.trainer.step == 2
+
+
+def test_the_last_step_has_the_model_alone_in_the_dtype_of_exports(run: Runs) -> None:
+    before = run(last_save_model_only=True, export_dtype="bfloat16")
+    before.checkpointer.save(1, last_step=True)
+    path = before.folder / "step-00000001"
+    assert before.checkpointer.save_future is None  # it was waited for
+    stored = fastckpt.open(path)
+    assert sorted(stored) == ["model/bias", "model/weight"]
+    assert {stored[name].dtype for name in stored} == {torch.bfloat16}
+    after = run(folder="other", initial_load_path=str(path))
+    assert after.checkpointer.load()
+    assert torch.equal(after.model.weight, before.model.weight.bfloat16().float())
+    with pytest.raises(
+        IncompatibleCheckpoint, match="optimizer"
+    ):  # as a whole it cannot be resumed
+        run().checkpointer.load()
+
+
+def test_an_initial_step_is_loaded_as_a_whole_if_the_folder_has_none(
+    run: Runs, assert_same: Same
+) -> None:
+    before = run(folder="first")
+    before.train(2)
+    before.checkpointer.maybe_wait_for_saving()
+    path = str(before.folder / "step-00000002")
+    begin = {"initial_load_path": path, "initial_load_model_only": False}
+    after = run(**begin)
+    assert after.checkpointer.load()
+    assert_same(after.state(), before.state())
+    after.train(3)
+    after.checkpointer.maybe_wait_for_saving()
+    resumed = run(**begin)  # the same settings after a failure: what the folder has comes first
+    assert resumed.checkpointer.load()
+    assert resumed.trainer.step == 3
+
+
+def test_an_initial_path_that_is_no_directory_is_refused(run: Runs, disk: Path) -> None:
+    with pytest.raises(ValueError, match=r"checkpoint.initial_load_path is .*no directory"):
+        run(initial_load_path=str(disk / "nothing")).checkpointer.load()
+    with pytest.raises(ValueError, match="hf_assets_path is None"):
+        run(initial_load_in_hf=True, adapter=Adapter()).checkpointer.load()
+    with pytest.raises(ValueError, match="sd_adapter is not provided"):
+        run(initial_load_in_hf=True, initial_load_path=str(disk)).checkpointer.load()
+    with pytest.raises(ValueError, match="sd_adapter is not provided"):
+        run(last_save_in_hf=True, last_save_model_only=True)
+
+
+@pytest.mark.parametrize("model_only", [False, True])
+def test_what_torchtitan_itself_saved_is_a_beginning(
+    run: Runs, disk: Path, model_only: bool, assert_same: Same
+) -> None:
+    before = run(kind=CheckpointManager, keep_latest_k=0)
+    before.train(2)
+    path = str(before.folder / "step-2")
+    with pytest.raises(ValueError, match=f"would begin anew.*initial_load_path={path!r}"):
+        run().checkpointer.load()
+    after = run(folder="other", initial_load_path=path, initial_load_model_only=model_only)
+    assert after.checkpointer.load()
+    assert_same(after.state()["model"], before.state()["model"])
+    assert after.trainer.step == (0 if model_only else 2)
+    if not model_only:
+        assert_same(after.state(), before.state())
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_last_step_goes_to_hugging_face_and_comes_from_there(
+    run: Runs, disk: Path, quantized: bool
+) -> None:
+    assets = disk / "assets"
+    assets.mkdir()
+    (assets / "config.json").write_text('{"torch_dtype": "float32"}')
+    adapter = Adapter(assets)
+    settings = {"last_save_model_only": True, "last_save_in_hf": True, "export_dtype": "bfloat16"}
+    before = run(adapter=adapter, **settings)
+    before.checkpointer.save(7, last_step=True)
+    path = before.folder / "hf" / "step-00000007"
+    stored = safetensors.torch.load_file(path / "model.safetensors")
+    assert torch.equal(stored["model.bias"], before.model.bias.flip(0).bfloat16())
+    assert json.loads((path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert before.steps() == []
+    begin = {"initial_load_in_hf": True, "initial_load_path": str(path)}
+    after = run(adapter=adapter, initial_load_in_hf_quantized=quantized, **begin)
+    assert after.checkpointer.load()
+    assert torch.equal(after.model.weight, before.model.weight.bfloat16().float())
+    assert adapter.quantized == [True] * quantized
+    adapter.hf_assets_path = str(path)
+    assert run(adapter=adapter, initial_load_in_hf=True).checkpointer.load()
+
+
+def test_a_seed_is_a_model_without_steps(run: Runs, assert_same: Same) -> None:
+    seed = run(create_seed_checkpoint=True, last_save_model_only=True)
+    seed.checkpointer.save(curr_step=0, last_step=True)
+    after = run()
+    assert after.checkpointer.load()
+    assert_same(after.state()["model"], seed.state()["model"])
+    after.train(1)
+    after.checkpointer.maybe_wait_for_saving()
+    resumed = run()
+    resumed.checkpointer.load()
+    assert resumed.trainer.step == 1
+
+
+def test_excluded_keys_keep_what_they_are(run: Runs) -> None:
+    before = run()
+    before.train(2)
+    before.checkpointer.maybe_wait_for_saving()
+    after = run(exclude_from_loading=["dataloader", "lr_scheduler"])
+    after.checkpointer.load()
+    assert (after.loader.at, after.schedulers.state_dict()["last_epoch"]) == (0, 0)
+    assert after.trainer.step == 2
+    with pytest.raises(ValueError, match="'schedule', which is not found"):
+        run(exclude_from_loading=["schedule"]).checkpointer.load()
+
+
+def test_the_data_of_another_rank_is_refused(run: Runs) -> None:
+    before = run()
+    before.train(1)
+    before.checkpointer.maybe_wait_for_saving()
+    with pytest.raises(IncompatibleCheckpoint, match=r"no \['dp_rank_1'\].*exclude_from_loading"):
+        run(dp_rank=1).checkpointer.load()
+    other = run(dp_rank=1, exclude_from_loading=["dataloader"])
+    assert other.checkpointer.load() and other.loader.at == 0
+
+
+def test_an_error_of_a_save_is_told_by_what_waits_for_it(run: Runs, disk: Path) -> None:
+    here = run()
+    here.folder.touch()  # a file where the directory of steps is to be
+    with pytest.raises(fastckpt.CheckpointError):
+        here.checkpointer.save(1, last_step=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"folder": "gs://bucket/run"}, "checkpoint.folder is .*not yet supported"),
+        ({"initial_load_path": "gs://b/r"}, "checkpoint.initial_load_path is .*not yet supported"),
+        ({"fence": "none"}, "checkpoint.fence"),
+        ({"codec": "zip"}, "checkpoint.codec"),
+        ({"create_seed_checkpoint": True, "load_only": True}, "which load_only forbids"),
+        (
+            {
+                "create_seed_checkpoint": True,
+                "last_save_in_hf": True,
+                "last_save_model_only": True,
+            },
+            "no step to begin with",
+        ),
+        ({"interval": 0}, "at least 1 step"),
+        ({"keep_latest_k": 1}, "at least 2 checkpoint replicas"),
+        ({"exclude_from_loading": ["model"]}, "model key shouldn't be in"),
+    ],
+)
+def test_settings_that_cannot_be_obeyed_are_refused(
+    run: Runs, settings: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ValueError, match=told):
+        run(**settings)
+
+
+def test_the_config_is_one_of_torchtitan() -> None:
+    config = FastckptCheckpointer.Config()
+    assert isinstance(config, BaseCheckpointManager.Config)
+    own = {each.name for each in fields(config)}
+    assert own - {each.name for each in fields(BaseCheckpointManager.Config)} == {
+        "codec",
+        "fence",
+        "timeout_s",
+    }
+    json.dumps(config.to_dict())
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """A job of two ranks, of which this process is the first and the other is not there."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_model_of_a_part_of_the_ranks_is_refused(run: Runs, two_ranks: None) -> None:
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "fsdp"))["fsdp"]
+            part = DTensor.from_local(torch.rand(3), mesh, [Replicate()])
+            self.weight = nn.Parameter(part)
+
+    with pytest.raises(ValueError, match=r"'weight' is spread over 1 of 2 ranks.*pipeline"):
+        FastckptCheckpointer.Config(enable=True).build(
+            dataloader=None,
+            model_parts=[Stage()],
+            optimizers=None,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=None,
+        )
+
+
+@pytest.fixture(scope="module")
+def imports() -> str:
+    pytest.importorskip("triton", reason="torchtitan's Trainer imports triton: pip install triton")
+    return "tests.crews.torchtitan_imports"
+
+
+@pytest.mark.torture  # torchtitan takes seconds to import, and more to start
+@pytest.mark.multiprocess
+def test_a_trainer_goes_on_bit_by_bit_after_a_kill(imports: str, tmp_path: Path) -> None:
+    def job(name: str, steps: int, *options: object, ranks: int = 2) -> Job:
+        given = ("--steps", steps, "--every", 2, "--context", 32, "--loss-log", "losses", *options)
+        script = "examples/torchtitan_cpu.py"
+        return Job(script, tmp_path / name, *given, ranks=ranks, imports=imports)
+
+    job("whole", 14, "--manager", "dcp").finish()
+    expected = logged(tmp_path / "whole")
+    here = tmp_path / "killed"
+    with job("killed", 12) as killed:
+        while not (here / "run/checkpoint/step-00000004/manifest.json").exists():
+            assert killed.poll() is None, killed.output
+            time.sleep(0.01)
+        killed.kill()
+    (here / "losses").unlink()
+    saved = fastckpt.Checkpointer(here / "run/checkpoint").latest()
+    assert saved is not None and saved < 12
+    job("killed", saved + 2).finish()
+    assert logged(here) == expected[saved : saved + 2]
+    # One rank has other data, which it begins anew: with the weights of two.
+    job("killed", saved + 3, "--exclude", "dataloader", ranks=1).finish()
+    assert [step for step, _ in logged(here)][2:] == [saved + 3]
