@@ -8,17 +8,20 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastckpt.arguments.checks import (
     FENCES,
+    MODES,
     ON_ERROR,
     BackendName,
     Codec,
     Fence,
+    KeepBest,
+    Mode,
     OnError,
     StagingWay,
     check_callable,
@@ -45,12 +48,13 @@ from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpe
 from fastckpt.state.template import Template
 from fastckpt.state.tree import State
 from fastckpt.steps import log as save_log
+from fastckpt.steps import pins, retention
 from fastckpt.steps.capture import captured
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.no_steps import is_step, it_is_a_step
 from fastckpt.steps.open_root import OpenRoot
-from fastckpt.steps.options import StepOptions
+from fastckpt.steps.options import Local, StepOptions
 from fastckpt.steps.place import StepPlace
 from fastckpt.steps.plan import StepPlan
 from fastckpt.steps.shared_reads import Spread
@@ -97,6 +101,10 @@ class Checkpointer:
             damaged. An older one is removed in the background after a commit, never before it, so
             there has to be room for keep_last + 1 steps. None: all stay.
         keep_every: with keep_last, steps that are multiples of this stay, too.
+        keep_best: with keep_last, the best steps stay, too: ("val_loss", "min", 3) for the three
+            with the least val_loss among the metrics of save(), "max" for the greatest. Of equal
+            ones the first stay. A metric that is missing, infinite or no number is none: that step
+            takes nobody's place.
         fence: "call": save() returns when everything has been copied, so the state may change at
             once. "step": save() returns at once, and the next step() of any torch optimizer waits.
         staging_bytes: the most staging memory that a save may hold in this process, as a number or
@@ -106,10 +114,10 @@ class Checkpointer:
             then drained to the root in the background; result() returns when it is committed there.
             Ranks that see the same directory are a node; the path may differ between nodes.
             Restores read the files that a node has from there. A tier that is full, lost or slower
-            than the root is bypassed, with a warning. Default: none.
-        keep_local: how many steps stay on each node, at least 1; none is removed before the root
-            has had it. The node needs room for one more, and for each whose drain failed. As many
-            may wait to be drained; the save() after that waits. Default: 2.
+            than the root is bypassed, with a warning. Two steps stay on each node, or n with
+            local=(directory, n); none is removed before the root has had it. The node needs room
+            for one more, and for each whose drain failed. As many may wait to be drained; the
+            save() after that waits. Default: none.
         codec: None: shards are stored as they are. "planes": compressed without loss, split into
             bytes of equal significance, of which exponents compress and mantissas do not. "zstd":
             compressed as they are: this gains less, but `zstd -d` restores them. "reuse": stored as
@@ -163,8 +171,8 @@ class Checkpointer:
         group: Any = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
-        local: str | os.PathLike[str] | None = None,
-        keep_local: int | None = None,
+        keep_best: KeepBest | None = None,
+        local: Local | None = None,
         fence: Fence = "call",
         staging_bytes: int | str | None = None,
         codec: Codec | None = None,
@@ -190,20 +198,10 @@ class Checkpointer:
             check_flag("log", log)
             check_seconds("timeout_s", timeout_s)
             optional(check_callable, "before_commit", before_commit)
+            written = (backend, durable, staging_bytes, staging)
+            kept = (keep_last, keep_every, keep_best, local)
             pacing = Pacing(drain_rate, max_writers)
-            self._options = StepOptions(
-                backend,
-                durable,
-                staging_bytes,
-                staging,
-                pacing=pacing,
-                codec=codec,
-                keep_last=keep_last,
-                keep_every=keep_every,
-                local=local,
-                keep_local=keep_local,
-                check_finite=check_finite,
-            )
+            self._options = StepOptions(*written, "auto", pacing, codec, *kept, check_finite)
             self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
             self._open = OpenRoot(pipeline.current().storage, self.root)
             self._steps = self._open.steps
@@ -218,19 +216,26 @@ class Checkpointer:
             self._memo = per_group.GroupMemo(self._coordinator)
             self._export = checked_export(export, self.root, self._coordinator.rank == 0)
             self._rank_of = ranks_within(self.group)
-            if (path := self._options.local_path) is not None:
-                self._tier = LocalTier(
-                    path, self._steps, self._coordinator, self._options, timeout_s
-                )
+            if (tier := self._options.tier) is not None:
+                self._tier = LocalTier(*tier, self._steps, self._coordinator, timeout_s)
                 opened.callback(self._tier.close)
             self._opened = opened.pop_all()
 
-    def save(self, step: int, state: Any, *, deadline_s: float | None = None) -> SaveHandle:
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, Any] | None = None,
+        deadline_s: float | None = None,
+    ) -> SaveHandle:
         """Begins to save a step. All ranks call it, with the same step.
 
         Args:
             step: 0 or more. If the step exists, the commit of this one replaces it.
             state: see the class.
+            metrics: what is to be known of the step, by name: numbers, or texts. The first rank's
+                count. Those that are None are left out.
             deadline_s: in how many seconds from now the job will end, as when StopSignals say that
                 it is to stop; all ranks pass one, or none does. drain_rate and max_writers
                 then do not delay this save, and without `local` drain_rate no longer delays those
@@ -261,9 +266,8 @@ class Checkpointer:
         started = time.perf_counter()
         step = check_integer("step", step)
         optional(check_deadline, "deadline_s", deadline_s)
-        current = self._current()
-        if self._steps.is_step:
-            raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
+        told = retention.checked_metrics(self._steps, metrics, self._options)
+        current = self._changing()
         self._open.note_save(self._tier is None)  # with a tier, a slow root holds up nobody
         options, label = self._options, f"step {step} of {self.root!r}"
         if deadline_s is not None:
@@ -277,10 +281,10 @@ class Checkpointer:
             if self._tier is not None:
                 draining = self._tier.begin_drain(step)
                 failing.enter_context(draining.failing())
-            path, told = os.path.join(self.root, step_name(step)), self._on_error
-            handle = InnerHandle(path, started, kind=self.root, on_error=told)
+            path = os.path.join(self.root, step_name(step))
+            handle = InnerHandle(path, started, kind=self.root, on_error=self._on_error)
             if deadline_s is None:
-                current.raise_unreported(path, handle.kind, told)
+                current.raise_unreported(path, handle.kind, self._on_error)
             place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
             if self._tier is not None and draining is not None:
                 by_way_of = (self._tier, handle, agreement, draining)
@@ -298,7 +302,7 @@ class Checkpointer:
                 checks_numbers=options.check_finite,
             )
             lent = (current.storage, self._memo.note_unequal)
-            plan = StepPlan(handle, agreement, step, content, place, options, *lent)
+            plan = StepPlan(handle, agreement, step, content, told, place, options, *lent)
             parts = (handle, agreement, plan, place, options, self._before_commit)
             save = Save(*parts, fence=self._fence, lane=self.root)
             if self._logs and self._coordinator.rank == 0:
@@ -461,6 +465,49 @@ class Checkpointer:
         found, _faults = self._steps.survey()
         return found[0].manifest.step if found else None
 
+    def best(self, metric: str | None = None, mode: Mode = "min") -> int | None:
+        """Returns the step with the least or greatest value of a metric, by default keep_best's, as
+        this rank sees the directory now; of equal ones the first, None if no step has it.
+
+        Raises:
+            ValueError: there is neither a metric nor keep_best. StorageError: as steps().
+        """
+        check_choice("mode", mode, MODES)
+        by = self._options.keep_best if metric is None else (metric, mode, 1)
+        if by is None:
+            raise ValueError('best() of no metric: pass one, or keep_best=("val_loss", "min", 3)')
+        return retention.best(self._steps, by)
+
+    def pin(self, step: int) -> None:
+        """Keeps a committed step from being removed, by keep_last, delete() or another save of it,
+        in this process and all others, until unpin(). It is enough that one rank calls it. Waits
+        for this process's saves to the root.
+
+        Raises:
+            CheckpointError: the root holds no such step. StorageError: it cannot be pinned.
+            ValueError: as save().
+        """
+        self._changing().wait_for(self.root, ended=True)
+        pins.pin(self._steps, check_integer("step", step))
+
+    def unpin(self, step: int) -> None:
+        """Lets a step be removed again; one that is not pinned may be passed. As pin() else."""
+        self._changing().wait_for(self.root, ended=True)
+        pins.unpin(self._steps, check_integer("step", step))
+
+    def delete(self, step: int) -> None:
+        """Removes a step, from the node's tier too, on the first rank; on others it does nothing.
+        Waits for this process's saves to the root.
+
+        Raises:
+            CheckpointError: there is no such step, it is pinned, or it is being read.
+            StorageError: it cannot be removed. ValueError: as save().
+        """
+        self._changing().wait_for(self.root, ended=True)
+        if self._coordinator.rank == 0:
+            shelves = [self._steps, *([] if self._tier is None else [self._tier.steps])]
+            pins.delete(shelves, check_integer("step", step))
+
     def close(self) -> None:
         """Waits for the saves and exports in flight, and leaves the group. Idempotent. The first
         Ctrl-C logs what is awaited, a second gives it up; KeyboardInterrupt is raised in the end.
@@ -508,6 +555,12 @@ class Checkpointer:
         if self.group is None:
             check_alone(f"the Checkpointer of {self.root!r}", launched_rank())
         return pipeline.current()
+
+    def _changing(self) -> pipeline.Pipeline:
+        """Returns the pipeline for a call that changes the root, which must be none of a step."""
+        if self._steps.is_step:
+            raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
+        return self._current()
 
     def _tell(self, what: str, step: int, started: float) -> None:
         """Logs one line, on the first rank: the bytes that it read itself, and how long it took."""

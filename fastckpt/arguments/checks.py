@@ -11,7 +11,7 @@ import operator
 import os
 import re
 import reprlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import isfinite, isnan
 from typing import Any, Literal, TypeVar, get_args
@@ -27,6 +27,8 @@ BackendName = Literal["auto", "io_uring", "threads"]
 StagingWay = Literal["host", "gds"]
 Codec = Literal["zstd", "planes", "reuse"]
 OnError = Literal["raise", "warn"]
+Mode = Literal["min", "max"]
+KeepBest = tuple[str, Mode, int]  # a metric, whether the least or the greatest is best, how many
 Stripe = Literal["auto", "keep"] | tuple[int, int | str]
 Striping = str | tuple[int, int]  # a Stripe that was checked: its size is in bytes
 
@@ -39,6 +41,7 @@ FENCES: tuple[Fence, ...] = get_args(Fence)
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 STAGINGS: tuple[StagingWay, ...] = get_args(StagingWay)
 CODECS: tuple[Codec | None, ...] = (None, *get_args(Codec))
+MODES: tuple[Mode, ...] = get_args(Mode)
 ON_ERROR: tuple[OnError, ...] = get_args(OnError)
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
@@ -98,6 +101,30 @@ def check_number(name: str, value: object, expected: str) -> float:
     if not is_number or isinstance(value, bool | str):  # float(True) is 1.0
         raise TypeError(f"{name} is {_told(value)}, must be {expected}")
     return float(value)  # type: ignore[arg-type] # checked above
+
+
+def check_metrics(metrics: object) -> dict[str, float | str]:
+    """Returns metrics as they are kept: finite numbers, and texts for all others; without None."""
+    if not isinstance(metrics, Mapping):
+        raise TypeError(f"metrics are {_told(metrics)}, must be a dict")
+    kept = dict[str, float | str]()
+    for name, value in metrics.items():
+        if not isinstance(name, str):
+            raise TypeError(f"metrics have the name {_told(name)}, must be a text")
+        if value is not None and not isinstance(value, str):
+            number = check_number(f"metrics[{shown(name)}]", value, "a number, a text or None")
+            value = number if isfinite(number) else str(number)
+        if value is not None:
+            kept[name] = value
+    return kept
+
+
+def check_keep_best(name: str, value: object) -> KeepBest:
+    """Returns a metric, its mode, and a count. Raises ValueError, TypeError: it is none of that."""
+    if not isinstance(value, tuple | list) or len(value) != 3 or not isinstance(value[0], str):
+        raise ValueError(f'{name} is {shown(value)}, must be such as ("val_loss", "min", 3)')
+    check_choice(f"the mode of {name}", value[1], MODES)
+    return value[0], value[1], check_count(f"the count of {name}", value[2])
 
 
 def check_seconds(name: str, value: object) -> float:

@@ -15,11 +15,12 @@ from typing import Any
 
 from fastckpt.arguments.quantities import shown_size, shown_time
 from fastckpt.cli.local_tiers import tiers_of
-from fastckpt.cli.shared_arguments import real_root
+from fastckpt.cli.shared_arguments import real_root, shown_name
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline
 from fastckpt.steps.no_steps import is_export, steps_at, what_is_there
+from fastckpt.steps.pins import is_pinned
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import reported
 
@@ -51,6 +52,8 @@ def _rows(steps: Steps, *, is_local: bool) -> Iterator[dict[str, Any]]:
             "nbytes": _nbytes(manifest),
             "saved": manifest.created,
             "ranks": manifest.world_size,
+            "metrics": manifest.metrics,
+            "pinned": is_pinned(steps, name),
         }
     for fault in faults:
         state = "unreadable" if isinstance(fault.error, StorageError) else "damaged"
@@ -113,7 +116,14 @@ def _print(rows: list[dict[str, Any]]) -> None:
             facts += [shown_size(row["nbytes"]), f"{_age(row['saved'])} old"]
         if "ranks" in row:
             facts.append(f"{row['ranks']} rank{'s' if row['ranks'] != 1 else ''}")
+            facts += [_metric(*each) for each in row["metrics"].items()]
+            facts += ["pinned"] * row["pinned"]
         print("  ".join([*facts, state]))
+
+
+def _metric(name: str, value: float | str) -> str:
+    text = value if isinstance(value, str) else f"{value:.6g}"
+    return f"{shown_name(name)} {shown_name(text)}"
 
 
 def _age(saved: str) -> str:

@@ -11,10 +11,11 @@ import hashlib
 import re
 import struct
 import zlib
-from collections.abc import Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
+from math import isfinite
 from typing import Any, NamedTuple
 
 from fastckpt.errors import CorruptCheckpoint, ensure
@@ -27,16 +28,18 @@ from fastckpt.formats.shard_index import (
     crc_digits,
     lines,
 )
-from fastckpt.formats.strict_json import check_members, decode, encode, shown
+from fastckpt.formats.strict_json import check_members, check_texts, decode, encode, shown
 from fastckpt.plan.boxes import span
 
-FORMAT, VERSION = "fastckpt-step", 1
+FORMAT, VERSION = "fastckpt-step", 2
 MANIFEST, OBJECTS = "manifest.json", "objects.pt"
 MANIFEST_BYTES_MAX = 1 << 28
 WRITER_BYTES_MAX = 1024
 KEYS_MAX = 128
+METRICS_MAX, METRIC_CHARS_MAX = 256, 256
 SEQUENCE_MAX = 1 << 62  # half of what fits: whatever a step claims, numbers are left for later ones
 
+_WITHOUT_METRICS = 1  # the version of a manifest without them, which older readers understand
 _BEGINNING = f'{{"format":"{FORMAT}",'.encode()  # of each version
 _CRC = re.compile("[0-9a-f]{8}")
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -161,6 +164,7 @@ class Manifest:
         created: UTC in ISO 8601, as "2026-01-31T12:00:00Z".
         objects: the file of all that is not in shards.
         writers: by ascending rank, without ranks that stored nothing.
+        metrics: what the training says of the step, by name: finite numbers, or texts.
     """
 
     step: int
@@ -170,18 +174,20 @@ class Manifest:
     created: str
     objects: ObjectsFile
     writers: tuple[Writer, ...]
+    metrics: Mapping[str, float | str] = field(default_factory=dict, hash=False)
 
     def to_bytes(self) -> bytes:
         """Returns the content of the manifest's file. Raises ValueError as validate() does."""
         objects = self.objects._asdict() | {"crc32": crc_digits(self.objects.crc32)}
         written = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.metrics else _WITHOUT_METRICS,
             "step": self.step,
             "nonce": self.nonce,
             "sequence": self.sequence,
             "world_size": self.world_size,
             "created": self.created,
+            **({"metrics": self.metrics} if self.metrics else {}),
             "objects": objects,
             "writers": [writer._written() for writer in self.writers],
         }
@@ -227,6 +233,7 @@ class Manifest:
             created=written["created"],
             objects=ObjectsFile(objects["file"], objects["nbytes"], int(objects["crc32"], 16)),
             writers=tuple(map(Writer._of_written, written["writers"])),
+            metrics=written.get("metrics", {}),
         )
 
 
@@ -238,9 +245,13 @@ def validate(manifest: Any) -> None:
         "objects": dict,
         "writers": list,
     }
-    check_members(manifest, kinds, "it")
-    if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+    has_metrics = type(manifest) is dict and "metrics" in manifest
+    check_members(manifest, kinds | ({"metrics": dict} if has_metrics else {}), "it")
+    version = VERSION if has_metrics else _WITHOUT_METRICS
+    if (manifest["format"], manifest["version"]) != (FORMAT, version):
         raise ValueError(f"it is a {shown(manifest['format'])} of version {manifest['version']}")
+    if has_metrics:
+        validate_metrics(manifest["metrics"])
     if manifest["sequence"] > SEQUENCE_MAX:
         raise ValueError(f"sequence {manifest['sequence']} is above {SEQUENCE_MAX}")
     check_nonce(manifest["nonce"])
@@ -259,6 +270,19 @@ def validate(manifest: Any) -> None:
         names |= {writer["file"], writer["index"]}
     if len(names) != 2 + 2 * len(manifest["writers"]):
         raise ValueError("a file is named twice")
+
+
+def validate_metrics(metrics: Mapping[str, object]) -> None:
+    """Raises ValueError unless a manifest may hold these metrics."""
+    if not 0 < len(metrics) <= METRICS_MAX:
+        raise ValueError(f"there are {len(metrics)} metrics, must be 1 to {METRICS_MAX}")
+    for name, value in metrics.items():
+        if type(value) not in (float, str) or (type(value) is float and not isfinite(value)):
+            raise ValueError(f"the metric {shown(name)} is {shown(value)}, no number and no text")
+        texts = [name, value] if isinstance(value, str) else [name]
+        if max(map(len, texts)) > METRIC_CHARS_MAX:
+            raise ValueError(f"the metric {shown(name)} has over {METRIC_CHARS_MAX} characters")
+        check_texts(texts)
 
 
 _WRITER_KINDS: dict[str, type | tuple[type, ...]] = {

@@ -9,11 +9,12 @@ import os
 import re
 
 STEP_MAX = 10**15
+PINNED = "pinned"  # a file in a step's directory: it is not to be removed
 NAME = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?\Z", re.ASCII)
 # The files that a save puts into a step's directory: a removal takes no others out of it.
 OURS = re.compile(
     r"rank-\d{5,}\.(json|safetensors(\.(zst|planes))?)|objects\.pt|"
-    r"\.?manifest\.json(\..+\.tmp)?|drained",
+    r"\.?manifest\.json(\..+\.tmp)?|drained|pinned",
     re.ASCII,
 )
 

@@ -9,15 +9,18 @@ from typing import Literal, TypeAlias
 from fastckpt.arguments.checks import (
     CODECS,
     Codec,
+    KeepBest,
     check_choice,
     check_count,
     check_flag,
+    check_keep_best,
     check_path,
     optional,
 )
 from fastckpt.options import WriteOptions
 
 Compression: TypeAlias = Literal["zstd", "planes"]
+Local: TypeAlias = str | os.PathLike[str] | tuple[str | os.PathLike[str], int]
 KEEP_LOCAL = 2  # steps, if the caller does not say
 
 
@@ -32,8 +35,8 @@ class StepOptions(WriteOptions):
     codec: Codec | None = None
     keep_last: int | None = None
     keep_every: int | None = None
-    local: str | os.PathLike[str] | None = None
-    keep_local: int | None = None
+    keep_best: KeepBest | None = None
+    local: Local | None = None
     check_finite: bool = False
 
     def __post_init__(self) -> None:
@@ -42,11 +45,11 @@ class StepOptions(WriteOptions):
         if self.keep_last is not None:
             check_count("keep_last", self.keep_last, ", or None to keep all")
         optional(check_count, "keep_every", self.keep_every)
-        if self.keep_every is not None and self.keep_last is None:
-            raise ValueError("keep_every without keep_last: all steps are kept anyway")
-        optional(check_count, "keep_local", self.keep_local)
-        if self.local_path is None and self.keep_local is not None:
-            raise ValueError("keep_local without local: there is no local tier to keep steps in")
+        optional(check_keep_best, "keep_best", self.keep_best)
+        _ = self.tier
+        for name in ("keep_every", "keep_best"):
+            if getattr(self, name) is not None and self.keep_last is None:
+                raise ValueError(f"{name} without keep_last: all steps are kept anyway")
         if self.reuses and self.staging == "gds":
             raise ValueError(
                 'codec="reuse" with staging="gds": what is hashed has to be in host memory'
@@ -58,9 +61,9 @@ class StepOptions(WriteOptions):
             )
 
     @property
-    def local_path(self) -> str | None:
-        """The directory `local` as a path; None if there is no local tier."""
-        return optional(check_path, "local", self.local)
+    def tier(self) -> tuple[str, int] | None:
+        """The directory of the local tier, and how many steps stay there; None if there is none."""
+        return optional(_check_local, "local", self.local)
 
     @property
     def reuses(self) -> bool:
@@ -71,3 +74,9 @@ class StepOptions(WriteOptions):
     def compression(self) -> Compression | None:
         """The codec that compresses the blocks of shards, if one does."""
         return None if self.codec == "reuse" else self.codec
+
+
+def _check_local(name: str, value: object) -> tuple[str, int]:
+    """Returns the path of a local tier, and how many steps are to stay there."""
+    path, count = value if isinstance(value, tuple) and len(value) == 2 else (value, KEEP_LOCAL)
+    return check_path(name, path), check_count(f"the count of {name}", count)

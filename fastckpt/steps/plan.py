@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from functools import partial
@@ -39,6 +39,7 @@ class StepPlan(Plan):
 
     Args:
         content: this rank's part of the state.
+        metrics: what the manifest says of the step.
         differing: called with the keys of tensors whose contents differ between ranks.
     """
 
@@ -48,6 +49,7 @@ class StepPlan(Plan):
         agreement: Round,
         step: int,
         content: Content,
+        metrics: Mapping[str, float | str],
         place: AnyStepPlace,
         options: StepOptions,
         storage: Storage,
@@ -60,6 +62,7 @@ class StepPlan(Plan):
         self._agreement = agreement
         self._step = step
         self._content: Content | None = content
+        self._metrics = metrics
         self._place = place
         self._options = options
         self._storage = storage
@@ -129,6 +132,7 @@ class StepPlan(Plan):
                 created=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
                 objects=objects.written,
                 writers=writers,
+                metrics=self._metrics,
             )
 
         self._place.publish(manifest)

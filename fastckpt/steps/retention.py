@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import logging
 
+from fastckpt.arguments.checks import KeepBest, check_metrics
+from fastckpt.arguments.near_names import listed
 from fastckpt.errors import StorageError
+from fastckpt.formats.manifest import validate_metrics
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.root import Committed, Steps
-from fastckpt.storage.keep import Entry, may_go
+from fastckpt.storage.keep import Entry, best_first, may_go
 
 log = logging.getLogger("fastckpt")
 
@@ -25,16 +28,14 @@ def tidy(steps: Steps, keep: str, options: StepOptions) -> None:
         return
     try:
         found, _faults = steps.committed()
-        for name in superfluous(steps, found, keep, options.keep_last, options.keep_every):
+        for name in superfluous(steps, found, keep, options):
             steps.remove_unread(name)
         steps.remove_left()
     except (StorageError, OSError) as error:
         log.warning("old steps could not be removed: %s", error)
 
 
-def superfluous(
-    steps: Steps, found: list[Committed], keep: str, keep_last: int | None, keep_every: int | None
-) -> list[str]:
+def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOptions) -> list[str]:
     """Returns the names of the committed steps that need not stay: what is beyond keep_last, and
     all attempts at the step just committed but the last, which is another one if that was drained
     late. A step that is damaged or may not be durable, as far as is known, does not count; one that
@@ -44,21 +45,53 @@ def superfluous(
         steps: the root.
         found: the committed steps, the one committed last first.
         keep: the name of the step just committed. It stays, and so do all committed after it.
-        keep_last, keep_every: how many of the last ones stay (None: all), and which multiples.
+        options: how many of the last ones stay (None: all), which multiples, and which best ones.
     """
     own = next((item.manifest for item in found if item.name == keep), None)
     if own is None:  # somebody has removed it, and may be about to remove others
         return []
-
-    def entry(item: Committed, is_pinned: bool) -> Entry:
-        known = steps.known(item.name)
-        is_pinned = is_pinned or known.is_unread
-        return Entry(item.name, item.manifest.step, known.may_stay_alone(), is_pinned)
-
-    attempts = [entry(item, False) for item in found if item.manifest.step == own.step]
-    going = may_go(attempts, 1)
-    if keep_last is not None:
-        rest = [item for item in found if item.name not in going]
-        pinned = [entry(item, item.manifest.sequence >= own.sequence) for item in rest]
-        going += may_go(pinned, keep_last, keep_every)
+    entries = [_entry(steps, item, options.keep_best) for item in found]
+    going = may_go([each for each in entries if each.number == own.step], 1)
+    if options.keep_last is not None:
+        rest = [
+            each._replace(is_pinned=each.is_pinned or item.manifest.sequence >= own.sequence)
+            for each, item in zip(entries, found, strict=True)
+            if each.name not in going
+        ]
+        top = options.keep_best[2] if options.keep_best else 0
+        going += may_go(rest, options.keep_last, options.keep_every, top=top)
     return going
+
+
+def best(steps: Steps, by: KeepBest) -> int | None:
+    """Returns the best of the committed steps, as far as is known; None if none has the metric.
+    Raises StorageError.
+    """
+    entries = [_entry(steps, item, by) for item in steps.survey()[0]]
+    return next((each.number for each in best_first(entries) if each.counts), None)
+
+
+def checked_metrics(steps: Steps, metrics: object, options: StepOptions) -> dict[str, float | str]:
+    """Returns what a manifest is to hold of metrics, which may be None. Warns once if they lack the
+    one that says which steps are kept. Raises ValueError, TypeError.
+    """
+    found = {} if metrics is None else check_metrics(metrics)
+    if found:
+        validate_metrics(found)
+    if found and options.keep_best and options.keep_best[0] not in found and not steps.told_metric:
+        steps.told_metric = True
+        log.warning(
+            "metrics have no %r, by which keep_best chooses, but %s: this step is none of the best",
+            options.keep_best[0],
+            listed(map(repr, found)),
+        )
+    return found
+
+
+def _entry(steps: Steps, item: Committed, by: KeepBest | None) -> Entry:
+    """Returns a step as the rule of retention sees it. A pin is looked at when it is removed."""
+    known, score = steps.known(item.name), None
+    if by and not isinstance(value := item.manifest.metrics.get(by[0]), str | None):
+        score = -value if by[1] == "min" else value
+    counts = known.may_stay_alone()
+    return Entry(item.name, item.manifest.step, counts, known.is_unread, score)

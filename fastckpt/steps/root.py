@@ -18,7 +18,7 @@ from typing import NamedTuple
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.formats.step_names import NAME, OURS, step_name, step_of
+from fastckpt.formats.step_names import NAME, OURS, PINNED, step_name, step_of
 from fastckpt.steps import dead
 from fastckpt.steps.known import UNSEEN, Begun, Known
 from fastckpt.steps.lease import Lease
@@ -103,6 +103,7 @@ class Steps:
         self._removing = calls.NotedLock("removal", root)
         self._sequence = 0  # of the last commit that was begun here
         self.told_empty = False  # whether it was told that there are no steps
+        self.told_metric = False  # whether it was told that metrics lack the one of keep_best
         self.is_uncloned = False  # whether the file system has refused to clone ranges
         self.own_index: ShardIndex | None = None  # with hashes, of a shard that was written here
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
@@ -486,7 +487,7 @@ class Steps:
             return [name for name in self.incomplete() if self.remove_if_dead(name)]
 
     def remove_unread(self, name: str) -> bool:
-        """Removes a committed step unless somebody holds it; returns whether it did."""
+        """Removes a committed step unless somebody holds it or it is pinned; returns whether."""
         path = self.path(name, MANIFEST)
         try:
             fd = self.storage.open(path, "lock")
@@ -497,6 +498,8 @@ class Steps:
             try:
                 with reported("lock", path):
                     if not self.storage.lock(fd):
+                        return False
+                    if self.storage.status(self.path(name, PINNED)) is not None:
                         return False
                 self._remove_manifest(name)
             except StorageError:

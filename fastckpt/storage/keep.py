@@ -6,7 +6,8 @@ checkpoint is, in which order its kind was committed, or how one is removed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from math import isfinite
 from typing import NamedTuple
 
 
@@ -18,16 +19,28 @@ class Entry(NamedTuple):
         number: its step, where there may be several of one step: together they count once.
         counts: whether older ones may go on its account, since it is known to be whole and durable.
         is_pinned: whether it stays in any case.
+        score: how good it is, a higher number being better; one that is no finite number, or None,
+            is no score.
     """
 
     name: str
     number: int | None = None
     counts: bool = True
     is_pinned: bool = False
+    score: float | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """What entries have in common that count once."""
+        return self.name if self.number is None else self.number
 
 
 def may_go(
-    entries: Sequence[Entry], last: int, every: int | None = None, best: str | None = None
+    entries: Sequence[Entry],
+    last: int,
+    every: int | None = None,
+    best: str | None = None,
+    top: int = 0,
 ) -> list[str]:
     """Returns the names of the checkpoints that need not stay.
 
@@ -39,16 +52,36 @@ def may_go(
         every: those whose number is a multiple of this stay, too.
         best: the name of one that stays, and is one of the `last`, but does not take the place of
             the newest.
+        top: how many stay, too, of those that count: the first of best_first(). What does not count
+            stays as long as there are not yet so many better ones.
     """
-    keys = [entry.name if entry.number is None else entry.number for entry in entries]
-    counted = {key for entry, key in zip(entries, keys, strict=True) if entry.name == best}
+    on_top = set()
+    for entry in best_first(entries):
+        if top > 0:
+            on_top.add(entry.name)
+        top -= entry.counts
+    counted = {entry.key for entry in entries if entry.name == best}
     going = []
-    for place, (entry, key) in enumerate(zip(entries, keys, strict=True)):
+    for place, entry in enumerate(entries):
         stays = entry.is_pinned or entry.name == best or (best is not None and place == 0)
-        stays = stays or (key not in counted and len(counted) < last)
+        stays = stays or (entry.key not in counted and len(counted) < last)
         stays = stays or bool(every and entry.number is not None and entry.number % every == 0)
         if entry.counts:
-            counted.add(key)
-        if not stays:
+            counted.add(entry.key)
+        if not stays and entry.name not in on_top:
             going.append(entry.name)
     return going
+
+
+def best_first(entries: Sequence[Entry]) -> list[Entry]:
+    """Returns the checkpoints that have a score, the best first, and of equal ones the one that was
+    committed first. One that another of its number has replaced, which counts, is left out.
+    """
+    scored: list[tuple[float, Entry]] = []
+    replaced = set[Hashable]()
+    for entry in entries:
+        if entry.score is not None and isfinite(entry.score) and entry.key not in replaced:
+            scored.append((entry.score, entry))
+        if entry.counts:
+            replaced.add(entry.key)
+    return [entry for _score, entry in sorted(reversed(scored), key=lambda pair: -pair[0])]

@@ -22,7 +22,6 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.nodes import RanksByNode
 from fastckpt.ranks.round import Round
 from fastckpt.steps.newest_whole import readable, survey_of_copy
-from fastckpt.steps.options import KEEP_LOCAL, StepOptions
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, may_go
@@ -57,13 +56,13 @@ class LocalTier:
 
     Args:
         directory: as Checkpointer's `local`; steps of several roots may lie in it.
+        keep: how many of the newest steps stay.
         root: the steps of the root, which these are drained to.
-        coordinator, options, timeout_s: the Checkpointer's.
+        coordinator, timeout_s: the Checkpointer's.
 
     Attributes:
         steps: the root's steps that lie in the local directory.
-        root: as the argument.
-        keep: how many of the newest steps stay.
+        root, keep: as the arguments.
 
     Raises:
         ValueError: the directory lies on the root's file system.
@@ -72,9 +71,9 @@ class LocalTier:
     def __init__(
         self,
         directory: str,
+        keep: int,
         root: Steps,
         coordinator: Coordinator,
-        options: StepOptions,
         timeout_s: float,
     ) -> None:
         self._storage = storage = root.storage
@@ -90,7 +89,7 @@ class LocalTier:
                 "would be no faster, and would be lost with the root"
             )
         self.steps = Steps(storage, os.path.join(self._directory, tier_name(root.root)))
-        self.root, self.keep = root, options.keep_local or KEEP_LOCAL
+        self.root, self.keep = root, keep
         self._rank = coordinator.rank
         self._coordinator, self._timeout_s = coordinator, timeout_s
         self._meeting = self._begin("local tier")

@@ -45,13 +45,18 @@ class Deadly(Recorder):
 
 
 def save_tiered(
-    member: Member, root: str, locals_: list[str], steps: list[int], options: dict[str, Any]
+    member: Member,
+    root: str,
+    locals_: list[str],
+    steps: list[int],
+    options: dict[str, Any],
+    keep: int = 2,
 ) -> list[tuple[float | None, str]]:
-    """Saves stamped steps, one after another, over the local directory of each rank; returns when
-    each was committed there, or why it was not.
+    """Saves stamped steps, one after another, over the local directory of each rank, which keeps so
+    many; returns when each was committed there, or why it was not.
     """
-    told = []
-    with Checkpointer(root, group=member.group, local=locals_[member.rank], **options) as saving:
+    told, local = [], (locals_[member.rank], keep)
+    with Checkpointer(root, group=member.group, local=local, **options) as saving:
         for step in steps:
             stats = saved(member, saving, step)
             told.append((stats.local_committed_s, stats.local_why))
@@ -65,7 +70,7 @@ def save_paced(
     """Saves so many stamped steps that overlap; returns why the last one went past the local
     directory, and what its stats tell of its pace.
     """
-    options = {"timeout_s": 30, "keep_local": 2, **options}
+    options = {"timeout_s": 30, **options}
     with Checkpointer(root, group=member.group, local=locals_[member.rank], **options) as saving:
         handles = []
         for step in range(1, steps + 1):

@@ -826,6 +826,7 @@ def test_the_manifest_to_the_byte() -> None:
         assert line.rstrip(b",") == writer.to_bytes()
 
 
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=9)
 fractions = st.floats(0.0, 1.0).map(abs)
 hashes = st.lists(st.integers(0, (1 << 32) - 1), max_size=KEYS_MAX, unique=True).map(sorted)
 writers = st.builds(
@@ -866,9 +867,14 @@ def test_a_writer_comes_back_in_at_most_1024_bytes(writer: Writer) -> None:
     st.tuples(*[st.integers(0, (1 << 63) - 1)] * 3),
     st.integers(0, (1 << 32) - 1),
     st.datetimes(),
+    st.dictionaries(TEXTS, TEXTS | st.floats(allow_nan=False, allow_infinity=False), max_size=3),
 )
 def test_a_manifest_comes_back(
-    found: list[Writer], numbers: tuple[int, int, int], crc: int, moment: Any
+    found: list[Writer],
+    numbers: tuple[int, int, int],
+    crc: int,
+    moment: Any,
+    metrics: dict[str, float | str],
 ) -> None:
     numbered = tuple(
         replace(writer, rank=rank, file=shard_name(rank, None), index=index_name(rank))
@@ -883,6 +889,7 @@ def test_a_manifest_comes_back(
         created=moment.isoformat() + "+00:00",
         objects=ObjectsFile("objects.pt", nbytes, crc),
         writers=numbered,
+        metrics=metrics,
     )
     content = manifest.to_bytes()
     assert content.isascii() and content.count(b"\n") == 2 + len(found)
@@ -979,7 +986,23 @@ HOSTILE_MANIFESTS: list[tuple[Change, str]] = [
     *each("32-bit", "writers", 0, "keys", of=("AQAA", "AQAAAP////9=")),
     *each("malformed", "writers", 0, "keys", of=("AQAAAA=="[:-1], "AQAA AA==", "é")),
     (put("writers", 0, "keys", []), "the keys "),
+    (put("version", 2), "of version 2"),
+    (put("metrics", {"loss": 2.0}), "of version 1"),
 ]
+
+
+def test_metrics_make_a_manifest_of_version_2() -> None:
+    manifest = replace(MANIFEST, metrics={"loss": 0.5, "von \u00e4": "nan"})
+    content = manifest.to_bytes()
+    assert b'"version":2,' in content and Manifest.from_bytes(content) == manifest
+    written = json.loads(content)
+    for metrics in (
+        *({}, [], {"a": 1}, {"a": True}, {"a": None}, {"a": [1.0]}, {"a": float("inf")}),
+        *({"a" * 257: 1.0}, {"a": "a" * 257}, {"\ud800": 1.0}, {"a": "\udfff"}),
+        {f"{number}": 1.0 for number in range(257)},
+    ):
+        with pytest.raises(CorruptCheckpoint, match=r"metric|number|Infinity|Unicode"):
+            Manifest.from_bytes(sealed(written | {"metrics": metrics}))
 
 
 @pytest.mark.parametrize(
@@ -994,8 +1017,8 @@ def test_hostile_manifest_with_a_right_digest(change: Change, message: str) -> N
 
 
 def test_a_newer_manifest_is_incompatible_unless_it_is_damaged() -> None:
-    written = json.loads(GOLDEN_MANIFEST) | {"version": 2, "new": []}
-    with pytest.raises(IncompatibleCheckpoint, match="version 2"):
+    written = json.loads(GOLDEN_MANIFEST) | {"version": 3, "new": []}
+    with pytest.raises(IncompatibleCheckpoint, match="version 3"):
         Manifest.from_bytes(sealed(written))
     with pytest.raises(CorruptCheckpoint):
         Manifest.from_bytes(sealed(written).replace(b'"step": 100', b'"step": 101'))

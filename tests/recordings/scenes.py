@@ -253,6 +253,15 @@ def keep_last(stage: Stage) -> None:
         saving.save(3, state_of_ranks(stage, 3)).result(WAIT_S)
 
 
+def pinned(stage: Stage) -> None:
+    """A step is pinned, and then unpinned."""
+    with stage.unrecorded(), checkpointer(stage) as saving:
+        saving.save(1, state_of_ranks(stage, 1)).result(WAIT_S)
+    with stage.recorded(), checkpointer(stage) as saving:
+        saving.pin(1)
+        saving.unpin(1)
+
+
 def reuse(stage: Stage) -> None:
     """The second step shares with the first what has not changed."""
     first = state_of_ranks(stage, 1)
@@ -264,10 +273,10 @@ def reuse(stage: Stage) -> None:
 
 def keep_local(stage: Stage) -> None:
     """The third step removes the first from the local tier."""
-    with stage.unrecorded(), checkpointer(stage, local=stage.local, keep_local=2) as saving:
+    with stage.unrecorded(), checkpointer(stage, local=stage.local) as saving:
         for step in (1, 2):
             saving.save(step, state_of_ranks(stage, step)).result(WAIT_S)
-    with stage.recorded(), checkpointer(stage, local=stage.local, keep_local=2) as saving:
+    with stage.recorded(), checkpointer(stage, local=stage.local) as saving:
         saving.save(3, state_of_ranks(stage, 3)).result(WAIT_S)
 
 
@@ -497,6 +506,7 @@ def _loads() -> dict[str, Cast]:
 CASTS: dict[str, Cast] = {
     **_saves(),
     "save-step-and-remove": Cast(keep_last, 1),
+    "pin-step": Cast(pinned, 1),
     "save-step-reused": Cast(reuse, 1),
     "save-iteration-and-remove": Cast(keep_iterations, 1),
     "save-directory-and-rotate": Cast(rotate, 1),

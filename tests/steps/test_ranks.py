@@ -57,6 +57,11 @@ def shards(root: Path, step: int) -> list[Path]:
     return sorted(root.glob(f"step-{step:08d}/rank-*.safetensors*"))
 
 
+def test_the_first_rank_says_which_steps_stay(crew: Callable[[int], Crew], disk: Path) -> None:
+    assert crew(2)(bodies.mark_steps, str(disk / "run")) == [[3, 2, 3]] * 2
+    assert restored(crew(2), disk / "run") == 3
+
+
 # Placements
 
 

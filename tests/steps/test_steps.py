@@ -39,6 +39,7 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
 from fastckpt.steps.known import Begun
 from fastckpt.steps.lease import Lease
+from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import superfluous
 from fastckpt.steps.root import Steps
 from fastckpt.steps.uncommitted_step import UncommittedStep
@@ -331,7 +332,7 @@ def test_what_was_committed_later_is_not_removed(root: Path) -> None:
     """As a save does that was held up while another job went on."""
     saved(root, 1, 2, 3)
     steps = Steps(Storage(), str(root))
-    assert superfluous(steps, steps.committed()[0], name(2), 1, None) == [name(1)]
+    assert superfluous(steps, steps.committed()[0], name(2), StepOptions(keep_last=1)) == [name(1)]
     steps.remove_unread(name(1))
     with Checkpointer(root) as checkpointer:
         with steps.hold(name(3)):
@@ -339,7 +340,7 @@ def test_what_was_committed_later_is_not_removed(root: Path) -> None:
             pipeline.current().drain()  # it has tried to remove the first attempt, which is held
         assert directories(root) == [name(2), name(3), name(3, 1)]
         # The first attempt, if it came last.
-        assert superfluous(steps, steps.committed()[0], name(3), None, None) == [name(3)]
+        assert superfluous(steps, steps.committed()[0], name(3), StepOptions()) == [name(3)]
         assert checkpointer.load()["name"] == "step 33"
 
 
@@ -726,24 +727,24 @@ def resigned(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
 def test_a_step_of_a_newer_version(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(root, 1)
     newer = root / name(1) / "manifest.json"
-    resigned(newer, lambda written: written.update(version=2, more="unknown"))
+    resigned(newer, lambda written: written.update(version=3, more="unknown"))
     with Checkpointer(root) as checkpointer:
         for call in (lambda: checkpointer.restore(state(1)), checkpointer.load):
-            with pytest.raises(IncompatibleCheckpoint, match=r"version 2, .* update it"):
+            with pytest.raises(IncompatibleCheckpoint, match=r"version 3, .* update it"):
                 call()
         assert checkpointer.steps() == [] and checkpointer.latest() is None
     assert saved(root, 2, 3, keep_last=1) == [name(1), name(3)], "it is not removed"
     caplog.clear()
-    assert restored(root) == 3 and "version 2" in caplog.text
+    assert restored(root) == 3 and "version 3" in caplog.text
 
 
 def test_a_newest_step_of_a_newer_version_is_not_passed_over(root: Path) -> None:
     """The run would silently go back; whoever wants that names the step."""
     saved(root, 1, 2, 3)
-    resigned(root / name(3) / "manifest.json", lambda written: written.update(version=2))
+    resigned(root / name(3) / "manifest.json", lambda written: written.update(version=3))
     with Checkpointer(root) as checkpointer:
         for call in (lambda: checkpointer.restore(state(1)), checkpointer.load):
-            with pytest.raises(IncompatibleCheckpoint, match=r"version 2, .*the steps \[1, 2\]"):
+            with pytest.raises(IncompatibleCheckpoint, match=r"version 3, .*the steps \[1, 2\]"):
                 call()
         assert checkpointer.restore(state(1), 2) == 2
 

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+from math import inf, isfinite, nan
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastckpt.storage.keep import Entry, may_go
+from fastckpt.storage.keep import Entry, best_first, may_go
 
-FLAGS = st.tuples(st.none() | st.integers(0, 6), st.booleans(), st.booleans())
-
-
-def entries_of(flags: list[tuple[int | None, bool, bool]]) -> list[Entry]:
-    return [
-        Entry(f"{place}", number, counts or pinned, pinned)
-        for place, (number, counts, pinned) in enumerate(flags)
+SCORES = st.sampled_from([None, nan, inf, -inf, -1.0, -0.0, 0.0, 1.0, 2.5])
+FLAGS = st.tuples(st.none() | st.integers(0, 6), st.booleans(), st.booleans(), SCORES)
+ENTRIES = st.lists(FLAGS, max_size=12).map(
+    lambda flags: [
+        Entry(f"{place}", number, counts or pinned, pinned, score)
+        for place, (number, counts, pinned, score) in enumerate(flags)
     ]
+)
 
 
 @given(
-    st.lists(FLAGS, max_size=12).map(entries_of),
+    ENTRIES,
     st.integers(1, 5),
     st.none() | st.integers(1, 4),
     st.integers(-1, 11),
+    st.integers(0, 4),
 )
-def test_what_stays(entries: list[Entry], last: int, every: int | None, best: int) -> None:
+def test_what_stays(
+    entries: list[Entry], last: int, every: int | None, best: int, top: int
+) -> None:
     chosen = None if best < 0 else f"{best}"
-    going = may_go(entries, last, every, chosen)
+    going = may_go(entries, last, every, chosen, top)
     left = [entry for entry in entries if entry.name not in going]
     assert left[:1] == entries[:1]  # the one just committed
     for entry in entries:  # pinned ones, multiples, the best, and with it the newest
@@ -42,9 +47,42 @@ def test_what_stays(entries: list[Entry], last: int, every: int | None, best: in
         newer = [each for each in entries[:place] if each.number == entry.number and each.counts]
         if entry.number is not None and newer and not (entry.is_pinned or every):
             assert entry not in left or entry.name == chosen
-    # Nothing more goes when it is asked again, and with a higher `last` no more either.
-    assert may_go(left, last, every, chosen) == []
-    assert {*may_go(entries, last + 1, every, chosen)} <= {*going}
+    # Nothing more goes when it is asked again, and with a higher `last` or `top` no more either.
+    assert may_go(left, last, every, chosen, top) == []
+    assert {*may_go(entries, last + 1, every, chosen, top)} <= {*going}
+    assert {*may_go(entries, last, every, chosen, top + 1)} <= {*going}
+
+
+@given(ENTRIES, st.integers(1, 5), st.integers(1, 4))
+def test_the_best_stay(entries: list[Entry], last: int, top: int) -> None:
+    going = may_go(entries, last, top=top)
+    for place, entry in enumerate(entries):
+        if entry.score is None or not isfinite(entry.score):
+            continue
+        newer, older = entries[:place], entries[place + 1 :]
+        better = {
+            each.key
+            for each in entries
+            if each.counts
+            and each.score is not None
+            and isfinite(each.score)
+            and (each.score > entry.score or (each.score == entry.score and each in older))
+        }
+        is_replaced = any(each.counts and each.key == entry.key for each in newer)
+        assert is_replaced or len(better) >= top or entry.name not in going
+    # What has no score takes nobody's place.
+    for entry in entries:
+        without = [each._replace(score=None) if each is entry else each for each in entries]
+        assert {*may_go(without, last, top=top)} - {entry.name} <= {*going}
+
+
+@given(ENTRIES)
+def test_the_order_of_the_best(entries: list[Entry]) -> None:
+    ordered = best_first(entries)
+    scores = [(-(each.score or 0.0), -int(each.name)) for each in ordered]
+    assert scores == sorted(scores) and all(map(isfinite, [score for score, _name in scores]))
+    counted = [each.key for each in ordered if each.counts]
+    assert len(counted) == len({*counted})
 
 
 @given(st.integers(0, 12), st.integers(1, 5), st.integers(0, 11))
@@ -55,6 +93,16 @@ def test_no_more_stays_than_was_asked_for(count: int, last: int, best: int) -> N
     kept = {"0", f"{best}"} if best < count else {"0"}
     assert count - len(going) == min(count, max(last, len(kept)))
     assert not kept & {*going}
+
+
+def test_no_more_of_the_best_stay_than_was_asked_for() -> None:
+    scores = [1.0, 3.0, nan, 3.0, 2.0, None, 4.0]
+    entries = [Entry(f"{9 - place}", score=score) for place, score in enumerate(scores)]
+    assert [each.name for each in best_first(entries)] == ["3", "6", "8", "5", "9"]
+    assert may_go(entries, 1, top=1) == ["8", "7", "6", "5", "4"]
+    assert may_go(entries, 1, top=2) == ["8", "7", "5", "4"]
+    entries[-1] = entries[-1]._replace(counts=False)  # damaged, say: it takes no place
+    assert may_go(entries, 1, top=2) == ["7", "5", "4"]
 
 
 def test_what_does_not_count_stays_until_enough_newer_ones_do() -> None:

@@ -76,7 +76,7 @@ def test_no_export_is_begun(disk: Path) -> None:
 def test_it_waits_for_no_drain_of_other_steps(disk: Path, local: Path) -> None:
     """It is in the root before them, and what is left in the end is what would be in order."""
     root = disk / "run"
-    options: dict[str, Any] = {"local": local, "keep_local": 1, "keep_last": 2}
+    options: dict[str, Any] = {"local": (local, 1), "keep_last": 2}
     with doors() as storage, Checkpointer(root, **options) as checkpointer:
         storage.closed.append(root / "step-00000001" / "rank-00000.safetensors")
         earlier = [checkpointer.save(step, state(step)) for step in (1, 2)]

@@ -67,7 +67,7 @@ def local_names(local: Path, step: int) -> list[str]:
 
 
 def test_each_node_holds_what_its_ranks_wrote(crew: Callable[[int], Crew], nodes: Nodes) -> None:
-    told = crew(4)(bodies.save_tiered, str(nodes.root), nodes.two, [1, 2, 3], {"keep_local": 2})
+    told = crew(4)(bodies.save_tiered, str(nodes.root), nodes.two, [1, 2, 3], {})
     assert all(when is not None for each in told for when, _why in each)
     for path, ranks in ((nodes.a, (0, 1)), (nodes.b, (2, 3))):
         wanted = {f"rank-{rank:05d}.{kind}" for rank in ranks for kind in ("json", "safetensors")}
@@ -130,7 +130,7 @@ def test_what_the_root_has_lost_is_read_from_the_nodes(
     crew: Callable[[int], Crew], nodes: Nodes, loss: str
 ) -> None:
     """And is in the root again; what it has removed itself stays away."""
-    options = {"keep_last": 1, "keep_local": 2}
+    options = {"keep_last": 1}
     crew(4)(bodies.save_tiered, str(nodes.root), nodes.two, [1, 2], options)
     assert directories(nodes.root) == ["step-00000002"]
     shutil.rmtree(nodes.root if loss == "root" else nodes.root / "step-00000002")
@@ -193,7 +193,7 @@ def test_a_job_that_was_killed_goes_on(
     assert killed.restored(crew(1), [str(spare)])[0] == 2, "all of it is in the root"
     for path in (killed.a, killed.b):
         assert "drained" in local_names(path, 2)
-    crew(4)(bodies.save_tiered, str(killed.root), killed.two, [3], {"keep_local": 1})
+    crew(4)(bodies.save_tiered, str(killed.root), killed.two, [3], {}, 1)
     assert killed.restored(crew(4), killed.two)[0] == 3
     assert not [path for path in killed.root.rglob("*") if ".tmp" in path.name]
 
@@ -216,7 +216,7 @@ def test_a_job_that_was_killed_and_lost_something(
     assert step == 1
     with Checkpointer(killed.root) as checkpointer:
         assert checkpointer.steps() == [1]
-    crew(4)(bodies.save_tiered, str(killed.root), killed.two, [2, 3, 4], {"keep_local": 1})
+    crew(4)(bodies.save_tiered, str(killed.root), killed.two, [2, 3, 4], {}, 1)
     assert killed.restored(crew(4), killed.two)[0] == 4
 
 

@@ -131,14 +131,14 @@ def doors() -> Iterator[Doors]:
 def test_wrong_settings_are_refused_with_the_reason(disk: Path, local: Path) -> None:
     with pytest.raises(ValueError, match="lies on the same file system as the root"):
         Checkpointer(disk / "run", local=disk / "not yet" / "there")
-    with pytest.raises(ValueError, match="keep_local is 0, must be at least 1"):
-        Checkpointer(disk / "run", local=local, keep_local=0)
-    with pytest.raises(ValueError, match="keep_local without local"):
-        Checkpointer(disk / "run", keep_local=2)
+    with pytest.raises(ValueError, match="the count of local is 0, must be at least 1"):
+        Checkpointer(disk / "run", local=(local, 0))
+    with pytest.raises(TypeError, match="must be a path"):
+        Checkpointer(disk / "run", local=(local,))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="local is '', must be a path"):
         Checkpointer(disk / "run", local="")
     with pytest.raises(TypeError):
-        Checkpointer(disk / "run", local=local, keep_local=1.5)  # type: ignore[arg-type]
+        Checkpointer(disk / "run", local=(local, 1.5))  # type: ignore[arg-type]
     assert os.listdir(disk) == os.listdir(local) == []
 
 
@@ -184,7 +184,7 @@ def test_without_a_tier_wait_local_says_so(disk: Path) -> None:
 def test_a_slow_root_holds_up_neither_staging_nor_local_commits(disk: Path, local: Path) -> None:
     """Until so many steps wait to be drained as are kept; none of them is removed before."""
     root = disk / "run"
-    with doors() as storage, Checkpointer(root, local=local, keep_local=2) as checkpointer:
+    with doors() as storage, Checkpointer(root, local=local) as checkpointer:
         storage.closed.append(root)
         handles = [checkpointer.save(step, state(step)) for step in (1, 2, 3)]
         assert all(handle.wait_local(WAIT_S) for handle in handles)
@@ -205,8 +205,8 @@ def test_a_slow_root_holds_up_neither_staging_nor_local_commits(disk: Path, loca
 
 
 def test_a_save_that_waits_for_drains_can_be_cancelled(disk: Path, local: Path) -> None:
-    root, options = disk / "run", {"keep_local": 1, "fence": "step"}
-    with doors() as storage, Checkpointer(root, local=local, **options) as checkpointer:
+    root = disk / "run"
+    with doors() as storage, Checkpointer(root, local=(local, 1), fence="step") as checkpointer:
         storage.closed.append(root)
         handles = [checkpointer.save(step, state(step)) for step in (1, 2)]
         assert all(handle.wait_local(WAIT_S) for handle in handles)
@@ -223,7 +223,7 @@ def test_a_save_that_waits_for_drains_can_be_cancelled(disk: Path, local: Path) 
 
 def test_what_the_root_removes_may_stay_and_what_it_lacks_must(disk: Path, local: Path) -> None:
     root = disk / "run"
-    options: dict[str, Any] = {"keep_last": 1, "keep_local": 2}
+    options: dict[str, Any] = {"keep_last": 1}
     with Checkpointer(root, local=local, **options) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, state(step)).result(WAIT_S)
@@ -390,8 +390,17 @@ def test_a_lost_local_tier_is_no_loss(disk: Path, local: Path) -> None:
     assert step == 1 and all(path.startswith(str(root)) for path in taken.values())
 
 
+def test_a_deleted_step_does_not_come_back_from_the_nodes(disk: Path, local: Path) -> None:
+    with Checkpointer(disk / "run", local=local) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step))
+        checkpointer.delete(2)
+        assert checkpointer.restore(state(0)) == 1
+    assert directories(disk / "run") == local_steps(local) == ["step-00000001"]
+
+
 def test_a_step_that_is_asked_for_by_number(disk: Path, local: Path) -> None:
-    with Checkpointer(disk / "run", local=local, keep_local=1) as checkpointer:
+    with Checkpointer(disk / "run", local=(local, 1)) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save(step, state(step))
         for step in (1, 2, 3):
@@ -411,7 +420,7 @@ def test_a_full_tier_is_gone_past(disk: Path, caplog: pytest.LogCaptureFixture) 
     root = disk / "run"
     with (
         mounted("tmpfs", disk, 64 * MIB) as local,
-        Checkpointer(root, local=local, keep_local=1) as checkpointer,
+        Checkpointer(root, local=(local, 1)) as checkpointer,
     ):
         checkpointer.save(1, state(1)).result(WAIT_S)
         ballast = leave_free(local, MIB // 2)
@@ -553,7 +562,7 @@ def test_a_drain_that_fails_is_told_and_made_up_for(
 ) -> None:
     """The root is full for a while: what was not drained stays, and the next job drains it."""
     root = disk / "run"
-    with doors() as storage, Checkpointer(root, local=local, keep_local=1) as checkpointer:
+    with doors() as storage, Checkpointer(root, local=(local, 1)) as checkpointer:
         checkpointer.save(1, state(1)).result(WAIT_S)
         storage.faults["allocate", root] = errno.ENOSPC
         for step in (2, 3, 4):
@@ -569,7 +578,7 @@ def test_a_drain_that_fails_is_told_and_made_up_for(
     assert directories(root) == ["step-00000001", "step-00000005"]
     assert local_steps(local) == [f"step-{step:08d}" for step in (2, 3, 4, 5)]
     assert content(root, local)[0] == 5
-    with Checkpointer(root, local=local, keep_local=1) as checkpointer:
+    with Checkpointer(root, local=(local, 1)) as checkpointer:
         assert checkpointer.steps() == [1, 2, 3, 4, 5] and checkpointer.latest() == 5
         checkpointer.save(6, state(6))
     assert local_steps(local) == ["step-00000006"]
@@ -584,7 +593,7 @@ def test_an_incomplete_step_that_is_saved_again_is_whole(disk: Path, local: Path
     shutil.rmtree(root / "step-00000003")
     for file in ("rank-00000.safetensors", "drained"):
         (local_step(local, 3) / file).unlink()
-    with doors() as storage, Checkpointer(root, local=local, keep_local=2) as checkpointer:
+    with doors() as storage, Checkpointer(root, local=local) as checkpointer:
         assert checkpointer.restore(state(0)) == 2
         checkpointer.save(4, state(4)).result(WAIT_S)
         pipeline.current().drain()
@@ -687,7 +696,7 @@ def life(base: tuple[Path, Path], storage: Storage | None, step: int, **options:
     """A job that restores and saves one step; what became of that, as (handle, error)."""
     handle: Any = None
     with process_on(storage):
-        checkpointer = Checkpointer(base[0] / "run", local=base[1], keep_local=1, **options)
+        checkpointer = Checkpointer(base[0] / "run", local=(base[1], 1), **options)
         try:
             handle = checkpointer.save(step, state(step))
             handle.wait_done()
@@ -739,7 +748,7 @@ def test_every_operation_may_fail(
             assert isinstance(error, StorageError) and error.errno == code, f"{what}: {error!r}"
             is_local = handle.stats.local_committed_s is not None
             assert step == 2 if is_local else step in (1, 2), what
-        with Checkpointer(base[0] / "run", local=base[1], keep_local=1, keep_last=1) as last:
+        with Checkpointer(base[0] / "run", local=(base[1], 1), keep_last=1) as last:
             last.save(3, state(3))
         assert directories(base[0] / "run") == ["step-00000003"], what
         assert local_steps(base[1]) == ["step-00000003"], what
@@ -771,7 +780,7 @@ def test_any_operation_may_be_the_last(two: tuple[Path, Path], stride: int) -> N
         is_local = handle is not None and handle.stats.local_committed_s is not None
         assert step == 2 if is_local or error is None else step in (1, 2), what
         assert content(base[0] / "run", None)[0] == step, what
-        with Checkpointer(base[0] / "run", local=base[1], keep_local=1, keep_last=1) as last:
+        with Checkpointer(base[0] / "run", local=(base[1], 1), keep_last=1) as last:
             last.save(3, state(3))
         assert directories(base[0] / "run") == ["step-00000003"], what
         assert local_steps(base[1]) == ["step-00000003"], what

@@ -1,0 +1,99 @@
+"""Pins: the file in a step's directory that keeps it from being removed, and removals by number.
+
+A pin is made while the step is held, and looked for while it is locked to be removed, so either it
+is seen or it finds the step gone. The module must not know which steps retention would remove.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from fastckpt.errors import CheckpointError
+from fastckpt.formats.step_names import PINNED
+from fastckpt.steps.root import Steps
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import NEW_MODE, reported
+from fastckpt.storage.vanishing import listed_anew
+
+
+def pin(steps: Steps, step: int) -> None:
+    """Keeps a step from being removed, durably.
+
+    Raises:
+        CheckpointError: there is no such step. StorageError: it cannot be pinned.
+    """
+
+    def change(path: str) -> None:
+        with suppress(FileExistsError):  # it is pinned, but perhaps not durably
+            fd = steps.storage.create(path, NEW_MODE)
+            try:
+                steps.storage.sync(fd)
+            finally:
+                atomic.close_quietly(steps.storage, fd)
+
+    _change(steps, step, change, 1)
+
+
+def unpin(steps: Steps, step: int) -> None:
+    """Ends that, also for attempts at the step that others have replaced. Raises as pin()."""
+
+    def change(path: str) -> None:
+        with suppress(FileNotFoundError):  # it is not pinned
+            steps.storage.remove(path)
+
+    _change(steps, step, change, None)
+
+
+def is_pinned(steps: Steps, name: str) -> bool:
+    """Returns whether a step is pinned. Raises StorageError."""
+    path = steps.path(name, PINNED)
+    with reported("open", path):
+        return steps.storage.status(path) is not None
+
+
+def delete(shelves: Sequence[Steps], step: int) -> None:
+    """Removes a step, with attempts at it that others have replaced, from a root and from other
+    directories that have copies of its steps.
+
+    Raises:
+        CheckpointError: there is no such step, it is pinned, or somebody reads it.
+        StorageError: it cannot be removed.
+    """
+    root, *others = shelves
+    found = [(steps, name) for steps in (*others, root) for name in _attempts(steps, step)[::-1]]
+    if not found:
+        raise _none(root, step)
+    for steps, name in found:
+        if is_pinned(steps, name):
+            raise CheckpointError(f"{steps.path(name)!r} is pinned: call unpin({step}) first")
+    for steps, name in found:
+        if not steps.remove_unread(name) and name in _attempts(steps, step):
+            raise CheckpointError(f"{steps.path(name)!r} is being read, and was not removed")
+
+
+def _change(steps: Steps, step: int, change: Callable[[str], None], count: int | None) -> None:
+    """Changes the pins of the last `count` attempts at a step (None: of all)."""
+
+    def changed() -> bool:
+        attempts = _attempts(steps, step)
+        for name in attempts[:count]:
+            with steps.hold(name), reported("pin", steps.path(name)):
+                change(steps.path(name, PINNED))
+                steps.storage.sync_directory(steps.path(name))
+        return bool(attempts)
+
+    if not listed_anew(changed):  # retention may remove it meanwhile
+        raise _none(steps, step)
+
+
+def _attempts(steps: Steps, step: int) -> list[str]:
+    """Returns the names of the committed attempts at a step, the last first."""
+    return [item.name for item in steps.survey(step)[0] if item.manifest.step == step]
+
+
+def _none(steps: Steps, step: int) -> CheckpointError:
+    known = sorted({item.manifest.step for item in steps.survey()[0]})
+    return CheckpointError(
+        f"{steps.root!r} holds no committed step {step}: there are {known[-10:]}"
+    )
