@@ -38,7 +38,7 @@ from fastckpt.state.fit import (
 )
 from fastckpt.state.identity import memory_of
 from fastckpt.state.kinds import is_sharded
-from fastckpt.state.targets import note_overwritten, takes_bytes
+from fastckpt.state.targets import note_overwritten, put_converted, takes_bytes, tell_lossy
 from fastckpt.state.tree import is_stateful, tensors_in
 
 log = logging.getLogger("fastckpt")
@@ -87,7 +87,9 @@ def load_into(
         missing: what becomes of tensors of the state that the checkpoint has not: "raise", "keep".
         unexpected: what becomes of stored tensors that the state has not: they are skipped, with a
             warning (None) or without ("ignore"); or "raise".
-        dtype: "cast", or "raise" for tensors whose stored dtype is another.
+        dtype: "cast", with a warning that names the tensors that cannot hold their values: as an
+            integer that becomes another number, or a finite number that becomes infinite; or
+            "raise" for tensors whose stored dtype is another.
         rename: gives stored tensors other names first: a function, which returns None for what is
             left out; or a dict of regular expressions and replacements, each of which is applied to
             each name (re.sub), in order.
@@ -165,7 +167,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         misfits.append(nothing_chosen(fit.only))
     if misfits := misfits or filling.tied.conflicts(partial(_whole_part, source)):
         raise refusal(path, misfits, is_missing=is_missing)
-    _read(source, parts)
+    tell_lossy(path, _read(source, parts))
     return Differences(tuple(missing), tuple(left), renamed, tuple(filling.cast))
 
 
@@ -207,8 +209,12 @@ def _by_new_name(
     return by_name, renamed
 
 
-def _read(source: Source, parts: Sequence[_Part]) -> None:
-    """Reads parts into their memory, those that have to be converted by way of other memory."""
+def _read(source: Source, parts: Sequence[_Part]) -> list[str]:
+    """Reads parts into their memory, those that have to be converted by way of other memory.
+
+    Returns the names of tensors that cannot hold some of their values.
+    """
+    lossy = list[str]()
     for part in parts:  # of a DTensor both, since both may be watched
         note_overwritten({part.tensor, part.memory})
     as_they_are, converted = list[Wanted](), list[_Part]()
@@ -227,7 +233,8 @@ def _read(source: Source, parts: Sequence[_Part]) -> None:
         while converted and (not some or nbytes + converted[-1].nbytes <= _CONVERTED_BYTES):
             some.append(converted.pop())
             nbytes += some[-1].nbytes
-        _read_converted(source, some)
+        lossy += _read_converted(source, some)
+    return lossy[::-1]  # they were read from the last on
 
 
 def _whole_part(source: Source, named: tuple[str, Stored], box: Box) -> torch.Tensor:
@@ -244,9 +251,11 @@ def _to_memory(name: str, stored: Stored, box: Box) -> Wanted:
     return Wanted(name, Box(box.offsets, sizes), target)
 
 
-def _read_converted(source: Source, parts: Sequence[_Part]) -> None:
+def _read_converted(source: Source, parts: Sequence[_Part]) -> list[str]:
     wanted = [_to_memory(part.name, part.stored, part.box) for part in parts]
     source.read(wanted)
-    with torch.no_grad():
-        for part, want in zip(parts, wanted, strict=True):
-            part.memory.copy_(want.target.expand(part.box.sizes))
+    return [
+        part.name
+        for part, want in zip(parts, wanted, strict=True)
+        if put_converted(part.memory, want.target.expand(part.box.sizes))
+    ]

@@ -28,7 +28,7 @@ from fastckpt.state.fit import (
     renamed,
     unexpected,
 )
-from fastckpt.state.targets import Place, Target
+from fastckpt.state.targets import Place, Target, put_converted, tell_lossy
 from fastckpt.state.tree import (
     ATOMS,
     DEPTH_MAX,
@@ -99,6 +99,7 @@ class Template:
         self._find = find
         self._per_rank = per_rank
         self._actions: list[Callable[[], object]] = []
+        self._lossy: list[str] = []
         self._ignored: list[_At] = []
         self._refused: list[tuple[str, str]] = []  # names of what weights_only has left out
         self._missing: list[str] = []
@@ -180,6 +181,7 @@ class Template:
         """Gives the values to the state; the targets have been read."""
         for action in self._actions:
             action()
+        tell_lossy(self._where, self._lossy)
 
     def _in_place(self, value: Any, saved: Any, at: _At, depth: int) -> None:
         """Visits a state, or an item of a tuple that is one: nothing can take its place."""
@@ -294,8 +296,8 @@ class Template:
         part = saved if box == whole(saved.shape) else _part(saved, box)
 
         def put() -> None:
-            with torch.no_grad():
-                local.copy_(part)
+            if put_converted(local, part):
+                self._lossy.append(at.name)
 
         if local.numel():
             self._actions.append(put)

@@ -28,7 +28,14 @@ from fastckpt.plan.boxes import Box, copies, covers, intersect, span, whole
 from fastckpt.plan.image import address_of
 from fastckpt.plan.runs import CopyRow, blocks_of
 from fastckpt.state.fit import refused
-from fastckpt.state.targets import Place, Target, note_overwritten, takes_bytes
+from fastckpt.state.targets import (
+    Place,
+    Target,
+    note_overwritten,
+    put_converted,
+    takes_bytes,
+    tell_lossy,
+)
 from fastckpt.state.tree import Stored, fill, own_value
 from fastckpt.steps.copies import StepCopies
 
@@ -253,11 +260,14 @@ class StepReader:
                     )
             if rows:
                 self._read_file(index, sorted(rows), reads, direct)
-        with torch.no_grad():
-            for pairs in buffers.values():
-                for target, tensor in pairs:
-                    if tensor.data_ptr() != target.tensor.data_ptr():
-                        target.tensor.copy_(tensor)
+        converted = (
+            key
+            for key, pairs in buffers.items()
+            for target, tensor in pairs
+            if tensor.data_ptr() != target.tensor.data_ptr()
+            and put_converted(target.tensor, tensor)
+        )
+        tell_lossy(self.path, [*dict.fromkeys(converted)])
         return needed
 
     def _in_bits(self, target: Target) -> bool:

@@ -72,6 +72,43 @@ def test_other_dtypes_and_strides(disk: Path) -> None:
         fastckpt.load_into(state, path, dtype="raise")
 
 
+LOSSY = {
+    "large": (torch.tensor([16777217], dtype=torch.int32), torch.float32),
+    "wide": (torch.tensor([1, 300]), torch.int8),
+    "flag": (torch.tensor([0, 5]), torch.bool),
+    "half": (torch.tensor([1.0, 1e6]), torch.float16),
+    "fraction": (torch.tensor([1.5]), torch.int64),
+    "byte": (torch.tensor([1e6]), torch.float8_e5m2),
+}
+HELD = {
+    "small": (torch.tensor([16777216], dtype=torch.int32), torch.float32),
+    "narrow": (torch.tensor([-128, 127]), torch.int8),
+    "whole": (torch.tensor([1.0]), torch.bool),
+    "rounded": (torch.tensor([1.1, torch.inf, torch.nan]), torch.float16),
+    "unsigned": (torch.tensor([65535], dtype=torch.uint16), torch.int32),
+    "byte, too": (torch.tensor([1.1]), torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("way", ["load_into", "restore"])
+def test_a_dtype_that_cannot_hold_the_values_is_told(
+    disk: Path, caplog: pytest.LogCaptureFixture, way: str
+) -> None:
+    values = {name: its for name, (its, _) in (LOSSY | HELD).items()}
+    state = {n: torch.zeros(its.shape, dtype=to) for n, (its, to) in (LOSSY | HELD).items()}
+    if way == "load_into":
+        fastckpt.load_into(state, by_torch(values, disk))
+    else:
+        values["large"], state["large"] = values["large"].expand(1 << 18), torch.zeros(1 << 18)
+        with fastckpt.Checkpointer(disk / "run", durable=False) as checkpointer:
+            checkpointer.save(1, values)
+            checkpointer.restore(state)
+    told = "".join(record.getMessage() for record in caplog.records)
+    assert all(f"'{name}'" in told for name in [*LOSSY][:5])
+    assert told.count("cannot hold") == (1 if way == "load_into" else 2)
+    assert not any(f"'{name}'" in told for name in HELD)
+
+
 def test_what_does_not_fit_changes_nothing(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = by_safetensors({"a": torch.ones(3), "b": torch.ones(4), "c": torch.ones(5)}, disk)
     state = {"a": torch.zeros(4), "b": torch.zeros(3, 1), "c": torch.zeros(5), "d": torch.zeros(1)}
