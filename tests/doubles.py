@@ -9,14 +9,16 @@ what a checkpoint contains: those are what the tests are about.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
+from tests.storm import SUITE_SEED
 
 SECTOR_BYTES = 4096
 TRANSFERS = ("write", "read")
@@ -593,3 +596,60 @@ def plant(image: Image, directory: Path, owner: int) -> None:
             path.symlink_to(content)
         else:
             path.write_bytes(content)
+
+
+class Cut(NamedTuple):
+    """What the disk may hold after a cut of the power.
+
+    Attributes:
+        found: what was found there.
+        told: whether somebody was told before that the save has committed.
+        count: how many operations had happened.
+        text: the same in words, for messages.
+    """
+
+    found: Any
+    told: bool
+    count: int
+    text: str
+
+
+def power_cuts(
+    before: Path,
+    save: Callable[[Crash, Path], bool],
+    find: Callable[[Path], Any],
+    mixtures: int = 8,
+) -> Iterator[Cut]:
+    """Yields what may be found when the power is cut at each operation of a save in turn.
+
+    Args:
+        before: the directory as it was before; copies of it are made beside it.
+        save: saves to a copy on a storage, and returns whether it was told of a commit. It may
+            raise PowerCut.
+        find: returns what is in a directory that readers see, which has to be whole.
+        mixtures: as Crash.images()'s.
+    """
+    live, after = before.with_name("live"), before.with_name("after")
+    seen: dict[int, Any] = {}
+    print(f"seed {SUITE_SEED}")
+    for count in itertools.count():
+        shutil.copytree(before, live, symlinks=True)
+        storage, told = Crash(live, count), False
+        try:
+            told = save(storage, live)
+        except PowerCut:
+            pass  # what it is for
+        for label, image in storage.images(SUITE_SEED + count, mixtures):
+            text = f"{count} operations, the last {storage.log[:count][-1:]}; survived: {label}"
+            key = hash(tuple(visible(image).items()))
+            if key not in seen:
+                plant(visible(image), after, os.getpid())
+                try:
+                    seen[key] = find(after)
+                except Exception as error:
+                    raise AssertionError(text) from error
+                shutil.rmtree(after, ignore_errors=True)
+            yield Cut(seen[key], told, count, text)
+        shutil.rmtree(live)
+        if count > len(storage.log):
+            return

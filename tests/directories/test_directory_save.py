@@ -53,7 +53,7 @@ from tests.doubles import (
     Recorder,
     dead_pid,
     plant,
-    visible,
+    power_cuts,
 )
 from tests.storm import SUITE_SEED
 
@@ -177,38 +177,29 @@ def test_any_operation_may_be_the_last(memory: Path, inside: str) -> None:
     """Under the name is the old directory or the new one, and under that of the one that the save
     removes afterwards this one or nothing: never a part.
     """
-    before, live, after = (memory / name for name in ("before", "live", "after"))
+    before = memory / "before"
     steps = {"older": 0} | ({"a": 1} if inside == "a" else {})
     with through(Storage()):
         for name, step in steps.items():
             save_directory(str(before / name), fill_with(step)).result(WAIT_S)
-    seen: dict[int, dict[str, int]] = {}
-    print(f"seed {SUITE_SEED}")
-    for count in itertools.count():
-        shutil.copytree(before, live)
-        storage, told = Crash(live, count), False
-        with through(storage) as pipeline, suppress(PowerCut):  # what it is for
+
+    def save(storage: Crash, live: Path) -> bool:
+        with through(storage) as pipeline:
             retain = partial(remove_directory, str(live / "older"))
             handle = save_directory(str(live / inside), fill_with(2), retain=retain)
             told = handle.exception(WAIT_S) is None
-            pipeline.drain()
-        for label, image in storage.images(SUITE_SEED + count, 8):
-            what = f"{count} operations, the last {storage.log[:count][-1:]}; survived: {label}"
-            key = hash(tuple(visible(image).items()))
-            if key not in seen:
-                plant(visible(image), after, os.getpid())
-                there = [name for name in ("older", inside) if (after / name).exists()]
-                try:
-                    seen[key] = {name: step_in(after / name) for name in there}
-                except Exception as error:
-                    raise AssertionError(what) from error
-                shutil.rmtree(after, ignore_errors=True)
-            new = seen[key] in (steps | {inside: 2}, {inside: 2})
-            assert new or (seen[key] == steps and not told), what
-        shutil.rmtree(live)
-        if count > len(storage.log):
-            break
-    assert count > 60
+            with suppress(PowerCut):  # what it is for
+                pipeline.drain()
+        return told
+
+    def find(after: Path) -> dict[str, int]:
+        there = [name for name in ("older", inside) if (after / name).exists()]
+        return {name: step_in(after / name) for name in there}
+
+    for cut in power_cuts(before, save, find):
+        new = cut.found in (steps | {inside: 2}, {inside: 2})
+        assert new or (cut.found == steps and not cut.told), cut.text
+    assert cut.count > 60
 
 
 class CrashWithoutExchange(Crash):

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import itertools
 import json
 import os
-import shutil
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -44,9 +42,8 @@ from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.crews.steps_states import TENSORS, content, numbers, same_bits
 from tests.cuda_stub import CudaStub
 from tests.directories.test_directory_save import through
-from tests.doubles import Crash, FailAt, PowerCut, plant, visible
+from tests.doubles import Crash, FailAt, PowerCut, power_cuts
 from tests.interpreters import let_go
-from tests.storm import SUITE_SEED
 
 RANKS_IMPORT = "tests.crews.export_bodies"
 INDEX = "model.safetensors.index.json"
@@ -567,34 +564,28 @@ def test_any_operation_may_be_the_last(memory: Path, is_over: bool) -> None:
     config = memory / "config.json"
     config.write_text("{}")
     options: dict[str, Any] = {"dtype": torch.float16, "shard_bytes": 1000, "files": [config]}
-    before, live, after = (memory / name for name in ("before", "live", "after"))
+    before = memory / "before"
     before.mkdir()
     if is_over:
         fastckpt.export(sample(1), before / "a", **options).result(WAIT_S)
         wait_for_directories(str(before))
-    seen: dict[int, int] = {}
-    for count in itertools.count():
-        shutil.copytree(before, live)
-        storage, told = Crash(live, count), False
-        with through(storage) as pipeline, suppress(PowerCut):  # what it is for
+
+    def save(storage: Crash, live: Path) -> bool:
+        with through(storage) as pipeline:
             handle = fastckpt.export(sample(2), live / "a", **options)
             told = handle.exception(WAIT_S) is None
-            pipeline.drain()
-        for label, image in storage.images(SUITE_SEED + count, 4):
-            what = f"{count} operations, the last {storage.log[:count][-1:]}; survived: {label}"
-            key = hash(tuple(visible(image).items()))
-            if key not in seen:
-                plant(visible(image), after, os.getpid())
-                try:
-                    seen[key] = step_in(after / "a") if (after / "a").exists() else 0
-                except Exception as error:
-                    raise AssertionError(what) from error
-                shutil.rmtree(after, ignore_errors=True)
-            assert seen[key] == 2 or (seen[key] == int(is_over) and not told), what
-        shutil.rmtree(live)
-        if count > len(storage.log):
-            break
-    assert count > 40 and {*seen.values()} == {int(is_over), 2}
+            with suppress(PowerCut):  # what it is for
+                pipeline.drain()
+        return told
+
+    def find(after: Path) -> int:
+        return step_in(after / "a") if (after / "a").exists() else 0
+
+    seen = set()
+    for cut in power_cuts(before, save, find, mixtures=4):
+        assert cut.found == 2 or (cut.found == int(is_over) and not cut.told), cut.text
+        seen.add(cut.found)
+    assert cut.count > 40 and seen == {int(is_over), 2}
 
 
 def test_a_failure_at_any_operation_leaves_the_old_export(memory: Path) -> None:

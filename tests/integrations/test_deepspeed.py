@@ -51,11 +51,9 @@ from tests.doubles import (
     PowerCut,
     Recorder,
     dead_pid,
-    plant,
-    visible,
+    power_cuts,
 )
 from tests.steps.test_checkpointer import process_on
-from tests.storm import SUITE_SEED
 
 RANKS_IMPORT = "tests.crews.deepspeed_bodies"
 
@@ -454,35 +452,22 @@ def test_any_operation_of_a_commit_may_be_the_last(memory: Path, tag: str) -> No
     is saved again, with what others keep there.
     """
     above, tag = os.path.split(tag)
-    before, live, after = (memory / name for name in ("before", "live", "after"))
+    before, old = memory / "before", None if above else 1
     before.mkdir()
-    old = None if above else 1
     if old is not None:
         with process_on(Storage()):
             assert is_saved(save_by_two(before, "a", old))
         (before / "a" / "mine.txt").write_text("mine")
-    seen: dict[int, int | None] = {}
-    print(f"seed {SUITE_SEED}")
-    for count in itertools.count():
-        shutil.copytree(before, live)
-        storage = Crash(live, count)
+
+    def save(storage: Crash, live: Path) -> bool:
         with process_on(storage):
-            told = is_saved(save_by_two(live / above, tag, 2))
-        for label, image in storage.images(SUITE_SEED + count, 8):
-            what = f"{count} operations, the last {storage.log[:count][-1:]}; survived: {label}"
-            key = hash(tuple(visible(image).items()))
-            if key not in seen:
-                plant(visible(image), after, os.getpid())
-                try:
-                    seen[key] = step_of(after / above)
-                except Exception as error:
-                    raise AssertionError(what) from error
-                shutil.rmtree(after, ignore_errors=True)
-            assert seen[key] == 2 or (seen[key] == old and not told), what
-        shutil.rmtree(live)
-        if count > len(storage.log):
-            break
-    assert {*seen.values()} == {old, 2} and count > 50
+            return is_saved(save_by_two(live / above, tag, 2))
+
+    seen = set()
+    for cut in power_cuts(before, save, lambda after: step_of(after / above)):
+        assert cut.found == 2 or (cut.found == old and not cut.told), cut.text
+        seen.add(cut.found)
+    assert seen == {old, 2} and cut.count > 50
 
 
 def test_a_tag_that_gets_no_name_back_is_kept_and_has_it_at_the_next_save(memory: Path) -> None:

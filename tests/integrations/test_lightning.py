@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import errno
 import importlib
-import itertools
 import json
 import logging
 import os
@@ -21,7 +20,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,9 +44,8 @@ from fastckpt.integrations import _lightning
 from fastckpt.integrations.lightning import FastckptCheckpointIO
 from fastckpt.latch import Latch
 from fastckpt.saving import pipeline
-from tests.doubles import Crash, PowerCut, Recorder, plant, visible
+from tests.doubles import Crash, Recorder, power_cuts
 from tests.steps.test_checkpointer import process_on
-from tests.storm import SUITE_SEED
 
 STEPS, EVERY = 9, 2
 FIRST, SECOND = "a.ckpt", "b.ckpt"
@@ -276,7 +274,7 @@ def test_any_operation_of_a_save_may_be_the_last(memory: Path, kind: str) -> Non
     """Of the checkpoints before and the new one there is one, and every one is whole, where a save
     is followed by the removal of the one before.
     """
-    before, live, after = (memory / name for name in ("before", "live", "after"))
+    before = memory / "before"
     inside = Path("new/er") if kind == "first" else Path()
     name = {"again": FIRST, "over a link": "last.ckpt"}.get(kind, SECOND)
     before.mkdir()
@@ -284,39 +282,30 @@ def test_any_operation_of_a_save_may_be_the_last(memory: Path, kind: str) -> Non
         FastckptCheckpointIO(asynchronous=False).save_checkpoint(state(1), before / FIRST)
     if kind == "over a link":
         (before / name).symlink_to(FIRST)
-    seen: dict[int, dict[str, float]] = {}
-    print(f"seed {SUITE_SEED}")
-    for count in itertools.count():
-        shutil.copytree(before, live, symlinks=True)
-        storage, told, io = Crash(live, count), False, FastckptCheckpointIO()
-        with process_on(storage) as current, suppress(PowerCut):  # what it is for
+
+    def save(storage: Crash, live: Path) -> bool:
+        io = FastckptCheckpointIO()
+        with process_on(storage) as current:
             io.save_checkpoint(state(2), live / inside / name)
             if kind == "next":
                 io.remove_checkpoint(live / FIRST)
             current.drain()
             io.teardown()
-            told = True
-        for label, image in storage.images(SUITE_SEED + count, 8):
-            what = f"{count} operations, the last {storage.log[:count][-1:]}; survived: {label}"
-            key = hash(tuple(visible(image).items()))
-            if key not in seen:
-                plant(visible(image), after, os.getpid())
-                there = [path.name for path in (after / inside).glob("*.ckpt")]
-                try:
-                    found = {each: fastckpt.load(after / inside / each) for each in there}
-                except Exception as error:
-                    raise AssertionError(what) from error
-                for each in found.values():
-                    assert bool((each["weight"] == each["global_step"]).all()), what
-                seen[key] = {each: value["global_step"] for each, value in found.items()}
-                shutil.rmtree(after, ignore_errors=True)
-            assert kind == "first" or FIRST in seen[key] or seen[key].get(name) == 2, what
-            assert kind != "over a link" or seen[key].keys() == {FIRST, name}, what
-            assert seen[key].get(name) == 2 or not told, what
-        shutil.rmtree(live)
-        if count > len(storage.log):
-            break
-    assert count > 15 and {steps.get(name) for steps in seen.values()} >= {2}
+        return True
+
+    def find(after: Path) -> dict[str, float]:
+        there = [path.name for path in (after / inside).glob("*.ckpt")]
+        found = {each: fastckpt.load(after / inside / each) for each in there}
+        assert all(bool((its["weight"] == its["global_step"]).all()) for its in found.values())
+        return {each: value["global_step"] for each, value in found.items()}
+
+    steps = set()
+    for cut in power_cuts(before, save, find):
+        assert kind == "first" or FIRST in cut.found or cut.found.get(name) == 2, cut.text
+        assert kind != "over a link" or cut.found.keys() == {FIRST, name}, cut.text
+        assert cut.found.get(name) == 2 or not cut.told, cut.text
+        steps.add(cut.found.get(name))
+    assert cut.count > 15 and steps >= {2}
 
 
 def test_a_directory_that_cannot_be_made_is_a_failed_save(
