@@ -6,6 +6,7 @@ This module must not know what the memory is used for.
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,13 +16,22 @@ from fastckpt.plan.image import BLOCK_BYTES
 
 def default_budget_bytes() -> int:
     """Returns $FASTCKPT_STAGING_BYTES, else half of the memory available to this process now,
-    divided by the number of ranks on the machine if a launcher tells it.
+    divided by the number of ranks on the machine if a launcher tells it; but no more than half of
+    the address space that is left: threads need some, too.
     """
-    told = environment.staging_bytes(least=BLOCK_BYTES)
-    if told is not None:
-        return told
-    available = min(_memory_available_bytes(), _cgroup_headroom_bytes())
-    return max(BLOCK_BYTES, available // 2 // environment.launched_on_machine())
+    nbytes = environment.staging_bytes(least=BLOCK_BYTES)
+    if nbytes is None:
+        available = min(_memory_available_bytes(), _cgroup_headroom_bytes())
+        nbytes = available // 2 // environment.launched_on_machine()
+    return max(BLOCK_BYTES, min(nbytes, _address_space_left_bytes() // 2))
+
+
+def _address_space_left_bytes() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 62
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return max(0, limit - int(file.read().split()[0]) * resource.getpagesize())
 
 
 def _memory_available_bytes() -> int:
