@@ -30,11 +30,11 @@ from fastckpt.arguments.checks import (
     check_size,
     optional,
 )
+from fastckpt.arguments.options import Pacing, WriteOptions
 from fastckpt.errors import NoPath, telling
 from fastckpt.files.load import TorchLoad, load_alone, load_together
 from fastckpt.files.save import TorchSave, begin_save
 from fastckpt.handle import SaveHandle
-from fastckpt.options import Pacing, WriteOptions
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Veto

@@ -12,10 +12,10 @@ from typing import Protocol
 
 import torch
 
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.formats import distcp
-from fastckpt.options import WriteOptions
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile

@@ -24,12 +24,12 @@ from fastckpt.arguments.checks import (
     check_choice,
     check_path,
 )
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.swap_place import SwapPlace
 from fastckpt.directories.swap_plan import SwapPlan
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import InnerHandle
-from fastckpt.options import WriteOptions
 from fastckpt.ranks import per_group
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 from fastckpt.arguments.checks import Striping
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories.draft import CapturedFile, Draft
 from fastckpt.directories.shared_files import SharedFile
 from fastckpt.directories.swap_place import SwapPlace, names_in
@@ -21,7 +22,6 @@ from fastckpt.engine.staging import combine_crcs
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
 from fastckpt.handle import InnerHandle
-from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import Description, compare

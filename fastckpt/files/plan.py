@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import torch
 
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.engine.devices import Devices
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.files.place import FilePlace
 from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.formats.record_division import arrange, nbytes_of
-from fastckpt.options import WriteOptions
 from fastckpt.plan.image import Image
 from fastckpt.plan.rank_intervals import Checksums, Part, bounds
 from fastckpt.ranks.per_group import GroupMemo

@@ -9,6 +9,7 @@ import pickle
 from functools import partial
 from typing import Any, NamedTuple
 
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.errors import StorageError
 from fastckpt.files.place import FilePlace
 from fastckpt.files.plan import FilePlan
@@ -16,7 +17,6 @@ from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.handle import InnerHandle
-from fastckpt.options import WriteOptions
 from fastckpt.ranks import per_group
 from fastckpt.saving import pipeline
 from fastckpt.saving.save import Save, Veto

@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories.draft import CapturedFile, Zip
 from fastckpt.directories.hidden_directory import HiddenDirectory, explaining
 from fastckpt.directories.swap_plan import CapturedPlan
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import torch_pickle
 from fastckpt.handle import InnerHandle, log_failure
-from fastckpt.options import WriteOptions
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.pacing import Pace

@@ -25,10 +25,10 @@ from fastckpt.arguments.checks import (
     check_choice,
     check_path,
 )
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.handle import InnerHandle
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
-from fastckpt.options import WriteOptions
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline

@@ -27,6 +27,7 @@ from fastckpt.arguments.checks import (
     OnError,
     check_choice,
 )
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.directories.shelf import committed_first, numbered, retain
@@ -35,7 +36,6 @@ from fastckpt.errors import CheckpointError
 from fastckpt.handle import InnerHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
-from fastckpt.options import WriteOptions
 from fastckpt.ranks.per_group import group_of_job
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.pipeline import raise_earlier

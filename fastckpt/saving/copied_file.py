@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.engine.transfer import ImageTransfer
-from fastckpt.options import WriteOptions
 from fastckpt.plan.image import PORTION_BYTES, Image
 from fastckpt.saving.image_file import ImageFile, Make
 from fastckpt.saving.pacing import Pace

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.reuse import Cloner
@@ -20,7 +21,6 @@ from fastckpt.engine.staging import Allowance, Route
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import StorageError
 from fastckpt.handle import SaveStats
-from fastckpt.options import WriteOptions
 from fastckpt.plan.image import PAGE_BYTES, Image
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Pipeline

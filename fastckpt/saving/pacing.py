@@ -6,16 +6,17 @@ what is written, nor where to. Everything here delays writing, never staging.
 
 from __future__ import annotations
 
+import json
 import time
 
+from fastckpt.arguments.options import Pacing
 from fastckpt.engine.staging import Route
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import SaveStats
-from fastckpt.options import Pacing
-from fastckpt.ranks import nodes
 from fastckpt.ranks.round import HEED_S, Round
+from fastckpt.storage.machine import this_machine
 
 _LOOK_S = 2.0  # how often a paced write looks whether another rank has failed
 
@@ -75,7 +76,7 @@ class Pace:
         """
         # A launcher's variables tell how many ranks the node has, but not how much they write, and
         # shares of the rate are in proportion to that, so that all end together.
-        neighbours = nodes.neighbours(self._agreement, nbytes)
+        neighbours = _neighbours(self._agreement, nbytes)
         self._writers = {rank: nbytes for rank, nbytes in neighbours.items() if nbytes}
 
     def share(self, nbytes: int) -> None:
@@ -169,3 +170,19 @@ def turns_before(rank: int, world_size: int, writers: int) -> range:
     """
     chain, chains = chain_of(rank, world_size, writers), min(writers, world_size)
     return range(-(-chain * world_size // chains), rank)
+
+
+def _neighbours(agreement: Round, nbytes: int) -> dict[int, int]:
+    """Returns the bytes that each rank of this machine has to write, this rank among them. All
+    ranks call it, each with its own bytes, and wait for each other. Raises PeerFailed if a rank
+    failed or is missing.
+    """
+    agreement.put("machine", json.dumps([this_machine(), nbytes]).encode())
+    if agreement.rank == 0:  # answers once for each machine
+        found: dict[str, list[tuple[int, int]]] = {}
+        for rank, record in enumerate(agreement.gather("machine")):
+            machine, its_nbytes = json.loads(record)
+            found.setdefault(machine, []).append((rank, its_nbytes))
+        for machine, ranks in found.items():
+            agreement.put(f"machine {machine}", json.dumps(ranks).encode())
+    return dict(json.loads(agreement.get(f"machine {this_machine()}")))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fastckpt.arguments.options import Pacing
 from fastckpt.handle import InnerHandle
-from fastckpt.options import Pacing
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.saving.plan import Output

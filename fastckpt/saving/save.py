@@ -15,12 +15,12 @@ from functools import partial
 from itertools import filterfalse
 from typing import TypeAlias
 
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.staging import stager_count
 from fastckpt.engine.transfer import MemoryCopy
 from fastckpt.errors import CheckpointError
 from fastckpt.handle import InnerHandle, Progress, SaveStats
-from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES, block_count
 from fastckpt.ranks.round import HEED_S, Round
 from fastckpt.saving.image_file import ImageFile

@@ -18,11 +18,11 @@ from fastckpt.arguments.environment import launched_job
 from fastckpt.errors import RootInUse, StorageError
 from fastckpt.formats.lease_record import NAME, NBYTES, LeaseRecord, now_text
 from fastckpt.latch import SERVER_S, within
-from fastckpt.machine import pid_space, started
 from fastckpt.saving import pipeline
 from fastckpt.storage.atomic import DEAD_AFTER_S, close_quietly
 from fastckpt.storage.calls import NotedLock
 from fastckpt.storage.file_system import NEW_MODE, Storage, patiently, reported
+from fastckpt.storage.machine import pid_space, started
 from fastckpt.storage.vanishing import is_removed
 
 _TRIES_MAX, _PAUSE_S = 50, 0.01

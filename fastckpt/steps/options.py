@@ -17,7 +17,7 @@ from fastckpt.arguments.checks import (
     check_path,
     optional,
 )
-from fastckpt.options import WriteOptions
+from fastckpt.arguments.options import WriteOptions
 
 Compression: TypeAlias = Literal["zstd", "planes"]
 Local: TypeAlias = str | os.PathLike[str] | tuple[str | os.PathLike[str], int]

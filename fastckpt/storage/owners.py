@@ -12,7 +12,7 @@ import re
 import socket
 from typing import NamedTuple
 
-from fastckpt.machine import pid_space, started
+from fastckpt.storage.machine import pid_space, started
 
 _HOST_MAX, _DIGEST_MAX = 40, 8  # characters
 _SUFFIX = re.compile(

@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.formats.step_names import tier_name
-from fastckpt.machine import this_machine
 from fastckpt.ranks.coordinator import Coordinator
-from fastckpt.ranks.nodes import RanksByNode
 from fastckpt.ranks.round import Round
 from fastckpt.steps.newest_whole import readable, survey_of_copy
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, may_go
+from fastckpt.storage.machine import this_machine
 
 log = logging.getLogger("fastckpt")
 
@@ -49,6 +48,29 @@ class Undrained(NamedTuple):
     names: dict[int, str]
     parts: dict[int, list[int]]
     is_newer: bool
+
+
+class RanksByNode:
+    """The nodes of a job; a node is the ranks that see the same directory.
+
+    Args:
+        first: for each rank, the first rank of its node.
+
+    Attributes:
+        firsts: the first rank of each node, ascending.
+    """
+
+    def __init__(self, first: list[int]) -> None:
+        self._first = first
+        self.firsts = sorted(set(first))
+
+    def first(self, rank: int) -> int:
+        """Returns the first rank on the node of a rank."""
+        return self._first[rank]
+
+    def beside(self, rank: int) -> list[int]:
+        """Returns all ranks on the node of a rank, ascending."""
+        return [other for other, first in enumerate(self._first) if first == self._first[rank]]
 
 
 class LocalTier:

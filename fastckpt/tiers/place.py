@@ -13,10 +13,10 @@ import secrets
 from collections.abc import Callable, Sequence
 from contextlib import closing
 
+from fastckpt.arguments.options import Pacing
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.handle import InnerHandle
-from fastckpt.options import Pacing
 from fastckpt.ranks import records
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pacing import Pace

@@ -20,10 +20,10 @@ import torch
 
 import fastckpt
 from fastckpt.errors import StorageError
-from fastckpt.machine import started
 from fastckpt.saving.pipeline import IN_FLIGHT_MAX, Pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
+from fastckpt.storage.machine import started
 from tests.doubles import (
     METHODS,
     Crash,

@@ -21,9 +21,8 @@ PACKAGE = "fastckpt"
 # Rooms by rank, lowest first: folders, and modules that lie flat beside them.
 RANKS: list[set[str]] = [
     {"errors"},
-    {"plan", "arguments", "latch", "machine"},
+    {"plan", "arguments", "latch"},
     {"formats", "storage", "ranks", "handle"},
-    {"options"},
     {"engine", "state"},
     {"saving", "reading"},
     {"files", "directories"},
@@ -37,9 +36,9 @@ RANKS: list[set[str]] = [
 RANK_OF = {room: rank for rank, rooms in enumerate(RANKS) for room in rooms}
 # Imports that the rule forbids and that are there yet, as (module, module). None is added.
 EXCEPTIONS: set[tuple[str, str]] = set()
-# How many pairs of folders there are of which one imports the other. This only ever gets lower: a
-# new pair wants another one gone, by a name that moves to its room or by what a caller hands over.
-PAIRS_MAX = 75
+# How many pairs of rooms there are of which one imports the other. This only ever gets lower: a new
+# pair wants another one gone, by a name that moves to its room or by what a caller hands over.
+PAIRS_MAX = 137
 # Only these speak to the extension module.
 ENGINE_USERS = {"engine", "storage", "saving.thread_calls"}
 # Only these may go through the public names; to the core, fastckpt/__init__.py is upwards.
@@ -133,14 +132,13 @@ def _fault(name: str, room: str, target: str) -> str:
     return f"imports {target}, a neighbour" if RANK_OF[target_room] == RANK_OF[room] else ""
 
 
-def folder_pairs(package: dict[str, tuple[ast.Module, bool]]) -> set[tuple[str, str]]:
-    """Every (importing, imported) pair of rooms that are folders."""
-    folders = {name for name, (_tree, is_package) in package.items() if is_package and name}
+def room_pairs(package: dict[str, tuple[ast.Module, bool]]) -> set[tuple[str, str]]:
+    """Every (importing, imported) pair of rooms, the public names being one as well."""
     found = set()
     for name, (tree, is_package) in package.items():
         for _line, target in imports_in_package(name, tree, is_package, set(package)):
             found.add((name.partition(".")[0], target.partition(".")[0]))
-    return {(a, b) for a, b in found if a != b and {a, b} <= folders}
+    return {(a, b) for a, b in found if a != b and b != "_engine"}
 
 
 def cycles(package: dict[str, tuple[ast.Module, bool]]) -> list[str]:
@@ -211,8 +209,8 @@ def test_imports_do_not_run_in_circles() -> None:
     assert not cycles(read_package(ROOT / PACKAGE))
 
 
-def test_no_more_folders_know_each_other() -> None:
-    found = folder_pairs(read_package(ROOT / PACKAGE))
+def test_no_more_rooms_know_each_other() -> None:
+    found = room_pairs(read_package(ROOT / PACKAGE))
     assert {("saving", "engine"), ("cli", "storage")} <= found
     assert len(found) <= PAIRS_MAX, f"{len(found)} pairs:\n{sorted(found)}"
     assert len(found) == PAIRS_MAX, f"there are {len(found)}: lower PAIRS_MAX"
@@ -264,7 +262,7 @@ def test_right_direction_passes() -> None:
     assert cycles(package) == []
 
 
-def test_pairs_of_folders_are_counted_once() -> None:
+def test_pairs_of_rooms_are_counted_once() -> None:
     package = scratch(
         errors="",
         plan="",
@@ -275,7 +273,7 @@ def test_pairs_of_folders_are_counted_once() -> None:
         formats__tar="import fastckpt.plan.image",
         api="from fastckpt.formats import zip",
     )
-    assert folder_pairs(package) == {("formats", "plan")}
+    assert room_pairs(package) == {("formats", "plan"), ("plan", "errors"), ("api", "formats")}
 
 
 def test_circle_is_found() -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories import iterations
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
@@ -32,7 +33,6 @@ from fastckpt.integrations._tag import Tag
 from fastckpt.integrations.megatron import SaveStrategy
 from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.integrations.transformers import _rotate
-from fastckpt.options import WriteOptions
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline

@@ -23,8 +23,8 @@ import torch
 
 import fastckpt
 from fastckpt import Checkpointer, _engine
+from fastckpt.arguments.options import Pacing
 from fastckpt.engine.token_buckets import TokenBuckets, grain_bytes
-from fastckpt.options import Pacing
 from fastckpt.plan.image import BLOCK_BYTES, address_of
 from fastckpt.saving import pipeline
 from fastckpt.saving.pacing import chain_of, turns_before

@@ -19,11 +19,11 @@ from fastckpt.cli import main
 from fastckpt.errors import RootInUse
 from fastckpt.formats.lease_record import NAME, NBYTES, LeaseRecord
 from fastckpt.formats.step_names import step_name as name
-from fastckpt.machine import pid_space, started
 from fastckpt.saving import pipeline
 from fastckpt.steps.lease import Lease
 from fastckpt.storage.atomic import DEAD_AFTER_S
 from fastckpt.storage.file_system import Storage
+from fastckpt.storage.machine import pid_space, started
 from tests.doubles import dead_pid
 from tests.hosts import needs_root
 from tests.interpreters import Program

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
 from fastckpt.arguments.checks import BackendName, Fence, StagingWay, check_flag, check_path
+from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_capture import captured_items
 from fastckpt.directories.items_place import ItemsPlace
@@ -33,7 +34,6 @@ from fastckpt.errors import CheckpointError
 from fastckpt.handle import InnerHandle
 from fastckpt.integrations.dcp.plan_exchange import with_member
 from fastckpt.integrations.dcp.storage_base import StorageBase
-from fastckpt.options import WriteOptions
 from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
