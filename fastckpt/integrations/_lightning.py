@@ -117,7 +117,7 @@ class BackgroundCheckpointIO:
         if self._on_error == "raise":
             handle.add_done_callback(log_failure)
         earlier = self._handles
-        self._handles = [h for h in earlier[:-1] if not _is_settled(h)] + earlier[-1:] + [handle]
+        self._handles = [h for h in earlier[:-1] if h.may_be_told()] + earlier[-1:] + [handle]
         for _ in range(len(self._kept)):  # of the same list, to which another thread may add now
             other = self._kept.pop(0)
             if other != path:
@@ -197,8 +197,7 @@ class BackgroundCheckpointIO:
         for removal in self._removals.values():
             removal.ended.wait()
         self._removals.clear()
-        failed = [h for h in self._handles if h.failure() is not None and not h.is_asked_for()]
-        for handle in failed[:1]:
+        for handle in [handle for handle in self._handles if handle.may_be_told()][:1]:
             raise_earlier(handle)
 
 
@@ -239,11 +238,6 @@ def _local(path: str | os.PathLike[str]) -> str | None:
     if separator and scheme not in ("file", "local"):
         return None
     return os.path.abspath(os.path.expanduser(rest if separator else text))
-
-
-def _is_settled(handle: InnerHandle) -> bool:
-    """Whether a save is done, and has no error that is still to be raised."""
-    return handle.done() and (handle.is_asked_for() or handle.failure() is None)
 
 
 def _has_links(directory: str) -> bool:

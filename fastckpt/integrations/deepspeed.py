@@ -295,6 +295,5 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def _tell_failure(self, raising: Callable[[InnerHandle], object]) -> None:
         """Has the error of the last tag raised, once, unless it is only to be warned of."""
-        handle = self.handle
-        if handle is not None and handle.failure() is not None and not handle.is_asked_for():
-            raising(handle)
+        if self.handle is not None and self.handle.may_be_told():
+            raising(self.handle)

@@ -60,7 +60,7 @@ class Saves:
             CheckpointError: a save failed with on_error="raise", and nobody asked for why.
         """
         for handle in self._wait():
-            if not handle.is_asked_for() and handle.failure() is not None:
+            if handle.may_be_told():
                 raise_earlier(handle)
 
     def _wait(self) -> list[InnerHandle]:
