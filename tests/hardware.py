@@ -76,7 +76,7 @@ class TorchCuda:
         """
         octets = torch.ones(9, dtype=torch.uint8, device=self.kind)
         assert octets.add_(1).eq(2).all()
-        octets.clone().zero_()
+        torch._foreach_copy_([octets], [octets.clone().zero_()])
         torch.cuda.synchronize()
 
 
