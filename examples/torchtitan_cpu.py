@@ -7,8 +7,7 @@ training loop are torchtitan's own. It must not be used where there is a GPU.
     torchrun --standalone --nproc-per-node 2 torchtitan_cpu.py --steps 100 --root run    # train
     torchrun --standalone --nproc-per-node 2 torchtitan_cpu.py --steps 200 --root run    # go on
 
-It may be killed at any time. `--manager dcp` takes torchtitan's own checkpoints. torchtitan imports
-triton, which CPU builds of torch do not bring: `pip install torchtitan triton`.
+It may be killed at any time. `--manager dcp` takes torchtitan's own checkpoints.
 """
 
 from __future__ import annotations
@@ -16,17 +15,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from train_gpt import load_text
 
+if find_spec("triton") is None:  # CPU builds of torch do not bring it, and no CPU needs its kernels
+    sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = mock.MagicMock()
 torch._utils._get_available_device_type = lambda: "cpu"
 for name, value in {
     "get_device_name": "cpu",

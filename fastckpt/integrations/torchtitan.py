@@ -129,7 +129,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
                 LR_SCHEDULER: lr_schedulers,
             }
         )
-        _refuse_parts_of_the_job(self.states[MODEL].state_dict())
+        _refuse_parts_of_the_job(self.states[MODEL].cached_state_dict)
         self._own_data = dataloader if dataloader is None else PerRank(_OwnData(dataloader))
         self._checkpointer = Checkpointer(
             self.folder,
@@ -152,6 +152,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         is_due = is_due or (curr_step == 1 and config.enable_first_step_checkpoint)
         if config.load_only or not is_due:
             return False
+        self._maybe_wait_for_staging()  # state_dict() changes what hooks of the model have made
         state = self._state()
         if last_step and config.last_save_model_only:
             state = {MODEL: self.states[MODEL].state_dict()}
@@ -212,11 +213,11 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
     def _load_initial(self) -> bool:
         config = self._config
         path, found = config.initial_load_path, _steps_of_dcp(self.folder)
-        if found and path is None:
+        if found:
             newest = os.path.join(self.folder, f"step-{found[-1]}")
             raise ValueError(
                 f"checkpoint.folder {self.folder!r} has checkpoints of torchtitan's DCP manager, "
-                "beside which a run would begin anew: to go on from there, give another folder, "
+                "which this one would not go on with: to do so, give another folder, "
                 f"initial_load_path={newest!r} and initial_load_model_only=False"
             )
         what = "checkpoint.initial_load_path"

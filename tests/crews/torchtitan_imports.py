@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import datasets
 import torchdata.stateful_dataloader
-import triton
 
 import tests.crews.training_imports
 
-__all__ = ["datasets", "tests", "torchdata", "triton"]
+__all__ = ["datasets", "tests", "torchdata"]

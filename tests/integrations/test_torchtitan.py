@@ -32,6 +32,7 @@ from fastckpt.integrations.torchtitan import FastckptCheckpointer
 from tests.jobs import Job, logged
 
 pytestmark = pytest.mark.usefixtures("drained")
+IMPORTS = "tests.crews.torchtitan_imports"
 LR = LRSchedulersContainer.Config(warmup_steps=2)
 
 
@@ -93,6 +94,19 @@ class Model(nn.Module):
         return nn.functional.linear(rows, self.weight, self.bias)
 
 
+class Halves(Model):
+    """A model whose state_dict() has new tensors, as torchtitan's with fused weights have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(self._split)
+
+    @staticmethod
+    def _split(_module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        whole = state.pop("weight")
+        state["left"], state["right"] = whole[:, :450].contiguous(), whole[:, 450:].contiguous()
+
+
 class Run:
     """A model with all that a Trainer saves, and a manager of it in `folder`."""
 
@@ -103,9 +117,10 @@ class Run:
         kind: Any = FastckptCheckpointer,
         adapter: Adapter | None = None,
         dp_rank: int = 0,
+        model: type[Model] = Model,
         **settings: Any,
     ) -> None:
-        self.model, self.loader, self.trainer = Model(), Loader(dp_rank), Step()
+        self.model, self.loader, self.trainer = model(), Loader(dp_rank), Step()
         self.optimizers = default_adamw().build(model_parts=[self.model])
         self.schedulers = LR.build(optimizers=self.optimizers, training_steps=10)
         self.folder = disk / str(settings.get("folder", "run"))
@@ -188,6 +203,18 @@ def test_what_follows_the_wait_for_staging_is_not_in_the_step(run: Runs, assert_
     assert_same(dict(after.model.state_dict()), expected)
     stored = fastckpt.open(before.folder / "step-00000001")
     assert not [name for name in stored if "frequencies" in name]  # a buffer that is not saved
+
+
+def test_tensors_that_hooks_of_the_model_make_can_be_saved_again_at_once(run: Runs) -> None:
+    here = run(model=Halves)
+    for step in (1, 2, 3):
+        here.checkpointer.save(step)
+        here.model.bias.data.add_(1)
+    assert here.steps() == [1, 2, 3]
+    assert torch.equal(
+        fastckpt.open(here.folder / "step-00000002")["model/right"][:],
+        here.model.weight[:, 450:],
+    )
 
 
 @pytest.mark.parametrize(
@@ -296,9 +323,10 @@ def test_what_torchtitan_itself_saved_is_a_beginning(
     before = run(kind=CheckpointManager, keep_latest_k=0)
     before.train(2)
     path = str(before.folder / "step-2")
-    with pytest.raises(ValueError, match=f"would begin anew.*initial_load_path={path!r}"):
-        run().checkpointer.load()
-    after = run(folder="other", initial_load_path=path, initial_load_model_only=model_only)
+    begin = {"initial_load_path": path, "initial_load_model_only": model_only}
+    with pytest.raises(ValueError, match=f"would not go on with.*initial_load_path={path!r}"):
+        run(**begin).checkpointer.load()
+    after = run(folder="other", **begin)
     assert after.checkpointer.load()
     assert_same(after.state()["model"], before.state()["model"])
     assert after.trainer.step == (0 if model_only else 2)
@@ -440,19 +468,13 @@ def test_a_model_of_a_part_of_the_ranks_is_refused(run: Runs, two_ranks: None) -
         )
 
 
-@pytest.fixture(scope="module")
-def imports() -> str:
-    pytest.importorskip("triton", reason="torchtitan's Trainer imports triton: pip install triton")
-    return "tests.crews.torchtitan_imports"
-
-
 @pytest.mark.torture  # torchtitan takes seconds to import, and more to start
 @pytest.mark.multiprocess
-def test_a_trainer_goes_on_bit_by_bit_after_a_kill(imports: str, tmp_path: Path) -> None:
+def test_a_trainer_goes_on_bit_by_bit_after_a_kill(tmp_path: Path) -> None:
     def job(name: str, steps: int, *options: object, ranks: int = 2) -> Job:
         given = ("--steps", steps, "--every", 2, "--context", 32, "--loss-log", "losses", *options)
         script = "examples/torchtitan_cpu.py"
-        return Job(script, tmp_path / name, *given, ranks=ranks, imports=imports)
+        return Job(script, tmp_path / name, *given, ranks=ranks, imports=IMPORTS)
 
     job("whole", 14, "--manager", "dcp").finish()
     expected = logged(tmp_path / "whole")
