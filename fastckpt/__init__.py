@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from fastckpt.engine.save_stats import SaveStats
 from fastckpt.errors import (
     BackendUnavailable,
     CheckpointError,
@@ -24,7 +25,7 @@ from fastckpt.errors import (
     StorageError,
     TruncatedFile,
 )
-from fastckpt.handle import SaveHandle, SaveStats
+from fastckpt.saving.handle import SaveHandle
 
 # `python -m fastckpt` or the script: --help must not take as long as importing torch does.
 _is_command_line = sys.orig_argv[1:3] == ["-m", "fastckpt"] or (

@@ -34,9 +34,9 @@ from fastckpt.arguments.options import Pacing, WriteOptions
 from fastckpt.errors import NoPath, telling
 from fastckpt.files.load import TorchLoad, load_alone, load_together
 from fastckpt.files.save import TorchSave, begin_save
-from fastckpt.handle import SaveHandle
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import SaveHandle
 from fastckpt.saving.save import Veto
 
 DEFAULT_PROTOCOL = torch.serialization.DEFAULT_PROTOCOL

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt.handle import InnerHandle
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline as pipeline_module
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
 from tests.storm import SUITE_SEED

@@ -12,8 +12,8 @@ from typing import Any
 
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli.shared_arguments import shown_name
+from fastckpt.engine.save_stats import PHASES
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import PHASES
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import entries
 

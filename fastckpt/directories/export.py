@@ -38,12 +38,12 @@ from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.step_names import step_name
 from fastckpt.formats.strict_json import check_text
 from fastckpt.formats.value_names import dotted, joined
-from fastckpt.handle import InnerHandle, SaveHandle
 from fastckpt.plan.boxes import whole
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle, SaveHandle
 from fastckpt.state.dtensors import OtherRanks, Parts
 from fastckpt.state.fit import Fit, Rename
 from fastckpt.state.identity import NO_MEMORY, memory_of

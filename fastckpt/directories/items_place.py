@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from fastckpt.directories.hidden_directory import HiddenDirectory
-from fastckpt.handle import InnerHandle
 from fastckpt.ranks.round import Round
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.saving.place import Place
 from fastckpt.storage import atomic

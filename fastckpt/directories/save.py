@@ -29,10 +29,10 @@ from fastckpt.directories.draft import Draft
 from fastckpt.directories.swap_place import SwapPlace
 from fastckpt.directories.swap_plan import SwapPlan
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import InnerHandle
 from fastckpt.ranks import per_group
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.save import Save
 from fastckpt.storage import atomic
 from fastckpt.storage.calls import looked_up

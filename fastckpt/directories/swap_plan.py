@@ -21,10 +21,10 @@ from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
-from fastckpt.handle import InnerHandle
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import Description, compare
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -25,7 +25,6 @@ from fastckpt.engine.read_stream import EngineReadStream
 from fastckpt.engine.scattered_writes import Scatterer
 from fastckpt.engine.stranded import Stranded
 from fastckpt.errors import BackendUnavailable, CheckpointError
-from fastckpt.handle import InnerHandle
 from fastckpt.latch import items_of
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.atomic import close_quietly
@@ -49,6 +48,16 @@ STAGERS_MAX = 4
 _WARM_BYTES = 64 << 20  # at a time
 _CLONES_NICENESS = 10  # whoever waits for copies of memory is not to wait for their hashes, too
 _DOUBLE = "the storage double transfers the bytes"
+
+
+class Fenced(Protocol):
+    """A save whose copies steps of optimizers wait for."""
+
+    def done(self) -> bool:
+        """Returns whether it has ended."""
+
+    def before_step(self) -> bool:
+        """Waits until its state may change; returns whether all is copied."""
 
 
 class Route(NamedTuple):
@@ -96,7 +105,7 @@ class Staging:
         self._warm_bytes = 0
         self._warms_pinned = False
         self._abandoned = False
-        self._unstaged: dict[InnerHandle, None] = {}
+        self._unstaged: dict[Fenced, None] = {}
         self._hook: Any = None
 
     def engine(self) -> _engine.Engine:
@@ -414,13 +423,13 @@ class Staging:
             if exiting or not engine.prefault(at, min(end, at + _WARM_BYTES), 1, pinner):
                 return
 
-    def fence_next_step(self, handle: InnerHandle) -> None:
-        """Makes steps of all torch optimizers in this process pass the handle's fence first."""
+    def fence_next_step(self, save: Fenced) -> None:
+        """Makes steps of all torch optimizers in this process wait for the copies of a save."""
         # This takes no lock, since a signal handler may raise here, or save.
         for earlier, _ in items_of(self._unstaged):
             if earlier.done():
                 self._unstaged.pop(earlier, None)
-        self._unstaged[handle] = None
+        self._unstaged[save] = None
         # The training thread registers it, and no other thread removes it: torch iterates over its
         # hooks without a lock.
         if self._hook is None:
@@ -428,13 +437,9 @@ class Staging:
 
     def _wait_before_step(self, *_: object) -> None:
         # Handles stay until they are staged: other optimizers may step on other threads.
-        for handle, _none in items_of(self._unstaged):
-            begin_s = handle.elapsed_s()
-            handle.pass_fence()
-            if handle.stats.stall_s is not None:
-                handle.stats.stall_s += handle.elapsed_s() - begin_s
-            if handle.is_staged():
-                self._unstaged.pop(handle, None)
+        for save, _none in items_of(self._unstaged):
+            if save.before_step():
+                self._unstaged.pop(save, None)
 
     def abandon(self) -> None:
         """Forgets everything without freeing it: a forked child lacks its threads, and at exit a

@@ -19,9 +19,9 @@ from fastckpt import _engine
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.reuse import Cloner
+from fastckpt.engine.save_stats import WRITE_SIZES, SaveStats
 from fastckpt.engine.staging import Allowance, Route, Staging
 from fastckpt.errors import DeviceError, StorageError, ensure
-from fastckpt.handle import WRITE_SIZES, SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.storage.bound import LOOK_S, PARTING_S, Bound
 from fastckpt.storage.file_system import Storage, reported, room_text, scratch

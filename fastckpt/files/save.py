@@ -16,9 +16,9 @@ from fastckpt.files.plan import FilePlan
 from fastckpt.files.stock_save import finish_stock, save_stock, save_to_object
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_save
-from fastckpt.handle import InnerHandle
 from fastckpt.ranks import per_group
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.save import Save, Veto
 from fastckpt.storage.atomic import check_directory, real_path
 from fastckpt.storage.calls import looked_up

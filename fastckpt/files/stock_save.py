@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from typing import IO, Any
 
-from fastckpt.handle import InnerHandle
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly, settle

@@ -16,9 +16,9 @@ import fastckpt
 from fastckpt import CheckpointError
 from fastckpt.arguments.checks import ON_ERROR, BackendName, OnError, StagingWay, check_choice
 from fastckpt.arguments.options import WriteOptions
-from fastckpt.handle import InnerHandle, log_failure
 from fastckpt.latch import Latch
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle, log_failure
 from fastckpt.saving.pipeline import raise_earlier
 from fastckpt.storage.atomic import make_directory, temporary_path
 from fastckpt.storage.file_system import reported

@@ -19,9 +19,9 @@ from fastckpt.directories.hidden_directory import HiddenDirectory, explaining
 from fastckpt.directories.swap_plan import CapturedPlan
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import torch_pickle
-from fastckpt.handle import InnerHandle, log_failure
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle, log_failure
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.saving.place import Place

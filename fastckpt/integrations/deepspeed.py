@@ -26,12 +26,12 @@ from fastckpt.arguments.checks import (
     check_path,
 )
 from fastckpt.arguments.options import WriteOptions
-from fastckpt.handle import InnerHandle
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import raise_earlier
 from fastckpt.storage.atomic import make_directory
 from fastckpt.storage.file_system import reported

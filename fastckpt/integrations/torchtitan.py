@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from fastckpt import Checkpointer, IncompatibleCheckpoint, PerRank, export, load_into
 from fastckpt.arguments.checks import CODECS, FENCES, Codec, Fence, check_choice
 from fastckpt.formats.step_names import NAME, step_name
-from fastckpt.handle import InnerHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.dcp import Reader
 from fastckpt.ranks.per_group import group_of_job
 from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.saving.handle import InnerHandle
 
 require("torchtitan", "0.3", "0.4", __name__)
 

@@ -33,11 +33,11 @@ from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.directories.shelf import committed_first, numbered, retain
 from fastckpt.directories.verify import newest_whole
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import InnerHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.calls import replaced
 from fastckpt.ranks.per_group import group_of_job
 from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import raise_earlier
 
 require("transformers", "5.23", "6", __name__)

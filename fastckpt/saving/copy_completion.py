@@ -13,8 +13,8 @@ from contextlib import suppress
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import InnerHandle
 from fastckpt.ranks.round import HEED_S
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.mutation_check import MutationCheck, WatchedTensors
 
 

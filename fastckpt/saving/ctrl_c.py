@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from fastckpt.errors import CheckpointError, fate
-from fastckpt.handle import InnerHandle
 from fastckpt.latch import log_aside
+from fastckpt.saving.handle import InnerHandle
 
 GIVEN_UP_S = 10.0  # the longest wait for the end of saves that were given up
 _LOOK_S = 0.2

@@ -16,11 +16,11 @@ from fastckpt.arguments.options import WriteOptions
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.reuse import Cloner
+from fastckpt.engine.save_stats import SaveStats
 from fastckpt.engine.scattered_writes import Scatterer
 from fastckpt.engine.staging import Allowance, Route
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import StorageError
-from fastckpt.handle import SaveStats
 from fastckpt.plan.image import PAGE_BYTES, Image
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Pipeline

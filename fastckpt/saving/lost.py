@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from fastckpt.engine import exit_status
 from fastckpt.errors import fate
-from fastckpt.handle import InnerHandle
+from fastckpt.saving.handle import InnerHandle
 
 
 def tell_lost(failed: Sequence[InnerHandle]) -> None:

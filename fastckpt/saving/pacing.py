@@ -10,11 +10,11 @@ import json
 import time
 
 from fastckpt.arguments.options import Pacing
+from fastckpt.engine.save_stats import SaveStats
 from fastckpt.engine.staging import Route
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import SaveStats
 from fastckpt.ranks.round import HEED_S, Round
 from fastckpt.storage.machine import this_machine
 

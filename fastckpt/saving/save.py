@@ -17,12 +17,13 @@ from typing import TypeAlias
 
 from fastckpt.arguments.options import WriteOptions
 from fastckpt.engine.devices import DeviceSources
+from fastckpt.engine.save_stats import Progress, SaveStats
 from fastckpt.engine.staging import stager_count
 from fastckpt.engine.transfer import MemoryCopy
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import InnerHandle, Progress, SaveStats
 from fastckpt.plan.image import BLOCK_BYTES, block_count
 from fastckpt.ranks.round import HEED_S, Round
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline

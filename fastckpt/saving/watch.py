@@ -12,8 +12,8 @@ from math import inf
 from typing import NamedTuple
 
 from fastckpt.errors import StorageError
-from fastckpt.handle import InnerHandle
 from fastckpt.latch import Latch, items_of, start_thread
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage import calls
 from fastckpt.storage.bound import LOOK_S, Bound
 

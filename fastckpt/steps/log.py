@@ -17,7 +17,7 @@ from typing import Any
 
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.handle import InnerHandle
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import (
     NoRegularFile,

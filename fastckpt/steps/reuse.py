@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 
 from fastckpt.engine.reuse import CHUNK_BYTES, Cloner, OtherFile, refusal_to_clone
+from fastckpt.engine.save_stats import SaveStats
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, Vanished
 from fastckpt.formats.manifest import Writer
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.handle import SaveStats
 from fastckpt.plan.chunk_hashes import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.reading.verified import opened_regular, read_small

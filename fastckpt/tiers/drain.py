@@ -13,10 +13,10 @@ from functools import partial
 
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, Vanished, is_visible
 from fastckpt.formats.manifest import Manifest
-from fastckpt.handle import InnerHandle
 from fastckpt.ranks import records
 from fastckpt.ranks.round import HEED_S, Round
 from fastckpt.saving.copied_file import write_portions
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.steps.copies import StepCopies

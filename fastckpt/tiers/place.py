@@ -16,9 +16,9 @@ from contextlib import closing
 from fastckpt.arguments.options import Pacing
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError
 from fastckpt.formats.manifest import Manifest
-from fastckpt.handle import InnerHandle
 from fastckpt.ranks import records
 from fastckpt.ranks.round import Round
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.saving.place import Place

@@ -14,8 +14,8 @@ from typing import TypeVar
 
 from fastckpt.errors import StorageError
 from fastckpt.formats.step_names import step_name
-from fastckpt.handle import InnerHandle
 from fastckpt.ranks.round import Round
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
-from fastckpt.handle import InnerHandle
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.state.targets import Target
 from fastckpt.steps.load import StepReader
 from fastckpt.storage.file_system import Storage

@@ -31,9 +31,9 @@ from fastckpt.directories.verify import check
 from fastckpt.engine.staging import Allowance
 from fastckpt.errors import CheckpointError, PeerFailed, RanksDisagree, StagingConflict
 from fastckpt.formats.file_list import File
-from fastckpt.handle import InnerHandle
 from fastckpt.plan.boxes import Box, Piece
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.state.tree import Leaf
 from fastckpt.storage.file_system import Storage
 from tests.accelerator import KIND

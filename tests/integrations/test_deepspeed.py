@@ -33,12 +33,12 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import fastckpt
 from fastckpt import CheckpointError, PeerFailed, StorageError
 from fastckpt.arguments.options import WriteOptions
-from fastckpt.handle import InnerHandle
 from fastckpt.integrations._tag import Tag
 from fastckpt.integrations.deepspeed import FastckptCheckpointEngine
 from fastckpt.ranks import round as round_module
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage.atomic import temporary_path
 from fastckpt.storage.file_system import Storage
 from tests.crews import deepspeed_bodies as bodies

@@ -28,7 +28,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle, StorageError
 from fastckpt.directories import iterations
 from fastckpt.directories.iterations import Retention
-from fastckpt.handle import InnerHandle
 from fastckpt.integrations import dcp, megatron
 from fastckpt.integrations.megatron import (
     load,
@@ -47,6 +46,7 @@ from fastckpt.integrations.megatron.reshard import (
 )
 from fastckpt.integrations.megatron.stored_buckets import _scatter
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage.atomic import temporary_path
 from tests.doubles import (
     Delay,

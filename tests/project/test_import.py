@@ -56,7 +56,7 @@ def rooms(names: list[str]) -> set[str]:
 def test_the_package_imports_what_a_file_needs(imported: dict[str, list[str]]) -> None:
     others = {name.partition(".")[0] for name in imported["import"]} - {"fastckpt"}
     assert not others - {*sys.stdlib_module_names}
-    assert {"api", "errors", "handle", "files"} <= rooms(imported["import"])
+    assert {"api", "errors", "saving", "files"} <= rooms(imported["import"])
     later = {"checkpointer", "directories", "steps", "tiers", "lazy", "integrations", "cli"}
     assert not rooms(imported["import"]) & later
     assert {"checkpointer", "steps"} <= rooms(imported["named"])

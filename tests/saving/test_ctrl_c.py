@@ -22,8 +22,8 @@ import torch
 
 import fastckpt
 from fastckpt import Checkpointer
-from fastckpt.handle import InnerHandle
 from fastckpt.saving import ctrl_c, pipeline
+from fastckpt.saving.handle import InnerHandle
 from tests import interpreters
 from tests.saving.test_process import run_python
 from tests.storm import Storm

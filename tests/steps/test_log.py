@@ -17,9 +17,10 @@ import torch
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli import main
+from fastckpt.engine.save_stats import CLOCKS_BYTES, RankClocks, slowest_of
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.handle import CLOCKS_BYTES, InnerHandle, RankClocks, slowest_of
 from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.steps import log
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, attempt

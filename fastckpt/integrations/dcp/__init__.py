@@ -41,7 +41,6 @@ from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import Places
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import InnerHandle, SaveHandle
 from fastckpt.integrations.dcp import plan_exchange as dcp_plans
 from fastckpt.integrations.dcp.reader import Reader
 from fastckpt.integrations.dcp.writer import Writer, results_of
@@ -50,6 +49,7 @@ from fastckpt.ranks.coordinator import Coordinator, warn_of_unknown_ranks
 from fastckpt.ranks.per_group import PerGroup
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle, SaveHandle
 
 __all__ = ["Reader", "Saving", "Writer", "async_save", "save"]
 

@@ -31,12 +31,12 @@ from fastckpt.directories.items_capture import captured_items
 from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import ItemsConclusion, ItemsPlan, Places
 from fastckpt.errors import CheckpointError
-from fastckpt.handle import InnerHandle
 from fastckpt.integrations.dcp.plan_exchange import with_member
 from fastckpt.integrations.dcp.storage_base import StorageBase
 from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.save import Save
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, is_directory, reported

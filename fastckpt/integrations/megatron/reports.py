@@ -20,8 +20,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from fastckpt.directories import iterations
-from fastckpt.handle import InnerHandle
 from fastckpt.latch import Latch
+from fastckpt.saving.handle import InnerHandle
 
 _NOTING_S = 60.0  # longest wait for a line, once its save has ended
 log = logging.getLogger("fastckpt")

@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from fastckpt.arguments.checks import Fence, OnError, check_path
 from fastckpt.directories import iterations
 from fastckpt.directories.iterations import Retention
-from fastckpt.handle import InnerHandle, SaveHandle
 from fastckpt.integrations.megatron.optimizer import CONTENT, SHARDING, saved_maps
 from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.integrations.megatron.state import (
@@ -27,6 +26,7 @@ from fastckpt.integrations.megatron.state import (
     rng_state,
 )
 from fastckpt.integrations.megatron.strategies import Afterwards, SaveStrategy, serialized
+from fastckpt.saving.handle import InnerHandle, SaveHandle
 
 LAYOUTS = ("dp_reshardable", "fully_reshardable")
 

@@ -16,9 +16,9 @@ from typing import Protocol
 from fastckpt.directories import iterations
 from fastckpt.directories.iterations import Retention
 from fastckpt.errors import is_visible
-from fastckpt.handle import InnerHandle
 from fastckpt.integrations.megatron.strategies import Afterwards
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import raise_earlier
 
 log = logging.getLogger("fastckpt")

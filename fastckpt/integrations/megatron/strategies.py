@@ -35,11 +35,11 @@ from fastckpt.arguments.checks import Fence, OnError
 from fastckpt.directories.items_place import ItemsPlace, SwapItemsPlace
 from fastckpt.directories.iterations import COMMON, CONFIG, METADATA, is_part
 from fastckpt.formats.torch_pickle import torch_save
-from fastckpt.handle import InnerHandle
 from fastckpt.integrations import dcp
 from fastckpt.integrations.megatron.partial_reads import read, read_objects, unpickled
 from fastckpt.integrations.megatron.save_planner import DividingSavePlanner, Holdings, may_write
 from fastckpt.ranks.round import Round
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
 

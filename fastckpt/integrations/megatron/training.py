@@ -20,13 +20,13 @@ from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 
 from fastckpt.directories import iterations
-from fastckpt.handle import InnerHandle
 from fastckpt.integrations import require
 from fastckpt.integrations.megatron import flag_support
 from fastckpt.integrations.megatron.load import LoadRequest, Restored, restore
 from fastckpt.integrations.megatron.reports import Reports
 from fastckpt.integrations.megatron.save import save_checkpoint
 from fastckpt.integrations.megatron.saves import Saves
+from fastckpt.saving.handle import InnerHandle
 
 log = logging.getLogger("fastckpt")
 

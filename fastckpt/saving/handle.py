@@ -1,244 +1,24 @@
-"""SaveHandle, which a caller holds for each save, InnerHandle, as which the library sees it, and
-SaveStats, its clocks and facts. The module must not know how a save is done.
+"""SaveHandle, which a caller holds for each save, and InnerHandle, as which the library sees it.
+
+The module must not know how a save is done.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import isnan, nan
-from typing import Any, NamedTuple
+from typing import Any
 
-from fastckpt.arguments.quantities import shown_share, shown_size, shown_time, shown_transfer
+from fastckpt.arguments.quantities import shown_share, shown_size
+from fastckpt.engine.save_stats import Progress, SaveStats, profile_of
 from fastckpt.errors import CheckpointError, SaveCancelled, fate
 from fastckpt.latch import Latch, SignalSafeFuture, TimedOut, log_aside
 
 log = logging.getLogger("fastckpt")
-
-# Writes are counted by their size: of at most so many bytes, and more than the size before; the
-# last also counts larger ones. All are powers of 2.
-WRITE_SIZES = (4 << 10, 64 << 10, 1 << 20, 4 << 20, 8 << 20)
-# The phases of a rank that delay the commit, with the clocks of their begin and end: "" is the call
-# of save(). Copies and writes overlap.
-PHASES = (
-    ("capture", "", "captured_s"),
-    ("copy", "captured_s", "staged_s"),
-    ("write", "opened_s", "written_s"),
-    ("sync", "written_s", "synced_s"),
-)
-_NO_WRITES = (0,) * len(WRITE_SIZES)
-
-
-class RankClocks(NamedTuple):
-    """The bytes and the clocks of one rank of a save. Clocks are seconds since it called save();
-    they are not a number if the rank did not get there.
-
-    Attributes: as those of SaveStats, for that rank; synced_s is also when it began to wait for the
-    others and the commit.
-    """
-
-    nbytes: int
-    reused_nbytes: int
-    captured_s: float
-    staged_s: float
-    opened_s: float
-    written_s: float
-    synced_s: float
-    paced_s: float
-    memory_waited_s: float
-    writes: tuple[int, ...]
-
-    @classmethod
-    def of(cls, stats: SaveStats) -> RankClocks:
-        """Returns those of this rank, so far."""
-        clocks = (getattr(stats, name) for name in cls._fields[2:-1])
-        known = (nan if clock is None else clock for clock in clocks)
-        return cls._make([stats.nbytes, stats.reused_nbytes, *known, stats.writes])
-
-    def to_bytes(self) -> bytes:
-        """Returns them as CLOCKS_BYTES bytes, for the first rank."""
-        return _CLOCKS.pack(*self[:-1], *self.writes)
-
-    @classmethod
-    def from_bytes(cls, content: bytes) -> RankClocks:
-        """Returns what to_bytes() made."""
-        values = _CLOCKS.unpack(content)
-        return cls._make([*values[: -len(WRITE_SIZES)], values[-len(WRITE_SIZES) :]])
-
-    def phases(self) -> dict[str, float]:
-        """Returns the seconds that each phase took."""
-        clocks = {**self._asdict(), "": 0.0}
-        return {name: clocks[end] - clocks[begin] for name, begin, end in PHASES}
-
-
-_CLOCKS = struct.Struct(f"<2Q7f{len(WRITE_SIZES)}Q")
-CLOCKS_BYTES = _CLOCKS.size
-
-
-@dataclass
-class SaveStats:
-    """Clocks and facts of one save. Times are seconds since save() was called, None until then.
-
-    Attributes:
-        stall_s: when save() returned, that is, how long the caller was blocked. With the step
-            fence, the time that its optimizer waited is added.
-        captured_s: when what is to be saved had been found, and the objects pickled.
-        staged_s: when everything had been copied, so that the caller might change the object.
-        opened_s: when the files of this process had been opened.
-        written_s: when the last byte had been transferred.
-        synced_s: when the files of this process were durable, or with durable=False complete.
-        committed_s: when the file was durable (with durable=True) and visible under its name; with
-            a local tier, in the root.
-        local_committed_s: when the step was committed in the local tier, on every node; None also
-            if there is no such tier, or the step went straight to the root.
-        local_why: why the step went straight to the root past a local tier, in words; else "".
-        nbytes: the bytes that this process writes, before a codec: the file, its part of it, or its
-            files of a step. 0 if torch.save wrote to an object without a position, as a socket.
-        reused_nbytes: those of them that were not written, but shared with the last step (`reuse`).
-        ranks: how many ranks save together.
-        total_nbytes: the bytes that all ranks write; known on the first rank, when all are done.
-        stored_nbytes: the size of all files of a step, after a codec; known as total_nbytes is.
-        by_rank: the clocks of all ranks; known on the first rank, when all are done.
-        staged_bytes_max: the most bytes of staging memory that the save held at a time.
-        backend: "io_uring" or "threads"; "stock" if torch.save itself wrote to the target.
-        direct, why: whether O_DIRECT was used; why it and the backend were chosen, in words.
-        pacing: the limits that were asked for and this rank's share of them, in words; or "".
-        paced_s: how long writing waited for these limits.
-        memory_waited_s: how long nothing was copied because no staging memory was free, that is,
-            because writing is slower; summed over the files.
-        writes: how many writes this process made, by their size: at most 4 KiB, 64 KiB, 1 MiB,
-            4 MiB, and more. Indexes and the commit record are not among them. With a codec, and in
-            an export, it counts the blocks that are handed over, and not the writes made of them.
-        staging: "host" if nothing lay on a GPU, else the kind of memory that was copied to,
-            "pinned" or "pageable".
-        staging_why: why it was that, in words.
-        d2h_s, d2h_gbps: how long the slowest GPU copied; 10^9 bytes a second of all GPUs in that.
-        gpu_stall_s: how long streams of the caller waited for copies, by the GPU's clock; None also
-            if they still wait when the checkpoint commits.
-    """
-
-    stall_s: float | None = None
-    captured_s: float | None = None
-    staged_s: float | None = None
-    opened_s: float | None = None
-    written_s: float | None = None
-    synced_s: float | None = None
-    committed_s: float | None = None
-    local_committed_s: float | None = None
-    local_why: str = ""
-    nbytes: int = 0
-    reused_nbytes: int = 0
-    ranks: int = 1
-    total_nbytes: int | None = None
-    stored_nbytes: int | None = None
-    by_rank: tuple[RankClocks, ...] = ()
-    staged_bytes_max: int = 0
-    backend: str = ""
-    direct: bool = False
-    why: str = ""
-    pacing: str = ""
-    paced_s: float = 0.0
-    memory_waited_s: float = 0.0
-    writes: tuple[int, ...] = _NO_WRITES
-    staging: str = ""
-    staging_why: str = ""
-    d2h_s: float | None = None
-    d2h_gbps: float | None = None
-    gpu_stall_s: float | None = None
-
-    def __str__(self) -> str:
-        """Returns one line: bytes, time, rate, how long the caller was blocked, and the backend."""
-        nbytes, whose = self.nbytes, shown_share(self.ranks)
-        if self.total_nbytes is not None:
-            nbytes, whose = self.total_nbytes, f" by {self.ranks} ranks" if self.ranks > 1 else ""
-        if self.backend == "stock" and not nbytes and self.committed_s is not None:
-            told = [f"bytes not counted, in {shown_time(self.committed_s)}"]
-        elif self.committed_s is None:
-            told = [f"{shown_size(nbytes)}{whose}, not committed"]
-        else:
-            told = [shown_transfer(nbytes, self.committed_s, whose)]
-        reused = sum(its.reused_nbytes for its in self.by_rank) or self.reused_nbytes
-        if reused:
-            told.append(f"{shown_size(reused)} of it reused")
-        if self.local_committed_s is not None:
-            told.append(f"on the node after {shown_time(self.local_committed_s)}")
-        if self.stall_s is not None:
-            told.append(f"the caller was blocked for {shown_time(self.stall_s)}")
-        if self.backend:
-            told.append(f"{self.backend}, O_DIRECT" if self.direct else self.backend)
-        return "; ".join(told)
-
-
-class Progress(NamedTuple):
-    """How many bytes of its part a process has written, of how many."""
-
-    written: int
-    total: int
-
-
-def profile_of(stats: SaveStats) -> dict[str, Any]:
-    """Returns where the time of a save went; see SaveHandle.profile()."""
-    ranks = stats.by_rank or (RankClocks.of(stats),)
-    total = stats.total_nbytes if stats.total_nbytes is not None else stats.nbytes
-    committed_s = stats.committed_s
-    profile: dict[str, Any] = {
-        "ranks": stats.ranks,
-        "nbytes": stats.nbytes,
-        "total_nbytes": stats.total_nbytes,
-        "stored_nbytes": stats.stored_nbytes,
-        "stall_s": stats.stall_s,
-        "local_committed_s": stats.local_committed_s,
-        "committed_s": committed_s,
-        "rate": total / committed_s if committed_s else None,
-        "backend": stats.backend,
-        "direct": stats.direct,
-        "staging": stats.staging,
-        "write_sizes": [*WRITE_SIZES],
-        "by_rank": {
-            name: [_plain(value) for value in column]
-            for name, column in zip(RankClocks._fields, zip(*ranks, strict=True), strict=True)
-        },
-    }
-    slowest = slowest_of(ranks)
-    if slowest is not None:
-        rank, phase, seconds = slowest
-        profile["slowest"] = {"rank": rank, "phase": phase, "seconds": max(0.0, seconds)}
-        agreed_s = committed_s if stats.local_committed_s is None else stats.local_committed_s
-        if agreed_s is not None:
-            profile["commit_s"] = max(0.0, agreed_s - ranks[rank].synced_s)
-    if committed_s is not None and stats.local_committed_s is not None:
-        profile["drain_s"] = max(0.0, committed_s - stats.local_committed_s)
-    return profile
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [*value]
-    return None if isnan(value) else round(value, 6)
-
-
-def slowest_of(ranks: Sequence[RankClocks]) -> tuple[int, str, float] | None:
-    """Returns the rank whose files were durable last, the phase in which it took most longer than
-    the median of all ranks, or of a rank alone the longest one, and how long that was.
-    """
-    known = [number for number, its in enumerate(ranks) if not isnan(its.synced_s)]
-    if not known:
-        return None
-    rank = max(known, key=lambda number: ranks[number].synced_s)
-    own = {name: took for name, took in ranks[rank].phases().items() if not isnan(took)}
-    phases = [ranks[number].phases() for number in known]
-    usual = {
-        name: sorted(each[name] for each in phases)[len(phases) // 2] if phases[1:] else 0.0
-        for name in own
-    }
-    phase = max(own, key=lambda name: own[name] - usual[name], default="")
-    return rank, phase, own.get(phase, 0.0)
 
 
 class SaveHandle(SignalSafeFuture[SaveStats]):
@@ -554,6 +334,14 @@ class InnerHandle(SaveHandle):
         order = self._order
         if not self._staged.is_set() and (order is None or not order()):
             self.wait_staged()
+
+    def before_step(self) -> bool:
+        """Passes the fence before a step of an optimizer; returns whether all is copied."""
+        begin_s = self.elapsed_s()
+        self.pass_fence()
+        if self.stats.stall_s is not None:
+            self.stats.stall_s += self.elapsed_s() - begin_s
+        return self.is_staged()
 
     def mark_queued(self, order: Callable[[], bool]) -> None:
         """Notes, once, that only devices still read the object.
