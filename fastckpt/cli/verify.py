@@ -119,11 +119,10 @@ def _parts(path: str) -> Iterator[Part]:
     if not os.path.isdir(path):
         yield path, partial(_verify_file, path)
         return
-    parent, name = os.path.split(path)
     if os.path.lexists(os.path.join(path, MANIFEST)):
-        yield path, partial(_verify_step, _steps(parent), name, False)
+        yield path, partial(_verify_step, _steps(path), "", False)
         return
-    if NAME.match(name) and not _is_listed(path):
+    if NAME.match(os.path.basename(path)) and not _is_listed(path):
         why = f"{path!r} has no {MANIFEST}: this step was never committed, or is being saved"
         yield path, partial(_refuse, why)
         return
@@ -170,7 +169,7 @@ def _beside_steps(steps: Steps) -> Iterator[Part]:
     below = [name for name in steps.storage.names(steps.root, directories=True) if name[0] != "."]
     for name in sorted([] if _is_listed(steps.root) else below):
         if not NAME.match(name) and is_step(steps.path(name)):  # a copy that has a name of its own
-            yield steps.path(name), partial(_verify_step, steps, name, False)
+            yield steps.path(name), partial(_verify_step, _steps(steps.path(name)), "", False)
         elif name in exports or not NAME.match(name):
             yield from _in_directory(steps.path(name))
 
@@ -249,7 +248,7 @@ def _verify_file(path: str) -> int:
     if OF_A_STEP.fullmatch(file) and (
         NAME.match(os.path.basename(directory)) or is_step(directory)
     ):
-        return _verify_file_of_step(_steps(os.path.dirname(directory)), directory, file)
+        return _verify_file_of_step(directory, file)
     current = pipeline.current()
     with opened_regular(current.storage, path) as fd:
         if path.endswith(_DISTCP):
@@ -275,16 +274,16 @@ def _look_at_stock(path: str) -> None:
         raise _WithoutChecksums(f"{error}; it has no checksums") from None
 
 
-def _verify_file_of_step(steps: Steps, directory: str, file: str) -> int:
+def _verify_file_of_step(directory: str, file: str) -> int:
     """Verifies one file of a step, with the manifest and index that tell its checksums."""
-    name = os.path.basename(directory)
     if not os.path.exists(os.path.join(directory, MANIFEST)):
         raise CheckpointError(
             f"{file!r} is of a step that was never committed: {directory!r} has no {MANIFEST}, "
             "which would name the files that belong to it"
         )
-    with steps.hold(name):
-        manifest = steps.read(name)
+    steps = _steps(directory)
+    with steps.hold(""):
+        manifest = steps.read("")
         if file == manifest.objects[0]:
             return _verify_objects(_copies(directory), manifest)
         for writer in manifest.writers:
@@ -292,7 +291,9 @@ def _verify_file_of_step(steps: Steps, directory: str, file: str) -> int:
                 return _verify_writer(_copies(directory), manifest, writer)
         if file == MANIFEST:
             return os.path.getsize(os.path.join(directory, file))
-        raise CheckpointError(f"{file!r} is none of the files that the manifest of {name!r} names")
+        raise CheckpointError(
+            f"{file!r} is none of the files that the manifest of {directory!r} names"
+        )
 
 
 def _verify_listed(path: str) -> int:

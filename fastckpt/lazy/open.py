@@ -115,12 +115,11 @@ def _directory(storage: Storage, staging: Staging, path: str) -> tuple[str, Sour
     with reported("list", path):
         names = {*storage.names(path)}
     indexes = sorted(name for name in names if name.endswith(INDEX_SUFFIX))
-    root, name = os.path.split(path)
     # Others write files of this name, too, and beside any checkpoint. A step without its objects is
     # a damaged one, and no directory with a single safetensors file.
-    is_named_step = STEP_NAME.match(name) is not None and not indexes
+    is_named_step = STEP_NAME.match(os.path.basename(path)) is not None and not indexes
     if MANIFEST in names and (OBJECTS in names or is_named_step or is_step(path)):
-        return path, _step(storage, staging, Steps(storage, root), name)
+        return path, _step(storage, staging, Steps(storage, path), "")
     if _METADATA in names:
         # Imports torch.distributed.checkpoint, which nothing else here needs.
         from fastckpt.lazy.items import ItemsSource
@@ -139,7 +138,7 @@ def _directory(storage: Storage, staging: Staging, path: str) -> tuple[str, Sour
             raise CorruptCheckpoint(f"{path!r} holds no complete iteration of Megatron's")
         return _directory(storage, staging, choices[0][1])
     if MANIFEST in names and not any(map(STEP_NAME.match, names)):
-        return path, _step(storage, staging, Steps(storage, root), name)  # which says what is wrong
+        return path, _step(storage, staging, Steps(storage, path), "")  # which says what is wrong
     return _newest(storage, staging, path)
 
 

@@ -71,18 +71,18 @@ def best(steps: Steps, by: KeepBest) -> int | None:
     return next((each.number for each in best_first(entries) if each.counts), None)
 
 
-def checked_metrics(steps: Steps, metrics: object, options: StepOptions) -> dict[str, float | str]:
+def checked_metrics(steps: Steps, metrics: object, by: KeepBest | None) -> dict[str, float | str]:
     """Returns what a manifest is to hold of metrics, which may be None. Warns once if they lack the
-    one that says which steps are kept. Raises ValueError, TypeError.
+    one by which steps are kept. Raises ValueError, TypeError.
     """
     found = {} if metrics is None else check_metrics(metrics)
     if found:
         validate_metrics(found)
-    if found and options.keep_best and options.keep_best[0] not in found and not steps.told_metric:
+    if found and by and by[0] not in found and not steps.told_metric:
         steps.told_metric = True
         log.warning(
             "metrics have no %r, by which keep_best chooses, but %s: this step is none of the best",
-            options.keep_best[0],
+            by[0],
             listed(map(repr, found)),
         )
     return found

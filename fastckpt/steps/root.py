@@ -141,7 +141,7 @@ class Steps:
 
         Raises:
             Vanished: there is none.
-            CorruptCheckpoint: it is damaged.
+            CorruptCheckpoint: it is damaged, or of another step.
             IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
         """
         path = self.path(name, MANIFEST)
@@ -152,7 +152,10 @@ class Steps:
         except OSError as error:
             raise _unreadable("read", path, error) from error
         with naming(path):
-            return Manifest.from_bytes(content)
+            manifest = Manifest.from_bytes(content)
+            if name and manifest.step != step_of(name):
+                raise CorruptCheckpoint(f"the manifest is of step {manifest.step}, not of {name!r}")
+        return manifest
 
     def committed(self, *, afresh: bool = True) -> tuple[list[Committed], list[Fault]]:
         """Returns the committed steps, the one committed last first, and what is wrong with every
@@ -225,8 +228,6 @@ class Steps:
         known = self.known(name)
         if known.manifest is None or known.version != version:
             manifest = self.read(name)
-            if name and manifest.step != step_of(name):
-                raise CorruptCheckpoint(f"{path!r} is of step {manifest.step}, not of {name!r}")
             if known.manifest is not None and known.manifest.nonce != manifest.nonce:
                 self.take(name)  # another process saved the step
                 known = self.known(name)

@@ -119,9 +119,10 @@ def test_in_a_root_a_name_has_to_tell_the_step(run: Path, caplog: pytest.LogCapt
     shutil.copytree(run / STEP, run / "step-00000900")
     with Checkpointer(run, keep_last=1) as checkpointer:
         assert checkpointer.restore(state(1)) == 200
-        assert "is of step 200, not of 'step-00000900'" in caplog.text
+        assert "the manifest is of step 200, not of 'step-00000900'" in caplog.text
         with pytest.raises(CheckpointError, match=r"no committed step 900: there are \[200\]"):
             checkpointer.restore(state(1), 900)
         for step in (300, 400):
             checkpointer.save(step, {"w": torch.ones(3)}).result(WAIT_S)
     assert directories(run) == ["step-00000400", "step-00000900"]
+    assert (main(["verify", str(run)]), main(["verify", str(run / "step-00000900")])) == (1, 0)
