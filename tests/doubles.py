@@ -12,10 +12,12 @@ import errno
 import itertools
 import os
 import random
+import resource
 import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -322,6 +324,33 @@ class Cloning(Recorder):
             os.pwrite(target, os.pread(source, nbytes, offset), offset)
 
         self._route(Operation("clone_range", path_of(target), (nbytes, offset)), copy)
+
+
+@contextmanager
+def process_on(storage: Storage | None, budget_bytes: int | None = None) -> Iterator[Pipeline]:
+    """The process's pipeline is one on this storage meanwhile, and ends with the block."""
+    before, pipeline_module._current = pipeline_module._current, Pipeline(storage, budget_bytes)
+    mine, others = pipeline_module._current, set(threading.enumerate())
+    try:
+        yield mine
+    finally:
+        pipeline_module._current = before
+        mine.close()
+        for thread in set(threading.enumerate()) - others:
+            thread.join(60.0)
+
+
+@contextmanager
+def file_size_limit(nbytes: int | None) -> Iterator[None]:
+    """No file of this process may have more bytes meanwhile: the disk is full, as it were. None:
+    any size, but a limit that the body sets ends with it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft if nbytes is None else nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 class PowerCut(BaseException):

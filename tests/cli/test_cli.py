@@ -34,10 +34,9 @@ from fastckpt.directories.save import save_directory
 from fastckpt.formats.step_names import tier_name
 from fastckpt.storage.file_system import Storage
 from tests import interpreters
-from tests.doubles import Operation, Recorder
+from tests.doubles import Operation, Recorder, process_on
 from tests.noise import flip
 from tests.paths import ROOT
-from tests.steps.test_checkpointer import process_on
 from tests.torches import NEEDS_DCP
 from tests.torches import dcp as fast_dcp
 

@@ -21,9 +21,8 @@ import fastckpt
 from fastckpt.cli import main
 from fastckpt.formats.step_names import tier_name
 from fastckpt.storage import atomic
-from tests.doubles import FailAlways
+from tests.doubles import FailAlways, process_on
 from tests.interpreters import Program
-from tests.steps.test_checkpointer import process_on
 from tests.torches import NEEDS_DCP
 from tests.torches import dcp as fast_dcp
 

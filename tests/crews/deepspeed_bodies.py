@@ -13,7 +13,6 @@ import gc
 import itertools
 import logging
 import os
-import resource
 import signal
 import threading
 import time
@@ -34,6 +33,7 @@ from torch import nn
 from fastckpt.integrations import deepspeed as integration
 from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member, attempt
+from tests.doubles import file_size_limit
 
 FEATURES, HIDDEN, WAIT_S = 64, 128, 30.0
 # A kernel that DeepSpeed would compile first, and whose ranks spin for each other.
@@ -114,18 +114,6 @@ def held_up(here: bool) -> Iterator[None]:
             yield
         finally:
             gate.set()
-
-
-@contextmanager
-def small_files(here: bool) -> Iterator[None]:
-    """No file of this rank may have more than 16 KiB: its disk is full, as it were."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if here:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def round_trip(member: Member, root: str, stage: int, dtype: str) -> dict[str, Any]:
@@ -214,7 +202,7 @@ def fail_once(member: Member, root: str, tags: list[str], on_error: str) -> dict
     engine.save_checkpoint(root, tags[0])
     saving.wait()
     train(engine, 1, 1)
-    with small_files(member.rank == 1):
+    with file_size_limit(16 << 10 if member.rank == 1 else None):
         engine.save_checkpoint(root, tags[1])
         losses = train(engine, 2, 1)
         saving.drain()
@@ -247,7 +235,9 @@ def save_where_no_directory_is(member: Member, root: str, on_error: str) -> list
 
 def destroy_after_failure(member: Member, root: str) -> Any:
     engine, _saving = installed(1)
-    with small_files(member.rank == 0):  # not even DeepSpeed's scripts have room
+    with file_size_limit(
+        16 << 10 if member.rank == 0 else None
+    ):  # not even DeepSpeed's scripts have room
         engine.save_checkpoint(root)
         return attempt(engine.destroy).error
 

@@ -12,7 +12,6 @@ import contextlib
 import inspect
 import os
 import random
-import resource
 import shutil
 import signal
 import sys
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from tests.crews.group_crew import GROUP_OF_MEMBERS, Member, Outcome, attempt
+from tests.doubles import file_size_limit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
@@ -403,24 +403,13 @@ def load_model(_member: Member, root: str) -> tuple[int, int]:
     return megatron.load_checkpoint(model, load=root)
 
 
-@contextlib.contextmanager
-def file_limit(nbytes: int) -> Iterator[None]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 @on_the_cpu
 def save_on_full_disk(member: Member, root: str, on_error: str) -> dict[str, Any]:
     """Iterations 1 and 3 have room; iteration 2 has none on the last rank."""
     model = ready(2, 1)
     how: dict[str, Any] = {"save": root, "on_error": on_error}
     megatron.save_checkpoint(1, *model, **how).result(60)
-    with file_limit(4096) if member.rank == 1 else contextlib.nullcontext():
+    with file_size_limit(4096) if member.rank == 1 else contextlib.nullcontext():
         handle = megatron.save_checkpoint(2, *model, **how)
         handle.wait_done()
     dist.barrier()

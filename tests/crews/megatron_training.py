@@ -32,6 +32,7 @@ from fastckpt.integrations.megatron import load, save, strategies
 from fastckpt.integrations.megatron.state import rng_objects, rng_state
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Member
+from tests.doubles import file_size_limit
 from tests.saving.test_handle import wait_until
 
 NOT_RUNNING = RerunState.NOT_RUNNING_YET
@@ -405,7 +406,7 @@ def save_on_full_disk(double: Double, iteration: int) -> None:
     """A save that fails on the last rank."""
     full: Callable[[], Any] = contextlib.nullcontext
     if dist.get_rank() == dist.get_world_size() - 1:
-        full = functools.partial(bodies.file_limit, 4096)
+        full = functools.partial(file_size_limit, 4096)
     with full():
         double.save_checkpoint_and_time(parts(), iteration)
         double.finalize(blocking=True)

@@ -11,8 +11,8 @@ import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +40,6 @@ from fastckpt.errors import (
 )
 from fastckpt.formats import file_list
 from fastckpt.ranks.coordinator import Coordinator
-from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
@@ -54,6 +53,7 @@ from tests.doubles import (
     dead_pid,
     plant,
     power_cuts,
+    process_on,
 )
 from tests.storm import SUITE_SEED
 
@@ -63,16 +63,8 @@ T = TypeVar("T")
 FILES = {"fastckpt.json", "model.safetensors", "notes.txt", "optimizer.pt", "sub/more.txt"}
 
 
-@contextmanager
-def through(storage: Storage, budget_bytes: int = BUDGET_BYTES) -> Iterator[Pipeline]:
-    """Saves of this process go through a pipeline of this storage."""
-    pipeline = Pipeline(storage, budget_bytes)
-    kept, pipeline_module._current = pipeline_module._current, pipeline
-    try:
-        yield pipeline
-    finally:
-        pipeline_module._current = kept
-        pipeline.close()
+def through(storage: Storage, budget_bytes: int = BUDGET_BYTES) -> AbstractContextManager[Pipeline]:
+    return process_on(storage, budget_bytes)
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:

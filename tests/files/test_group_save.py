@@ -41,7 +41,7 @@ from fastckpt.formats import record_division, torch_zip
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Opening, Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, attempt
-from tests.doubles import FailAt, Operation, Recorder
+from tests.doubles import FailAt, Operation, Recorder, process_on
 from tests.files.test_faults import leave_free, mounted
 from tests.interpreters import let_go
 from tests.network_double import Cifs, RemembersAbsence
@@ -777,16 +777,7 @@ def lost_and_found(mount: Path) -> list[str]:
     return [name for name in ("lost+found",) if (mount / name).exists()]
 
 
-@contextlib.contextmanager
-def saving_through(storage: Storage) -> Iterator[None]:
-    """fastckpt.save and load of this process use this file system."""
-    kept = pipeline._current
-    pipeline._current = pipeline.Pipeline(storage, BUDGET_BYTES)
-    try:
-        yield
-    finally:
-        pipeline._current.close()
-        pipeline._current = kept
+saving_through = functools.partial(process_on, budget_bytes=BUDGET_BYTES)
 
 
 def meet(member: Member, name: str) -> None:

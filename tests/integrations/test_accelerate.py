@@ -9,11 +9,10 @@ from __future__ import annotations
 import functools
 import json
 import os
-import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,8 +38,7 @@ from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.integrations.accelerate import load_state, save_state
-from tests.doubles import Recorder
-from tests.steps.test_checkpointer import process_on
+from tests.doubles import Recorder, process_on
 
 pytestmark = pytest.mark.usefixtures("drained")
 WAIT_S = 60.0
@@ -243,17 +241,6 @@ def test_a_damaged_directory_is_not_loaded(disk: Path, name: str) -> None:
     with pytest.raises(CorruptCheckpoint, match=name):
         load_state(run.accelerator, disk / "a")
     assert all(torch.equal(before[key], now) for key, now in run.model.state_dict().items())
-
-
-@contextmanager
-def full_disk() -> Iterator[None]:
-    """Around a whole test, for pytest's own output may go to a file as well."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 10, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_options_of_the_engine_arrive(disk: Path) -> None:

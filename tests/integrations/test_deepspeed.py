@@ -52,8 +52,8 @@ from tests.doubles import (
     Recorder,
     dead_pid,
     power_cuts,
+    process_on,
 )
-from tests.steps.test_checkpointer import process_on
 
 RANKS_IMPORT = "tests.crews.deepspeed_bodies"
 

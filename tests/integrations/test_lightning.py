@@ -29,6 +29,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.doubles import file_size_limit
 from tests.interpreters import let_go
 from tests.jobs import Job
 
@@ -44,8 +45,7 @@ from fastckpt.integrations import _lightning
 from fastckpt.integrations.lightning import FastckptCheckpointIO
 from fastckpt.latch import Latch
 from fastckpt.saving import pipeline
-from tests.doubles import Crash, Recorder, power_cuts
-from tests.steps.test_checkpointer import process_on
+from tests.doubles import Crash, Recorder, power_cuts, process_on
 
 STEPS, EVERY = 9, 2
 FIRST, SECOND = "a.ckpt", "b.ckpt"
@@ -150,17 +150,6 @@ def held_up() -> Iterator[Callable[[], None]]:
             gate.set()
 
 
-@contextmanager
-def small_files() -> Iterator[None]:
-    """No file may have more than 16 KiB: the disk is full, as it were."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 class FullAt(lightning.pytorch.Callback):  # type: ignore[misc]
     """The disk is full for the save after so many steps."""
 
@@ -239,7 +228,7 @@ def test_a_file_stays_when_the_newer_one_failed_until_one_has_committed(
     io = FastckptCheckpointIO(on_error="warn")
     io.save_checkpoint(state(1), disk / FIRST)
     io.teardown()
-    with small_files():
+    with file_size_limit(16 << 10):
         io.save_checkpoint(state(2), disk / SECOND)
         io.remove_checkpoint(disk / FIRST)
         io.teardown()
@@ -261,7 +250,7 @@ def test_whoever_waits_for_a_removal_finds_the_file_that_is_kept(
             super().set()
 
     monkeypatch.setattr(_lightning, "Latch", Seen)
-    with small_files():
+    with file_size_limit(16 << 10):
         io.save_checkpoint(state(2), disk / SECOND)
         io.remove_checkpoint(disk / FIRST)
         io.teardown()
@@ -354,7 +343,7 @@ def test_a_failure_is_raised_at_the_next_save_or_at_the_end(disk: Path) -> None:
         (io.teardown, ""),
         (lambda: io.save_checkpoint(state(3), disk / SECOND), not_begun),
     ):
-        with small_files():
+        with file_size_limit(16 << 10):
             io.save_checkpoint(state(1), disk / FIRST)
             io._handles[-1].wait_done()
         with pytest.raises(StorageError) as failure:
@@ -424,7 +413,7 @@ def test_a_save_replaces_a_link_and_not_what_it_names(disk: Path) -> None:
     io.teardown()
     (disk / "last.ckpt").symlink_to(FIRST)
     (disk / "nowhere.ckpt").symlink_to("missing.ckpt")
-    with small_files(), pytest.raises(StorageError):
+    with file_size_limit(16 << 10), pytest.raises(StorageError):
         io.save_checkpoint(state(2), disk / "last.ckpt")
     assert torch.load(disk / "last.ckpt")["global_step"] == 1
     for name in ("last.ckpt", "nowhere.ckpt"):

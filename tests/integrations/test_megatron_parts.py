@@ -52,9 +52,10 @@ from tests.doubles import (
     Delay,
     Operation,
     Recorder,
+    process_on,
 )
 from tests.noise import flip
-from tests.steps.test_checkpointer import WAIT_S, process_on
+from tests.steps.test_checkpointer import WAIT_S
 from tests.storm import Chance
 
 # Buckets.

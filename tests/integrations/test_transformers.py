@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from tests import jobs
+from tests.doubles import file_size_limit
 from tests.jobs import finish
 from tests.noise import flip
 from tests.paths import ROOT
@@ -50,8 +51,7 @@ from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.integrations.calls import replaced
 from fastckpt.integrations.transformers import AsyncTrainer, _rotate
-from tests.doubles import Recorder
-from tests.steps.test_checkpointer import process_on
+from tests.doubles import Recorder, process_on
 
 pytestmark = pytest.mark.usefixtures("drained")
 CONTEXT, STEPS, EVERY = 16, 8, 2
@@ -345,17 +345,7 @@ class Full(TrainerCallback):
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10 if full else most, most))
 
 
-@contextmanager
-def limit_kept() -> Iterator[None]:
-    """Around a whole test, for pytest's own output may go to a file as well."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-@limit_kept()
+@file_size_limit(None)  # around a whole test, for pytest's own output may go to a file as well
 def test_a_full_disk_ends_training(disk: Path) -> None:
     trainer = make(AsyncTrainer, disk, callbacks=[Full(4, 100)])
     # The saves of steps 4 and 6 may be in flight together: either may fail first.
@@ -367,7 +357,7 @@ def test_a_full_disk_ends_training(disk: Path) -> None:
     assert check(str(disk / "checkpoint-2"))
 
 
-@limit_kept()
+@file_size_limit(None)  # around a whole test, for pytest's own output may go to a file as well
 def test_a_best_checkpoint_that_could_not_be_saved_is_none(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,9 +18,8 @@ import torch
 import fastckpt
 from fastckpt.errors import CheckpointError
 from fastckpt.storage.file_system import reported
-from tests.doubles import FailAlways
+from tests.doubles import FailAlways, process_on
 from tests.saving.test_handle import Octets, wait_until
-from tests.steps.test_checkpointer import process_on
 
 WAIT_S = 60.0
 

@@ -17,8 +17,8 @@ import torch
 
 from fastckpt import Checkpointer, StorageError
 from fastckpt.saving.pipeline import Pipeline
-from tests.doubles import Operation, Recorder, save_through
-from tests.steps.test_checkpointer import directories, process_on
+from tests.doubles import Operation, Recorder, process_on, save_through
+from tests.steps.test_checkpointer import directories
 
 T = TypeVar("T")
 MIB = 1 << 20

@@ -25,8 +25,18 @@ from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.steps.pins import is_pinned, pin, unpin
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
-from tests.doubles import Crash, FailAt, Operation, PowerCut, Recorder, T, dead_pid, plant
-from tests.steps.test_checkpointer import directories, place_of_commit, process_on
+from tests.doubles import (
+    Crash,
+    FailAt,
+    Operation,
+    PowerCut,
+    Recorder,
+    T,
+    dead_pid,
+    plant,
+    process_on,
+)
+from tests.steps.test_checkpointer import directories, place_of_commit
 
 WAIT_S, SEED = 60.0, 20261126
 BEST = ("val_loss", "min", 2)

@@ -40,7 +40,6 @@ from fastckpt.errors import CheckpointError, StagingConflict, StorageError
 from fastckpt.formats import lease_record
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks import coordinator
-from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
 from tests.doubles import (
@@ -53,6 +52,7 @@ from tests.doubles import (
     Recorder,
     dead_pid,
     plant,
+    process_on,
 )
 from tests.paths import ROOT
 from tests.saving.test_handle import HeldTensor, Octets, wait_until
@@ -99,20 +99,6 @@ def restored(root: Path, elements: int = BIG) -> int | None:
 
 def directories(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.name != lease_record.NAME)
-
-
-@contextmanager
-def process_on(storage: Storage | None, budget_bytes: int | None = None) -> Iterator[Pipeline]:
-    """The process's pipeline is one on this storage meanwhile, and ends with the block."""
-    before, pipeline._current = pipeline._current, Pipeline(storage, budget_bytes)
-    mine, others = pipeline._current, set(threading.enumerate())
-    try:
-        yield mine
-    finally:
-        pipeline._current = before
-        mine.close()
-        for thread in set(threading.enumerate()) - others:
-            thread.join(WAIT_S)
 
 
 @contextmanager

@@ -24,12 +24,12 @@ from fastckpt.steps.lease import Lease
 from fastckpt.storage.atomic import DEAD_AFTER_S
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.machine import pid_space, started
-from tests.doubles import dead_pid
+from tests.doubles import dead_pid, process_on
 from tests.hosts import needs_root
 from tests.interpreters import Program
 from tests.network_double import NetworkClient
 from tests.saving.test_process import run_python
-from tests.steps.test_checkpointer import WAIT_S, directories, process_on, restored, state
+from tests.steps.test_checkpointer import WAIT_S, directories, restored, state
 from tests.steps.test_steps import tell, told
 
 SAVES = """

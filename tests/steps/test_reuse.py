@@ -49,10 +49,11 @@ from tests.doubles import (
     dead_pid,
     path_of,
     plant,
+    process_on,
 )
 from tests.files.test_faults import MKFS_OPTIONS, mounted, run_as_root
 from tests.noise import noise
-from tests.steps.test_checkpointer import directories, process_on
+from tests.steps.test_checkpointer import directories
 from tests.steps.test_step_fuzz import Forgery
 from tests.storm import Storm
 

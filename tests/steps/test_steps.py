@@ -46,10 +46,10 @@ from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from tests import interpreters
-from tests.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid
+from tests.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid, process_on
 from tests.saving.test_handle import warnings_in
 from tests.saving.test_process import run_python
-from tests.steps.test_checkpointer import assert_holds, directories, process_on, restored, state
+from tests.steps.test_checkpointer import assert_holds, directories, restored, state
 
 WAIT_S = 60.0
 T = TypeVar("T")
@@ -218,8 +218,8 @@ def test_what_others_put_into_a_step_stays(root: Path) -> None:
 
 READER = """
 import sys
-from tests.doubles import Recorder
-from tests.steps.test_checkpointer import assert_holds, process_on, state
+from tests.doubles import Recorder, process_on
+from tests.steps.test_checkpointer import assert_holds, state
 from fastckpt import Checkpointer
 
 class Slow(Recorder):
@@ -406,8 +406,8 @@ def test_a_callback_that_exits_does_not_end_the_save_early(root: Path) -> None:
 
 DYING = """
 import os, signal, sys
-from tests.doubles import Recorder
-from tests.steps.test_checkpointer import process_on, state
+from tests.doubles import Recorder, process_on
+from tests.steps.test_checkpointer import state
 from fastckpt import Checkpointer
 
 class Stops(Recorder):

@@ -16,9 +16,9 @@ import torch
 
 from fastckpt import Checkpointer
 from fastckpt.saving import pipeline
-from tests.doubles import Delay
+from tests.doubles import Delay, process_on
 from tests.saving.test_handle import wait_until
-from tests.steps.test_checkpointer import WAIT_S, process_on
+from tests.steps.test_checkpointer import WAIT_S
 
 WARNING = "two open Checkpointers of this process save to"
 

@@ -32,17 +32,12 @@ from fastckpt.steps.newest_whole import candidates
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import place as node_place
-from tests.doubles import FailAt, Operation, Recorder, dead_pid
+from tests.doubles import FailAt, Operation, Recorder, dead_pid, process_on
 from tests.files.test_faults import leave_free, mounted
 from tests.noise import flip
 from tests.saving.test_handle import interrupted_in, wait_until
 from tests.saving.test_process import run_python
-from tests.steps.test_checkpointer import (
-    assert_holds,
-    directories,
-    process_on,
-    state,
-)
+from tests.steps.test_checkpointer import assert_holds, directories, state
 
 WAIT_S = 60.0
 MIB = 1 << 20
