@@ -323,7 +323,7 @@ def test_any_operation_of_a_removal_may_be_the_last(memory: Path) -> None:
         shutil.copytree(before, live)
         storage = Crash(live, count)
         with process_on(storage), suppress(PowerCut):  # what it is for
-            options = {"keep_last": 1, "keep_best": (*BEST[:2], 1)}
+            options: dict[str, Any] = {"keep_last": 1, "keep_best": (*BEST[:2], 1)}
             Checkpointer(live / "run", **options).save(5, state(5)).exception(WAIT_S)
         if count > len(storage.log) and seen:
             break
