@@ -302,7 +302,7 @@ class Checkpointer:
                 watch=self._fence == "step",
                 checks_numbers=options.check_finite,
             )
-            lent = (current.storage, self._memo.note_unequal)
+            lent = (current.storage, self._memo)
             plan = StepPlan(handle, agreement, step, content, told, place, options, *lent)
             parts = (handle, agreement, plan, place, options, self._before_commit)
             save = Save(*parts, fence=self._fence, lane=self.root)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -30,6 +32,8 @@ _NOTES_MAX, _NAME_KEYS_MAX, _NAME_CHARACTERS_MAX = 1000, 200, 1000  # that are t
 _KEY_DEPTH_MAX = 8  # of tuples in a key or in an item of a set: hash() recurses on the stack of C
 _LOOKS_PER_BYTE = 64  # at parts of objects, for each byte of the pickle
 _NESTS, _MAPPINGS = (dict, list, tuple), (dict, OrderedDict, Counter)
+_GLOBAL = re.compile(rb"c([A-Za-z_][\w.]*)\n([A-Za-z_][\w.]*)\n")  # or text that looks like it
+_met = set[tuple[str, str]]()  # by newly_refused()
 _UNSEEN = (str, bytes, int, float, bool, type(None))  # of which equal ones may be one object
 # Operations that picklers of protocols 2 and 3 write, but for those that _Unpickler redefines.
 _OPCODES = """PROTO STOP MARK POP POP_MARK GLOBAL BINPERSID NONE NEWTRUE NEWFALSE BINFLOAT BININT
@@ -107,6 +111,22 @@ def notes_in(value: Any, name: str | None) -> Iterator[tuple[str, str]]:
             continue
         inner = [each for each in items_in(value) if type(each[1]) in (Note, *_NESTS)]
         ahead += [(place.below(key), item) for key, item in reversed(inner)]
+
+
+def newly_refused(pickled: bytes) -> list[tuple[str, str]]:
+    """Returns the names of values in a pickle of torch.save that weights_only=True will refuse,
+    each with its maker: of makers that no call has met before.
+    """
+    met = {(m.decode(), n.decode()) for m, n in _GLOBAL.findall(pickled)} - _met
+    _met.update(met)
+    refused = {left_out(_asked(*each)) for each in met if safe_numpy.found(*each) is None} - {None}
+    if not refused:
+        return []
+    with suppress(Exception):  # then a restore says it
+        unpickler = _Unpickler(io.BytesIO(pickled))
+        unpickler.persistent_load = lambda _storage: Note("")
+        return [each for each in notes_in(unpickler.load(), None) if each[1] in refused]
+    return []
 
 
 class _Place:

@@ -21,12 +21,17 @@ T = TypeVar("T")
 
 
 class GroupMemo:
-    """Facts that the ranks of a group keep from one file that they save together to the next."""
+    """Facts that the ranks of a group keep from one file that they save together to the next.
+
+    Attributes:
+        told: the names of values that were warned of, as ranks have them of their own.
+    """
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
         self._lock = threading.Lock()
         self._unequal: frozenset[str] = frozenset()
+        self.told = set[str]()
 
     def unequal(self) -> frozenset[str]:
         """Returns the names of tensors that were found to differ, so that only rank 0's count."""

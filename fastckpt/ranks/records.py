@@ -5,6 +5,7 @@ comparison of a digest. It must not know what a record says.
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable
 
 from fastckpt.ranks.round import Round
@@ -47,14 +48,28 @@ def same(
     Returns None if all are equal. Otherwise, the same on every rank: for each digest, the ranks
     that have it, and what detail() returned, which only the lowest of them calls.
     """
-    agreement.put(f"{key}.digest", digest)
+    return compared(agreement, key, digest, detail)[0]
+
+
+def compared(
+    agreement: Round, key: str, digest: bytes, detail: Callable[[], bytes], beside: bytes = b""
+) -> tuple[list[tuple[list[int], bytes]] | None, int | None]:
+    """Returns what same() does, and a rank that has other bytes `beside` its digest than rank 0, if
+    there is one: of several, another one in another round.
+    """
+    agreement.put(f"{key}.digest", digest + beside)
     if agreement.rank == 0:
         ranks_of: dict[bytes, list[int]] = {}
+        others = list[int]()
         for rank, record in enumerate(agreement.gather(f"{key}.digest")):
-            ranks_of.setdefault(record, []).append(rank)
+            ranks_of.setdefault(record[: len(digest)], []).append(rank)
+            others += [rank] if record[len(digest) :] != beside else []
         unequal = [*ranks_of.values()] if len(ranks_of) > 1 else []
-        agreement.put(f"{key}.unequal", json.dumps(unequal).encode())
-    groups: list[list[int]] = json.loads(agreement.get(f"{key}.unequal"))
+        chosen = zlib.crc32(agreement.label.encode()) % max(1, len(others))
+        found = [unequal, others[chosen] if others else None]
+        agreement.put(f"{key}.unequal", json.dumps(found).encode())
+    groups: list[list[int]]
+    groups, other = json.loads(agreement.get(f"{key}.unequal"))
     if agreement.rank in [ranks[0] for ranks in groups]:
         agreement.put(f"{key}.detail", detail())
     if agreement.rank == 0:  # copies the details, which their ranks may delete when they close
@@ -62,4 +77,4 @@ def same(
             detailed = agreement.get(f"{key}.detail", ranks[0])
             agreement.put(f"{key}.detail of {ranks[0]}", detailed)
     told = [(ranks, agreement.get(f"{key}.detail of {ranks[0]}")) for ranks in groups]
-    return told or None
+    return told or None, other

@@ -11,7 +11,7 @@ import json
 import logging
 import random
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastckpt.errors import RanksDisagree
@@ -24,6 +24,8 @@ SAMPLED_BYTES = 64 << 10  # of all tensors together, each save
 _RANGE_BYTES = 128  # ranges are few and long, since each from a GPU is a copy of its own
 _RANGES_MAX = 4  # of one tensor
 _SAMPLED_MAX = SAMPLED_BYTES // _RANGE_BYTES  # tensors
+_VALUE_BYTES_MAX = 64 << 10  # of a value aside
+_VALUES_TOLD_MAX = 10
 _NAMED_MAX = 3  # differences in one message
 _GROUPS_MAX = 4  # of ranks, in one difference
 
@@ -47,6 +49,8 @@ class Description:
 
     Attributes:
         first_rank: these names.
+        aside: values, by name, that ranks may have of their own, though the first rank's are saved.
+        small: a description of samples of tensors that are such values, too; None: there are none.
     """
 
     def __init__(
@@ -59,6 +63,8 @@ class Description:
         self._samples: list[tuple[str, list[tuple[int, bytearray]]]] = []
         self.first_rank = frozenset(first_rank)
         self._seed = 0
+        self.aside: Mapping[str, object] = {}
+        self.small: Description | None = None
 
     def lay_out(self, storages: Iterable[tuple[str, str]]) -> None:
         """Adds storages in the order of writing: a tensor in each, and what must agree."""
@@ -82,7 +88,8 @@ class Description:
 
     def samples(self) -> list[tuple[int, bytearray]]:
         """Returns the chosen ranges: addresses, and buffers to copy to before comparing."""
-        return [part for _, taken in self._samples for part in taken]
+        own = [part for _, taken in self._samples for part in taken]
+        return own if self.small is None else own + self.small.samples()
 
     def detail(self) -> bytes:
         """Returns the whole description, for disagreement()."""
@@ -100,14 +107,22 @@ class Description:
         apart._samples = [each for each in self._samples if each[0] in self.first_rank]
         return apart if apart._samples else None
 
-    def _all(self) -> list[Any]:
-        if callable(self._texts):
-            self._texts = self._texts()
-        crcs = [
+    def own_values(self) -> dict[str, int]:
+        """Returns a number for each value aside, which is equal where the values are."""
+        found = {name: zlib.crc32(_bytes_of(value)) for name, value in self.aside.items()}
+        return found if self.small is None else found | dict(self.small._crcs())
+
+    def _crcs(self) -> list[tuple[str, int]]:
+        return [
             (name, zlib.crc32(b"".join(content for _, content in taken)))
             for name, taken in self._samples
             if name not in self.first_rank
         ]
+
+    def _all(self) -> list[Any]:
+        if callable(self._texts):
+            self._texts = self._texts()
+        crcs = self._crcs()
         return [self._texts, crcs, sorted(self.first_rank), self._storages, self._seed]
 
 
@@ -117,16 +132,26 @@ def compare(
     description: Description,
     path: str,
     differing: Callable[[set[str]], None],
+    told: set[str] | None = None,
 ) -> None:
     """Raises RanksDisagree unless all ranks call this with the same description. `differing` is
     called with the tensors whose contents differ, if nothing else does; `path` is for the message.
-    Warns if contents that count on the first rank only still differ.
+    Warns if contents that count on the first rank only still differ; and of each value aside that
+    ranks have not alike, unless `told` has its name, which is then added.
     """
-    groups = records.same(agreement, key, description.digest(), description.detail)
+    own = description.own_values()
+    beside = hashlib.sha256(repr(sorted(own.items())).encode()).digest() if own else b""
+    groups, other = records.compared(
+        agreement, key, description.digest(), description.detail, beside
+    )
     if groups is not None:
         error, unequal = disagreement(groups, path)
         differing(unequal)
         raise error
+    if other is not None:
+        _tell_own(
+            agreement, f"{key} of each rank", own, other, path, set() if told is None else told
+        )
     apart = description.still_differing()
     if apart is None:
         return
@@ -134,8 +159,39 @@ def compare(
     if groups is not None:
         found = [*_contents(_read(groups)).values()]
         level = logging.DEBUG if agreement.rank else logging.WARNING
-        told = "%r is saved with the contents of rank 0, which need not be the right ones: %s%s"
-        log.log(level, told, path, "; ".join(found[:_NAMED_MAX]), _more(found))
+        text = "%r is saved with the contents of rank 0, which need not be the right ones: %s%s"
+        log.log(level, text, path, "; ".join(found[:_NAMED_MAX]), _more(found))
+
+
+def _tell_own(
+    agreement: Round, key: str, own: dict[str, int], other: int, path: str, told: set[str]
+) -> None:
+    """Warns, on the first rank, of the values that another rank has of its own."""
+    if agreement.rank == other:
+        records.put_large(agreement, key, zlib.compress(json.dumps(own).encode(), level=1))
+    if agreement.rank == 0:
+        theirs = json.loads(zlib.decompress(records.get_large(agreement, key, other)))
+        unlike = [name for name, crc in own.items() if theirs.get(name, crc) != crc]
+        unlike = [name for name in unlike if name not in told]
+        told.update(unlike)
+        if unlike:
+            more = len(unlike) - _VALUES_TOLD_MAX
+            log.warning(
+                "%r is saved with what rank 0 has of %s, and rank %d has other values there: what "
+                "each rank is to keep for itself belongs into a fastckpt.PerRank",
+                path,
+                ", ".join(map(repr, unlike[:_VALUES_TOLD_MAX])) + f" and {more} more" * (more > 0),
+                other,
+            )
+
+
+def _bytes_of(value: object) -> bytes:
+    """Returns bytes that are equal for equal plain values: of long ones the beginning."""
+    if hasattr(value, "tobytes"):
+        return bytes(value.tobytes()[:_VALUE_BYTES_MAX])
+    if isinstance(value, str | bytes):
+        value = value[:_VALUE_BYTES_MAX]
+    return repr(value).encode(errors="replace")
 
 
 def disagreement(

@@ -28,6 +28,7 @@ from fastckpt.state.kinds import PLAIN_TENSORS, is_of_several_ranks, is_sharded
 TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})
 DEPTH_MAX = 200
+_ITEMS_MAX = 1000  # of a list, which are compared between ranks
 _NESTS = (dict, OrderedDict, list, tuple)
 ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # long lists are made of these
 
@@ -126,12 +127,15 @@ class Flat:
         objects: the state with placeholders where leaves and values of single ranks were.
         per_rank: this rank's values, by name.
         kinds: the kinds of the tensors that stay in `objects`, but not inside other objects there.
+        aside: plain values and NumPy's arrays in `objects`, by name, which never change, and the
+            tensors among them that lie on the host; only if several ranks save.
     """
 
     leaves: list[Leaf] = field(default_factory=list)
     objects: Any = None
     per_rank: dict[str, PerRank] = field(default_factory=dict)
     kinds: list[TensorSpec] = field(default_factory=list)
+    aside: dict[str, Any] = field(default_factory=dict)
 
 
 class Stateful(Protocol):
@@ -226,6 +230,7 @@ class _Flattening:
         self.checks_numbers = checks_numbers
         self.first_rank = first_rank
         self.parts = Parts(world_size, rank_of)
+        self.is_one_of_several = world_size > 1
         self.flat = Flat()
         self.keys: set[str] = set()
         self.small: list[_Small] = []
@@ -248,6 +253,9 @@ class _Flattening:
             for item in self.small
             if id(item) not in moved
         ]
+        if self.is_one_of_several:
+            kept = (its for its in self.small if id(its) not in moved and its.tensor.is_cpu)
+            self.flat.aside |= {item.name: item.tensor for item in kept}
         self.flat.objects = self.settled(nest, moved)
         check_texts(self.keys)  # ValueError now, rather than when they are written
         return self.flat
@@ -286,6 +294,7 @@ class _Flattening:
             nest = {k: self.visit(v, below(name, str(k)), depth + 1) for k, v in value.items()}
             nest = {ESCAPED: nest} if nest.keys() & _PLACEHOLDERS else nest
         elif type(value) in (list, tuple):
+            self._set_aside(name, tuple(v for v in value[:_ITEMS_MAX] if type(v) in ATOMS))
             nest = [
                 v if type(v) in ATOMS else self.visit(v, below(name, str(i)), depth + 1)
                 for i, v in enumerate(value)
@@ -309,6 +318,7 @@ class _Flattening:
 
     def _as_it_is(self, value: Any, name: str | None) -> Any:
         """Returns a value that the first rank pickles whole; raises if it holds DTensors."""
+        self._set_aside(name, value)
         if type(value) in PLAIN_TENSORS:
             if not value.is_nested:
                 self.flat.kinds.append(TensorSpec(name or "", value.dtype, value.shape))
@@ -323,6 +333,18 @@ class _Flattening:
                     "would be saved: put DTensors into plain dicts, lists and tuples"
                 )
         return value
+
+    def _set_aside(self, name: str | None, value: Any) -> None:
+        """Notes a plain value, or a copy of an array of NumPy's, for a comparison between ranks."""
+        if not self.is_one_of_several:
+            return
+        kind = type(value)
+        if kind in ATOMS or (kind is tuple and value):
+            self.flat.aside[name or ""] = value
+            return
+        is_small = kind.__module__ == "numpy" and 0 < getattr(value, "nbytes", 0) <= SMALL_BYTES
+        if is_small and not value.dtype.hasobject:
+            self.flat.aside[name or ""] = value.copy()
 
     def _unique(self, name: str) -> str:
         key, number = name, 1

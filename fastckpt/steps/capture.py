@@ -32,6 +32,7 @@ class Content:
         objects: everything else as the first rank pickled it; None on the other ranks.
         per_rank: a torch zip of this rank's own values; b"" if it has none.
         description: describes the state to the other ranks, for comparison.
+        small: tensors of the objects, with their versions now, of which ranks compare samples.
         reads: the memory that lies on devices.
         watched: the tensors that must not change before they have been copied.
     """
@@ -40,6 +41,7 @@ class Content:
     objects: torch_pickle.Capture | None
     per_rank: bytes
     description: Description
+    small: dict[str, tuple[torch.Tensor, int]]
     reads: DeviceSources
     watched: list[WatchedTensors]
 
@@ -96,11 +98,19 @@ def captured(
     if objects is not None:
         watched.append(WatchedTensors(objects.tensors, flat.objects if watch else None))
         storages = chain(storages, objects.storages())
+    small = {
+        name: (value, -1 if value.is_inference() else value._version)
+        for name, value in flat.aside.items()
+        if isinstance(value, torch.Tensor)
+    }
+    description = Description(_texts(flat), differing)
+    description.aside = {name: its for name, its in flat.aside.items() if name not in small}
     return Content(
         leaves,
         objects,
         _pickled(flat),
-        Description(_texts(flat), differing),
+        description,
+        small,
         devices.reads(storages),
         watched,
     )

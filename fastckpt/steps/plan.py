@@ -6,21 +6,25 @@ The module must not know the bytes of the formats, how a block moves, or how ran
 
 from __future__ import annotations
 
+import logging
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from functools import partial
 
+from fastckpt.arguments.near_names import listed
 from fastckpt.engine.codec import FrameWriter, encoder_of
 from fastckpt.engine.reuse import Cloner
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
+from fastckpt.formats.partial_objects import newly_refused
 from fastckpt.formats.shard_index import index_name, shard_name
 from fastckpt.plan.image import BLOCK_BYTES, Image
+from fastckpt.ranks.per_group import GroupMemo
 from fastckpt.ranks.round import Round
-from fastckpt.ranks.same_state import compare
+from fastckpt.ranks.same_state import Description, compare
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile
@@ -33,6 +37,8 @@ from fastckpt.steps.shard import Shard
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
 
+log = logging.getLogger("fastckpt")
+
 
 class StepPlan(Plan):
     """One rank's plan of a step.
@@ -40,7 +46,7 @@ class StepPlan(Plan):
     Args:
         content: this rank's part of the state.
         metrics: what the manifest says of the step.
-        differing: called with the keys of tensors whose contents differ between ranks.
+        memo: is told of tensors and values that differ between ranks.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class StepPlan(Plan):
         place: AnyStepPlace,
         options: StepOptions,
         storage: Storage,
-        differing: Callable[[set[str]], None],
+        memo: GroupMemo,
     ) -> None:
         super().__init__(content.reads, content.watched)
         # A codec makes one frame of each block, or it is compared with the last step's.
@@ -66,10 +72,11 @@ class StepPlan(Plan):
         self._place = place
         self._options = options
         self._storage = storage
-        self._differing = differing
+        self._memo = memo
         self._shard: _ShardOutput | None = None
         self._objects: _ObjectsOutput | None = None
         self._nonce = ""
+        self._pickled = b""
 
     def lay_out(self, pace: Pace) -> list[Output]:
         content, agreement = self._content, self._agreement
@@ -83,11 +90,19 @@ class StepPlan(Plan):
             self.way = "host"
         description = content.description
         compared = comparable(content.leaves, agreement.world_size, description.first_rank)
-        description.sample(compared, zlib.crc32(agreement.label.encode()))
+        seed = zlib.crc32(agreement.label.encode())
+        description.sample(compared, seed)
+        small = [(name, its.data_ptr(), its.nbytes) for name, (its, _) in content.small.items()]
+        if small:
+            description.small = Description([])
+            description.small.sample(small, seed)
         path, how = self._handle.path, (self._place, self._options)
         self._shard = _ShardOutput(own, path, agreement, self._storage, *how, reuse)
         self._shard.names = names
         captured, content.objects = content.objects, None
+        records = [] if captured is None else captured.records
+        pickled = (its for name, its in records if name == "data.pkl" and isinstance(its, bytes))
+        self._pickled = b"".join(pickled)
         if captured is None:
             return [self._shard]
         path = os.path.join(path, OBJECTS)
@@ -109,7 +124,16 @@ class StepPlan(Plan):
     def compare(self) -> None:
         assert self._content is not None
         description, path = self._content.description, self._handle.path
-        compare(self._agreement, "state", description, path, self._differing)
+        memo = self._memo
+        refused, self._pickled = newly_refused(self._pickled), b""
+        if refused:
+            log.warning(
+                "%r: what is at %s can be restored by weights_only=False alone, or if what it is "
+                "made with is allowed before, by torch.serialization.add_safe_globals",
+                path,
+                listed(f"{name!r} (made with {maker})" for name, maker in refused),
+            )
+        compare(self._agreement, "state", description, path, memo.note_unequal, memo.told)
 
     def record(self) -> bytes:
         """Returns the manifest's entry for this writer; b"" if it has no file."""
@@ -139,7 +163,15 @@ class StepPlan(Plan):
 
     def forget(self) -> None:
         assert self._content is not None
-        self._content.leaves.clear()
+        content = self._content
+        content.leaves.clear()
+        if content.description.small is not None:  # what changed meanwhile may not be as it was
+            content.description.small.first_rank = frozenset(
+                name
+                for name, (tensor, version) in content.small.items()
+                if version >= 0 and tensor._version != version
+            )
+        content.small.clear()
 
     def release(self) -> None:
         self._content = self._shard = self._objects = None

@@ -14,7 +14,7 @@ import torch
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
-from tests.crews.group_crew import Member, Outcome, attempt
+from tests.crews.group_crew import Member, Outcome, Told, attempt
 from tests.crews.steps_bodies import meet
 
 MIB = 1 << 20
@@ -61,17 +61,6 @@ def cancel_in_turn(member: Member, root: str) -> list[Outcome]:
         handles = [checkpointer.save(step, {"own": PerRank(step)}) for step in (1, 2, 3)]
         handles[1].cancel()
         return [attempt(handle.result) for handle in handles]
-
-
-class Told(logging.Handler):
-    """Keeps the warnings of fastckpt."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
 
 
 def cancel_unasked(member: Member, root: str, cancelling: int) -> tuple[Outcome, list[str]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import multiprocessing
 import os
 import select
@@ -51,6 +52,17 @@ def attempt(action: Callable[[], Any]) -> Outcome:
     except Exception as raised:
         value, error = None, raised
     return Outcome(value, error, time.monotonic() - begun)
+
+
+class Told(logging.Handler):
+    """Keeps the warnings of fastckpt."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
 
 
 class Member:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import shutil
 import threading
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -28,7 +30,7 @@ from fastckpt.saving.handle import InnerHandle
 from fastckpt.state.targets import Target
 from fastckpt.steps.load import StepReader
 from fastckpt.storage.file_system import Storage
-from tests.crews.group_crew import WAIT_S, Member, Outcome, attempt
+from tests.crews.group_crew import WAIT_S, Member, Outcome, Told, attempt
 from tests.crews.steps_states import (
     Part,
     arranged,
@@ -187,6 +189,30 @@ def restore_own_values(member: Member, root: str) -> list[tuple[Any, Any]]:
         (own.found, _told(own.value), _told(other.value))
         for own, other in zip(state.values(), loaded.values(), strict=True)
     ]
+
+
+def save_values_of_each_rank(member: Member, root: str) -> list[str]:
+    """The warnings of two saves of values that are and are not in a PerRank."""
+    told = Told()
+    logging.getLogger("fastckpt").addHandler(told)
+    rank, versions = member.rank, torch.zeros(3)
+    state = {
+        "seen": 1000 + rank,
+        "rng": torch.Generator().manual_seed(rank).get_state(),
+        "python": [3, tuple(range(rank, 9))],
+        "numpy": numpy.arange(3) + rank,
+        "alike": {"n": 5, "t": torch.ones(4), "numpy": numpy.arange(3), "x": float("nan")},
+        "objects": numpy.array([object()]),
+        "own": PerRank(rank),
+        "changes": versions,
+        "w": torch.ones(300_000),
+    }
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state).result()
+            state["late"] = float(rank)
+    logging.getLogger("fastckpt").removeHandler(told)
+    return told.lines
 
 
 def own_values(number: int, big: int) -> dict[str, PerRank]:

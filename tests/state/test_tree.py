@@ -901,6 +901,29 @@ def test_all_objects_that_a_load_would_need_are_named(beside: Checkpointer) -> N
         beside.load()
 
 
+class OfTheUsers:
+    """A class that torch does not allow."""
+
+
+def test_a_save_names_what_its_restore_will_refuse(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {
+        "w": torch.ones(600, 600),
+        "small": {"t": torch.ones(3), "numpy": numpy.arange(3), "n": collections.OrderedDict(a=1)},
+        "queue": [1, {"last": collections.deque([1, OfTheUsers()])}],
+        "users": OfTheUsers(),
+        "text": "cos\nsystem\n",
+    }
+    with Checkpointer(disk / "run", durable=False) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state).result(WAIT_S)
+    (told,) = caplog.messages
+    assert "'queue/1/last' (made with collections.deque)" in told and "weights_only=False" in told
+    assert f"'users' (made with {__name__}.OfTheUsers)" in told
+    assert "step-00000001" in told and "text" not in told and "small" not in told
+
+
 # ---- values of each rank ----
 
 

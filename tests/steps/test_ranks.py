@@ -187,6 +187,14 @@ def test_values_of_one_rank_come_back_to_that_rank(crew: Callable[[int], Crew], 
                 assert found == wanted(rank, saving), (saving, restoring, rank)
 
 
+def test_values_that_differ_are_told_once(crew: Callable[[int], Crew], disk: Path) -> None:
+    first, *others = crew(3)(bodies.save_values_of_each_rank, str(disk / "run"))
+    assert others == [[], []]
+    told = "\n".join(line for line in first if "PerRank" in line)
+    found = re.findall(r"rank 0 has of (.*), and rank [12] has other values there", told)
+    assert found == ["'seen', 'python/1', 'numpy', 'rng'", "'late'"]
+
+
 # Saves that meet no fault
 
 
