@@ -32,10 +32,10 @@ _is_command_line = sys.orig_argv[1:3] == ["-m", "fastckpt"] or (
     [os.path.basename(argument) for argument in sys.orig_argv[1:2]] == ["fastckpt"]
 )
 if TYPE_CHECKING or not _is_command_line:
-    from fastckpt.api import load, prepare, save
+    from fastckpt.api.files import load, prepare, save
 
 if TYPE_CHECKING:
-    from fastckpt.checkpointer import Checkpointer
+    from fastckpt.api.checkpointer import Checkpointer
     from fastckpt.directories.export import HuggingFace, export
     from fastckpt.lazy.into import load_into
     from fastckpt.lazy.open import open as open
@@ -78,7 +78,7 @@ __all__ = [  # without open: `import *` must not hide the built-in
 ]
 
 _NAMED_LATER = {
-    "Checkpointer": "fastckpt.checkpointer",
+    "Checkpointer": "fastckpt.api.checkpointer",
     "Differences": "fastckpt.state.fit",
     "HuggingFace": "fastckpt.directories.export",
     "LazyTensor": "fastckpt.lazy.tensors",
@@ -86,11 +86,11 @@ _NAMED_LATER = {
     "PerRank": "fastckpt.state.tree",
     "StopSignals": "fastckpt.ranks.stop_signals",
     "export": "fastckpt.directories.export",
-    "load": "fastckpt.api",
+    "load": "fastckpt.api.files",
     "load_into": "fastckpt.lazy.into",
     "open": "fastckpt.lazy.open",
-    "prepare": "fastckpt.api",
-    "save": "fastckpt.api",
+    "prepare": "fastckpt.api.files",
+    "save": "fastckpt.api.files",
 }
 
 if not TYPE_CHECKING:  # or type checkers would take any name for one of the package

@@ -434,7 +434,7 @@ def test_an_export_that_fails_is_told_after_later_ones(
             handle.set_result(handle.stats)
         return handle
 
-    monkeypatch.setattr("fastckpt.checkpointer.export_step", ended)
+    monkeypatch.setattr("fastckpt.api.checkpointer.export_step", ended)
     how = fastckpt.HuggingFace(disk / "hf")
     checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
     for step in (1, 2):

@@ -1,0 +1,1 @@
+"""The public signatures: fastckpt.save and load, and Checkpointer."""
