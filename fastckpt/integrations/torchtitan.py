@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from fastckpt import Checkpointer, IncompatibleCheckpoint, PerRank, export, load_into
 from fastckpt.arguments.checks import CODECS, FENCES, Codec, Fence, check_choice
-from fastckpt.formats.step_names import NAME, step_name
+from fastckpt.formats.step_names import step_name
 from fastckpt.integrations import require
 from fastckpt.integrations.dcp import Reader
 from fastckpt.ranks.per_group import group_of_job
@@ -234,12 +234,8 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         elif os.path.isfile(os.path.join(path, _OF_DCP)):
             self._load_dcp(path, config.initial_load_model_only)
         else:
-            real = os.path.realpath(path)
-            match = NAME.match(os.path.basename(real))
-            root = os.path.dirname(real) if match else real
-            with Checkpointer(root, timeout_s=config.timeout_s) as source:
-                number = int(match[1]) if match else None
-                self._restore(source, number, model_only=config.initial_load_model_only)
+            with Checkpointer(path, timeout_s=config.timeout_s) as source:
+                self._restore(source, None, model_only=config.initial_load_model_only)
         return True
 
     def _restore(self, source: Checkpointer, step: int | None, *, model_only: bool) -> None:

@@ -293,7 +293,8 @@ def test_an_initial_step_is_loaded_as_a_whole_if_the_folder_has_none(
     before = run(folder="first")
     before.train(2)
     before.checkpointer.maybe_wait_for_saving()
-    path = str(before.folder / "step-00000002")
+    path = str(before.folder.rename(before.folder.parent / "moved") / "best")
+    Path(path).with_name("step-00000002").rename(path)
     begin = {"initial_load_path": path, "initial_load_model_only": False}
     after = run(**begin)
     assert after.checkpointer.load()
