@@ -34,6 +34,7 @@ from fastckpt.integrations import deepspeed as integration
 from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member, attempt
 from tests.doubles import file_size_limit
+from tests.saving.test_handle import wait_until
 
 FEATURES, HIDDEN, WAIT_S = 64, 128, 30.0
 # A kernel that DeepSpeed would compile first, and whose ranks spin for each other.
@@ -85,13 +86,6 @@ def latest(root: str) -> str:
 def visible(directory: Path) -> list[str]:
     """Names of files, but for hidden ones, which are temporary."""
     return sorted(path.name for path in directory.glob("*") if path.name[0] != ".")
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def is_durable(root: str, tag: str) -> bool:

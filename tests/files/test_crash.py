@@ -226,20 +226,6 @@ def test_operations_stand_in_the_order_that_makes_a_commit(
     assert len(recorder.numbers_of("set_permissions")) == overwriting
 
 
-def test_writes_cover_the_file_once(disk: Path) -> None:
-    recorder = Recorder()
-    with pipeline_on(recorder) as pipeline:
-        stats = save_through(pipeline, several(1), disk / "ckpt.pt").result(WAIT_S)
-    end = 0
-    for number in recorder.numbers_of("write"):
-        offset, nbytes = recorder.log[number].args
-        assert offset == end and nbytes > 0
-        end += nbytes
-    assert end == stats.nbytes == (disk / "ckpt.pt").stat().st_size
-    assert len(recorder.numbers_of("write")) == 4, "three blocks and the tail"
-    assert recorder.log[recorder.numbers_of("allocate")[0]].args == (stats.nbytes,)
-
-
 def test_without_durable_nothing_is_synced(disk: Path) -> None:
     recorder = Recorder()
     with pipeline_on(recorder) as pipeline:

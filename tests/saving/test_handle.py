@@ -119,7 +119,7 @@ class HeldTensor:
         self.release()
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], object], what: str = "it was so") -> None:
     """For what nobody announces: looks again and again."""
     deadline = time.monotonic() + WAIT_S
     while not condition():

@@ -651,17 +651,6 @@ def test_every_option_brings_back_the_same(
     assert_holds(found, 1, elements)
 
 
-def test_without_durable_nothing_is_synced(disk: Path) -> None:
-    for durable in (True, False):
-        recorder = Recorder()
-        with process_on(recorder), Checkpointer(disk / "run", durable=durable) as checkpointer:
-            checkpointer.save(int(durable), state(int(durable)))
-        assert bool(recorder.numbers_of("sync")) == durable
-        assert bool(recorder.numbers_of("sync_directory")) == durable
-        assert bool(recorder.numbers_of("flush")) != durable
-    assert restored(disk / "run") == 0
-
-
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_nothing_holds_a_state_that_was_saved(disk: Path, fence: str) -> None:
     with Checkpointer(disk / "run", fence=fence) as checkpointer:

@@ -31,6 +31,7 @@ from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.crews.steps_lives import BEGUN, BORN, COMMITTED, FAILED, RESTORED, Reports, live
 from tests.crews.steps_states import COLUMNS, ROWS, numbers
 from tests.interpreters import let_go
+from tests.saving.test_handle import wait_until
 from tests.storm import Storm
 
 LANES = 8  # jobs that run beside each other: most of the time they wait for somebody who is dead
@@ -113,13 +114,6 @@ class Lane:
 
 def is_saving(report: Reports) -> bool:
     return report.last(RESTORED) is not None or report.last(FAILED) is not None
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.003)
 
 
 def steps_in(root: Path, compared: set[int]) -> set[int]:

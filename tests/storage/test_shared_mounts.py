@@ -27,7 +27,7 @@ from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage import file_system as storage
 from fastckpt.storage import policies
 from fastckpt.storage.policies import POLICIES, REFUSALS
-from tests.doubles import METHODS, FailAlways, Operation, Recorder, process_on, save_through
+from tests.doubles import FailAlways, Operation, Recorder, process_on, save_through
 
 MIB = 1 << 20
 WAIT_S = 60.0
@@ -338,63 +338,6 @@ def test_what_is_replaced_is_kept_open_on_local_file_systems_alone(
 def test_what_is_local_is_a_closed_list() -> None:
     local = {"ext4", "xfs", "btrfs", "ext3", "ext2", "tmpfs", "overlay"}
     assert {kind for kind, policy in POLICIES.items() if not policy.remote} == local
-
-
-# How much a metadata server is asked.
-
-METADATA = {
-    "create",
-    "open",
-    "open write",
-    "status",
-    "status link",
-    "names",
-    "names directories",
-    "make_directory",
-    "make_directory parents",
-    "rename",
-    "remove",
-    "remove_directory",
-    "set_permissions",
-    "truncate",
-    "sync_directory",
-}
-
-
-def asked(log: list[Operation]) -> list[str]:
-    return [operation.name for operation in log if operation.name in METADATA]
-
-
-def test_what_counts_are_methods() -> None:
-    assert set(METHODS) >= {name.split()[0] for name in METADATA}
-
-
-def test_a_save_asks_little(disk: Path) -> None:
-    double = Recorder(by_engine=True)
-    for value in (1, 2):
-        double.log.clear()
-        saved_on(double, disk / "a.pt", value).result(WAIT_S)
-        assert len(asked(double.log)) <= 4 + 6, asked(double.log)
-
-
-def test_a_writer_of_a_step_asks_little(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each rank does to its own files: two are made, one is cut; a layout may come to it."""
-
-    double = Recorder(by_engine=True)
-    current = Pipeline(storage=double, budget_bytes=64 * MIB)
-    monkeypatch.setattr(pipeline_module, "_current", current)
-    try:
-        with fastckpt.Checkpointer(disk / "run") as checkpointer:
-            for step in range(3):
-                double.log.clear()
-                checkpointer.save(step, {"w": torch.ones(3 * MIB)}).result(WAIT_S)
-                current.drain()
-                own = [o for o in double.log if os.path.basename(o.path).startswith("rank-")]
-                assert own and len(asked(own)) <= 3, asked(own)
-                if step:  # the first makes the root
-                    assert len(asked(double.log)) <= 3 + 11, asked(double.log)
-    finally:
-        current.close()
 
 
 # Mounts that upload a file as it is written.
