@@ -53,37 +53,46 @@ def wait_or_give_up(
     awaited = [handle for handle in handles if not handle.done()]
     for handle in awaited:
         handle.check_wait()
-    was_given_up = all(handle.is_given_up() for handle in awaited)
+    gives_up = all(handle.is_given_up() for handle in awaited)
     is_answered = all(handle.goes_on_told for handle in awaited)
-    while awaited and not was_given_up:
-        try:
-            if pressed and not is_answered:
-                is_answered = True
-                _answer([handle for handle in awaited if not handle.goes_on_told])
-            wait(awaited)
-            return pressed
-        except KeyboardInterrupt:
-            pressed = True
-            if is_answered:
-                break
-    is_over = False
-    while awaited and not is_over:
-        try:
+
+    def attempt(again: bool) -> None:
+        nonlocal pressed, gives_up, is_answered
+        pressed, gives_up = pressed or again, gives_up or (again and is_answered)
+        if gives_up:
             for handle in awaited:
                 handle.give_up()
             for handle in awaited:
                 handle.wait_quietly(_left_s(handle))
-            awaited = [handle for handle in awaited if not handle.done()]
-            is_over = any(_left_s(handle) == 0.0 for handle in awaited)
-        except KeyboardInterrupt:
-            pass  # there is nothing more to give up
-    if awaited:
+            return
+        if pressed and not is_answered:
+            is_answered = True
+            _answer([handle for handle in awaited if not handle.goes_on_told])
+        wait(awaited)
+
+    _insist(attempt)
+    if gives_up and (hanging := [handle for handle in awaited if not handle.done()]):
         raise CheckpointError(
-            f"the {awaited[0].subject()} was given up, but has not ended within {GIVEN_UP_S:g} s: "
+            f"the {hanging[0].subject()} was given up, but has not ended within {GIVEN_UP_S:g} s: "
             "the process ends without waiting for it. Nothing of it was committed yet; what was "
             "committed before stays"
         )
     return pressed
+
+
+def _insist(attempt: Callable[[bool], None], again: bool = False) -> None:
+    """Calls attempt(False), and attempt(True) after each Ctrl-C that ends it.
+
+    Python looks for signals also where a handler jumps back to its loop and where a function
+    begins, which no `try` there covers. So this is no loop, and two calls stand in a row.
+    """
+    try:
+        attempt(again)
+    except KeyboardInterrupt:
+        try:
+            _insist(attempt, True)
+        except KeyboardInterrupt:
+            _insist(attempt, True)
 
 
 def wait_at_exit(

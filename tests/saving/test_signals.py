@@ -23,7 +23,9 @@ from tests.saving.test_process import run_python
 WAIT_S = 60.0
 WATCHED = ("pipeline.py", "handle.py", "latch.py", "threading.py", "_base.py")
 # Behind these the interpreter looks for signals, and nowhere else.
-LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP")
+LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP_BACKWARD")
+if sys.version_info < (3, 11):
+    LOOKS += ("POP_JUMP",)
 
 
 class Signalled(Exception):
@@ -33,12 +35,21 @@ class Signalled(Exception):
 class Interruption:
     """Raises at the n-th moment, within the body, at which a signal handler could have raised.
 
+    Args:
+        raised: what the handler raises.
+        watched: the ends of the files' names of which the moments count.
+
     Attributes:
         moments: how many there were.
     """
 
-    def __init__(self, at: int) -> None:
-        self._at = at
+    def __init__(
+        self,
+        at: int,
+        raised: type[BaseException] = Signalled,
+        watched: str | tuple[str, ...] = WATCHED,
+    ) -> None:
+        self._at, self._raised, self._watched = at, raised, watched
         self._last: dict[FrameType, str] = {}
         self.moments = 0
 
@@ -53,7 +64,7 @@ class Interruption:
         self._last.clear()
 
     def _called(self, frame: FrameType, _event: str, _arg: object) -> Any:
-        if not frame.f_code.co_filename.endswith(WATCHED):
+        if not frame.f_code.co_filename.endswith(self._watched):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._traced
@@ -65,7 +76,7 @@ class Interruption:
             if last.startswith(LOOKS):
                 self.moments += 1
                 if self.moments == self._at:
-                    raise Signalled
+                    raise self._raised
         elif event == "exception":  # a call that fails is followed by no look
             self._last.pop(frame, None)
         return self._traced
