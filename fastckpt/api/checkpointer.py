@@ -67,7 +67,6 @@ log = logging.getLogger("fastckpt")
 T = TypeVar("T")
 
 _NO_DIFFERENCES = Differences((), (), {}, ())
-_IGNORED = "%r holds %s, which the state to be restored does not ask for"
 
 
 class Checkpointer:
@@ -340,7 +339,7 @@ class Checkpointer:
         Tensors and DTensors get their values in place, whatever mesh or number of ranks saved them,
         and keep their dtype: values of another one are converted as Tensor.copy_ does. Objects with
         load_state_dict are given their state_dict. A PerRank gets the value that this very rank
-        saved; on a rank that the saving job did not have it stays as it is, with `found` False.
+        saved, or what its `merge` makes of those of all, if another number of ranks saved.
         Other entries of dicts and lists are replaced. Entries that were saved but are not in the
         state are skipped, with a warning. Tensors that share memory, such as tied weights, get one
         value; if different ones were saved for them, the step does not fit.
@@ -394,12 +393,10 @@ class Checkpointer:
 
         def read(reader: StepReader, spread: Spread) -> Template:
             rank = self._coordinator.rank
-            own = reader.per_rank(rank, weights_only)
+            own = reader.own_values(rank, self._coordinator.world_size, weights_only)
             saved = reader.objects(weights_only)
             template = Template(state, saved, own, reader.find, reader.path, fit)
-            if template.ignored and unexpected is None:
-                level = logging.DEBUG if rank else logging.WARNING
-                log.log(level, _IGNORED, reader.path, template.ignored)
+            template.tell(logging.DEBUG if rank else logging.WARNING)
             mine = spread.mine(template.targets, reader.find)
             template.check_tied(reader.read)
             reader.read(mine, self._options.staging)

@@ -5,6 +5,7 @@ write what is asked for. It must not know how a save goes on.
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,12 +20,17 @@ from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.ranks import per_group
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
+from fastckpt.saving.mutation_check import named_tensors
 from fastckpt.saving.save import Save, Veto
+from fastckpt.state.kinds import is_sharded
 from fastckpt.storage.atomic import check_directory, real_path
 from fastckpt.storage.calls import looked_up
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.policies import is_written_through
 
+log = logging.getLogger("fastckpt")
+
+_parts_told = set[str]()  # names of DTensors that were warned of
 # Files saved at once pay for their writes together: their drain_rate is this process's.
 _PROCESS = "files of this process"
 
@@ -103,6 +109,8 @@ def begin_save(
             _refuse_group(group, "under skip_data()")
             agreement.close()
             return save_stock(current, asked.write, handle, options.durable)
+        if group is None:
+            _warn_of_parts(captured, asked.obj, handle.path)
         agreed = None if group is None else shared
         place = FilePlace(current.storage, handle.path, agreement, options.durable)
         plan = FilePlan(captured, asked.obj, agreed, devices, agreement, place, options)
@@ -110,6 +118,27 @@ def begin_save(
         save = Save(*parts, fence=fence, lane=handle.path, payer=_PROCESS)
     del captured, parts
     return current.save(save)
+
+
+def _warn_of_parts(captured: torch_pickle.Capture, obj: object, path: str) -> None:
+    """Warns, once for each name, of a DTensor of which this rank, which saves alone, has a part."""
+    pickled = next((its for name, its in captured.records if name == "data.pkl"), b"")
+    if not isinstance(pickled, bytes) or b"DTensor\n" not in pickled:
+        return
+    name: str
+    tensor: Any  # which may be a DTensor
+    for name, tensor in named_tensors(obj):
+        is_part = is_sharded(tensor) and any(not its.is_replicate() for its in tensor.placements)
+        if is_part and tensor.device_mesh.size() > 1:
+            if name not in _parts_told:
+                log.warning(
+                    "%r gets this rank's part alone of the DTensor %s, and perhaps of others: save "
+                    "by a fastckpt.Checkpointer, on all ranks, or save what full_tensor() returns",
+                    path,
+                    name,
+                )
+            _parts_told.add(name)
+            return
 
 
 def _look(storage: Storage, path: str, checks: bool) -> tuple[str, bool, StorageError | None]:

@@ -7,6 +7,7 @@ lacks, and for putting values in place once all have been read. It must not know
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,15 +35,17 @@ from fastckpt.state.tree import (
     DEPTH_MAX,
     PER_RANK,
     TENSOR,
+    OwnValues,
     PerRank,
     Stored,
     fill,
     is_stateful,
-    own_value,
     stored_of,
     unescaped,
     unwrapped,
 )
+
+log = logging.getLogger("fastckpt")
 
 _ABSENT = object()  # stands for a value that was not saved
 
@@ -69,7 +72,7 @@ class Template:
 
     Args:
         state, saved: as given to Checkpointer.restore; and the nest of objects of a step.
-        per_rank: this rank's values by name; None if the saving job had no such rank.
+        per_rank: the values of single ranks; None if there are none.
         find: raises unless the step holds all the parts of tensors it is given (StepReader.find).
         where: the path of the step, for messages.
         fit: how the state may differ from what was saved.
@@ -88,7 +91,7 @@ class Template:
         self,
         state: Any,
         saved: Any,
-        per_rank: Mapping[str, Any] | None,
+        per_rank: OwnValues | None,
         find: Callable[[Sequence[Place]], object],
         where: str,
         fit: Fit | None = None,
@@ -100,6 +103,7 @@ class Template:
         self._per_rank = per_rank
         self._actions: list[Callable[[], object]] = []
         self._lossy: list[str] = []
+        self._unmerged: list[str] = []
         self._ignored: list[_At] = []
         self._refused: list[tuple[str, str]] = []  # names of what weights_only has left out
         self._missing: list[str] = []
@@ -122,7 +126,7 @@ class Template:
             raise refused(self._where, self._refused)
         told = self._filling.misfits
         if self._ignored and self._fit.unexpected == "raise":
-            told = [*told, unexpected(self.ignored)]
+            told = [*told, unexpected(listed(map(str, self._ignored)))]
         if self._fit.only is not None and not self._was_asked:
             told = [*told, nothing_chosen(self._fit.only)]
         if told:
@@ -169,10 +173,27 @@ class Template:
         self._taken += 1
         return True
 
-    @property
-    def ignored(self) -> str:
-        """The names of saved values that the state does not ask for; "" if there are none."""
-        return listed(map(str, self._ignored))
+    def tell(self, level: int) -> None:
+        """Logs what was saved and does not go into the state."""
+        if self._ignored and self._fit.unexpected is None:
+            told = listed(map(str, self._ignored))
+            log.log(
+                level,
+                "%r holds %s, which the state to be restored does not ask for",
+                self._where,
+                told,
+            )
+        if self._unmerged and self._per_rank is not None:
+            log.log(
+                level,
+                "%r was saved by %d ranks, and is restored on %d: each rank gets of %s what it had "
+                "saved itself, if anything. PerRank.saved has the values of all ranks, and a "
+                "PerRank with merge= gets what that makes of them",
+                self._where,
+                self._per_rank.saving_ranks,
+                self._per_rank.world_size,
+                listed(map(repr, self._unmerged)),
+            )
 
     def _misfit(self, text: str) -> IncompatibleCheckpoint:
         return refusal(self._where, [text])
@@ -266,11 +287,19 @@ class Template:
     def _own_value(self, value: PerRank, saved: Any, at: _At) -> None:
         if not isinstance(saved, dict) or not isinstance(saved.get(PER_RANK), str):
             raise self._misfit(f"{at} is PerRank, in the checkpoint it is not")
-        if self._per_rank is None or saved[PER_RANK] not in self._per_rank:
-            self._actions.append(lambda: setattr(value, "found", False))
-            return
-        own = self._per_rank[saved[PER_RANK]]
-        self._refused += notes_in(own, at.name)
+        name, its = saved[PER_RANK], self._per_rank
+        assert its is not None
+        self._actions.append(lambda: setattr(value, "read_saved", partial(its.of_all, name)))
+        is_other = its.saving_ranks != its.world_size
+        if is_other and value.merge is not None:
+            own = value.merge(its.of_all(name), its.rank, its.world_size)
+        else:
+            self._unmerged += [at.name] if is_other else []
+            if its.own is None or name not in its.own:
+                self._actions.append(lambda: setattr(value, "found", False))
+                return
+            own = its.own[name]
+            self._refused += notes_in(own, at.name)
         if is_stateful(value.value):
             self._give(value.value, own, at)
         else:
@@ -390,7 +419,8 @@ class Template:
         self._refused += notes_in(saved, at.name)
 
         def own_value_of(name: str) -> PerRank:
-            own = own_value(self._per_rank, name)
+            assert self._per_rank is not None
+            own = self._per_rank.value(name)
             self._refused += notes_in(own.value, name)
             return own
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -33,23 +34,44 @@ _NESTS = (dict, OrderedDict, list, tuple)
 ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # long lists are made of these
 
 
+# Makes a rank's value of those that all ranks had saved, given the rank and the number of ranks.
+Merge: TypeAlias = Callable[[list[Any], int, int], Any]
+
+
 class PerRank:
     """A value that each rank has of its own, such as the state of a random generator.
 
     restore() gives each rank the value that this very rank saved. On a rank that the saving job did
-    not have, `value` stays as it is and `found` is False.
+    not have, `value` stays as it is and `found` is False. If another number of ranks saved,
+    restore() gives what `merge` makes of the values of them all; without it, it warns.
+
+    Args:
+        merge: a function of these values, in the order of ranks, of this rank, and of the number of
+            ranks now, such as lambda values, rank, world_size: sum(values) // world_size. All ranks
+            pass it, or none does.
 
     Attributes:
         value: anything picklable, or an object with state_dict and load_state_dict, whose state is
             saved and restored by these.
-        found: whether the checkpoint holds a value of this rank; None before restore() or load().
+        found: whether the checkpoint holds a value for this rank; None before restore() or load().
     """
 
     __module__ = "fastckpt"  # pickles name the class by this, wherever it is defined
 
-    def __init__(self, value: Any = None) -> None:
+    def __init__(self, value: Any = None, *, merge: Merge | None = None) -> None:
         self.value = value
+        self.merge = merge
         self.found: bool | None = None
+        self.read_saved: Callable[[], list[Any]] = list
+
+    @property
+    def saved(self) -> list[Any]:
+        """The values of all ranks of the job that saved the checkpoint which was restored or loaded
+        last, in their order; [] before. They are read when they are asked for.
+
+        Raises as restore(): CheckpointError also if the step has been removed since.
+        """
+        return self.read_saved()
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
@@ -477,13 +499,29 @@ def fill(
     return visit(objects, 0)
 
 
-def own_value(values: Mapping[str, Any] | None, name: str) -> PerRank:
-    """Returns a PerRank with the value that a rank saved under a name, if it has saved one."""
-    own = PerRank()
-    own.found = values is not None and name in values
-    if values is not None and own.found:
-        own.value = values[name]
-    return own
+class OwnValues(NamedTuple):
+    """The values that ranks saved for themselves, as one rank restores them.
+
+    Attributes:
+        own: this rank's, by name; None if the saving job had no such rank.
+        rank, world_size: of this job.
+        saving_ranks: the number of ranks of the job that saved.
+        of_all: reads the values of all ranks of that job under a name.
+    """
+
+    own: Mapping[str, Any] | None
+    rank: int
+    world_size: int
+    saving_ranks: int
+    of_all: Callable[[str], list[Any]]
+
+    def value(self, name: str) -> PerRank:
+        """Returns a PerRank with the value that this rank saved under a name, if it has."""
+        made = PerRank()
+        made.found = self.own is not None and name in self.own
+        made.value = self.own[name] if self.own is not None and made.found else None
+        made.read_saved = partial(self.of_all, name)
+        return made
 
 
 def unescaped(value: Any) -> Any:

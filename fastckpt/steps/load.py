@@ -36,7 +36,7 @@ from fastckpt.state.targets import (
     takes_bytes,
     tell_lossy,
 )
-from fastckpt.state.tree import Stored, fill, own_value
+from fastckpt.state.tree import OwnValues, Stored, fill
 from fastckpt.steps.copies import StepCopies
 
 _PART_BYTES = 64 << 20  # of a rank's own values, read at a time
@@ -120,7 +120,8 @@ class StepReader:
         Raises:
             As objects(), per_rank() and read(). pickle.UnpicklingError: something is left out.
         """
-        own = self.per_rank(rank, weights_only)
+        own_values = self.own_values(rank, 1, weights_only)
+        own = own_values.own
         objects = self.objects(weights_only)
         left_out = [*partial_objects.notes_in(objects, None)]
         for name, value in (own or {}).items():
@@ -137,7 +138,22 @@ class StepReader:
         self.read(
             [Target(*stored, whole(stored.shape), tensors[key]) for key, stored in found.items()]
         )
-        return fill(objects, lambda stored: tensors[stored.key], lambda name: own_value(own, name))
+        return fill(objects, lambda stored: tensors[stored.key], own_values.value)
+
+    def own_values(self, rank: int, world_size: int, weights_only: bool) -> OwnValues:
+        """Returns the values of single ranks, as a rank of a job of so many restores them; raises
+        as per_rank(), also when those of others are read.
+        """
+        ranks = self.manifest.world_size
+
+        def of_all(name: str) -> list[Any]:
+            values = (self.per_rank(number, weights_only) for number in range(ranks))
+            each = [(its or {}).get(name) for its in values]
+            if left_out := [*partial_objects.notes_in(each, name)]:
+                raise refused(self.path, left_out)
+            return each
+
+        return OwnValues(self.per_rank(rank, weights_only), rank, world_size, ranks, of_all)
 
     def per_rank(self, rank: int, weights_only: bool) -> dict[str, Any] | None:
         """Returns a rank's own values, by name, with notes as objects(); None if the saving job had

@@ -215,6 +215,31 @@ def save_values_of_each_rank(member: Member, root: str) -> list[str]:
     return told.lines
 
 
+def save_counts(member: Member, root: str) -> None:
+    with Checkpointer(root) as checkpointer:
+        samples = PerRank({"samples": 100 + member.rank})
+        checkpointer.save(1, {"own": samples, "merged": samples, "epoch": PerRank(7)}).result()
+
+
+def restore_counts(member: Member, root: str) -> tuple[Any, ...]:
+    """What a rank got of values that ranks had saved, beside those of all, and the warnings."""
+
+    def shared(values: list[Any], rank: int, world_size: int) -> dict[str, int]:
+        return {"samples": sum(its["samples"] for its in values) // world_size + rank}
+
+    told = Told()
+    logging.getLogger("fastckpt").addHandler(told)
+    state = {"own": PerRank(), "merged": PerRank(merge=shared), "epoch": PerRank()}
+    assert state["own"].saved == []
+    with Checkpointer(root) as checkpointer:
+        checkpointer.restore(state)
+        loaded = checkpointer.load()
+    logging.getLogger("fastckpt").removeHandler(told)
+    own, merged = state["own"], state["merged"]
+    assert own.saved == merged.saved == loaded["own"].saved and set(state["epoch"].saved) == {7}
+    return own.value, own.found, merged.value, merged.found, own.saved, told.lines
+
+
 def own_values(number: int, big: int) -> dict[str, PerRank]:
     return {
         "number": PerRank({"rank": number}),

@@ -33,14 +33,14 @@ import torch
 import torch.distributed as dist
 import torch.nested._internal.nested_tensor  # here, that it takes no time in every rank
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, RanksDisagree, StorageError
 from fastckpt.formats import record_division, torch_zip
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Opening, Storage
-from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, attempt
+from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, Told, attempt
 from tests.doubles import FailAt, Operation, Recorder, process_on
 from tests.files.test_faults import leave_free, mounted
 from tests.interpreters import let_go
@@ -1021,9 +1021,26 @@ def save_sharded(member: Member, path: Path) -> Outcome:
     return save(member, path, lambda _rank: {"model": part})
 
 
+def save_part_alone(member: Member, path: Path) -> list[str]:
+    """The warnings of two saves by one rank of what each has a part of, and of what each has."""
+    mesh, told = init_device_mesh("cpu", (member.world_size,)), Told()
+    whole = DTensor.from_local(torch.ones(4), mesh, [Replicate()])
+    part = DTensor.from_local(torch.ones(4), mesh, [Shard(0)])
+    state = {"c": part.clone(), "a": whole, "b": part}
+    logging.getLogger("fastckpt").addHandler(told)
+    if member.rank == 0:
+        for saved in ({"a": whole}, state, state):
+            fastckpt.save(saved, path).result(WAIT_S)
+    logging.getLogger("fastckpt").removeHandler(told)
+    return told.lines
+
+
 def test_sharded_tensors_are_refused(nursery: Nursery, disk: Path) -> None:
     with nursery.crew(2) as crew:
         outcomes = crew(save_sharded, disk / "a.pt")
+        (told,), none = crew(save_part_alone, disk / "part.pt")
+    assert "this rank's part alone of the DTensor obj['b']" in told and none == []
+    (disk / "part.pt").unlink()
     same_error(outcomes, TypeError, "obj['model'] is a DTensor", "fastckpt.Checkpointer")
     assert names_in(disk) == []
 

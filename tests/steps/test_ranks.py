@@ -187,6 +187,24 @@ def test_values_of_one_rank_come_back_to_that_rank(crew: Callable[[int], Crew], 
                 assert found == wanted(rank, saving), (saving, restoring, rank)
 
 
+@pytest.mark.parametrize("restoring", [1, 2, 3])
+def test_values_of_ranks_on_other_numbers_of_ranks(
+    crew: Callable[[int], Crew], disk: Path, restoring: int
+) -> None:
+    crew(2)(bodies.save_counts, str(disk / "run"))
+    saved = [{"samples": 100}, {"samples": 101}]
+    for rank, found in enumerate(crew(restoring)(bodies.restore_counts, str(disk / "run"))):
+        own, was_found, merged, is_merged, of_all, told = found
+        assert of_all == saved and is_merged
+        assert (own, was_found) == ((saved[rank], True) if rank < 2 else (None, False))
+        if restoring == 2:
+            assert merged == saved[rank] and told == []
+            continue
+        assert merged == {"samples": 201 // restoring + rank}
+        assert len(told) == (1 if rank == 0 else 0)
+        assert all("gets of 'own', 'epoch' what it" in line for line in told)
+
+
 def test_values_that_differ_are_told_once(crew: Callable[[int], Crew], disk: Path) -> None:
     first, *others = crew(3)(bodies.save_values_of_each_rank, str(disk / "run"))
     assert others == [[], []]
