@@ -330,7 +330,10 @@ class _OwnData:
         own = self._dataloader.state_dict()
         if saved and (lacking := [key for key in own if key not in saved]):
             raise IncompatibleCheckpoint(f"it has no {lacking}: {_ADVICE}")
-        self._dataloader.load_state_dict(saved)
+        try:
+            self._dataloader.load_state_dict(saved)
+        except AssertionError as error:  # torchtitan's, about another number of ranks
+            raise IncompatibleCheckpoint(f"{str(error).rstrip('.')}: {_ADVICE}") from error
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

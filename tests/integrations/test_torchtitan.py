@@ -40,13 +40,14 @@ class Loader:
     """A dataloader as torchtitan's, which keys its state by its data-parallel rank."""
 
     def __init__(self, dp_rank: int = 0) -> None:
-        self.key, self.at = f"dp_rank_{dp_rank}", 0
+        self.key, self.at, self.dp_world_size = f"dp_rank_{dp_rank}", 0, 2
 
     def state_dict(self) -> dict[str, Any]:
-        return {self.key: str(self.at).encode(), "world_size": 2}
+        return {self.key: str(self.at).encode(), "world_size": self.dp_world_size}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.key in state:  # else torchtitan's only warn
+            assert state["world_size"] == self.dp_world_size, "dp_degree is inconsistent"
             self.at = int(state[self.key])
 
 
@@ -391,6 +392,10 @@ def test_the_data_of_another_rank_is_refused(run: Runs) -> None:
     before.checkpointer.maybe_wait_for_saving()
     with pytest.raises(IncompatibleCheckpoint, match=r"no \['dp_rank_1'\].*exclude_from_loading"):
         run(dp_rank=1).checkpointer.load()
+    fewer = run()
+    fewer.loader.dp_world_size = 1
+    with pytest.raises(IncompatibleCheckpoint, match=r"(?s)dp_degree is .*exclude_from_loading"):
+        fewer.checkpointer.load()
     other = run(dp_rank=1, exclude_from_loading=["dataloader"])
     assert other.checkpointer.load() and other.loader.at == 0
 
