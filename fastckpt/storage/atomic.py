@@ -93,7 +93,7 @@ def is_of_dead(storage: Storage, temporary: str) -> bool:
     if owner.is_beside_this:
         return owner.is_gone
     with suppress(OSError):  # it was removed meanwhile, or is not ours to touch
-        fd = storage.open(temporary, "read" if is_directory(storage, temporary) else "lock")
+        fd = storage.open(temporary, "lock")
         try:
             status = storage.status(temporary)
             is_old = status is not None and time.time() - status.st_mtime >= DEAD_AFTER_S

@@ -255,7 +255,8 @@ class Storage:
             return _opened_to_write(path)
         if how == "lock":
             flags |= os.O_NOFOLLOW
-            with suppress(PermissionError):  # local file systems lock what is open for reading, too
+            # Local file systems lock what is open for reading, too; directories are never written.
+            with suppress(PermissionError, IsADirectoryError):
                 return _noted(os.open(path, os.O_RDWR | flags))
         if how == "directory":
             flags |= os.O_DIRECTORY

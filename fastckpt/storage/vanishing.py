@@ -16,7 +16,6 @@ from fastckpt.storage import atomic
 from fastckpt.storage.file_system import (
     NoRegularFile,
     Storage,
-    is_directory,
     persistently,
     reported,
 )
@@ -105,7 +104,7 @@ def kept(storage: Storage, path: str) -> Iterator[None]:
 def is_unlocked(storage: Storage, path: str) -> bool:
     """Whether nobody is seen from here to have locked a file or directory (see atomic.claim())."""
     with suppress(OSError):  # it was removed meanwhile, or is not ours to touch
-        fd = storage.open(path, "read" if is_directory(storage, path) else "lock")
+        fd = storage.open(path, "lock")
         try:
             return storage.lock(fd)
         finally:

@@ -381,14 +381,6 @@ def resume(member: Member, root: str) -> tuple[int, list[str]]:
     return first, losses
 
 
-def load_damaged(member: Member, root: str) -> BaseException | None:
-    engine, _saving = installed(1)
-    name = f"zero_pp_rank_{member.rank}_mp_rank_00_optim_states.pt"
-    error = attempt(lambda: engine.checkpoint_engine.load(f"{root}/a/{name}")).error
-    engine.destroy()
-    return error
-
-
 def save_by_threads(member: Member, root: str) -> list[str]:
     """Why the files of this rank were written in the way that they were."""
     engine, saving = installed(1, backend="threads", staging_bytes="64MiB")
