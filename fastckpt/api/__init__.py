@@ -1,1 +1,1 @@
-"""The public signatures: fastckpt.save and load, and Checkpointer."""
+"""The public signatures: fastckpt.save and load in files.py, Checkpointer in checkpointer.py."""

@@ -18,8 +18,8 @@ _REMEMBERED = 4096  # the last rounds, and labels, of a run that saves for ever
 class RoundNumbers:
     """The rounds of one rank, over the life of its process.
 
-    The training thread begins rounds, which take their final numbers in the background, where a
-    rank that missed a call skips the numbers that the others are through with.
+    The training thread begins rounds without their final numbers. They get these in the background,
+    where a rank that missed a call skips the numbers that the others are through with.
 
     Attributes:
         prefix: the prefix of the keys in the store; "" until a first connection has found it.

@@ -85,7 +85,7 @@ class Search(Generic[T]):
 
     def look(self) -> T | None:
         """Returns what was found in the best candidate that is whole; None if there is none. Raises
-        Vanished if one is gone, so that a newer one has been committed.
+        Vanished if one was removed meanwhile, so that a newer one is there: list again.
         """
         # List again after damage: one that was committed meanwhile may be whole.
         while left := [each for each in self._listed() if each not in self.damaged]:

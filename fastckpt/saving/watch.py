@@ -1,5 +1,5 @@
-"""The watch over the saves in flight: a save's thread that is in a call of the file system which
-never returns cannot end its save, so another one does. It must not know what ending one takes.
+"""The watch over the saves in flight: if a call of the file system never returns, the thread of its
+save is stuck in it, and another thread ends the save. It must not know what ending one takes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Known and Begun: the knowledge that this process has of the name of a step's directory, until
-that begins anew, and the files that it has open in one that it is writing to.
+"""Known, what this process knows of the save behind the name of a step's directory, until another
+save takes the name; and Begun, the files that it has open in a directory that it is writing to.
 
 The module must not know where that comes from, nor what follows from it.
 """

@@ -37,9 +37,10 @@ def tidy(steps: Steps, keep: str, options: StepOptions) -> None:
 
 def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOptions) -> list[str]:
     """Returns the names of the committed steps that need not stay: what is beyond keep_last, and
-    all attempts at the step just committed but the last, which is another one if that was drained
-    late. A step that is damaged or may not be durable, as far as is known, does not count; one that
-    could last not be read does not either, and stays: it may be the newest that is whole.
+    all attempts at the step just committed but the newest, which is not `keep` if that was drained
+    late. A step that is damaged or may not be durable, as far as is known, does not count. Nor does
+    one that could not be read when it was last tried, but it stays: it may be the newest that is
+    whole.
 
     Args:
         steps: the root.

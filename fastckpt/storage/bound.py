@@ -14,8 +14,8 @@ _LOG_S = 60.0  # how often a wait in which nothing gets on is logged
 
 
 class Bound:
-    """The bound of one wait after another. Between two looks no more than look_s counts, for this
-    process may have been stopped, and the disk have got on: it is over after several looks.
+    """The bound of one wait after another. Each look adds at most look_s, however long ago the last
+    one was: a process that was stopped must not take its own pause for a disk that hangs.
 
     Attributes:
         timeout_s: for how long nothing may get on; inf: there is no limit.

@@ -48,12 +48,12 @@ def may_go(
         entries: the checkpoints, the one committed last first: it stays, and is one of the `last`
             if it counts.
         last: how many stay of those that count, at least 1: the ones committed last. What does not
-            count stays as long as there are not yet so many newer ones.
+            count stays while fewer than so many newer ones count.
         every: those whose number is a multiple of this stay, too.
         best: the name of one that stays, and is one of the `last`, but does not take the place of
             the newest.
         top: how many stay, too, of those that count: the first of best_first(). What does not count
-            stays as long as there are not yet so many better ones.
+            stays while fewer than so many better ones count.
     """
     on_top = set()
     for entry in best_first(entries):
