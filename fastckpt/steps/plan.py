@@ -6,13 +6,17 @@ The module must not know the bytes of the formats, how a block moves, or how ran
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import zipfile
 import zlib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from functools import partial
+
+import torch
 
 from fastckpt.arguments.near_names import listed
 from fastckpt.engine.codec import FrameWriter, encoder_of
@@ -76,7 +80,7 @@ class StepPlan(Plan):
         self._shard: _ShardOutput | None = None
         self._objects: _ObjectsOutput | None = None
         self._nonce = ""
-        self._pickled = b""
+        self._pickled = list[bytes | torch.UntypedStorage]()
 
     def lay_out(self, pace: Pace) -> list[Output]:
         content, agreement = self._content, self._agreement
@@ -101,8 +105,7 @@ class StepPlan(Plan):
         self._shard.names = names
         captured, content.objects = content.objects, None
         records = [] if captured is None else captured.records
-        pickled = (its for name, its in records if name == "data.pkl" and isinstance(its, bytes))
-        self._pickled = b"".join(pickled)
+        self._pickled = [its for name, its in records if name == "data.pkl"]
         if captured is None:
             return [self._shard]
         path = os.path.join(path, OBJECTS)
@@ -125,15 +128,25 @@ class StepPlan(Plan):
         assert self._content is not None
         description, path = self._content.description, self._handle.path
         memo = self._memo
-        refused, self._pickled = newly_refused(self._pickled), b""
+        if self._agreement.rank == 0:
+            self._warn_of_refusals()
+        compare(self._agreement, "state", description, path, memo.note_unequal, memo.told)
+
+    def _warn_of_refusals(self) -> None:
+        """Warns of what weights_only=True will refuse, once of each class that is needed."""
+        assert self._content is not None
+        pickles, self._pickled = [its for its in self._pickled if isinstance(its, bytes)], []
+        if self._content.per_rank:
+            with zipfile.ZipFile(io.BytesIO(self._content.per_rank)) as archive:
+                pickles += [archive.read(n) for n in archive.namelist() if n.endswith("/data.pkl")]
+        refused = [each for pickled in pickles for each in newly_refused(pickled)]
         if refused:
             log.warning(
                 "%r: what is at %s can be restored by weights_only=False alone, or if what it is "
                 "made with is allowed before, by torch.serialization.add_safe_globals",
-                path,
+                self._handle.path,
                 listed(f"{name!r} (made with {maker})" for name, maker in refused),
             )
-        compare(self._agreement, "state", description, path, memo.note_unequal, memo.told)
 
     def record(self) -> bytes:
         """Returns the manifest's entry for this writer; b"" if it has no file."""

@@ -905,6 +905,10 @@ class OfTheUsers:
     """A class that torch does not allow."""
 
 
+class AnotherOfThem(OfTheUsers):
+    """Another one."""
+
+
 def test_a_save_names_what_its_restore_will_refuse(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -913,6 +917,7 @@ def test_a_save_names_what_its_restore_will_refuse(
         "small": {"t": torch.ones(3), "numpy": numpy.arange(3), "n": collections.OrderedDict(a=1)},
         "queue": [1, {"last": collections.deque([1, OfTheUsers()])}],
         "users": OfTheUsers(),
+        "own": PerRank({"at": [torch.ones(3), AnotherOfThem()]}),
         "text": "cos\nsystem\n",
     }
     with Checkpointer(disk / "run", durable=False) as checkpointer:
@@ -921,6 +926,7 @@ def test_a_save_names_what_its_restore_will_refuse(
     (told,) = caplog.messages
     assert "'queue/1/last' (made with collections.deque)" in told and "weights_only=False" in told
     assert f"'users' (made with {__name__}.OfTheUsers)" in told
+    assert f"'own/at/1' (made with {__name__}.AnotherOfThem)" in told
     assert "step-00000001" in told and "text" not in told and "small" not in told
 
 
