@@ -10,7 +10,9 @@ when it saves what, and where it loads from. It must not know how a step or an e
 from __future__ import annotations
 
 import os
+import pickle
 from dataclasses import dataclass
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -130,7 +132,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             }
         )
         _refuse_parts_of_the_job(self.states[MODEL].cached_state_dict)
-        self._own_data = dataloader if dataloader is None else PerRank(_OwnData(dataloader))
+        self._own_data = None if dataloader is None else _OwnData(dataloader).per_rank
         self._checkpointer = Checkpointer(
             self.folder,
             keep_last=self.keep_latest_k or None,
@@ -242,11 +244,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         model = {MODEL: self.states[MODEL]}
         state = model if model_only else self._not_excluded(self._state())
         only = f"{MODEL}/*" if model_only else None
-        restored = source.restore(state, step, required=True, only=only)
-        own = state.get(DATALOADER)
-        if only is None and isinstance(own, PerRank) and not own.found:
-            told = f"step {restored} of {source.root!r} has no state of this rank's dataloader"
-            raise IncompatibleCheckpoint(f"{told}: {_ADVICE}")
+        source.restore(state, step, required=True, only=only)
 
     def _load_dcp(self, path: str, model_only: bool) -> None:
         """Loads what torchtitan's DCP manager saved, in which the model's names have no prefix."""
@@ -310,7 +308,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
 
 _ADVICE = (
-    "it was saved with another number of data-parallel ranks, or with ranks in another order; "
+    "it was saved with another number of data-parallel ranks; "
     f'pass exclude_from_loading=["{DATALOADER}"] to begin the data anew'
 )
 
@@ -318,22 +316,37 @@ _ADVICE = (
 class _OwnData:
     """The state of this rank's dataloader, which takes no other data-parallel rank's: torchtitan's
     dataloaders would begin anew without an error.
+
+    Attributes:
+        per_rank: this, as a state of fastckpt.
     """
 
     def __init__(self, dataloader: Any) -> None:
         self._dataloader = dataloader
+        self.per_rank = PerRank(self, merge=_of_all)
 
     def state_dict(self) -> Any:
         return self._dataloader.state_dict()
 
     def load_state_dict(self, saved: Any) -> None:
         own = self._dataloader.state_dict()
-        if saved and (lacking := [key for key in own if key not in saved]):
+        if saved and own.keys() - saved.keys():  # ranks may be in another order
+            saved = _of_all(self.per_rank.saved)
+        if saved and (lacking := sorted(own.keys() - saved.keys())):
             raise IncompatibleCheckpoint(f"it has no {lacking}: {_ADVICE}")
         try:
             self._dataloader.load_state_dict(saved)
         except AssertionError as error:  # torchtitan's, about another number of ranks
             raise IncompatibleCheckpoint(f"{str(error).rstrip('.')}: {_ADVICE}") from error
+
+
+def _of_all(values: list[Any], _rank: int = 0, _ranks: int = 1) -> dict[str, Any]:
+    """Returns the states of all dataloaders in one, whose keys name the data-parallel rank."""
+    found: dict[str, Any] = {}
+    for key, value in chain.from_iterable(each.items() for each in values):
+        if pickle.dumps(found.setdefault(key, value)) != pickle.dumps(value):
+            raise IncompatibleCheckpoint(f"ranks saved different dataloaders as {key!r}: {_ADVICE}")
+    return found
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -28,7 +28,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 
 import fastckpt
 from fastckpt.errors import IncompatibleCheckpoint
-from fastckpt.integrations.torchtitan import FastckptCheckpointer
+from fastckpt.integrations.torchtitan import FastckptCheckpointer, _of_all, _OwnData
 from tests.jobs import Job, logged
 
 pytestmark = pytest.mark.usefixtures("drained")
@@ -398,6 +398,20 @@ def test_the_data_of_another_rank_is_refused(run: Runs) -> None:
         fewer.checkpointer.load()
     other = run(dp_rank=1, exclude_from_loading=["dataloader"])
     assert other.checkpointer.load() and other.loader.at == 0
+
+
+def test_data_goes_on_where_ranks_are_in_another_order_or_fewer() -> None:
+    loader = Loader(dp_rank=1)
+    own = _OwnData(loader)
+    saved = [{"dp_rank_0": b"3", "world_size": 2}, {"dp_rank_1": b"4", "world_size": 2}]
+    own.per_rank.read_saved = lambda: [saved[0], saved[0], saved[1], saved[1]]
+    own.load_state_dict(saved[0])  # as the second of four ranks of which two share a tensor
+    assert loader.at == 4
+    loader.at = 0
+    own.load_state_dict(_of_all(saved + saved))  # as one of two ranks, where four have saved
+    assert loader.at == 4
+    with pytest.raises(IncompatibleCheckpoint, match=r"different dataloaders as 'at'.*exclude_"):
+        _of_all([{"at": 1}, {"at": 2}])
 
 
 def test_an_error_of_a_save_is_told_by_what_waits_for_it(run: Runs, disk: Path) -> None:
