@@ -13,6 +13,7 @@ import subprocess
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from tests import interpreters
 from tests.paths import ROOT
@@ -137,6 +138,17 @@ def start(example: str, cwd: Path, *options: object, ranks: int = 1, imports: st
     """The example of this name, which logs its losses."""
     script = f"examples/{example}.py"
     return Job(script, cwd, "--loss-log", "losses", *options, ranks=ranks, imports=imports)
+
+
+def told(script: str, cwd: Path, what: str, ranks: int, *, imports: str) -> list[dict[str, Any]]:
+    """What each rank of a job, that may be the only one, has told: `SCRIPT WHAT CWD`, in a
+    directory below cwd, leaves JSON in "told RANK".
+    """
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    alone: dict[str, str | None] = {**one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    variables, below = alone if ranks == 1 else {}, cwd / f"{what} {ranks}"
+    Job(script, below, what, cwd, ranks=ranks, imports=imports, variables=variables).finish()
+    return [json.loads((below / f"told {rank}").read_text()) for rank in range(ranks)]
 
 
 def finish(job: Job, cwd: Path) -> list[tuple[int, str]]:

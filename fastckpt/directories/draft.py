@@ -10,13 +10,16 @@ from collections.abc import Mapping
 
 import torch
 
+from fastckpt.arguments.checks import Fence
 from fastckpt.directories.hidden_directory import HiddenDirectory
+from fastckpt.directories.items_plan import ItemsPlan
 from fastckpt.directories.shared_files import SharedFiles
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats import safetensors, torch_pickle, torch_zip
 from fastckpt.formats.file_list import File
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.plan.image import Image
+from fastckpt.ranks.round import Round
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.state.identity import copied_later
 from fastckpt.state.kinds import PLAIN_TENSORS
@@ -103,9 +106,13 @@ class Draft(HiddenDirectory):
         storage, path, beside: as HiddenDirectory's.
         devices: the devices whose memory may be read later.
         fence: with "step", small tensors are copied now, and tensors that change too early noticed.
+        agreement: the save's round.
 
     Attributes:
+        path: the path that the directory will have.
+        fence, agreement: as given.
         pending: the files that are written later.
+        items: plans of directories in this one that have a part of each rank.
         shared: those that are written later by several ranks together; None if there are none.
         watched: the tensors that must not change before they have been copied.
         listed: size and CRC-32 of files that were written at once, if whoever wrote them knows
@@ -116,12 +123,22 @@ class Draft(HiddenDirectory):
     """
 
     def __init__(
-        self, storage: Storage, devices: Devices, path: str, beside: str | None, fence: str
+        self,
+        storage: Storage,
+        devices: Devices,
+        path: str,
+        beside: str | None,
+        fence: Fence,
+        agreement: Round,
     ) -> None:
         super().__init__(storage, path, beside)
+        self.path = path
+        self.fence = fence
+        self.agreement = agreement
         self._devices = devices
         self._copies_small = fence == "step"
         self.pending: list[CapturedFile] = []
+        self.items: list[ItemsPlan] = []
         self.shared: SharedFiles | None = None
         self.listed: dict[str, File] = {}
         self.watched: list[WatchedTensors] = []
@@ -169,6 +186,11 @@ class Draft(HiddenDirectory):
         self.shared = files
         self._watch(tensors)
 
+    def add_items(self, items: ItemsPlan) -> None:
+        """Adds a file of a directory in this one to which each rank of the save adds its own."""
+        self.items.append(items)
+        self.watched += items.watched
+
     def _watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Has changes of tensors noticed that come before they are copied, as the fence asks."""
         if self._copies_small:
@@ -181,7 +203,9 @@ class Draft(HiddenDirectory):
 
     def reads(self) -> DeviceSources:
         """Returns the memory on devices that is copied, as users of the current streams see it."""
-        storages = [storage for pending in self.pending for storage in pending.storages()]
+        storages = [
+            s for files in (self.pending, self.items) for each in files for s in each.storages()
+        ]
         return self._devices.reads(
             storages if self.shared is None else [*storages, *self.shared.storages()]
         )

@@ -18,7 +18,7 @@ from fastckpt.engine.devices import DeviceSources
 from fastckpt.formats import distcp
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.pacing import Pace
-from fastckpt.saving.plan import Output, Plan, WholeFile
+from fastckpt.saving.plan import Plan, WholeFile
 from fastckpt.storage.lustre_layout import Purpose
 
 Places = list[tuple[int, int]]  # offset and size of each item
@@ -71,7 +71,11 @@ class ItemsPlan(Plan):
         self._options = options
         self._conclusion: ItemsConclusion | None = conclusion
 
-    def lay_out(self, pace: Pace) -> list[Output]:
+    def storages(self) -> list[torch.UntypedStorage]:
+        """Returns the storages that are copied."""
+        return [item.untyped_storage() for item in self._items if isinstance(item, torch.Tensor)]
+
+    def lay_out(self, pace: Pace) -> list[WholeFile]:
         if not self._items:
             return []
         image, self._places = distcp.layout(self._items)
@@ -82,6 +86,10 @@ class ItemsPlan(Plan):
 
     def agree(self, pace: Pace, nbytes: int) -> None:
         super().agree(pace, nbytes)
+        self.agree_on_items()
+
+    def agree_on_items(self) -> None:
+        """Agrees with the other ranks on which of the items count."""
         assert self._conclusion is not None
         self._conclusion.agree()
 

@@ -112,7 +112,7 @@ def _begun(
     agreement: Round,
     fill: Callable[[Draft], None],
     beside: str | None,
-    fence: str,
+    fence: Fence,
     options: WriteOptions,
     on_error: str,
     retain: Callable[[], None] | None,
@@ -123,7 +123,8 @@ def _begun(
         current = pipeline.current()
         if on_error == "raise":
             current.raise_unreported(handle.path, handle.kind)
-        draft = Draft(current.storage, current.staging.devices, handle.path, beside, fence)
+        to = (handle.path, beside, fence, agreement)
+        draft = Draft(current.storage, current.staging.devices, *to)
         try:
             fill(draft)
             if not is_directory(current.storage, draft.directory):

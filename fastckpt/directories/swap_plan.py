@@ -97,26 +97,32 @@ class SwapPlan(CapturedPlan):
         self._handle = handle
         self._agreement = agreement
         self._listed = draft.listed
+        self._items = draft.items
         self._shared = draft.shared
         self._place = place
         self._parts: dict[str, _SharedOutput] = {}  # by name
         self._files: dict[str, File] = {}  # of this rank
 
     def lay_out(self, pace: Pace) -> list[Output]:
-        own = super().lay_out(pace)
+        super().lay_out(pace)
+        for items in self._items:
+            for output in items.lay_out(pace):
+                self._outputs[os.path.relpath(output.path, self._directory)] = output
         if self._shared is not None:
             agreement, striping = self._agreement, self._options.striping
             seed = zlib.crc32(agreement.name.encode())
             for file in self._shared.lay_out(agreement.rank, agreement.world_size, seed):
                 path = os.path.join(self._directory, file.name)
                 self._parts[file.name] = _SharedOutput(file, path, self._place, agreement, striping)
-        return [*self._parts.values(), *own]
+        return [*self._parts.values(), *self._outputs.values()]
 
     def samples(self) -> list[tuple[int, bytearray]]:
         return [] if self._shared is None else self._shared.contents.samples()
 
     def agree(self, pace: Pace, nbytes: int) -> None:
         super().agree(pace, nbytes)
+        for items in self._items:
+            items.agree_on_items()
         if self._shared is not None:  # before a rank writes where others' elements belong
             self._compare("files", self._shared.structure)
 
@@ -129,21 +135,26 @@ class SwapPlan(CapturedPlan):
         compare(self._agreement, key, description, self._handle.path, self._shared.differing)
 
     def record(self) -> bytes:
-        storage, directory = self._place.storage, self._directory
+        for number, items in enumerate(self._items):
+            self._agreement.put(f"items {number}", items.record())
         self._files = {name: _listed(output) for name, output in self._outputs.items()}
-        with reported("list", directory):
-            known = {*self._files, *self._parts}
-            others = [name for name in names_in(storage, directory) if name not in known]
-        for name in others:
-            self._files[name] = self._settled(name)
+        self._list_others({*self._files, *self._parts})
         own = self._place.bring(self._files)
         parts = {name: File(*output.scatterer.written()) for name, output in self._parts.items()}
         written = [*own.values(), *parts.values()]
         self._handle.stats.nbytes = sum(file.nbytes for file in written)
         return file_list.to_record(parts if self._agreement.rank == 0 else {**own, **parts})
 
+    def _list_others(self, known: set[str]) -> None:
+        """Makes the files durable that are in the draft already, and adds them to the list."""
+        with reported("list", self._directory):
+            names = [*names_in(self._place.storage, self._directory)]
+        for name in names:
+            if name not in known:
+                self._files[name] = self._settled(name)
+
     def _settled(self, name: str) -> File:
-        """Makes a file durable that fill() has written by itself, and returns its list entry."""
+        """Makes a file durable that was written at once, and returns its list entry."""
         storage, path = self._place.storage, os.path.join(self._directory, name)
         with reported("open", path):
             fd = storage.open(path)
@@ -157,15 +168,24 @@ class SwapPlan(CapturedPlan):
         brought = [file_list.from_record(record) for record in records]
         for name, output in self._parts.items():
             self._files[name] = output.shared.joined([found.pop(name) for found in brought])
+        for number, items in enumerate(self._items):
+            items.publish(self._agreement.gather(f"items {number}"))
+        if self._items:
+            self._list_others({*self._files}.union(*brought))
         self._place.publish(self._files, brought[1:])
 
     def forget(self) -> None:
         super().forget()
+        for items in self._items:
+            items.forget()
         if self._shared is not None:
             self._shared.forget()
 
     def release(self) -> None:
         super().release()
+        for items in self._items:
+            items.release()
+        self._items = []
         self._shared, self._parts = None, {}
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.directories.shelf import committed_first, numbered, retain
 from fastckpt.directories.verify import newest_whole
-from fastckpt.integrations import require
+from fastckpt.integrations import _fsdp, require
 from fastckpt.integrations.calls import replaced
 from fastckpt.ranks.per_group import group_of_job
 from fastckpt.ranks.round import TIMEOUT_S
@@ -42,8 +43,6 @@ from accelerate.utils import clean_state_dict_for_safetensors  # noqa: E402
 
 # Distributed types whose files are not written by Accelerate, and by whom they are.
 _WRITTEN_BY_OTHERS = {
-    "FSDP": "DCP's FileSystemWriter, or torch.save of gathered weights: save its parts with "
-    "fastckpt.Checkpointer and torch.distributed.checkpoint.state_dict",
     "DEEPSPEED": "DeepSpeed",
     "MEGATRON_LM": "Megatron",
     "XLA": "torch_xla",
@@ -67,11 +66,14 @@ def save_state(
 
     Models, optimizers, schedulers, samplers and objects registered for checkpointing are captured
     now and written later; generators, stateful dataloaders, the scaler and what
-    save_state_pre_hooks write are small and written at once. The directory gets its name when every
-    file of every rank is durable; what it held before stays until then.
+    save_state_pre_hooks write are small and written at once. With FSDP each rank writes its shards
+    of models and optimizers; ranks plan together over the job's store, in this call only if a plan
+    is new. The directory gets its name when every file of every rank is durable; what it held
+    before stays until then.
 
     Args:
-        accelerator: an Accelerator without FSDP, DeepSpeed, Megatron-LM and XLA.
+        accelerator: an Accelerator without DeepSpeed, Megatron-LM and XLA, with SHARDED_STATE_DICT
+            if it has FSDP.
         output_dir: the directory. None with automatic_checkpoint_naming, which names it
             `checkpoints/checkpoint_N` in the project's directory and keeps the last total_limit.
         safe_serialization: True: models are saved as safetensors (where Accelerate keeps one name
@@ -87,19 +89,26 @@ def save_state(
         A SaveHandle; result() returns its SaveStats when the directory is committed.
 
     Raises:
-        ValueError: the accelerator is of another kind, or saves on each node with several
-            processes; output_dir is missing, or the automatic one exists; an option is refused.
+        ValueError: the accelerator is of another kind, gathers FSDP's states, or saves on each node
+            with several processes; output_dir is missing, or the automatic one exists; an option is
+            refused.
         CheckpointError: with on_error="raise", an earlier save failed, and nobody asked for why.
     """
     check_choice("on_error", on_error, ON_ERROR)
     _refuse_others(accelerator)
+    plugin = _fsdp_plugin(accelerator)
+    if plugin is not None and (why := _fsdp.gathers(plugin)):
+        raise ValueError(f"{__name__} cannot save with {why}")
     project = accelerator.project_configuration
     path, beside = _place(accelerator, output_dir)
 
     def fill(draft: Draft) -> None:
         automatic, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
         try:
-            with replaced(checkpointing, "save", partial(_into, draft, accelerator)):
+            with (
+                replaced(checkpointing, "save", partial(_into, draft, accelerator)),
+                nullcontext() if plugin is None else _fsdp.sharded_states(draft, durable),
+            ):
                 accelerator.save_state(draft.directory, safe_serialization=safe_serialization)
         finally:
             project.automatic_checkpoint_naming = automatic
@@ -173,6 +182,10 @@ def _refuse_others(accelerator: Accelerator) -> None:
         )
     if accelerator.project_configuration.save_on_each_node and accelerator.num_processes > 1:
         raise ValueError(f"{__name__} cannot save with save_on_each_node: all ranks see one file")
+
+
+def _fsdp_plugin(accelerator: Accelerator) -> Any:
+    return accelerator.state.fsdp_plugin if accelerator.distributed_type.value == "FSDP" else None
 
 
 def _place(

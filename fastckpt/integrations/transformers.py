@@ -33,7 +33,7 @@ from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.directories.shelf import committed_first, numbered, retain
 from fastckpt.directories.verify import newest_whole
 from fastckpt.errors import CheckpointError
-from fastckpt.integrations import require
+from fastckpt.integrations import _fsdp, require
 from fastckpt.integrations.calls import replaced
 from fastckpt.ranks.per_group import group_of_job
 from fastckpt.ranks.round import TIMEOUT_S
@@ -87,8 +87,9 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
 
     Raises:
         ValueError: an option is refused; or files would be written in other ways: by DeepSpeed,
-            FSDP, XLA, SageMaker, models that transformers has sharded, pushing checkpoints to the
-            Hub, enable_jit_checkpoint, or save_on_each_node with several ranks.
+            FSDP without SHARDED_STATE_DICT, XLA, SageMaker, models that transformers has sharded,
+            pushing checkpoints to the Hub, enable_jit_checkpoint, or save_on_each_node with several
+            ranks.
     """
 
     def __init__(
@@ -124,7 +125,6 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         args = self.args
         refused = {
             "DeepSpeed": self.is_deepspeed_enabled,
-            "FSDP (use fastckpt.Checkpointer)": self.is_fsdp_enabled,
             "a model that transformers has sharded": self.is_distributed_loading_by_transformers,
             "XLA": is_torch_xla_available(),
             "SageMaker model parallelism": is_sagemaker_mp_enabled(),
@@ -136,6 +136,11 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         for what, is_so in refused.items():
             if is_so:
                 raise ValueError(f"{type(self).__name__} cannot save checkpoints with {what}")
+        if self.is_fsdp_enabled and (why := _fsdp.gathers(self.accelerator.state.fsdp_plugin)):
+            raise ValueError(
+                f"{type(self).__name__} cannot save checkpoints with {why}, by "
+                f"fsdp_config={{'state_dict_type': {_fsdp.SHARDED!r}}}"
+            )
 
     def wait_for_checkpoints(self) -> None:
         """Waits until every save has ended, and the checkpoints that it replaces are removed.
@@ -232,6 +237,9 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._draft is None:
             super()._save_optimizer_and_scheduler(output_dir)
+        elif self.is_fsdp_enabled:  # the model, too
+            with _fsdp.sharded_states(self._draft, self._saving["durable"]):
+                super()._save_optimizer_and_scheduler(output_dir)
         elif self.args.should_save:
             self._draft.add(self.optimizer.state_dict(), OPTIMIZER_NAME)
             self._draft.add(self.lr_scheduler.state_dict(), SCHEDULER_NAME)

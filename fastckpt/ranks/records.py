@@ -1,5 +1,5 @@
-"""Records of a Round that are more than one: those too large for the store, in parts, and the
-comparison of a digest. It must not know what a record says.
+"""Records of a Round that are more than one: those too large for the store, in parts, those of
+several things of a kind, and the comparison of a digest. It must not know what a record says.
 """
 
 from __future__ import annotations
@@ -7,10 +7,46 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable
+from typing import Protocol
 
 from fastckpt.ranks.round import Round
 
 _PART_BYTES = 4_000_000
+
+
+class Records(Protocol):
+    """The part of a Round that leaves records and waits for them."""
+
+    rank: int
+    world_size: int
+    label: str
+
+    def put(self, key: str, value: bytes) -> None: ...
+    def get(self, key: str, rank: int = 0) -> bytes: ...
+    def gather(self, key: str) -> list[bytes]: ...
+
+
+class Apart:
+    """The records of a round about one of several things, with keys of their own.
+
+    Args:
+        agreement: the round.
+        name: of the thing, the same on all ranks.
+    """
+
+    def __init__(self, agreement: Records, name: str) -> None:
+        self.rank, self.world_size = agreement.rank, agreement.world_size
+        self.label = agreement.label
+        self._agreement, self._name = agreement, name
+
+    def put(self, key: str, value: bytes) -> None:
+        self._agreement.put(f"{key} of {self._name}", value)
+
+    def get(self, key: str, rank: int = 0) -> bytes:
+        return self._agreement.get(f"{key} of {self._name}", rank)
+
+    def gather(self, key: str) -> list[bytes]:
+        return self._agreement.gather(f"{key} of {self._name}")
 
 
 def put_large(agreement: Round, key: str, content: bytes) -> None:
@@ -23,7 +59,7 @@ def get_large(agreement: Round, key: str, rank: int = 0) -> bytes:
     return get_rest(agreement, key, rank, agreement.get(key, rank))
 
 
-def put_rest(agreement: Round, key: str, content: bytes) -> bytes:
+def put_rest(agreement: Records, key: str, content: bytes) -> bytes:
     """Leaves a record of any size but for its beginning, which it returns: the caller leaves that
     where it likes.
     """
@@ -33,7 +69,7 @@ def put_rest(agreement: Round, key: str, content: bytes) -> bytes:
     return len(parts).to_bytes(4, "little") + b"".join(parts[:1])
 
 
-def get_rest(agreement: Round, key: str, rank: int, beginning: bytes) -> bytes:
+def get_rest(agreement: Records, key: str, rank: int, beginning: bytes) -> bytes:
     """Returns the whole record that `rank` leaves by put_rest(), given its beginning."""
     count = int.from_bytes(beginning[:4], "little")
     others = [agreement.get(f"{key}.{number}", rank) for number in range(1, count)]

@@ -5,6 +5,8 @@ Responsible for their quick start, as crews/training_imports.py is.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import accelerate
 import accelerate.checkpointing
 
@@ -12,3 +14,6 @@ import fastckpt.integrations.accelerate
 import tests.crews.training_imports
 
 __all__ = ["accelerate", "fastckpt", "tests"]
+
+with suppress(ImportError):  # Accelerate looks whether a model is one of DeepSpeed's
+    import deepspeed  # noqa: F401

@@ -9,6 +9,6 @@ import transformers
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
 import fastckpt.integrations.transformers
-import tests.crews.training_imports
+import tests.crews.accelerate_imports
 
 __all__ = ["GPT2LMHeadModel", "Trainer", "TrainingArguments", "fastckpt", "tests", "transformers"]

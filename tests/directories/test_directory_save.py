@@ -501,7 +501,7 @@ def test_a_draft_that_the_first_rank_has_removed_is_not_made_again(disk: Path) -
     rounds = [Coordinator(store, rank, 2, "save").begin("save", WAIT_S) for rank in range(2)]
     with through(storage) as pipeline:
         made = (storage, pipeline.staging.devices, path, None, "call")
-        first, second = Draft(*made), Draft(*made)
+        first, second = (Draft(*made, agreement) for agreement in rounds)
         Path(second.directory, "sub").mkdir()
         Path(second.directory, "sub", "x").touch()
         SwapPlace(storage, path, rounds[0], first, True, None).bring({})

@@ -31,7 +31,13 @@ from tests.paths import ROOT
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedType,
+    ProjectConfiguration,
+    set_seed,
+)
+from torch.distributed.fsdp import StateDictType
 from torch.utils.data import DataLoader, TensorDataset
 
 from fastckpt.directories.save import wait_for_directories
@@ -269,7 +275,7 @@ def test_what_cannot_be_pickled_is_told_at_once(disk: Path) -> None:
     save_state(run.accelerator, disk / "a").result(WAIT_S)
 
 
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"])
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MEGATRON_LM", "XLA"])
 def test_kinds_whose_files_others_write_are_refused(disk: Path, kind: str) -> None:
     accelerator: Any = SimpleNamespace(distributed_type=SimpleNamespace(value=kind))
     for call in (save_state, load_state):
@@ -344,3 +350,42 @@ def test_two_ranks_go_on_bit_by_bit(disk: Path) -> None:
     again = finish(run_example(disk / "again", *options, ranks=2), disk / "again")
     assert again == whole + whole[3:]
     assert check(str(directories[1]))
+
+
+under_fsdp = functools.partial(
+    jobs.told, "tests/crews/accelerate_fsdp.py", imports="tests.crews.accelerate_imports"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_shards_of_fsdp2_go_on_other_numbers_of_ranks(disk: Path) -> None:
+    whole = 64 * 64  # elements of the largest weight
+    saved = under_fsdp(disk, "save", 2)
+    for told in saved:
+        for name in ("ours", "again"):
+            assert told[name] == {"collectives": [], "largest": whole // 2}
+    names = {"pytorch_model_fsdp_0/.metadata", "optimizer_0/.metadata", "scheduler.bin"}
+    for name in ("ours", "again"):
+        listed = json.loads((disk / name / "fastckpt.json").read_text())["files"]
+        assert names | {"random_states_0.pkl", "random_states_1.pkl"} < listed.keys()
+        assert sum(path.endswith(".distcp") for path in listed) == 4
+        assert check(str(disk / name))
+    resumed = {ranks: under_fsdp(disk, "load", ranks) for ranks in (1, 3)}
+    resumed[2] = [told["loaded"] for told in saved]
+    for ranks, each in resumed.items():
+        for told in each:
+            assert told["stock"] == told["ours by stock"] == told["ours"]
+            assert told["stock"] == saved[0]["losses"] or ranks != 2
+            assert told["largest"] < whole or ranks == 1
+
+
+def test_fsdp_that_gathers_is_refused(disk: Path) -> None:
+    plugin = SimpleNamespace(state_dict_type=StateDictType.FULL_STATE_DICT)
+    accelerator: Any = SimpleNamespace(
+        distributed_type=DistributedType.FSDP,
+        project_configuration=ProjectConfiguration(),
+        state=SimpleNamespace(fsdp_plugin=plugin),
+    )
+    with pytest.raises(ValueError, match=r"FULL_STATE_DICT, .* choose SHARDED_STATE_DICT"):
+        save_state(accelerator, disk / "a")

@@ -504,6 +504,24 @@ def test_two_ranks_go_on_bit_by_bit(disk: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+def test_shards_of_fsdp2_go_on_other_numbers_of_ranks(disk: Path) -> None:
+    told = functools.partial(
+        jobs.told, "tests/crews/trainer_fsdp.py", disk, imports="tests.crews.trainer_imports"
+    )
+    first = told("save", 2)[0]
+    assert first["whole"]["ours"] == first["whole"]["stock"] == first["again"]
+    assert "{'state_dict_type': 'SHARDED_STATE_DICT'}" in first["refusal"]
+    assert numbers(disk / "ours") == [1, 2]
+    listed = json.loads((disk / "ours/checkpoint-1/fastckpt.json").read_text())["files"]
+    assert sum(name.endswith(".distcp") for name in listed) == 4
+    assert check(str(disk / "ours/checkpoint-1"))
+    for ranks in (1, 3):
+        resumed = told("load", ranks)[0]
+        assert resumed["stock"] == resumed["ours"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
 def test_a_rank_that_fails_keeps_all_from_committing(disk: Path) -> None:
     job = jobs.Job(
         "tests/crews/trainer_life.py",

@@ -38,6 +38,7 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.arguments.environment import launched_rank
 from fastckpt.directories import dcp_metadata
+from fastckpt.directories.draft import Draft
 from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import Places
 from fastckpt.errors import CheckpointError
@@ -47,7 +48,8 @@ from fastckpt.integrations.dcp.writer import Writer, results_of
 from fastckpt.latch import SignalSafeFuture
 from fastckpt.ranks.coordinator import Coordinator, warn_of_unknown_ranks
 from fastckpt.ranks.per_group import PerGroup
-from fastckpt.ranks.round import TIMEOUT_S, Round
+from fastckpt.ranks.records import Apart, Records
+from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle, SaveHandle
 
@@ -179,17 +181,10 @@ def async_save(
         agreement = shared.coordinator.begin(f"dcp save to {writer.path!r}", timeout_s)
         with agreement.failing():
             pipeline.current().raise_unreported(writer.path, handle.kind, on_error)
-            state = {
-                k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()
-            }
             writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=use_collectives)
             planner = DefaultSavePlanner() if planner is None else planner
-            settings = dcp_plans.settings_of(planner)
-            dcp_plans.set_up(planner, state, writer.storage_meta(), rank == 0)
-            local = writer.prepare_local_plan(planner.create_local_plan())
-            offer = shared.plans.offer(settings, local)
-            planning = _Planning(shared.plans, agreement, writer, planner, offer)
-            conclusion = _Conclusion(handle, agreement, writer, planning)
+            planning = _planned(shared.plans, agreement, writer, planner, state_dict)
+            conclusion = _Conclusion(agreement, writer, planning, handle)
             job = writer.save(handle, agreement, planning.staged, planner, conclusion, fence)
         pipeline.current().save(job)
     except CheckpointError as error:
@@ -257,6 +252,50 @@ def _group(process_group: Any, no_dist: bool) -> tuple[Any, int]:
     return group, dist.get_rank(group)
 
 
+def add_to(
+    draft: Draft,
+    name: str,
+    state_dict: dict[str, Any],
+    planner: SavePlanner | None = None,
+    *,
+    durable: bool = True,
+) -> None:
+    """Adds a checkpoint of torch.distributed.checkpoint to the draft of a directory that all ranks
+    of the job save; it is planned and captured now, as by async_save(), and commits with that.
+
+    Args:
+        name: of the checkpoint's directory in that one. All ranks add the same ones in the same
+            order.
+        state_dict, planner: as async_save's.
+        durable: as the directory's.
+    """
+    group, rank = _group(None, draft.agreement.world_size == 1)
+    agreement = Apart(draft.agreement, name)
+    writer = Writer(os.path.join(draft.path, name), durable=durable)
+    writer.set_up_storage_writer(rank == 0, rank=rank)
+    planner = DefaultSavePlanner() if planner is None else planner
+    planning = _planned(_shared.of(group).plans, agreement, writer, planner, state_dict)
+    conclusion = _Conclusion(agreement, writer, planning)
+    storage, directory = pipeline.current().storage, os.path.join(draft.directory, name)
+    place = ItemsPlace(storage, directory, draft.agreement, durable)
+    draft.add_items(writer.items(planning.staged, planner, conclusion, draft.fence, place))
+
+
+def _planned(
+    plans: dcp_plans.PlanExchange,
+    agreement: Records,
+    writer: Writer,
+    planner: SavePlanner,
+    state_dict: dict[str, Any],
+) -> _Planning:
+    """Returns the planning of a save, once this rank knows what it copies."""
+    state = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+    settings = dcp_plans.settings_of(planner)
+    dcp_plans.set_up(planner, state, writer.storage_meta(), agreement.rank == 0)
+    local = writer.prepare_local_plan(planner.create_local_plan())
+    return _Planning(plans, agreement, writer, planner, plans.offer(settings, local))
+
+
 class _Planning:
     """The planning of one save with the other ranks: before anything is copied, if this rank's plan
     is new to it; else by agree(), meanwhile or afterwards.
@@ -270,7 +309,7 @@ class _Planning:
     def __init__(
         self,
         plans: dcp_plans.PlanExchange,
-        agreement: Round,
+        agreement: Records,
         writer: Writer,
         planner: SavePlanner,
         offer: dcp_plans.Offer,
@@ -310,10 +349,16 @@ class _Planning:
 
 
 class _Conclusion:
-    """The commit by async_save(): results of all ranks come to the first one in their records."""
+    """The commit by async_save(): results of all ranks come to the first one in their records.
+    `handle` is told of the outcome, if there is one.
+    """
 
     def __init__(
-        self, handle: _Saving, agreement: Round, writer: Writer, planning: _Planning
+        self,
+        agreement: Records,
+        writer: Writer,
+        planning: _Planning,
+        handle: _Saving | None = None,
     ) -> None:
         self._handle, self._agreement, self._writer = handle, agreement, writer
         self._planning = planning
@@ -323,7 +368,8 @@ class _Conclusion:
 
     def record(self, name: str, places: Places) -> bytes:
         staged, final = self._planning.staged, self._planning.agree()
-        self._handle._file = name if final.items else ""
+        if self._handle is not None:
+            self._handle._file = name if final.items else ""
         indices = [item.index for item in staged.items]
         at = dict(zip(indices, places, strict=True))
         results = results_of(final, name, [at[item.index] for item in final.items])
@@ -337,5 +383,6 @@ class _Conclusion:
             for rank, record in enumerate(records)
         ]
         place.publish(partial(self._writer.commit, place.storage, metadata, results))
-        self._handle._metadata = metadata
+        if self._handle is not None:
+            self._handle._metadata = metadata
         self._writer.committed()

@@ -21,18 +21,18 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from fastckpt.errors import CheckpointError
 from fastckpt.ranks import records
-from fastckpt.ranks.round import Round
+from fastckpt.ranks.records import Records
 
 _KNOWN_MAX = 4  # kinds of state that are saved in turn
 _ASK = b"?"  # rank 0 needs every plan
 
 
-def put(agreement: Round, key: str, value: object) -> bytes:
+def put(agreement: Records, key: str, value: object) -> bytes:
     """Leaves a value for other ranks but for its beginning, as records.put_rest() does."""
     return records.put_rest(agreement, key, zlib.compress(pickle.dumps(value), 1))
 
 
-def get(agreement: Round, key: str, rank: int, beginning: bytes) -> Any:
+def get(agreement: Records, key: str, rank: int, beginning: bytes) -> Any:
     """Returns the value that a rank of this job has put under key, given its beginning."""
     return pickle.loads(zlib.decompress(records.get_rest(agreement, key, rank, beginning)))
 
@@ -87,7 +87,7 @@ class PlanExchange:
 
     def central(
         self,
-        agreement: Round,
+        agreement: Records,
         offer: Offer,
         plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
     ) -> tuple[SavePlan, Metadata | None]:
@@ -112,7 +112,7 @@ class PlanExchange:
 
     def _agreed(
         self,
-        agreement: Round,
+        agreement: Records,
         offer: Offer,
         plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
     ) -> _Known:
@@ -138,7 +138,7 @@ class PlanExchange:
 
     def _decide(
         self,
-        agreement: Round,
+        agreement: Records,
         offer: Offer,
         same: dict[str, _Known],
         plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],

@@ -227,13 +227,25 @@ class Writer(StorageBase, StorageWriter):
         conclusion: ItemsConclusion,
         fence: Fence,
     ) -> Save:
-        current, options, path = pipeline.current(), self.options, handle.path
-        content = captured_items(plan, planner, current.staging.devices, fence == "step")
-        prefix = getattr(plan.storage_data, "prefix", f"__{self.rank or 0}_")
-        place = self._place(current.storage, path, agreement)
-        items = ItemsPlan(*content, int(prefix.strip("_")), place, options, conclusion)
+        options, path = self.options, handle.path
+        place = self._place(pipeline.current().storage, path, agreement)
+        items = self.items(plan, planner, conclusion, fence, place)
         lane = path if self.lane is None else self.lane
         return Save(handle, agreement, items, place, options, fence=fence, lane=lane)
+
+    def items(
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
+        conclusion: ItemsConclusion,
+        fence: Fence,
+        place: ItemsPlace,
+    ) -> ItemsPlan:
+        """Returns the file of this rank, with the items of a plan as they are now."""
+        devices = pipeline.current().staging.devices
+        content = captured_items(plan, planner, devices, fence == "step")
+        prefix = getattr(plan.storage_data, "prefix", f"__{self.rank or 0}_")
+        return ItemsPlan(*content, int(prefix.strip("_")), place, self.options, conclusion)
 
     def _place(self, storage: Storage, path: str, agreement: Round) -> ItemsPlace:
         return ItemsPlace(storage, path, agreement, self.options.durable)

@@ -1,0 +1,45 @@
+"""Sharded states of FSDP as Accelerate saves them: directories of torch.distributed.checkpoint.
+
+Responsible for leading Accelerate's own save of these, which decides what they hold, into a draft:
+each rank writes its shards, and nothing is gathered. It must not know how they are planned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed.checkpoint as torch_dcp
+
+from fastckpt.directories.draft import Draft
+from fastckpt.integrations.calls import replaced
+
+SHARDED = "SHARDED_STATE_DICT"
+
+
+def gathers(plugin: Any) -> str:
+    """Returns why states under this FSDP plugin of Accelerate are not saved; "" if they are."""
+    kind = plugin.state_dict_type.name
+    if kind == SHARDED:
+        return ""
+    return (
+        f"FSDP and state_dict_type {kind}, where ranks do not save their shards: choose {SHARDED}"
+    )
+
+
+@contextmanager
+def sharded_states(draft: Draft, durable: bool) -> Iterator[None]:
+    """Adds the sharded states to the draft that Accelerate saves in the body."""
+    from fastckpt.integrations import dcp  # which needs a newer torch than the caller
+
+    def save(by_itself: Any, state_dict: Any, **given: Any) -> Any:
+        path = getattr(given.get("storage_writer"), "path", os.curdir)
+        name = os.path.relpath(path, draft.directory)
+        if name.startswith(os.pardir):
+            return by_itself(state_dict, **given)
+        return dcp.add_to(draft, name, state_dict, given.get("planner"), durable=durable)
+
+    with replaced(torch_dcp, "save", save):
+        yield
