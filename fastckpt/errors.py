@@ -242,35 +242,32 @@ class PeerFailed(CheckpointError):
         return type(self), (str(self), self.ranks, self.visible, self.in_doubt)
 
 
-class SaveCancelled(CheckpointError):
+class _NamesRanks(CheckpointError):
+    """The errors that carry the ranks where they arose."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[_NamesRanks], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
+
+
+class SaveCancelled(_NamesRanks):
     """SaveHandle.cancel() was called, on this rank or another one. No rank committed anything.
 
     Attributes:
         ranks: the rank that was the first to cancel.
     """
 
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.ranks = ranks
 
-    def __reduce__(self) -> tuple[type[SaveCancelled], tuple[str, tuple[int, ...]]]:
-        return type(self), (str(self), self.ranks)
-
-
-class RootInUse(CheckpointError):
+class RootInUse(_NamesRanks):
     """Another job saves to the root, or has taken it over from this one. Every rank raises this;
     nothing was committed. The message says which job that is, and what to do.
 
     Attributes:
         ranks: the rank that found it out.
     """
-
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.ranks = ranks
-
-    def __reduce__(self) -> tuple[type[RootInUse], tuple[str, tuple[int, ...]]]:
-        return type(self), (str(self), self.ranks)
 
 
 class RanksDisagree(CheckpointError):

@@ -18,7 +18,7 @@ import pickle
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
-from fastckpt.formats.plain_pickle import Callee, Instance, Refused
+from fastckpt.formats.plain_pickle import NUMBER_END, Callee, Instance, Refused, are_numbers
 from fastckpt.formats.strict_json import shown
 from fastckpt.plan.boxes import Box, covers, whole
 from fastckpt.storage.file_system import Storage, reported
@@ -53,7 +53,6 @@ _PATH_PARTS_MAX = 1000
 _SHOWN_CHARS_MAX = 100
 
 _NBYTES_MAX = 16 << 30  # bounds the memory for a file with holes, which may have any size
-_NUMBER_END = 1 << 63
 
 # pickle itself raises these for bytes that are not a pickle, or not all of one.
 _DAMAGE = (*plain_pickle.DAMAGE, pickle.UnpicklingError, EOFError, OverflowError, RecursionError)
@@ -80,7 +79,7 @@ def _member(named: Any, name: Any) -> enum.Enum:
 
 
 def _numbers(values: Any) -> torch.Size:
-    if not isinstance(values, tuple | list) or not _are_numbers(values):
+    if not isinstance(values, tuple | list) or not are_numbers(values):
         raise ValueError("sizes are not numbers from 0 to below 2^63")
     return torch.Size(values)
 
@@ -300,7 +299,7 @@ def _check_stored(name: str, stored: Any) -> None:
         raise ValueError(f"{shown(name)} is a {type(stored).__name__}, neither tensor nor bytes")
     sizes: Any = stored.size
     properties: Any = stored.properties
-    if not isinstance(sizes, tuple) or not _are_numbers(sizes):
+    if not isinstance(sizes, tuple) or not are_numbers(sizes):
         raise ValueError(f"the sizes of {shown(name)} are not numbers")
     if not isinstance(properties, TensorProperties) or type(properties.dtype) is not torch.dtype:
         raise ValueError(f"{shown(name)} has no dtype")
@@ -313,7 +312,7 @@ def _check_stored(name: str, stored: Any) -> None:
         for values in (chunk.offsets, chunk.sizes):
             if not isinstance(values, tuple) or len(values) != len(sizes):
                 raise ValueError(f"a chunk of {shown(name)} has not {len(sizes)} dimensions")
-            if not _are_numbers(values):
+            if not are_numbers(values):
                 raise ValueError(f"a chunk of {shown(name)} is not placed by numbers")
 
 
@@ -323,7 +322,7 @@ def _check_info(name: str, info: Any) -> None:
         raise ValueError(
             f"{shown(name)} lies in the file {shown(path)}, which is not a name in the directory"
         )
-    if not _are_numbers((info.offset, info.length)) or info.offset + info.length >= _NUMBER_END:
+    if not are_numbers((info.offset, info.length)) or info.offset + info.length >= NUMBER_END:
         raise ValueError(f"the offset or length of {shown(name)} is not a number below 2^63")
     if transforms is not None and not (
         isinstance(transforms, list | tuple) and all(type(text) is str for text in transforms)
@@ -365,14 +364,6 @@ def leads_outside(directory: str, path: str) -> str:
     """Returns what a path in a directory leads to by symbolic links if that lies outside, or ""."""
     inside, target = os.path.realpath(directory), os.path.realpath(path)
     return "" if os.path.commonpath((inside, target)) == inside else target
-
-
-def _are_numbers(values: Iterable[Any]) -> bool:
-    """Returns whether these are ints, not bools, from 0 to below 2^63."""
-    for value in values:  # noqa: SIM110 # a generator takes twice as long
-        if type(value) is not int or not 0 <= value < _NUMBER_END:
-            return False
-    return True
 
 
 def is_data_file(name: str) -> bool:

@@ -14,7 +14,7 @@ import pickle
 import pickletools
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ _NAME_CHARACTERS_MAX = 1000  # of a global: whoever is told of one keeps a copy
 _KEY_DEPTH_MAX = 8  # of tuples in a key that is a tuple: hash() recurses on the stack of C
 _KEY_BITS_MAX = 64  # of a key that is an int, which is hashed anew each time
 _HASHES_PER_BYTE = 64
+NUMBER_END = 1 << 63  # of numbers of elements, and of bytes
 _U32 = struct.Struct("<I").unpack_from
 
 # The errors that the interpreter raises for bytes that no pickler wrote.
@@ -85,6 +86,14 @@ def loads(
         DAMAGE: one of these errors, because no pickler wrote the bytes.
     """
     return _Machine(content, find, named, stateful).run()
+
+
+def are_numbers(values: Iterable[Any]) -> bool:
+    """Returns whether these are ints, not bools, from 0 to below 2^63."""
+    for value in values:  # noqa: SIM110 # a generator takes twice as long
+        if type(value) is not int or not 0 <= value < NUMBER_END:
+            return False
+    return True
 
 
 class _Machine:

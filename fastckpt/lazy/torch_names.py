@@ -7,7 +7,7 @@ and counted, so that a file with a user's objects can be opened, too. It must no
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
-from fastckpt.formats.plain_pickle import Callee, Ignored, Instance
+from fastckpt.formats.plain_pickle import NUMBER_END, Callee, Ignored, Instance, are_numbers
 from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.formats.value_names import escaped, items_in
 from fastckpt.lazy.extents import Form
@@ -25,7 +25,6 @@ from fastckpt.state.tree import PER_RANK, Stored, stored_of, unescaped
 _FILE = 0  # the number of a torch zip, which is one file
 _DIMS_MAX = 64
 _KEY_CHARACTERS_MAX = 100  # of a storage: each tensor gets a copy
-_NUMBER_END = 1 << 63
 # A dict that stands in a state many times gives its tensors many names, each of the length of its
 # path. More characters of names than this for each byte of the pickle are no state's.
 _NAMES_PER_BYTE, _NAMES_MIN = 64, 1 << 22
@@ -205,19 +204,11 @@ def _storage(named: Any) -> _Storage:
     if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
         raise ValueError("a persistent id is not that of a storage")
     _word, kind, key, _location, size = named
-    if type(key) is not str or len(key) > _KEY_CHARACTERS_MAX or not _are_numbers((size,)):
+    if type(key) is not str or len(key) > _KEY_CHARACTERS_MAX or not are_numbers((size,)):
         raise ValueError("a storage has no name or size")
     if type(kind) is not torch.dtype:
         return _Storage(f"data/{key}", None, size)
     return _Storage(f"data/{key}", kind, size * kind.itemsize)
-
-
-def _are_numbers(values: Iterable[Any]) -> bool:
-    """Tells whether these are ints from 0 to below 2^63."""
-    for value in values:  # noqa: SIM110 # a generator takes twice as long
-        if type(value) is not int or not 0 <= value < _NUMBER_END:
-            return False
-    return True
 
 
 @lru_cache(KINDS_MAX)
@@ -229,7 +220,7 @@ def _form(
     is_neg: bool = False,
 ) -> tuple[Form, int]:
     """Returns a form, and the bytes from the first element to the last."""
-    if prod(size or 1 for size in shape) >= _NUMBER_END:
+    if prod(size or 1 for size in shape) >= NUMBER_END:
         raise ValueError("a tensor has 2^63 elements or more")
     if is_neg and not dtype.is_complex and dtype not in _NEGATED:
         raise ValueError(f"a tensor of {dtype} has the attribute neg")
@@ -257,7 +248,7 @@ def _rebuilt_v2(
     if len(shape) > _DIMS_MAX:
         raise ValueError(f"a tensor has {len(shape)} dimensions")
     # Looked at before they are hashed, which takes the longer, the more digits a number has.
-    if not _are_numbers((offset, *shape, *strides)):
+    if not are_numbers((offset, *shape, *strides)):
         raise ValueError("the place of a tensor is not a number")
     bits = bits or {}
     # Of torch.Tensor.is_conj() and is_neg().
@@ -266,7 +257,7 @@ def _rebuilt_v2(
     form, span = _form(dtype, shape, strides, bool(bits.get("conj")), bool(bits.get("neg")))
     begin = offset * dtype.itemsize
     nbytes = begin + span if span else 0
-    if nbytes > storage.nbytes or nbytes >= _NUMBER_END:
+    if nbytes > storage.nbytes or nbytes >= NUMBER_END:
         raise ValueError("a tensor reaches beyond its storage")
     return StoredView(form, storage.record, begin, nbytes)
 
