@@ -31,7 +31,6 @@ from fastckpt.arguments.near_names import listed, without_wrappers
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.parser import CONVERT_DTYPES
-from fastckpt.cli.parts import parts
 from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import shown_name, shown_others
 from fastckpt.directories.draft import Draft
@@ -41,6 +40,7 @@ from fastckpt.formats import hugging_face, safetensors
 from fastckpt.formats.file_list import File
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.value_names import dotted, keys_of
+from fastckpt.reading.parts import parts
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic

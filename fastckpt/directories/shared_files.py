@@ -6,9 +6,7 @@ The module must not know names of checkpoints, where files become visible, or ho
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -19,29 +17,52 @@ from fastckpt.engine.staging import combine_crcs
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import safetensors
 from fastckpt.formats.file_list import File
-from fastckpt.plan.boxes import Held, Piece, copies, plan, whole
+from fastckpt.plan.boxes import Box, Held, Piece, copies, plan, whole
 from fastckpt.plan.image import PAGE_BYTES, Image
+from fastckpt.plan.layouts import Form
 from fastckpt.plan.scattered_crc import crc_of_zeros
 from fastckpt.ranks.same_state import Description
 from fastckpt.state.tree import Leaf, comparable
 
 
 class SharedTensor(NamedTuple):
-    """A tensor of a file: its name and dtype there, and the part of it that this rank holds."""
+    """A tensor of a file: its name and dtype there, and which leaves, by their numbers, it is made
+    of.
+    """
 
     name: str
     dtype: torch.dtype
-    leaf: Leaf
+    form: Form
 
     @property
     def nbytes(self) -> int:
         """The bytes of the whole tensor in the file."""
-        return prod(self.leaf.shape) * self.dtype.itemsize
+        return prod(self.form.shape) * self.dtype.itemsize
 
-    def text(self) -> str:
+    def text(self, leaves: Sequence[Leaf]) -> str:
         """Returns what all ranks must have alike of the tensor."""
-        held, stored = str(self.leaf.local.dtype)[6:], str(self.dtype)[6:]
-        return f"{held} {[*self.leaf.shape]}, {self.leaf.placement}, as {stored}"
+        texts, is_source = list[str](), self.form.is_source
+        for each in self.form.slices:
+            leaf = leaves[each.source]
+            held = f"{str(leaf.local.dtype)[6:]} {[*leaf.shape]}, {leaf.placement}"
+            texts.append(held if is_source else f"{[*each.box]} of {leaf.key} ({held})")
+        return f"{' and '.join(texts)}, as {str(self.dtype)[6:]}"
+
+
+class _Run(NamedTuple):
+    """Elements that follow each other in this rank's memory: which box of a tensor they are, and
+    at which element of the leaf they begin.
+    """
+
+    number: int
+    leaf: Leaf
+    box: Box
+    begin: int
+    staged: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.numel * self.staged.itemsize
 
 
 class SharedFile:
@@ -50,7 +71,8 @@ class SharedFile:
     Args:
         name: the file's name in its directory.
         tensors: all that the file holds, in any order; the same on all ranks.
-        pieces: which elements this rank writes, with the numbers of tensors as `held`.
+        leaves: what these are made of, as this rank holds it.
+        pieces: which elements this rank writes, by the numbers of the leaves.
         metadata: as safetensors.layout()'s.
         is_first: whether this is the rank that makes the file, and writes the header.
 
@@ -64,7 +86,8 @@ class SharedFile:
         self,
         name: str,
         tensors: Sequence[SharedTensor],
-        pieces: Sequence[Piece],
+        leaves: Sequence[Leaf],
+        pieces: Mapping[int, Sequence[Piece]],
         metadata: Mapping[str, str],
         is_first: bool,
     ) -> None:
@@ -78,7 +101,7 @@ class SharedFile:
             ),
         )
         entries = [
-            (tensors[n].name, safetensors.NAMES[tensors[n].dtype], tensors[n].leaf.shape)
+            (tensors[n].name, safetensors.NAMES[tensors[n].dtype], tensors[n].form.shape)
             for n in order
         ]
         header = bytearray(safetensors.header(entries, metadata, PAGE_BYTES))
@@ -94,27 +117,21 @@ class SharedFile:
             self._add(content.data_ptr(), len(header), content)
             rows = [(0, 0, len(header), 1, 0, 0)]
             self._elements.append(Elements(len(header), torch.uint8, torch.uint8, 0, rows))
-        staged = [_staged(tensor) for tensor in tensors]
-
-        def nbytes_of(piece: Piece) -> int:
-            return piece.box.numel * staged[piece.held].itemsize
-
         # No element may lie across two blocks: the order is that of the file. So whole pages of the
         # file are whole pages of the memory, too, and are written from there.
-        ordered = sorted(
-            pieces,
-            key=lambda piece: (nbytes_of(piece) % PAGE_BYTES > 0, -staged[piece.held].itemsize),
+        runs = sorted(
+            _runs(tensors, leaves, pieces),
+            key=lambda run: (run.nbytes % PAGE_BYTES > 0, -run.staged.itemsize),
         )
-        for piece in ordered:
-            _name, dtype, leaf = tensors[piece.held]
-            rows = copies(whole(leaf.shape), 0, piece.box, 0, 1)
-            local, its = leaf.local, staged[piece.held]
-            address = local.data_ptr() + piece.begin * local.itemsize
-            number = self._add(address, nbytes_of(piece), local)
+        for run in runs:
+            local, its, tensor = run.leaf.local, run.staged, tensors[run.number]
+            rows = copies(whole(tensor.form.shape), 0, run.box, 0, 1)
+            address = local.data_ptr() + run.begin * local.itemsize
+            segment = self._add(address, run.nbytes, local)
             if its != local.dtype:
-                self.image.conversions.extend((number, number_of(local.dtype), number_of(its)))
-            how = (its, dtype, offsets[piece.held], rows)
-            self._elements.append(Elements(nbytes_of(piece), *how))
+                self.image.conversions.extend((segment, number_of(local.dtype), number_of(its)))
+            how = (its, tensor.dtype, offsets[run.number], rows)
+            self._elements.append(Elements(run.nbytes, *how))
 
     def _add(self, address: int, nbytes: int, owner: torch.Tensor) -> int:
         self.image.sources.append(owner)
@@ -141,12 +158,21 @@ class SharedFile:
         return whole
 
 
-def _staged(tensor: SharedTensor) -> torch.dtype:
-    """Returns the dtype in which a tensor is staged: the file's, if the host can convert it on the
-    way; what comes from a device is converted when it is written.
-    """
-    local = tensor.leaf.local
-    return tensor.dtype if local.device.type == "cpu" else local.dtype
+def _runs(
+    tensors: Sequence[SharedTensor], leaves: Sequence[Leaf], pieces: Mapping[int, Sequence[Piece]]
+) -> list[_Run]:
+    """Returns what this rank writes of these tensors."""
+    runs = list[_Run]()
+    for number, tensor in enumerate(tensors):
+        for its in tensor.form.slices:
+            leaf = leaves[its.source]
+            # In the dtype of the file, if the host can convert it on the way; what comes from a
+            # device is converted when it is written.
+            staged = tensor.dtype if leaf.local.device.type == "cpu" else leaf.local.dtype
+            for piece in pieces.get(its.source, ()):
+                for box, begin in its.runs(piece.box):
+                    runs.append(_Run(number, leaf, box, piece.begin + begin, staged))
+    return runs
 
 
 class SharedFiles:
@@ -154,9 +180,10 @@ class SharedFiles:
 
     Args:
         tensors: those of each file, by its name; alike on all ranks, and in the same order.
+        leaves: what these are made of, as this rank holds it; in the same order on all ranks.
         metadata: as safetensors.layout()'s.
         alike: names and values of what else all ranks must have alike.
-        first_rank: the names of tensors of which only the first rank's copy counts.
+        first_rank: the keys of leaves of which only the first rank's copy counts.
         differing: called with the names of tensors whose contents differ between ranks.
 
     Attributes:
@@ -167,6 +194,7 @@ class SharedFiles:
     def __init__(
         self,
         tensors: Mapping[str, Sequence[SharedTensor]],
+        leaves: Sequence[Leaf],
         metadata: Mapping[str, str],
         alike: Sequence[tuple[str, str]],
         first_rank: Collection[str],
@@ -174,10 +202,11 @@ class SharedFiles:
     ) -> None:
         self.differing = differing
         self._tensors = tensors
+        self._leaves = leaves
         self._metadata = metadata
         self._files: list[SharedFile] = []
         texts = [
-            (tensor.name, f"{tensor.text()} in {file}")
+            (tensor.name, f"{tensor.text(leaves)} in {file}")
             for file, its in tensors.items()
             for tensor in its
         ]
@@ -187,38 +216,32 @@ class SharedFiles:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Returns the storages that are copied."""
-        return [leaf.local.untyped_storage() for leaf in self._leaves()]
+        return [leaf.local.untyped_storage() for leaf in self._leaves]
 
     def lay_out(self, rank: int, world_size: int, seed: int) -> list[SharedFile]:
         """Returns the files as this rank writes them, and chooses samples of what all ranks hold,
         as Description.sample() does.
         """
-        leaves = self._leaves()
-        pieces_in: dict[str, list[Piece]] = {file: [] for file in self._tensors}
-        begins = [*accumulate(map(len, self._tensors.values()), initial=0)][:-1]
-        files = [*self._tensors]
-        for piece in _pieces(leaves, rank):
-            number = bisect_right(begins, piece.held) - 1
-            pieces_in[files[number]].append(piece._replace(held=piece.held - begins[number]))
+        pieces: dict[int, list[Piece]] = {}
+        for piece in _pieces(self._leaves, rank):
+            pieces.setdefault(piece.held, []).append(piece)
         self._files = [
-            SharedFile(file, tensors, pieces_in[file], self._metadata, rank == 0)
+            SharedFile(file, tensors, self._leaves, pieces, self._metadata, rank == 0)
             for file, tensors in self._tensors.items()
         ]
-        self.contents.sample(comparable(leaves, world_size, self.contents.first_rank), seed)
+        of_all = comparable(self._leaves, world_size, self.contents.first_rank)
+        self.contents.sample(of_all, seed)
         return self._files
 
     def forget(self) -> None:
         """Drops references to what was copied."""
-        self._tensors = {}
+        self._tensors, self._leaves = {}, ()
         for file in self._files:
             file.image.sources.clear()
 
-    def _leaves(self) -> list[Leaf]:
-        return [tensor.leaf for tensors in self._tensors.values() for tensor in tensors]
-
 
 def _pieces(leaves: Sequence[Leaf], rank: int) -> list[Piece]:
-    """Returns what this rank writes of these tensors, `held` being their numbers."""
+    """Returns what this rank writes of these leaves, `held` being their numbers."""
     ours = [number for number, leaf in enumerate(leaves) if rank in leaf.holders]
     held = [
         Held(leaf.key, leaf.local.itemsize, leaf.shape, leaf.box, leaf.holders)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.formats.value_names import joined
+from fastckpt.lazy.arranged import ArrangedSource
 from fastckpt.lazy.open import opened
 from fastckpt.lazy.source import Source, Stored, Wanted
 from fastckpt.plan.boxes import Box
@@ -31,7 +32,6 @@ from fastckpt.state.fit import (
     Missing,
     Rename,
     Unexpected,
-    name_taken,
     nothing_chosen,
     refusal,
     unexpected,
@@ -92,7 +92,8 @@ def load_into(
             "raise" for tensors whose stored dtype is another.
         rename: gives stored tensors other names first: a function, which returns None for what is
             left out; or a dict of regular expressions and replacements, each of which is applied to
-            each name (re.sub), in order.
+            each name (re.sub), in order. There, fastckpt.split and join also make several tensors
+            of one, and one of several: "qkv" to split(0, ["q", "k", "v"]), say.
         only: read what has names in the state like this glob, such as "model/*".
 
     Returns:
@@ -123,7 +124,10 @@ def load_into(
 
 
 def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
-    by_name, renamed = _by_new_name(source.tensors, fit, path)
+    origins, renamed = dict[str, str](), dict[str, str]()
+    if fit.rename is not None:
+        source = ArrangedSource(source, fit, path)
+        origins, renamed = source.origins, source.renamed
     parts, missing, used = list[_Part](), dict[str, torch.Tensor](), set[str]()
     filling = Filling(fit)
     misfits = filling.misfits
@@ -139,13 +143,14 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         was_asked = True
         check_shape(repr(name), tensor)
         # Hugging Face and torch.distributed.checkpoint join keys by a dot.
-        found = by_name.get(name, by_name.get(".".join(keys)))
-        if found is None:
+        found = name if name in source.tensors else ".".join(keys)
+        if found not in source.tensors:
             missing[name] = tensor
             continue
         used.add(found)
         stored = source.tensors[found]
-        there = "in the checkpoint" + (f", where it is {found!r}," if found != name else "")
+        is_there = origins.get(found, repr(found) if found != name else "")
+        there = "in the checkpoint" + (f", where it is {is_there}," if is_there else "")
         known = (found, stored)
         place = filling.place(repr(name), name, tensor, found, stored, known, there)
         if place is not None:
@@ -155,11 +160,11 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         filled = {_identity(part.tensor) for part in parts}
         missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
     if is_missing := bool(missing) and fit.missing == "raise":
-        near = instead_of([*missing], by_name, renames=True) or _passed_over(source)
+        near = instead_of([*missing], source.tensors, renames=True) or _passed_over(source)
         misfits.append(
             f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
         )
-    unused = (new for new, old in by_name.items() if old not in used)
+    unused = (new for new in source.tensors if new not in used)
     left = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
     if left and fit.unexpected == "raise":
         misfits.append(unexpected(listed(map(repr, left))))
@@ -186,27 +191,6 @@ def _passed_over(source: Source) -> str:
 def _identity(tensor: torch.Tensor) -> object:
     """Returns what tensors that are the same elements in memory have in common."""
     return dtensor_identity(tensor) if is_sharded(tensor) else memory_of(tensor) or id(tensor)
-
-
-def _by_new_name(
-    stored: Mapping[str, Stored], fit: Fit, path: str
-) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the names of stored tensors by their new ones, and the reverse of those that changed.
-
-    Raises IncompatibleCheckpoint if two get the same name.
-    """
-    by_name: dict[str, str] = {}
-    renamed: dict[str, str] = {}
-    for old in stored:
-        new = fit.new_name(old)
-        if new is None:
-            continue
-        if new in by_name:
-            raise name_taken(path, old, new)
-        by_name[new] = old
-        if new != old:
-            renamed[old] = new
-    return by_name, renamed
 
 
 def _read(source: Source, parts: Sequence[_Part]) -> list[str]:

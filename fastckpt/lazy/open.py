@@ -17,6 +17,7 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleChec
 from fastckpt.formats.hugging_face import INDEX, INDEX_SUFFIX
 from fastckpt.formats.manifest import MANIFEST, OBJECTS
 from fastckpt.formats.step_names import NAME as STEP_NAME
+from fastckpt.lazy.arranged import ArrangedSource
 from fastckpt.lazy.safetensors_files import hugging_face_directory, safetensors_file
 from fastckpt.lazy.source import Source
 from fastckpt.lazy.step import StepSource
@@ -24,6 +25,7 @@ from fastckpt.lazy.tensors import LazyTensors
 from fastckpt.lazy.torch_file import torch_file
 from fastckpt.reading.verified import opened_regular
 from fastckpt.saving import pipeline
+from fastckpt.state.fit import Fit, Rename
 from fastckpt.steps.no_steps import is_step, what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage, is_directory, reported
@@ -36,7 +38,7 @@ _SAFETENSORS = ".safetensors"
 _METADATA = ".metadata"  # of torch.distributed.checkpoint
 
 
-def open(path: str | os.PathLike[str]) -> LazyTensors:
+def open(path: str | os.PathLike[str], *, rename: Rename | None = None) -> LazyTensors:
     """Opens a checkpoint for random access: a mapping of names to tensors that are not read yet.
 
     `tensors[name][...]` reads a part: only the blocks of the files that hold it. No code from the
@@ -51,6 +53,7 @@ def open(path: str | os.PathLike[str]) -> LazyTensors:
             torch.distributed.checkpoint, of Megatron (torch_dist) or its run (then the newest
             complete iteration), or of Hugging Face (safetensors); or a directory with one
             .safetensors file.
+        rename: gives the tensors other names, splits and joins them: as load_into()'s.
 
     Returns:
         LazyTensors, to be closed. Its is_verified tells whether what is read is compared with
@@ -58,16 +61,23 @@ def open(path: str | os.PathLike[str]) -> LazyTensors:
 
     Raises:
         CorruptCheckpoint: the checkpoint is damaged, as far as it was read by now.
-        IncompatibleCheckpoint: its format is of a newer version, or of a very old one.
+        IncompatibleCheckpoint: its format is of a newer version, or of a very old one; or `rename`
+            gives two tensors one name, or does not fit.
         CheckpointError: it is none of these.
         StorageError: the path does not exist (ENOENT), or cannot be read.
         pickle.UnpicklingError: a `.metadata` file names classes that it need not have.
         ValueError, TypeError: the path is a URL, or no path.
     """
-    checked = check_path("path", path)
+    checked, fit = check_path("path", path), Fit(rename=rename)
     current = pipeline.current()
     current.wait_for(os.path.realpath(checked))
-    return LazyTensors(*opened(current.storage, current.staging, checked))
+    where, source = opened(current.storage, current.staging, checked)
+    with ExitStack() as failing:
+        failing.callback(source.close)
+        if rename is not None:
+            source = ArrangedSource(source, fit, where)
+        failing.pop_all()
+    return LazyTensors(where, source)
 
 
 def opened(storage: Storage, staging: Staging, path: str) -> tuple[str, Source]:

@@ -1,6 +1,6 @@
 """The rules for a restore where a state and a checkpoint differ, and the differences it has found.
 
-Responsible also for giving saved values other names. It must not know tensors, files or ranks.
+Responsible also for giving saved values other names. It must not know files or ranks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from fastckpt.arguments.near_names import listed
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.formats.partial_objects import left_out
 from fastckpt.formats.value_names import joined, keys_of
+from fastckpt.state.layouts import Join, Named, Split, arranged, check_rule
 from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, unescaped
 
 Missing = Literal["raise", "keep"]
 Unexpected = Literal["ignore", "raise"]
 Dtypes = Literal["cast", "raise"]
-Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str]
+# Patterns are texts, or tuples of them for join().
+Rename: TypeAlias = Callable[[str], str | None] | Mapping[Any, str | Split | Join]
 
 _MISFITS_TOLD_MAX = 50
 _ADVICE = (
@@ -59,16 +61,8 @@ class Fit:
             raise TypeError(f"only is {type(only).__name__}, must be a glob such as 'model/*'")
         rename: object = self.rename
         if isinstance(rename, Mapping):
-            for pattern, replacement in rename.items():
-                if not isinstance(replacement, str):
-                    kind = type(replacement).__name__
-                    raise TypeError(f"rename has {kind} for {pattern!r}, must be a replacement")
-                try:
-                    re.sub(pattern, replacement, "")
-                except (re.error, IndexError) as error:  # IndexError: there is no such group
-                    raise ValueError(
-                        f"rename has {pattern!r}, no regular expression: {error}"
-                    ) from None
+            for pattern, rule in rename.items():
+                check_rule(pattern, rule)
         elif rename is not None and not callable(rename):
             kind = type(rename).__name__
             raise TypeError(f"rename is {kind}, must be a function or a dict of patterns")
@@ -93,8 +87,13 @@ class Fit:
     def new_name(self, name: str) -> str | None:
         """Returns the name that a saved value gets; None: it is left out."""
         if isinstance(self.rename, Mapping):
-            for pattern, replacement in self.rename.items():
-                name = re.sub(pattern, replacement, name)
+            for pattern, rule in self.rename.items():
+                if not isinstance(rule, str):
+                    raise TypeError(
+                        f"rename splits or joins tensors, for {pattern!r}, which restore() does "
+                        "not do: load_into and export do"
+                    )
+                name = re.sub(pattern, rule, name)
             return name
         if self.rename is None:
             return name
@@ -102,6 +101,17 @@ class Fit:
         if not isinstance(new, str | None):
             raise TypeError(f"rename({name!r}) returned {type(new).__name__}, must be str or None")
         return new
+
+    def arranged(self, tensors: Sequence[Named]) -> list[Named]:
+        """Returns tensors as `rename` names, splits and joins them.
+
+        Raises:
+            Misfit: some cannot be split or joined so.
+        """
+        if isinstance(self.rename, Mapping):
+            return arranged(tensors, self.rename)
+        named = ((each, self.new_name(each.name)) for each in tensors)
+        return [each._replace(name=new) for each, new in named if new is not None]
 
 
 class Differences(NamedTuple):
@@ -113,7 +123,8 @@ class Differences(NamedTuple):
     Attributes:
         missing: the values of the state that were kept, because they had not been saved.
         unexpected: the saved values that the state has not, and which were left out.
-        renamed: the new names by those in the checkpoint, of the values that `rename` gave others.
+        renamed: the new names by those in the checkpoint, of the values that `rename` gave others;
+            of what it has split those of all parts, joined by ", ".
         cast: the tensors whose saved values were converted to another dtype.
     """
 

@@ -32,10 +32,12 @@ from fastckpt.engine.staging import Allowance
 from fastckpt.errors import CheckpointError, PeerFailed, RanksDisagree, StagingConflict
 from fastckpt.formats.file_list import File
 from fastckpt.plan.boxes import Box, Piece
+from fastckpt.plan.layouts import source
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.state.tree import Leaf
 from fastckpt.storage.file_system import Storage
+from tests import layouts
 from tests.accelerator import KIND
 from tests.crews import export_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
@@ -195,6 +197,18 @@ def test_names_of_wrapped_modules(disk: Path) -> None:
         fastckpt.export(own, disk / "e")
 
 
+@pytest.mark.parametrize("name", layouts.MODELS)
+@pytest.mark.parametrize(("shard_bytes", "dtype"), [("5GB", None), (200, torch.bfloat16)])
+def test_tensors_are_split_and_joined(
+    disk: Path, name: str, shard_bytes: int | str, dtype: torch.dtype | None
+) -> None:
+    for number, (state, wanted, text) in enumerate(layouts.directions(name)):
+        path, options = disk / str(number), {"shard_bytes": shard_bytes, "dtype": dtype}
+        rename = layouts.rules(text)
+        fastckpt.export({"m": state}, path, rename={"^m/": "", **rename}, **options).result(WAIT_S)
+        assert_holds(path, wanted, dtype)
+
+
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_what_was_there_at_the_call_is_exported(disk: Path, fence: Any) -> None:
     state = {"small": torch.ones(100), "large": torch.ones(1 << 20)}
@@ -307,8 +321,8 @@ def test_a_file_that_is_too_large_is_not_cut(disk: Path, monkeypatch: pytest.Mon
 def test_a_file_with_bytes_missing_is_not_committed() -> None:
     box = Box((0,), (10,))
     leaf = Leaf("a", torch.randn(10), (10,), box, (0,), "replicated")
-    its = [SharedTensor("a", torch.float32, leaf)]
-    shared = SharedFile("f", its, [Piece(0, box, 0)], {}, is_first=True)
+    its = [SharedTensor("a", torch.float32, source(0, (10,)))]
+    shared = SharedFile("f", its, [leaf], {0: [Piece(0, box, 0)]}, {}, is_first=True)
     with pytest.raises(CheckpointError, match="ranks have written 7 bytes of 'f', which has"):
         shared.joined([File(7, 0)])
 
@@ -626,6 +640,18 @@ def test_ranks_write_what_they_hold(
         size += index.stat().st_size if index.exists() else 0
         assert sum(written) == size and min(written) > size / ranks / 2, "each byte once"
     assert os.listdir(disk) == ["a"]
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("is_fused", [True, False], ids=["split", "join"])
+@pytest.mark.parametrize("name", ["deepseek", "gpt2"])
+def test_what_ranks_hold_parts_of_is_split_and_joined(
+    crew: Callable[[int], Crew], disk: Path, name: str, is_fused: bool
+) -> None:
+    path, (_state, wanted, _text) = disk / "hf" / "a", layouts.directions(name)[not is_fused]
+    written = crew(3)(bodies.export_split_and_joined, str(path), name, is_fused)
+    assert_holds(path, wanted)
+    assert all(written)
 
 
 @pytest.mark.multiprocess
