@@ -6,6 +6,7 @@ The module chooses names, and the files that tensors go to. It must not know how
 from __future__ import annotations
 
 import argparse
+import ast
 import ctypes
 import json
 import mmap
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
         _check_root(target)
     shard_bytes = check_size("--shard-size", arguments.shard_size)
     atomic.check_directory(pipeline.current().storage, target)
-    with opened(arguments.source, arguments.local) as tensors:
+    with opened(arguments.source, arguments.local, _rules(arguments.rename) or None) as tensors:
         copies = _chosen(tensors, arguments)
         if not is_dotted and tensors.has_paths:
             _nested({copy.name: None for copy in copies})  # raises before anything is copied
@@ -99,6 +100,29 @@ def run(arguments: argparse.Namespace) -> int:
         left = shown_others(others)
         print(f"{target}: {len(copies)} tensors, {shown_size(nbytes)}{left and '; '}{left}")
     return 0
+
+
+def _rules(text: str) -> Mapping[Any, Any]:
+    """Returns the rename= that a text writes, in Python, of texts, split() and join()."""
+    makers = {"split": fastckpt.split, "join": fastckpt.join}
+
+    def value(node: ast.expr) -> Any:
+        maker = makers.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
+        if isinstance(node, ast.Call) and maker is not None and not node.keywords:
+            return maker(*map(ast.literal_eval, node.args))
+        return str(ast.literal_eval(node))
+
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+        if not isinstance(body, ast.Dict) or None in body.keys:
+            raise ValueError("it is no dict")
+        pairs = zip(body.keys, body.values, strict=True)
+        return {ast.literal_eval(key): value(its) for key, its in pairs if key is not None}
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        raise CheckpointError(
+            f"--rename is {text!r}, must be a dict as load_into(rename=) takes it, such as "
+            f'{{"gate_up": split(0, ["gate", "up"])}}: {error}'
+        ) from None
 
 
 def _check_absent(target: str, is_step: bool) -> None:

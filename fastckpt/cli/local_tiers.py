@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import fastckpt
 from fastckpt.errors import CheckpointError
@@ -54,14 +55,16 @@ def roots_in(storage: Storage, directory: str) -> list[str]:
     return [path for path in paths if Steps(storage, path).names()]
 
 
-def opened(path: str, directories: Sequence[str]) -> fastckpt.LazyTensors:
+def opened(
+    path: str, directories: Sequence[str], rename: Mapping[Any, Any] | None = None
+) -> fastckpt.LazyTensors:
     """Opens a checkpoint as fastckpt.open; of a root, the newest step that is whole in it or, with
-    all its files, in one of these local tiers.
+    all its files, in one of these local tiers; `rename` as fastckpt.open's.
     """
     storage, root = pipeline.current().storage, os.path.realpath(path)
     shelves = [Steps(storage, root), *tiers_of(storage, root, directories)]
     if not any(steps.names() for steps in shelves[1:]):
-        return fastckpt.open(path)
+        return fastckpt.open(path, rename=rename)
     found: list[tuple[tuple[int, int], str]] = []
     for steps in shelves:
         try:
@@ -70,4 +73,4 @@ def opened(path: str, directories: Sequence[str]) -> fastckpt.LazyTensors:
                 found.append((in_order(Committed(name, steps.read(name))), tensors.path))
         except CheckpointError as error:
             log.warning("passing over %s: %s", steps.root, error)
-    return fastckpt.open(max(found)[1] if found else path)
+    return fastckpt.open(max(found)[1] if found else path, rename=rename)

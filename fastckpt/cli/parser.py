@@ -142,6 +142,14 @@ _COMMANDS = {
             'lists ("model/")',
         ),
         _any(
+            "--rename",
+            default="{}",
+            metavar="DICT",
+            help="other names, and fused tensors split or others joined, as load_into has them in "
+            'Python: \'{"^model/": "", "gate_up": split(0, ["gate", "up"]), ("q", "k", "v"): '
+            'join(0, "qkv")}\'; --glob and --prefix then go by the new names',
+        ),
+        _any(
             "--dtype",
             choices=CONVERT_DTYPES,
             help="convert tensors of floating-point numbers to this dtype",

@@ -133,22 +133,24 @@ def check_rule(pattern: object, rule: object) -> None:
         kind = type(rule).__name__
         raise TypeError(f"rename has {kind} for {pattern!r}, must be a replacement")
     if isinstance(pattern, tuple) and not isinstance(rule, Join):
-        raise TypeError(f"rename has several patterns, {pattern!r}, for what is no join()")
-    if isinstance(rule, Join) and isinstance(pattern, tuple) == (_NUMBER in str(pattern)):
-        raise ValueError(
-            f"rename joins {pattern!r}, must be a tuple of patterns, in the order of the parts; or "
-            "one pattern with {} where names have the numbers of the parts"
-        )
+        raise ValueError(f"rename has several patterns, {pattern!r}, for what is no join()")
+    if isinstance(rule, Join):
+        if isinstance(pattern, tuple) == (_NUMBER in str(pattern)):
+            raise ValueError(
+                f"rename joins {pattern!r}, must be a tuple of patterns, in the order of the "
+                "parts; or one pattern with {} where names have the numbers of the parts"
+            )
+        patterns = tuple(map(_regular, patterns))
     for each in patterns:
         try:
             for name in [rule] if isinstance(rule, str) else rule.names:
-                re.sub(_regular(each) if isinstance(rule, Join) else each, name, "")
-        except (re.error, IndexError) as error:  # IndexError: there is no such group
+                re.sub(each, name, "")
+        except (re.error, IndexError, TypeError) as error:  # IndexError: there is no such group
             raise ValueError(f"rename has {each!r}, no regular expression: {error}") from None
 
 
-def _regular(pattern: str) -> str:
-    return pattern.replace(_NUMBER, _DIGITS)
+def _regular(pattern: object) -> str:
+    return str(pattern).replace(_NUMBER, _DIGITS)
 
 
 def arranged(tensors: Sequence[Named], rules: Mapping[Any, str | Split | Join]) -> list[Named]:

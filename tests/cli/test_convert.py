@@ -20,6 +20,7 @@ from fastckpt.cli import convert, main
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
+from tests import layouts
 from tests.interpreters import Program
 from tests.lazy.test_open import by_safetensors, by_torch, dcp_by_torch, flat, same, steps
 from tests.noise import flip
@@ -106,6 +107,22 @@ def test_nests_names_and_dtypes(disk: Path, capsys: pytest.CaptureFixture[str]) 
         assert file.metadata() == {"format": "pt"}
 
 
+@pytest.mark.parametrize("name", layouts.MODELS)
+def test_tensors_are_split_and_joined(
+    name: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fastckpt.cli.convert._PART_BYTES", 300)
+    for number, (state, wanted, text) in enumerate(layouts.directions(name)):
+        path = by_torch({"model": state, "optimizer": {"lr": torch.ones(2)}}, disk)
+        for to, prefix in (("hf", "model."), ("dcp", "model/")):
+            target, options = disk / f"{to}-{number}", ["--prefix", prefix, "--rename", text]
+            assert main(["convert", str(path), str(target), "--to", to, *options]) == 0
+            found = READERS[to](target)
+            assert found.keys() == wanted.keys()
+            for key, its in wanted.items():
+                same(found[key], its)
+
+
 @pytest.mark.parametrize("to", ["hf", "safetensors", "dcp", "step", "pt"])
 def test_a_nest_with_an_empty_tensor_is_verified_and_equal(
     to: str, disk: Path, capsys: pytest.CaptureFixture[str]
@@ -161,6 +178,14 @@ def test_a_converted_step_has_its_number(disk: Path) -> None:
         ({"a": torch.ones(1, dtype=torch.cfloat)}, ["--to", "safetensors"], "no dtype for a: ch"),
         ({"a": torch.ones(1)}, ["--to", "hf", "--shard-size", "much"], "shard-size"),
         (torch.ones(1), ["--to", "safetensors"], "has a tensor without a name (a file that is a"),
+        ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "q"], "rename is 'q', must be a dict"),
+        ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "{1: 'q'}"], "rename has 1, no regular"),
+        ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "{'q': open('x')}"], "malformed node"),
+        (
+            {"q": torch.ones(1)},
+            ["--to", "hf", "--rename", "{'q': split(0, ['a', 'b'])}"],
+            "splits 'q', of shape [1], along dimension 0 into 2 equal parts",
+        ),
         ({"": torch.ones(1)}, ["--to", "pt"], "save it in a dict, under a name"),
     ],
 )
