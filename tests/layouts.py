@@ -44,13 +44,13 @@ def _experts(state: dict[str, torch.Tensor], prefix: str, made: Any) -> dict[str
     }
 
 
-_EXPERTS_APART = """
-    r"experts\\.gate_up_proj": split(0, "experts.{}.gate_up_proj"),
+EXPERTS_APART = """
+    r"\\.experts\\.gate_up_proj": split(0, ".experts.{}.gate_up_proj"),
     r"(experts\\.\\d+)\\.gate_up_proj": split(
         0, [r"\\1.gate_proj.weight", r"\\1.up_proj.weight"]),
-    r"experts\\.down_proj": split(0, "experts.{}.down_proj.weight"),
+    r"\\.experts\\.down_proj": split(0, ".experts.{}.down_proj.weight"),
 """
-_EXPERTS_FUSED = """
+EXPERTS_FUSED = """
     (r"(experts\\.\\d+)\\.gate_proj\\.weight", r"(experts\\.\\d+)\\.up_proj\\.weight"):
         join(0, r"\\1.gate_up_proj"),
     r"experts\\.{}\\.gate_up_proj": join(0, "experts.gate_up_proj"),
@@ -92,7 +92,7 @@ def qwen_moe(made: Any) -> Model:
     apart[f"{prefix}.shared_expert.gate_proj.weight"] = made(6, HIDDEN)
     fused = {**apart}
     fused |= _experts(apart, prefix, made)
-    return Model(apart, fused, f"{{{_EXPERTS_APART}}}", f"{{{_EXPERTS_FUSED}}}")
+    return Model(apart, fused, f"{{{EXPERTS_APART}}}", f"{{{EXPERTS_FUSED}}}")
 
 
 def deepseek(made: Any) -> Model:
@@ -105,11 +105,12 @@ def deepseek(made: Any) -> Model:
         apart |= {f"{attention}.q_a_proj.weight": q, f"{attention}.kv_a_proj_with_mqa.weight": kv}
         fused[f"{attention}.fused_qkv_a_proj_with_mqa.weight"] = torch.cat([q, kv])
     dense = {"model.layers.0.mlp.gate_proj.weight": made(6, HIDDEN)}
+    dense["model.layers.1.mlp.shared_experts.down_proj.weight"] = made(HIDDEN, 6)
     apart |= dense
     fused |= dense | _experts(apart, "model.layers.1.mlp", made)
     latents = '"fused_qkv_a_proj_with_mqa": split(0, {"q_a_proj": 6, "kv_a_proj_with_mqa": 5}),'
     joined = '(r"\\.q_a_proj", r"\\.kv_a_proj_with_mqa"): join(0, ".fused_qkv_a_proj_with_mqa"),'
-    to_apart, to_fused = latents + _EXPERTS_APART, joined + _EXPERTS_FUSED
+    to_apart, to_fused = latents + EXPERTS_APART, joined + EXPERTS_FUSED
     return Model(apart, fused, f"{{{to_apart}}}", f"{{{to_fused}}}")
 
 

@@ -180,11 +180,12 @@ def _parts(tensor: Named, pattern: str, rule: Split) -> Iterator[Named]:
     if isinstance(rule.into, str):
         parts = [(rule.into.replace(_NUMBER, str(n)), 1) for n in range(shape[dim])]
     else:
-        equal, left = divmod(shape[dim], len(rule.into))
+        equal = shape[dim] // len(rule.into)
         parts = [(name, equal if size is None else size) for name, size in rule.into]
         if (total := sum(size for _name, size in parts)) != shape[dim]:
             sizes = " + ".join(str(size) for _name, size in parts)
-            why = f"{len(parts)} equal parts" if left else f"{sizes} = {total}"
+            is_equal = rule.into[0][1] is None
+            why = f"{len(parts)} equal parts" if is_equal else f"{sizes} = {total}"
             raise Misfit(
                 f"rename splits {tensor.name!r}, of shape {[*shape]}, along dimension {dim} into "
                 f"{why}, which is not {shape[dim]}"

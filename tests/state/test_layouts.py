@@ -18,8 +18,8 @@ STACK = {"e{}": fastckpt.join(0, "e")}
 MISFITS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "sizes": (
         {"m": fastckpt.split(0, {"a": 3, "b": 4})},
-        {"l/m.w": (6, 2)},
-        r"splits 'l/m.w', of shape \[6, 2\], along dimension 0 into 3 \+ 4 = 7, which is not 6",
+        {"l/m.w": (5, 2)},
+        r"splits 'l/m.w', of shape \[5, 2\], along dimension 0 into 3 \+ 4 = 7, which is not 5",
     ),
     "equal sizes": (
         {"m": fastckpt.split(1, ["a", "b"])},
