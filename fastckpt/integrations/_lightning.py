@@ -1,7 +1,8 @@
-"""A Lightning CheckpointIO's work with files, for both packages that Lightning comes in.
+"""A Lightning CheckpointIO's work with files, and with directories of shards for a strategy, for
+both packages that Lightning comes in.
 
-Responsible for saving in the background, for removing a file only once a newer one has committed,
-and for telling errors. It must import neither package, nor know how a file is written.
+Responsible for saving in the background, for removing a checkpoint only once a newer one has
+committed, and for telling errors. It must import neither package, nor know how a file is written.
 """
 
 from __future__ import annotations
@@ -9,16 +10,22 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import fastckpt
 from fastckpt import CheckpointError
 from fastckpt.arguments.checks import ON_ERROR, BackendName, OnError, StagingWay, check_choice
 from fastckpt.arguments.options import WriteOptions
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.save import save_directory, wait_for_directories
+from fastckpt.directories.verify import newest_whole
 from fastckpt.latch import Latch
+from fastckpt.ranks.per_group import group_of_job
 from fastckpt.saving import pipeline
-from fastckpt.saving.handle import InnerHandle, log_failure
+from fastckpt.saving.handle import InnerHandle, SaveHandle, log_failure
 from fastckpt.saving.pipeline import raise_earlier
 from fastckpt.storage.atomic import make_directory, temporary_path
 from fastckpt.storage.file_system import reported
@@ -57,7 +64,7 @@ class BackgroundCheckpointIO:
         self._handles: list[InnerHandle] = []  # in flight or failed, and the last two
         self._removals: dict[str, _Removal] = {}
         self._kept: list[str] = []  # to be removed when there is something newer
-        self._is_saving = False
+        self.is_saving = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the settings alone: saves in flight stay with this object, which waits for them
@@ -85,16 +92,46 @@ class BackgroundCheckpointIO:
         local = _local(path)
         if local is None:
             raise ValueError(f"{path!r} is not on a file system: fastckpt saves to no URLs")
-        if self._is_saving:  # a signal handler calls this: the save it interrupts holds locks
+        if self.is_saving:  # a signal handler calls this: the save it interrupts holds locks
             self._stock.save_checkpoint(self, checkpoint, path)
             return
-        self._is_saving = True
-        try:
-            self._save(checkpoint, local)
-        finally:
-            self._is_saving = False
+        options = {"on_error": self._on_error, **self._options}
+        self._save(local, partial(fastckpt.save, checkpoint, local, **options))
 
-    def _save(self, checkpoint: dict[str, Any], path: str) -> None:
+    def save_shards(
+        self, shards: dict[str, Any], others: dict[str, Any], path: str | os.PathLike[str]
+    ) -> None:
+        """Saves a directory, to which each rank adds its shards; all ranks call it. It returns, and
+        raises, as save_checkpoint() does.
+
+        Args:
+            shards: a state dict with DTensors.
+            others: what else belongs to the checkpoint; that of the first rank counts.
+            path: of the directory; what is there is replaced as a whole.
+        """
+        local = _local(path)
+        if local is None:
+            raise ValueError(f"{path!r} is not on a file system: fastckpt saves to no URLs")
+        from fastckpt.integrations import dcp  # which needs a newer torch than files do
+
+        def fill(draft: Draft) -> None:
+            dcp.add_to(draft, os.curdir, shards, durable=self._durable)
+            if draft.agreement.rank == 0:
+                draft.add(others, _OTHERS)
+
+        names = ("backend", "durable", "staging_bytes")
+        options: Any = {name: self._options[name] for name in names}
+        options |= {"group": group_of_job(), "on_error": self._on_error}
+        self._save(local, partial(save_directory, local, fill, **options))
+
+    def _save(self, path: str, begin: Callable[[], SaveHandle]) -> None:
+        self.is_saving = True
+        try:
+            self._save_after_others(path, begin)
+        finally:
+            self.is_saving = False
+
+    def _save_after_others(self, path: str, begin: Callable[[], SaveHandle]) -> None:
         removal = self._removals.pop(path, None)
         if removal is not None and not removal.cancel():
             removal.ended.wait()
@@ -107,7 +144,7 @@ class BackgroundCheckpointIO:
             with reported("list", directory):
                 links = _has_links(directory)
             _unlink_softly(path)
-            handle = fastckpt.save(checkpoint, path, on_error=self._on_error, **self._options)
+            handle = begin()
         except CheckpointError as error:
             if self._on_error == "raise":
                 raise
@@ -201,7 +238,65 @@ class BackgroundCheckpointIO:
             raise_earlier(handle)
 
 
-_OF_SAVES = ("_handles", "_removals", "_kept", "_is_saving")
+class ShardedStrategy:
+    """The methods of a strategy, put before the stock one among the bases of a class, that save
+    sharded checkpoints by its BackgroundCheckpointIO.
+    """
+
+    checkpoint_io: Any
+    _save_distributed_checkpoint: bool
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any = None,
+    ) -> None:
+        """Saves as the CheckpointIO does; all ranks call it.
+
+        Raises:
+            ValueError: the Trainer has no FastckptCheckpointIO among its plugins.
+        """
+        stock: Any = super()
+        if not isinstance(self.checkpoint_io, BackgroundCheckpointIO):
+            raise ValueError(
+                f"the CheckpointIO is a {type(self.checkpoint_io).__name__}: a "
+                f"{type(self).__name__} needs Trainer(plugins=[FastckptCheckpointIO()])"
+            )
+        by_stock = self.checkpoint_io.is_saving or storage_options is not None
+        if by_stock or not self._save_distributed_checkpoint:
+            stock.save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        optimizers = enumerate(checkpoint.pop("optimizer_states", []))
+        shards = {"state_dict": checkpoint.pop("state_dict")}
+        shards |= {f"optimizer_{number}": state for number, state in optimizers}
+        path = cast(Any, self).broadcast(filepath)
+        self.checkpoint_io.save_shards(shards, checkpoint, path)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> Any:
+        """Waits for a save to the path in this process, verifies a sharded checkpoint, and loads.
+
+        Raises:
+            CorruptCheckpoint: a file is damaged or missing.
+        """
+        path = _local(checkpoint_path)
+        if path is not None:
+            wait_for_directories(os.path.dirname(os.path.realpath(path)))
+            newest_whole(lambda: [path] if os.path.isdir(path) else [], group_of_job())
+        return cast(Any, super()).load_checkpoint(checkpoint_path, weights_only)
+
+    def teardown(self) -> None:
+        """Waits for all saves, while the ranks can still hear each other."""
+        try:
+            self.checkpoint_io.teardown()
+        finally:
+            cast(Any, super()).teardown()
+
+
+_OTHERS = "meta.pt"  # in a sharded checkpoint of Lightning
+_OF_SAVES = ("_handles", "_removals", "_kept", "is_saving")
 
 
 class _Removal:

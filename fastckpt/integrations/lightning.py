@@ -6,20 +6,22 @@ Responsible for the class that the package `lightning` accepts; _lightning.py ha
 from __future__ import annotations
 
 from fastckpt.integrations import require
-from fastckpt.integrations._lightning import BackgroundCheckpointIO
+from fastckpt.integrations._lightning import BackgroundCheckpointIO, ShardedStrategy
 
 require("lightning", "2.6", "3", __name__)
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
+from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
 
 
 class FastckptCheckpointIO(BackgroundCheckpointIO, TorchCheckpointIO):  # type: ignore[misc]
     """Saves the checkpoints of a Trainer or a Fabric in the background, atomically and durably.
 
-    It serves strategies that save one file (one device, DDP); sharded checkpoints of the FSDP and
-    ModelParallel strategies, and all of the DeepSpeed strategy, are still written by Lightning. The
-    files are those that Lightning and torch.load read. A file that ModelCheckpoint removes stays
-    until a newer one has committed; fit() returns when all saves have ended.
+    It serves strategies that save one file (one device, DDP) and FastckptModelParallelStrategy;
+    sharded checkpoints of the FSDP strategy, and all of the DeepSpeed strategy, are still written
+    by Lightning. The files are those that Lightning and torch.load read. A file that
+    ModelCheckpoint removes stays until a newer one has committed; fit() returns when all saves have
+    ended.
 
     Args:
         asynchronous: True: a save returns when everything is copied. False: when the file is
@@ -35,3 +37,13 @@ class FastckptCheckpointIO(BackgroundCheckpointIO, TorchCheckpointIO):  # type: 
     """
 
     _stock = TorchCheckpointIO
+
+
+class FastckptModelParallelStrategy(ShardedStrategy, ModelParallelStrategy):  # type: ignore[misc]
+    """A ModelParallelStrategy whose sharded checkpoints (FSDP2, tensor parallel) are saved by the
+    FastckptCheckpointIO among the Trainer's plugins. Each rank writes its shards in the background;
+    the directory is Lightning's, whole or not there.
+
+    Args:
+        args, kwargs: as ModelParallelStrategy's.
+    """

@@ -29,9 +29,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests import jobs
 from tests.doubles import file_size_limit
 from tests.interpreters import let_go
 from tests.jobs import Job
+from tests.noise import flip
 
 pytest.importorskip("lightning")
 
@@ -40,9 +42,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 
 import fastckpt
-from fastckpt import StorageError
+from fastckpt import CorruptCheckpoint, StorageError
+from fastckpt.directories.verify import check
 from fastckpt.integrations import _lightning
-from fastckpt.integrations.lightning import FastckptCheckpointIO
+from fastckpt.integrations.lightning import FastckptCheckpointIO, FastckptModelParallelStrategy
 from fastckpt.latch import Latch
 from fastckpt.saving import pipeline
 from tests.doubles import Crash, Recorder, power_cuts, process_on
@@ -551,3 +554,24 @@ def test_a_copy_after_a_save_has_the_settings_alone(disk: Path) -> None:
         other.teardown()
     plugin.teardown()
     assert sorted(path.name for path in disk.iterdir()) == [SECOND, "c.ckpt"]
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_shards_go_on_other_numbers_of_ranks(disk: Path) -> None:
+    script, imports = "tests/crews/lightning_shards.py", "tests.crews.lightning_imports"
+    for of_rank in jobs.told(script, disk, "save", 2, imports=imports):
+        assert of_rank["ours"] == of_rank["stock"]
+    assert names(disk / "ours") == names(disk / "stock") == ["step=2.ckpt", "step=3.ckpt"]
+    assert check(str(disk / "ours/step=2.ckpt"))
+    for ranks in (1, 3):
+        resumed = jobs.told(script, disk, "load", ranks, imports=imports)[0]
+        assert resumed["ours by ours"] == resumed["ours by stock"] == resumed["stock by stock"]
+    flip(disk / "ours/step=2.ckpt/meta.pt", -9)
+    with pytest.raises(CorruptCheckpoint, match=r"meta\.pt"):
+        FastckptModelParallelStrategy().load_checkpoint(disk / "ours/step=2.ckpt")
+
+
+def test_a_strategy_for_shards_needs_the_checkpoint_io(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"TorchCheckpointIO.*needs Trainer\(plugins="):
+        FastckptModelParallelStrategy().save_checkpoint({}, tmp_path / "a.ckpt")
