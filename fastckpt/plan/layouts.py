@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fastckpt.plan.boxes import Box, intersect, row_major, whole
+
+T = TypeVar("T")
 
 
 class Slice(NamedTuple):
@@ -20,8 +22,8 @@ class Slice(NamedTuple):
         source: whatever tells sources apart.
         box: the rectangle in the source.
         at: where it begins in the tensor.
-        dims: of each dimension of the source, the tensor's. None: the tensor has not got it, and
-            the box has one element along it, as it has along those that the source has not got.
+        dims: of each dimension of the tensor, the source's. None: the source has not got it, and
+            the rectangle has one element along it, as along those that the tensor has not got.
     """
 
     source: Any
@@ -32,8 +34,8 @@ class Slice(NamedTuple):
     def placed(self, box: Box) -> Box:
         """Returns where a part of the rectangle, given by its place in the source, is here."""
         offsets, sizes = [*self.at], [1] * len(self.at)
-        for number, dim in enumerate(self.dims):
-            if dim is not None:
+        for dim, number in enumerate(self.dims):
+            if number is not None:
                 offsets[dim] += box.offsets[number] - self.box.offsets[number]
                 sizes[dim] = box.sizes[number]
         return Box(tuple(offsets), tuple(sizes))
@@ -43,9 +45,9 @@ class Slice(NamedTuple):
         common = intersect(self.placed(self.box), wanted)
         if common is None:
             return None
-        offsets, sizes = [*self.box.offsets], [1] * len(self.dims)
-        for number, dim in enumerate(self.dims):
-            if dim is not None:
+        offsets, sizes = [*self.box.offsets], [1] * len(self.box.offsets)
+        for dim, number in enumerate(self.dims):
+            if number is not None:
                 offsets[number] += common.offsets[dim] - self.at[dim]
                 sizes[number] = common.sizes[dim]
         return common, Box(tuple(offsets), tuple(sizes))
@@ -94,27 +96,22 @@ class Form(NamedTuple):
 
     def without(self, dim: int) -> Form:
         """Returns the same elements without a dimension, along which there is one."""
-
-        def left(number: int | None) -> int | None:
-            return None if number is None or number == dim else number - (number > dim)
-
-        slices = [
-            each._replace(at=_less(each.at, dim), dims=tuple(map(left, each.dims)))
+        slices = (
+            each._replace(at=_with(each.at, dim), dims=_with(each.dims, dim))
             for each in self.slices
-        ]
-        return Form(_less(self.shape, dim), tuple(slices))
+        )
+        return Form(_with(self.shape, dim), tuple(slices))
 
     def within_new(self, dim: int) -> Form:
         """Returns the same elements with one more dimension, along which there is one."""
-
-        def moved(number: int | None) -> int | None:
-            return number if number is None else number + (number >= dim)
-
-        slices = [
-            each._replace(at=_more(each.at, dim, 0), dims=tuple(map(moved, each.dims)))
+        slices = (
+            each._replace(
+                at=(*each.at[:dim], 0, *each.at[dim:]),
+                dims=(*each.dims[:dim], None, *each.dims[dim:]),
+            )
             for each in self.slices
-        ]
-        return Form(_more(self.shape, dim, 1), tuple(slices))
+        )
+        return Form((*self.shape[:dim], 1, *self.shape[dim:]), tuple(slices))
 
 
 def source(name: Any, shape: Sequence[int]) -> Form:
@@ -134,13 +131,6 @@ def joined(forms: Sequence[Form], dim: int) -> Form:
     return Form(_with(forms[0].shape, dim, size), tuple(slices))
 
 
-def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
-    return (*numbers[:dim], number, *numbers[dim + 1 :])
-
-
-def _less(numbers: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*numbers[:dim], *numbers[dim + 1 :])
-
-
-def _more(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
-    return (*numbers[:dim], number, *numbers[dim:])
+def _with(numbers: tuple[T, ...], dim: int, *new: T) -> tuple[T, ...]:
+    """Returns numbers, one of which is replaced, or left out."""
+    return (*numbers[:dim], *new, *numbers[dim + 1 :])

@@ -36,7 +36,9 @@ class Named(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The rule that split() makes: names of parts, with their sizes, or one with {} in it."""
+    """The rule that split() makes: the names of parts with their sizes, if these are told; or one
+    name with {} in it.
+    """
 
     dim: int
     into: tuple[tuple[str, int | None], ...] | str
@@ -53,11 +55,6 @@ class Join:
 
     dim: int
     into: str
-
-    @property
-    def names(self) -> list[str]:
-        """The replacement that gives the whole its name."""
-        return [self.into]
 
 
 def split(dim: int, into: Mapping[str, int] | Sequence[str] | str) -> Split:
@@ -140,10 +137,11 @@ def check_rule(pattern: object, rule: object) -> None:
                 f"rename joins {pattern!r}, must be a tuple of patterns, in the order of the "
                 "parts; or one pattern with {} where names have the numbers of the parts"
             )
-        patterns = tuple(map(_regular, patterns))
+        patterns, rule = tuple(map(_regular, patterns)), rule.into
+    names = [rule] if isinstance(rule, str) else rule.names
     for each in patterns:
         try:
-            for name in [rule] if isinstance(rule, str) else rule.names:
+            for name in names:
                 re.sub(each, name, "")
         except (re.error, IndexError, TypeError) as error:  # IndexError: there is no such group
             raise ValueError(f"rename has {each!r}, no regular expression: {error}") from None

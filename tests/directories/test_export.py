@@ -243,11 +243,13 @@ def test_a_tensor_that_changes_too_early_fails_the_export(disk: Path) -> None:
 def test_what_lies_on_a_gpu(gpu: CudaStub, disk: Path) -> None:
     weight = torch.randn(3000, 1000)
     state = {"weight": weight.to(KIND), "turned": weight.to(KIND).t(), "small": torch.ones(3)}
-    handle = fastckpt.export(state, disk / "a", dtype=torch.bfloat16)
+    columns = {"weight": fastckpt.split(1, {"left": 400, "right": 600})}
+    handle = fastckpt.export(state, disk / "a", dtype=torch.bfloat16, rename=columns)
     nbytes = state["weight"].nbytes
     gpu.kernel_at(state["weight"].data_ptr(), nbytes, 0xEE, 0, 0)  # after the copy
     assert handle.result(WAIT_S).staging == "pinned"
-    expected = {"weight": weight, "turned": weight.t(), "small": torch.ones(3)}
+    left, right = weight.split([400, 600], 1)
+    expected = {"left": left, "right": right, "turned": weight.t(), "small": torch.ones(3)}
     assert_holds(disk / "a", expected, torch.bfloat16)
 
 
