@@ -24,9 +24,14 @@ from fastckpt.storage.file_system import Storage, is_directory, persistently, re
 from fastckpt.storage.vanishing import listed_anew
 
 
-def check(path: str, storage: Storage | None = None) -> bool:
+def check(path: str, storage: Storage | None = None, rank: int = 0, world_size: int = 1) -> bool:
     """Reads all of a checkpoint directory and compares it with its list. Returns whether there is a
     list; a directory that others wrote has none.
+
+    Args:
+        path, storage: the directory, and the seam to its file system.
+        rank, world_size: of this process among those that each read some of the files, together
+            all.
 
     Raises:
         CorruptCheckpoint: a file is missing, has another size, or other bytes; the message says
@@ -39,7 +44,8 @@ def check(path: str, storage: Storage | None = None) -> bool:
     try:
         if not (files := persistently(partial(list_of, path, storage), path)):
             return False
-        for name, file in files.items():
+        largest_first = sorted(files.items(), key=lambda item: -item[1].nbytes)
+        for name, file in largest_first[rank::world_size]:
             inside = os.path.join(path, name)
             found = persistently(partial(crc32_of, storage, inside, name), inside)
             if found != file:
@@ -88,14 +94,14 @@ def newest_whole(
     Args:
         paths: lists the directories, the newest first. It is called again if one is gone when its
             turn comes, since a newer one was saved before. One without a list counts as whole.
-        group: a torch.distributed process group whose ranks all call this: the first one looks, and
-            all return what it has found. They talk over the job's store.
-        timeout_s: the seconds that the other ranks wait for it at most.
+        group: a torch.distributed process group whose ranks all call this: each reads some of the
+            files, and all return the same. They talk over the job's store.
+        timeout_s: the seconds that ranks wait for each other at most.
 
     Raises:
         CorruptCheckpoint: all are damaged; the message is about the first one. StorageError: one
             could not be read, however often it was tried, but may be whole. PeerFailed: so it was
-            on the first rank.
+            on another rank.
     """
     agreement = together(group).coordinator.begin(
         "choice of a directory", timeout_s, "nothing was loaded"
@@ -103,8 +109,7 @@ def newest_whole(
 
     def checked(path: str) -> str:
         try:
-            if agreement.rank == 0:
-                check(path)
+            check(path, rank=agreement.rank, world_size=agreement.world_size)
         except StorageError:
             if os.path.lexists(path):
                 raise

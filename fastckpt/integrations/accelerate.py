@@ -154,7 +154,7 @@ def load_state(
         arguments: further arguments of accelerator.load_state.
 
     Raises:
-        CorruptCheckpoint: it is damaged, or all are. PeerFailed: another process found that.
+        CorruptCheckpoint: it is damaged, or all are. PeerFailed: another process cannot read it.
         ValueError, FileNotFoundError: as accelerator.load_state's, if there is no checkpoint.
     """
     _refuse_others(accelerator)

@@ -595,6 +595,17 @@ def test_damage_is_told(disk: Path, name: str, damage: str) -> None:
         check(str(disk / "a"))
 
 
+def test_ranks_divide_the_files_of_a_check(disk: Path) -> None:
+    with through(Storage()):
+        save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
+    flip(disk / "a" / "notes.txt")
+    found = []
+    for rank in range(3):
+        with suppress(CorruptCheckpoint):  # which one of them raises
+            found.append(check(str(disk / "a"), None, rank, 3))
+    assert found == [True, True], "one of the ranks reads the damaged file"
+
+
 def test_the_newest_that_is_whole(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     paths = [str(disk / name) for name in "cba"]
     with through(Storage()):
