@@ -300,11 +300,11 @@ def _named(
     leaves, found = list[Leaf](), list[SharedTensor]()
     taken: dict[str, str] = {}
     seen: set[object] = set()
-    misfits: list[str] = []
+    misfits: dict[int, str] = {}
     for name, stored, form in _arranged(tensors, options):
         olds = [tensors[each.source][0] for each in form.slices]
         for at in dict.fromkeys(each.source for each in form.slices):
-            if at in number_of:
+            if at in number_of or at in misfits:
                 continue
             old, tensor = tensors[at]
             try:
@@ -312,7 +312,7 @@ def _named(
             except OtherRanks:  # as all DTensors are, so one name is enough
                 raise
             except TypeError as error:
-                misfits.append(str(error))
+                misfits[at] = str(error)
                 continue
             if form.is_source and held.identity in seen:
                 continue
@@ -332,7 +332,9 @@ def _named(
         slices = [each._replace(source=number_of[each.source]) for each in form.slices]
         found.append(SharedTensor(name, stored, form._replace(slices=tuple(slices))))
     if misfits:
-        raise TypeError(f"safetensors files cannot hold all of the state: {'; '.join(misfits)}")
+        raise TypeError(
+            f"safetensors files cannot hold all of the state: {'; '.join(misfits.values())}"
+        )
     if not found:
         names = listed(old for old, _tensor in tensors)
         left = f": only={options.only!r} and rename leave out {names}" if names else ""

@@ -17,9 +17,8 @@ from fastckpt.plan.layouts import Form, joined
 
 _NUMBER = "{}"
 _DIGITS = r"(?P<_number>\d{1,9})"
-_PACKED = re.compile(
-    r"^torch\.q|x\d+$"
-)  # names of dtypes: quantized, or several numbers in an item
+# Names of dtypes that are quantized, or have several numbers in an item.
+_PACKED = re.compile(r"^torch\.(q|bits)|_x\d+$")
 
 
 class Misfit(ValueError):

@@ -257,7 +257,8 @@ class _Odd(torch.Tensor):
     pass
 
 
-def test_what_files_cannot_hold_is_named(disk: Path) -> None:
+@pytest.mark.parametrize("rename", [{}, {"complex": fastckpt.split(0, "c{}")}], ids=["", "split"])
+def test_what_files_cannot_hold_is_named(disk: Path, rename: dict[str, Any]) -> None:
     state = {
         "good": torch.ones(2),
         "complex": torch.zeros(2, dtype=torch.complex64),
@@ -266,7 +267,7 @@ def test_what_files_cannot_hold_is_named(disk: Path) -> None:
         "odd": torch.zeros(2).as_subclass(_Odd),
     }
     with pytest.raises(TypeError) as caught:
-        fastckpt.export(state, disk / "a")
+        fastckpt.export(state, disk / "a", rename=rename)
     assert str(caught.value) == (
         "safetensors files cannot hold all of the state: 'complex' is of torch.complex64; "
         "'sparse' is of layout torch.sparse_coo; 'meta' is on the meta device; 'odd' is a _Odd"

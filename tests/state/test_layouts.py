@@ -85,7 +85,7 @@ def test_rules_that_say_nothing_are_refused(make: Any, told: str) -> None:
 
 
 def test_parts_of_what_was_split_are_joined_as_they_were() -> None:
-    there = [Named("m", torch.float32, source("m", (4, 6, 2)))]
+    there = [Named("m", torch.complex64, source("m", (4, 6, 2)))]
     rename = {"m": fastckpt.split(1, "m.{}"), "m.{}": fastckpt.join(1, "m")}
     (found,) = Fit(rename=rename).arranged(there)
     assert found.name == "m" and found.form.shape == (4, 6, 2)
