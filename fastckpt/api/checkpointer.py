@@ -464,18 +464,27 @@ class Checkpointer:
         found, _faults = self._steps.survey()
         return found[0].manifest.step if found else None
 
-    def best(self, metric: str | None = None, mode: Mode = "min") -> int | None:
-        """Returns the step with the least or greatest value of a metric, by default keep_best's, as
-        this rank sees the directory now; of equal ones the first, None if no step has it.
+    def best(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
+        """Returns the step with the best value of a metric, as this rank sees the directory when this
+        process's saves to it have ended; of equal ones the first. None if no step has the metric: do
+        not pass that on to restore(), which takes the newest then.
+
+        Args:
+            metric: its name; None: keep_best's.
+            mode: whether the least ("min") or greatest ("max") value is the best; None: keep_best's
+                of its own metric, "min" of another.
 
         Raises:
             ValueError: there is neither a metric nor keep_best. StorageError: as steps().
         """
-        check_choice("mode", mode, MODES)
-        by = self._options.keep_best if metric is None else (metric, mode, 1)
-        if by is None:
+        kept = self._options.keep_best
+        if metric is None and kept is None:
             raise ValueError('best() of no metric: pass one, or keep_best=("val_loss", "min", 3)')
-        return retention.best(self._steps, by)
+        name = metric if metric is not None or kept is None else kept[0]
+        usual: Mode = kept[1] if kept is not None and kept[0] == name else "min"
+        check_choice("mode", mode, (None, *MODES))
+        pipeline.current().wait_for(self.root, ended=True)
+        return retention.best(self._steps, (str(name), mode or usual, 1))
 
     def pin(self, step: int) -> None:
         """Keeps a committed step from being removed, by keep_last, delete() or another save of it,

@@ -107,7 +107,8 @@ def _rules(text: str) -> Mapping[Any, Any]:
     makers = {"split": fastckpt.split, "join": fastckpt.join}
 
     def value(node: ast.expr) -> Any:
-        maker = makers.get(ast.unparse(node.func)) if isinstance(node, ast.Call) else None
+        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+        maker = makers.get(called.removeprefix("fastckpt."))
         if isinstance(node, ast.Call) and maker is not None and not node.keywords:
             return maker(*map(ast.literal_eval, node.args))
         return str(ast.literal_eval(node))

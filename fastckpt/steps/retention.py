@@ -82,7 +82,9 @@ def checked_metrics(steps: Steps, metrics: object, by: KeepBest | None) -> dict[
     if found and by and by[0] not in found and not steps.told_metric:
         steps.told_metric = True
         log.warning(
-            "metrics have no %r, by which keep_best chooses, but %s: this step is none of the best",
+            "%r: a step whose metrics have no value of %r, by which keep_best chooses, but of %s, is "
+            "none of the best; said once",
+            steps.root,
             by[0],
             listed(map(repr, found)),
         )

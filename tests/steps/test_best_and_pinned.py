@@ -148,7 +148,16 @@ def test_resumed_runs_go_on_with_what_is_there(
         for step in (8, 9):
             checkpointer.save(step, state(step), metrics={"val_los": 1.0}).result(WAIT_S)
     (told,) = caplog.messages
-    assert "no 'val_loss', by which keep_best chooses, but 'val_los'" in told
+    assert "no value of 'val_loss', by which keep_best chooses, but of 'val_los'" in told
+
+
+def test_the_best_is_told_when_saves_have_ended_and_by_its_own_mode(memory: Path) -> None:
+    with Checkpointer(memory / "run", keep_last=3, keep_best=("acc", "max", 1)) as checkpointer:
+        for step, metrics in enumerate([{"acc": 1, "loss": 1}, {"acc": 2, "loss": 2}, {"acc": 3}]):
+            checkpointer.save(step, {"w": torch.full((1 << 20,), float(step))}, metrics=metrics)
+            assert checkpointer.best() == checkpointer.best("acc") == step
+        assert checkpointer.best("acc", "min") == checkpointer.best("loss") == 0
+        assert checkpointer.best("loss", "max") == 1
 
 
 def test_a_damaged_step_takes_no_place_among_the_best(memory: Path) -> None:
