@@ -242,7 +242,7 @@ class PeerFailed(CheckpointError):
         return type(self), (str(self), self.ranks, self.visible, self.in_doubt)
 
 
-class _NamesRanks(CheckpointError):
+class _NamesRanks(Exception):
     """The errors that carry the ranks where they arose."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -253,7 +253,7 @@ class _NamesRanks(CheckpointError):
         return type(self), (str(self), self.ranks)
 
 
-class SaveCancelled(_NamesRanks):
+class SaveCancelled(_NamesRanks, CheckpointError):
     """SaveHandle.cancel() was called, on this rank or another one. No rank committed anything.
 
     Attributes:
@@ -261,7 +261,7 @@ class SaveCancelled(_NamesRanks):
     """
 
 
-class RootInUse(_NamesRanks):
+class RootInUse(_NamesRanks, CheckpointError):
     """Another job saves to the root, or has taken it over from this one. Every rank raises this;
     nothing was committed. The message says which job that is, and what to do.
 

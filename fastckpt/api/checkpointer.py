@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 from fastckpt.arguments.checks import (
     FENCES,
-    MODES,
     ON_ERROR,
     BackendName,
     Codec,
@@ -465,9 +464,9 @@ class Checkpointer:
         return found[0].manifest.step if found else None
 
     def best(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
-        """Returns the step with the best value of a metric, as this rank sees the directory when this
-        process's saves to it have ended; of equal ones the first. None if no step has the metric: do
-        not pass that on to restore(), which takes the newest then.
+        """Returns the step with the best value of a metric, as this rank sees the directory when
+        this process's saves to it have ended; of equal ones the first. None if no step has the
+        metric: do not pass that on to restore(), which takes the newest then.
 
         Args:
             metric: its name; None: keep_best's.
@@ -477,14 +476,9 @@ class Checkpointer:
         Raises:
             ValueError: there is neither a metric nor keep_best. StorageError: as steps().
         """
-        kept = self._options.keep_best
-        if metric is None and kept is None:
-            raise ValueError('best() of no metric: pass one, or keep_best=("val_loss", "min", 3)')
-        name = metric if metric is not None or kept is None else kept[0]
-        usual: Mode = kept[1] if kept is not None and kept[0] == name else "min"
-        check_choice("mode", mode, (None, *MODES))
+        by = retention.asked(self._options.keep_best, metric, mode)
         pipeline.current().wait_for(self.root, ended=True)
-        return retention.best(self._steps, (str(name), mode or usual, 1))
+        return retention.best(self._steps, by)
 
     def pin(self, step: int) -> None:
         """Keeps a committed step from being removed, by keep_last, delete() or another save of it,

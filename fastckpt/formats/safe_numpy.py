@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from math import prod
 from typing import Any
 
@@ -29,13 +30,10 @@ def found(module: str, name: str) -> Any:
         return _no_bytes  # of an empty array
     if module.partition(".")[0] != "numpy":
         return None
-    try:
-        import numpy
-    except ImportError:
+    if find_spec("numpy") is None:
         return None
     if module == "numpy":
-        known: dict[str, Any] = {"ndarray": numpy.ndarray, "dtype": _dtype}
-        return known.get(name)
+        return {"ndarray": _ndarray, "dtype": _dtype}.get(name)
     return _CALLED.get(name) if module in _MODULES else None
 
 
@@ -86,10 +84,17 @@ def _dtype(kind: Any, *_how: Any) -> Any:
     return numpy.dtype(f"<{kind}")
 
 
+def _ndarray(*_arguments: Any) -> Any:
+    """Stands for the class, which is named alone: called, it takes memory and its layout from the
+    pickle.
+    """
+    raise Refused("numpy.ndarray")
+
+
 def _array(kind: Any, _shape: Any, _code: Any) -> Any:
     import numpy
 
-    if kind is not numpy.ndarray:
+    if kind is not _ndarray:
         raise Refused("numpy.ndarray")
     return numpy.ndarray((0,), "b")
 

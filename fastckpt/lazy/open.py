@@ -17,6 +17,7 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleChec
 from fastckpt.formats.hugging_face import INDEX, INDEX_SUFFIX
 from fastckpt.formats.manifest import MANIFEST, OBJECTS
 from fastckpt.formats.step_names import NAME as STEP_NAME
+from fastckpt.formats.step_names import OURS
 from fastckpt.lazy.arranged import ArrangedSource
 from fastckpt.lazy.safetensors_files import hugging_face_directory, safetensors_file
 from fastckpt.lazy.source import Source
@@ -138,6 +139,11 @@ def _directory(storage: Storage, staging: Staging, path: str) -> tuple[str, Sour
     if indexes:
         index = INDEX if INDEX in indexes else indexes[0]
         return path, hugging_face_directory(storage, staging, path, index)
+    if MANIFEST not in names and any(map(OURS.fullmatch, names)):
+        raise CheckpointError(
+            f"{path!r} has files of a Checkpointer's step, but no {MANIFEST}: its save was not "
+            "committed, or it is half a copy; open another step"
+        )
     files = [name for name in names if name.endswith(_SAFETENSORS)]
     if len(files) == 1:
         file = os.path.join(path, files[0])

@@ -79,7 +79,7 @@ def get_rest(agreement: Records, key: str, rank: int, beginning: bytes) -> bytes
 def same(
     agreement: Round, key: str, digest: bytes, detail: Callable[[], bytes]
 ) -> list[tuple[list[int], bytes]] | None:
-    """Compares a digest on all ranks, each of which calls this with the same key.
+    """Compares a digest on all ranks, each of which calls this with the same key; all are as long.
 
     Returns None if all are equal. Otherwise, the same on every rank: for each digest, the ranks
     that have it, and what detail() returned, which only the lowest of them calls.

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 
-from fastckpt.arguments.checks import KeepBest, check_metrics
+from fastckpt.arguments.checks import MODES, KeepBest, Mode, check_choice, check_metrics
 from fastckpt.arguments.near_names import listed
 from fastckpt.errors import StorageError
 from fastckpt.formats.manifest import validate_metrics
+from fastckpt.formats.step_names import step_of
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.keep import Entry, best_first, may_go
@@ -28,8 +29,15 @@ def tidy(steps: Steps, keep: str, options: StepOptions) -> None:
         return
     try:
         found, _faults = steps.committed()
-        for name in superfluous(steps, found, keep, options):
-            steps.remove_unread(name)
+        left: set[int] = set()  # of which an older attempt stays: it would come back
+        for name in reversed(superfluous(steps, found, keep, options)):
+            try:
+                is_gone = step_of(name) not in left and steps.remove_unread(name)
+            except StorageError as error:  # others may go all the same
+                log.warning("an old step could not be removed: %s", error)
+                is_gone = False
+            if not is_gone:
+                left.add(step_of(name))
         steps.remove_left()
     except (StorageError, OSError) as error:
         log.warning("old steps could not be removed: %s", error)
@@ -64,6 +72,16 @@ def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOp
     return going
 
 
+def asked(kept: KeepBest | None, metric: str | None, mode: Mode | None) -> KeepBest:
+    """Returns by what best() chooses, from keep_best and its arguments. Raises ValueError."""
+    check_choice("mode", mode, (None, *MODES))
+    if metric is None and kept is None:
+        raise ValueError('best() of no metric: pass one, or keep_best=("val_loss", "min", 3)')
+    if kept is not None and metric in (None, kept[0]):
+        return (kept[0], mode or kept[1], 1)
+    return (str(metric), mode or "min", 1)
+
+
 def best(steps: Steps, by: KeepBest) -> int | None:
     """Returns the best of the committed steps, as far as is known; None if none has the metric.
     Raises StorageError.
@@ -82,8 +100,8 @@ def checked_metrics(steps: Steps, metrics: object, by: KeepBest | None) -> dict[
     if found and by and by[0] not in found and not steps.told_metric:
         steps.told_metric = True
         log.warning(
-            "%r: a step whose metrics have no value of %r, by which keep_best chooses, but of %s, is "
-            "none of the best; said once",
+            "%r: a step whose metrics have no value of %r, by which keep_best chooses, but of %s, "
+            "is none of the best; said once",
             steps.root,
             by[0],
             listed(map(repr, found)),

@@ -488,7 +488,9 @@ class Steps:
             return [name for name in self.incomplete() if self.remove_if_dead(name)]
 
     def remove_unread(self, name: str) -> bool:
-        """Removes a committed step unless somebody holds it or it is pinned; returns whether."""
+        """Removes a committed step unless somebody holds it or it is pinned; returns whether.
+        Raises StorageError.
+        """
         path = self.path(name, MANIFEST)
         try:
             fd = self.storage.open(path, "lock")
@@ -505,8 +507,8 @@ class Steps:
                 self._remove_manifest(name)
             except StorageError:
                 raise
-            except OSError:  # what stays is left to the next removal
-                return True
+            except OSError as error:
+                raise StorageError("remove", path, error.errno or errno.EIO) from error
             finally:
                 # Closed, and so unlocked, only now: a reader that waits for the lock finds the step
                 # gone. Closed before _empty(): a network client keeps open files, see abandon().

@@ -127,6 +127,33 @@ def test_arrays_and_scalars_of_numpy() -> None:
     assert rest[0] is rest[-1] and all(left_out(its) is not None for its in rest[1:-1])
 
 
+class Asked:
+    """Unpickled, it calls what it was given."""
+
+    def __init__(self, *call: Any) -> None:
+        self._call = call
+
+    def __reduce__(self) -> Any:
+        return self._call[0], self._call[1:]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ((6,),),
+        ((3,), "O"),
+        ((2,), "O", bytearray(b"A" * 16)),
+        ((1 << 40,), "b", b"x", 0, (0,)),
+        ((2,), "f4,O"),
+    ],
+)
+def test_no_array_is_made_by_its_class(arguments: tuple[Any, ...]) -> None:
+    """Which takes memory, its layout, and pointers from the pickle."""
+    array = Asked(numpy.ndarray, *arguments)
+    found = rest_of([array, Asked(collections.OrderedDict, array), 7])
+    assert left_out(found[0]) == "numpy.ndarray" and left_out(found[1]) and found[2] == 7
+
+
 def test_no_layout_of_an_array_is_taken_from_a_file() -> None:
     """NumPy itself would take bytes for pointers to objects, or read past the end of them."""
     text = io.BytesIO()

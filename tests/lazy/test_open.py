@@ -262,6 +262,20 @@ class Exploding:
         return os.system, ("touch exploded",)
 
 
+@pytest.mark.parametrize("name", ["step-00000001", "best"])
+def test_a_step_that_was_not_committed_is_none(disk: Path, name: str) -> None:
+    """Its one file of tensors may hold anything."""
+    with fastckpt.Checkpointer(disk) as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(1 << 18), "n": 1}).result(60)
+    directory = (disk / "step-00000001").rename(disk / name)
+    (directory / "manifest.json").unlink()
+    with pytest.raises(fastckpt.CheckpointError, match="its save was not committed"):
+        fastckpt.open(directory)
+    (directory / "objects.pt").unlink()
+    with pytest.raises(fastckpt.CheckpointError, match="half a copy"):
+        fastckpt.load_into({"w": torch.zeros(1 << 18)}, directory)
+
+
 def test_no_code_of_the_file_is_run(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(disk)
     torch.save({"w": torch.ones(3), "x": Exploding()}, disk / "a.pt")

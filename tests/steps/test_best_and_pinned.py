@@ -8,6 +8,7 @@ import errno
 import itertools
 import json
 import math
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -158,6 +159,39 @@ def test_the_best_is_told_when_saves_have_ended_and_by_its_own_mode(memory: Path
             assert checkpointer.best() == checkpointer.best("acc") == step
         assert checkpointer.best("acc", "min") == checkpointer.best("loss") == 0
         assert checkpointer.best("loss", "max") == 1
+
+
+def test_a_pinned_step_that_was_saved_again_does_not_come_back(memory: Path) -> None:
+    with Checkpointer(memory / "run", keep_last=2) as checkpointer:
+        checkpointer.save(4, state(4)).result(WAIT_S)
+        checkpointer.pin(4)
+        for step in (4, 5, 6, 7, 8):
+            checkpointer.save(step, state(step + 100)).result(WAIT_S)
+    with Checkpointer(memory / "run", keep_last=2) as checkpointer:
+        assert checkpointer.steps() == [4, 7, 8]
+        found = state(0)
+        assert checkpointer.restore(found, 4) == 4 and found["n"] == 104
+
+
+def test_a_step_that_cannot_be_removed_is_told_and_holds_up_no_other(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    remove = Storage.remove
+
+    def refused(storage: Storage, path: str) -> None:
+        if "step-00000001" in path:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        remove(storage, path)
+
+    with Checkpointer(memory / "run", keep_last=1) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        monkeypatch.setattr(Storage, "remove", refused)
+        with pytest.raises(StorageError, match=r"remove.*step-00000001"):
+            checkpointer.delete(1)
+        for step in (2, 3):
+            checkpointer.save(step, state(step)).result(WAIT_S)
+    assert left(memory / "run") == [1, 3]
+    assert "could not be removed: remove" in caplog.text
 
 
 def test_a_damaged_step_takes_no_place_among_the_best(memory: Path) -> None:
