@@ -206,9 +206,10 @@ def export_step(
     """Exports a step of a run, and removes older exports after the commit. What export() would
     raise, the handle has; with on_error="warn" it is logged as well.
     """
-    path, retaining = os.path.join(options.root, step_name(step)), None
+    root = os.path.abspath(options.directory)  # links are followed in a bounded time, by the save
+    path, retaining = os.path.join(root, step_name(step)), None
     if options.keep_last is not None:
-        retaining = partial(_retain, options.root, options.keep_last, path)
+        retaining = partial(_retain, root, options.keep_last, path)
     told: Told = "warn" if on_error == "warn" else "keep"
     return _exported(state, path, options, how, on_error=told, retaining=retaining)
 

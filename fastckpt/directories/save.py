@@ -28,7 +28,7 @@ from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.swap_place import SwapPlace
 from fastckpt.directories.swap_plan import SwapPlan
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.ranks import per_group
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import pipeline
@@ -92,11 +92,20 @@ def save_directory(
     check_choice("fence", fence, FENCES)
     check_choice("on_error", on_error, (*ON_ERROR, "keep"))
     options = WriteOptions(backend, durable, staging_bytes)
-    path = looked_up(partial(os.path.realpath, check_path("path", path)), path, timeout_s)
-    lane = os.path.dirname(path)
-    handle = InnerHandle(path, time.perf_counter(), kind=lane, on_error=on_error)
+    given, handled = check_path("path", path), sys.exc_info()[1]
+
+    def made(path: str) -> InnerHandle:
+        return InnerHandle(path, time.perf_counter(), kind=os.path.dirname(path), on_error=on_error)
+
+    try:
+        path = looked_up(partial(os.path.realpath, given), given, timeout_s)
+    except StorageError as error:
+        if on_error == "raise":
+            raise
+        pipeline.current().refuse(handle := made(os.path.abspath(given)), error, handled)
+        return handle
+    handle = made(path)
     agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
-    handled = sys.exc_info()[1]
     try:
         job = _begun(handle, agreement, fill, beside, fence, options, on_error, retain, replaces)
     except Exception as error:

@@ -468,3 +468,25 @@ def test_a_listing_that_hangs_holds_no_lock(disk: Path) -> None:
     double.may_return.set()
     thread.join(WAIT_S)
     assert steps.next_sequence() == 3
+
+
+def test_an_export_whose_server_hangs_is_no_failure_of_the_step(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call gives the step's handle; `exported` has the error."""
+    answers, real_path = threading.Event(), os.path.realpath
+
+    def hanging(path: Any, **options: Any) -> Any:
+        if "exports" in str(path):
+            answers.wait(WAIT_S)
+        return real_path(path, **options)
+
+    export = fastckpt.HuggingFace(disk / "exports")
+    with fastckpt.Checkpointer(disk / "run", export=export, timeout_s=0.5) as checkpointer:
+        monkeypatch.setattr(os.path, "realpath", hanging)
+        checkpointer.save(1, {"w": torch.ones(9)}).result(WAIT_S)
+        assert checkpointer.exported is not None
+        with pytest.raises(StorageError, match="look-up"):
+            checkpointer.exported.result(WAIT_S)
+        answers.set()
+        assert checkpointer.steps() == [1]
