@@ -315,9 +315,10 @@ def _named(
             except TypeError as error:
                 misfits[at] = str(error)
                 continue
-            if form.is_source and held.identity in seen:
-                continue
-            seen.add(held.identity)
+            if form.is_source:  # a part of another tensor does not stand for the whole
+                if held.identity in seen:
+                    continue
+                seen.add(held.identity)
             number_of[at] = len(leaves)
             leaves.append(held.leaf._replace(local=draft.held(held.leaf.local)))
         if any(each.source not in number_of for each in form.slices):

@@ -209,6 +209,21 @@ def test_tensors_are_split_and_joined(
         assert_holds(path, wanted, dtype)
 
 
+def test_a_tied_tensor_is_written_whole_beside_what_it_is_a_part_of(disk: Path) -> None:
+    tied = torch.randn(3, 4)
+    rename = {r"l\.{}\.q": fastckpt.join(0, "all"), "emb": fastckpt.split(0, "e.{}")}
+    for state, parts in (
+        ({"l.0.q": tied}, {"all": tied[None]}),
+        ({"emb": tied[:1]}, {"e.0": tied[0]}),
+    ):
+        whole = next(iter(state.values()))
+        for order in (["head", *state], [*state, "head"]):
+            both = {name: state.get(name, whole) for name in order}
+            path = disk / "-".join(order)
+            fastckpt.export(both, path, rename=rename).result(WAIT_S)
+            assert_holds(path, {**parts, "head": whole}, None)
+
+
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_what_was_there_at_the_call_is_exported(disk: Path, fence: Any) -> None:
     state = {"small": torch.ones(100), "large": torch.ones(1 << 20)}
