@@ -19,7 +19,7 @@ _NUMBER_END = 1 << 63
 
 
 class Refused(Exception):
-    """What is to be made is none of these; the text is the name of what makes it."""
+    """A pickle asks for something that is none of these; the text names what would make it."""
 
 
 def found(module: str, name: str) -> Any:

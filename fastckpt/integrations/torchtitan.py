@@ -45,7 +45,7 @@ from torchtitan.tools.logging import logger  # noqa: E402
 
 _OF_DCP = ".metadata"  # a file in each checkpoint of torchtitan's DCP manager
 EXPORTS = "hf"  # the directory in the checkpoint folder that has the models for Hugging Face
-# What else a directory for from_pretrained has, and torchtitan's hf_assets_path may have.
+# Files beside the weights for from_pretrained, which torchtitan's hf_assets_path may have.
 _ASSETS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 

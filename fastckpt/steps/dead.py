@@ -1,4 +1,4 @@
-"""Which directories of steps without a manifest are of saves that are surely over.
+"""The judgement of step directories without a manifest: is the save surely over?
 
 The module looks at names, owners and locks. It must not know how a directory is made or removed.
 """

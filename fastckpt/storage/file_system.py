@@ -26,7 +26,7 @@ from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import LINGERING, REFUSALS, Policy
 
 T = TypeVar("T")
-# What a file is opened for, see Storage.open().
+# The purposes of opening a file, see Storage.open().
 Opening = Literal["read", "regular", "write", "lock", "directory"]
 
 

@@ -31,7 +31,7 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """What entries have in common that count once."""
+        """The key that entries share which count once."""
         return self.name if self.number is None else self.number
 
 
