@@ -8,9 +8,6 @@ accelerate_fsdp.py save|load DIRECTORY
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastckpt.integrations.accelerate import load_state, save_state
+from tests.crews.save_or_load import main
 
 WIDTH = 64
 
@@ -114,12 +112,4 @@ def load(directory: str, run: Run | None = None) -> dict[str, Any]:
     return told
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    told = (save if sys.argv[1] == "save" else load)(sys.argv[2])
-    state = PartialState()
-    Path(f"told {state.process_index}").write_text(json.dumps(told))
-    state.destroy_process_group()
-
-
-main()
+main(save, load)

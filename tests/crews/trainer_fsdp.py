@@ -7,9 +7,6 @@ trainer_fsdp.py save|load DIRECTORY
 
 from __future__ import annotations
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +15,7 @@ from accelerate.utils import DistributedType
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 from fastckpt.integrations.transformers import AsyncTrainer
+from tests.crews.save_or_load import main
 
 CONTEXT, EVERY, STEPS = 8, 1, 2
 KINDS = {"stock": Trainer, "ours": AsyncTrainer}
@@ -85,12 +83,4 @@ def load(directory: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    told = (save if sys.argv[1] == "save" else load)(sys.argv[2])
-    state = PartialState()
-    Path(f"told {state.process_index}").write_text(json.dumps(told))
-    state.destroy_process_group()
-
-
-main()
+main(save, load)
