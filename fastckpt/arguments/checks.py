@@ -78,13 +78,16 @@ def check_callable(name: str, value: object) -> object:
 
 
 def check_integer(name: str, value: object) -> int:
-    """Returns an integer, which may be one of numpy's or torch's."""
+    """Returns an integer of 64 bits, which may be one of numpy's or torch's."""
     try:
-        if isinstance(value, bool):
+        if _is_of("bool", value):
             raise TypeError
-        return operator.index(value)  # type: ignore[arg-type] # this call is the check
+        number = operator.index(value)  # type: ignore[arg-type] # this call is the check
     except TypeError:
         raise TypeError(f"{name} is {_told(value)}, must be an integer") from None
+    if number.bit_length() >= 64:
+        raise ValueError(f"{name} is {shown(number)}, must be an integer of 64 bits")
+    return number
 
 
 def check_count(name: str, value: object, otherwise: str = "") -> int:
@@ -97,10 +100,15 @@ def check_count(name: str, value: object, otherwise: str = "") -> int:
 
 def check_number(name: str, value: object, expected: str) -> float:
     """Returns a number; `expected` describes it in the message."""
-    is_number = hasattr(value, "__float__") or hasattr(value, "__index__")
-    if not is_number or isinstance(value, bool | str):  # float(True) is 1.0
-        raise TypeError(f"{name} is {_told(value)}, must be {expected}")
-    return float(value)  # type: ignore[arg-type] # checked above
+    try:
+        # float() takes True, and texts; of complex numbers of NumPy's it takes the real part.
+        if isinstance(value, str | bytes) or _is_of("bool", value) or _is_of("complex", value):
+            raise TypeError
+        return float(value)  # type: ignore[arg-type] # this call is the check
+    except OverflowError:
+        raise ValueError(f"{name} is {shown(value)}, too large: must be {expected}") from None
+    except (TypeError, ValueError, RuntimeError):  # torch raises any of them
+        raise TypeError(f"{name} is {_told(value)}, must be {expected}") from None
 
 
 def check_metrics(metrics: object) -> dict[str, float | str]:
@@ -227,6 +235,11 @@ def check_path(name: str, value: object) -> str:
     return path
 
 
+def _is_of(kind: str, value: object) -> bool:
+    """Returns whether a value is of Python's type of this name, or one of NumPy's or torch's."""
+    return type(value).__name__ == kind or kind in str(getattr(value, "dtype", ""))
+
+
 class _Short(reprlib.Repr):
     """Describes values in a length that does not grow with them."""
 
@@ -234,6 +247,11 @@ class _Short(reprlib.Repr):
         super().__init__()
         self.maxstring = self.maxother = self.maxlong = _SHOWN_CHARS
         self.maxlevel = 3
+
+    def repr_int(self, x: Any, level: int) -> str:
+        """Describes long integers by their length: Python refuses texts of thousands of digits."""
+        is_long = x.bit_length() > 1000
+        return f"an integer of {x.bit_length()} bits" if is_long else super().repr_int(x, level)
 
     def repr_instance(self, x: Any, level: int) -> str:
         """Describes any subclass of dict, such as a state_dict, by its first items."""

@@ -46,10 +46,10 @@ def unpin(steps: Steps, step: int) -> None:
 
 
 def is_pinned(steps: Steps, name: str) -> bool:
-    """Returns whether a step is pinned. Raises StorageError."""
+    """Returns whether a step is pinned, by whatever has that name. Raises StorageError."""
     path = steps.path(name, PINNED)
     with reported("open", path):
-        return steps.storage.status(path) is not None
+        return steps.storage.status(path, link=True) is not None
 
 
 def delete(shelves: Sequence[Steps], step: int) -> None:

@@ -502,7 +502,7 @@ class Steps:
                 with reported("lock", path):
                     if not self.storage.lock(fd):
                         return False
-                    if self.storage.status(self.path(name, PINNED)) is not None:
+                    if self.storage.status(self.path(name, PINNED), link=True) is not None:
                         return False
                 self._remove_manifest(name)
             except StorageError:

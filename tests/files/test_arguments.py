@@ -13,9 +13,11 @@ import stat
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -104,6 +106,13 @@ def test_names_that_look_like_others_are_names(disk: Path, monkeypatch: pytest.M
             TypeError,
             "drain_rate is True of type bool, must be bytes a second",
         ),
+        ({"drain_rate": 10**400}, ValueError, "drain_rate is an integer of 1329 bits, too large:"),
+        ({"timeout_s": Decimal("sNaN")}, TypeError, "timeout_s is Decimal('sNaN') of type Decimal"),
+        ({"timeout_s": torch.ones(2)}, TypeError, "timeout_s is tensor([1., 1.]) of type Tensor,"),
+        ({"timeout_s": numpy.True_}, TypeError, "must be a number of seconds"),
+        ({"timeout_s": numpy.complex64(1)}, TypeError, "must be a number of seconds"),
+        ({"staging_bytes": torch.tensor(True)}, TypeError, "staging_bytes is tensor(True) of type"),
+        ({"staging_bytes": -(10**5000)}, ValueError, "an integer of 16610 bits, must be an integ"),
         ({"timeout_s": True}, TypeError, "timeout_s is True of type bool, must be a number of sec"),
         ({"durable": "yes"}, TypeError, "durable is 'yes' of type str, must be True or False"),
         ({"durable": None}, TypeError, "durable is None of type NoneType, must be True or False"),

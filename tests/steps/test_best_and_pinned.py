@@ -98,7 +98,15 @@ def test_metrics_are_in_the_manifest(memory: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     "metrics",
-    [{"a": True}, {"a": [1.0]}, {1: 1.0}, [("a", 1.0)], {"a": 1j}, {"a" * 257: 1.0}],
+    [
+        {"a": True},
+        {"a": [1.0]},
+        {1: 1.0},
+        [("a", 1.0)],
+        {"a": 1j},
+        {"a" * 257: 1.0},
+        {"a": 10**400},
+    ],
 )
 def test_other_metrics_are_refused_before_anything_is_saved(metrics: Any, memory: Path) -> None:
     with (
@@ -250,6 +258,26 @@ def test_a_pinned_step_stays_until_it_is_unpinned(memory: Path) -> None:
             checkpointer.unpin(7)
     (root / "step-00000003" / "pinned").touch()  # as from a shell
     assert saved(root, {4: None}) == [3, 4]
+
+
+@pytest.mark.parametrize("target", ["gone", "pinned", None])
+def test_whatever_is_called_pinned_is_a_pin(memory: Path, target: str | None) -> None:
+    """A link to nothing, a link to itself, a directory."""
+    root = memory / "run"
+    saved(root, {1: None})
+    odd = root / "step-00000001" / "pinned"
+    if target is None:
+        odd.mkdir()
+    else:
+        odd.symlink_to(target)
+    assert saved(root, {2: None, 3: None}) == [1, 3]
+    with Checkpointer(root) as checkpointer:
+        checkpointer.pin(1)
+        with pytest.raises(CheckpointError, match=r"pinned: call unpin\(1\) first"):
+            checkpointer.delete(1)
+        if target is not None:
+            checkpointer.unpin(1)
+    assert saved(root, {4: None}) == ([4] if target is not None else [1, 4])
 
 
 def test_a_step_is_deleted_unless_it_is_read(memory: Path) -> None:
