@@ -127,8 +127,9 @@ def save(
         Exception: what torch.save raises for an object that cannot be pickled; nothing was written.
         CheckpointError: an earlier save() failed and nobody asked for its error, which is the
             __cause__ of this one (on_error="raise"). This save was not begun.
-        StorageError: the directory of f does not exist, or f is "". All other errors of the file
-            system are raised by result().
+        StorageError: the directory of f does not exist, or f is ""; or the look at f has not
+            returned for timeout_s (on_error="raise"). All other errors of the file system are
+            raised by result().
         KeyboardInterrupt: the call was interrupted. Unless everything had been copied by then,
             nothing is committed.
         DeviceError: a GPU refused, or its current stream is being captured into a graph.

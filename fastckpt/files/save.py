@@ -7,6 +7,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
+import sys
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -83,7 +84,15 @@ def begin_save(
         return save_to_object(asked.write, target, InnerHandle("", started, target))
     checks = asked.as_zip and shared.coordinator.rank == 0
     look = partial(_look, current.storage, path, checks)
-    real, through, missing = looked_up(look, path, timeout_s)
+    handled = sys.exc_info()[1]
+    try:
+        real, through, missing = looked_up(look, path, timeout_s)
+    except StorageError as error:
+        if on_error == "raise":
+            raise
+        handle = InnerHandle(path, started, on_error=on_error)
+        current.refuse(handle, error, handled)
+        return handle
     handle = InnerHandle(real, started, on_error=on_error)
     if through:
         _refuse_group(group, f"to {handle.path!r}, which is no regular file")

@@ -74,8 +74,8 @@ def wait_or_give_up(
     if gives_up and (hanging := [handle for handle in awaited if not handle.done()]):
         raise CheckpointError(
             f"the {hanging[0].subject()} was given up, but has not ended within {GIVEN_UP_S:g} s: "
-            "the process ends without waiting for it. Nothing of it was committed yet; what was "
-            "committed before stays"
+            "the process ends without waiting for it. It may still be committed, by a call that is "
+            "answered late; what was committed before stays"
         )
     return pressed
 

@@ -295,6 +295,7 @@ def test_a_save_that_hangs_does_not_keep_the_process(folder: Path) -> None:
         person.press()
         assert person.status() == -signal.SIGINT, person.shown
     assert "was given up, but has not ended within 0.5 s" in person.shown
+    assert "may still be committed" in person.shown
     assert newest(folder)[0] == 1
     fastckpt.save({"w": torch.ones(9)}, folder / "a.pt").result(LIMIT_S)  # removes what is left
 

@@ -322,13 +322,18 @@ def cannot(*_: object) -> None:
 
 
 @pytest.mark.filesystem
-def test_save_itself_waits_no_longer_for_a_server(disk: Path) -> None:
+def test_save_itself_waits_no_longer_for_a_server(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with mounted_fuse(disk, "through") as mount:
         path = mount.point / "a.pt"
         with silent(mount, "status"):
             with pytest.raises(StorageError, match="no save was begun") as raised:
                 fastckpt.save(state_of(1), path, timeout_s=0.6)
             assert raised.value.errno == errno.ETIMEDOUT
+            handle = fastckpt.save(state_of(1), path, timeout_s=0.6, on_error="warn")
+            assert "no save was begun" in caplog.text
+            assert isinstance(handle.exception(WAIT_S), StorageError)
         fastckpt.save(state_of(1), path).result(WAIT_S)
 
 
