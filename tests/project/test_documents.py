@@ -158,6 +158,13 @@ def test_training_resumes_bit_by_bit(disk: Path) -> None:
     assert resumed == straight
 
 
+def test_the_data_of_the_document_are_the_example_s() -> None:
+    """Whose jobs on other numbers of ranks tests/project/test_dataloader.py runs."""
+    told = (ROOT / "docs" / "training.md").read_text()
+    (feed,) = re.findall(r"^class Feed:\n.*?\n(?=\n\n)", told, re.MULTILINE | re.DOTALL)
+    assert feed in (ROOT / "examples" / "train_dataloader.py").read_text()
+
+
 def anchors(text: str) -> set[str]:
     """Returns the anchors of the headings of a document, as GitHub makes them."""
     words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in _HEADING.findall(text))
