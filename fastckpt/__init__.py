@@ -35,7 +35,7 @@ if TYPE_CHECKING or not _is_command_line:
     from fastckpt.api.files import load, prepare, save
 
 if TYPE_CHECKING:
-    from fastckpt.api.checkpointer import Checkpointer
+    from fastckpt.api.checkpointer import Checkpointer, Memory
     from fastckpt.directories.export import HuggingFace, export
     from fastckpt.lazy.into import load_into
     from fastckpt.lazy.open import open as open
@@ -58,6 +58,7 @@ __all__ = [  # without open: `import *` must not hide the built-in
     "IncompatibleCheckpoint",
     "LazyTensor",
     "LazyTensors",
+    "Memory",
     "NoPath",
     "PeerFailed",
     "PerRank",
@@ -86,6 +87,7 @@ _NAMED_LATER = {
     "HuggingFace": "fastckpt.directories.export",
     "LazyTensor": "fastckpt.lazy.tensors",
     "LazyTensors": "fastckpt.lazy.tensors",
+    "Memory": "fastckpt.api.checkpointer",
     "PerRank": "fastckpt.state.tree",
     "StopSignals": "fastckpt.ranks.stop_signals",
     "export": "fastckpt.directories.export",

@@ -33,6 +33,7 @@ from fastckpt.arguments.checks import (
     optional,
 )
 from fastckpt.arguments.environment import launched_rank
+from fastckpt.arguments.memory import Memory as Memory
 from fastckpt.arguments.options import Pacing
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.directories.export import HuggingFace, Writing, checked_export, export_step
@@ -115,7 +116,7 @@ class Checkpointer:
             than the root is bypassed, with a warning. Two steps stay on each node, or n with
             local=(directory, n); none is removed before the root has had it. The node needs room
             for one more, and for each whose drain failed. As many may wait to be drained; the
-            save() after that waits. Default: none.
+            save() after that waits. Or a Memory: the same in memory of the nodes. Default: none.
         codec: None: shards are stored as they are. "planes": compressed without loss, split into
             bytes of equal significance, of which exponents compress and mantissas do not. "zstd":
             compressed as they are: this gains less, but `zstd -d` restores them. "reuse": stored as

@@ -17,10 +17,11 @@ from fastckpt.arguments.checks import (
     check_path,
     optional,
 )
+from fastckpt.arguments.memory import Memory
 from fastckpt.arguments.options import WriteOptions
 
 Compression: TypeAlias = Literal["zstd", "planes"]
-Local: TypeAlias = str | os.PathLike[str] | tuple[str | os.PathLike[str], int]
+Local: TypeAlias = str | os.PathLike[str] | tuple[str | os.PathLike[str], int] | Memory
 KEEP_LOCAL = 2  # steps, if the caller does not say
 
 
@@ -61,8 +62,10 @@ class StepOptions(WriteOptions):
             )
 
     @property
-    def tier(self) -> tuple[str, int] | None:
-        """The directory of the local tier, and how many steps stay there; None if there is none."""
+    def tier(self) -> tuple[str, int, Memory | None] | None:
+        """The directory of the local tier, how many steps stay there, and if it is in memory, what
+        says so; None if there is none.
+        """
         return optional(_check_local, "local", self.local)
 
     @property
@@ -76,7 +79,9 @@ class StepOptions(WriteOptions):
         return None if self.codec == "reuse" else self.codec
 
 
-def _check_local(name: str, value: object) -> tuple[str, int]:
-    """Returns the path of a local tier, and how many steps are to stay there."""
+def _check_local(name: str, value: object) -> tuple[str, int, Memory | None]:
+    """Returns what StepOptions.tier does."""
+    if isinstance(value, Memory):
+        return value.path, value.keep, value
     path, count = value if isinstance(value, tuple) and len(value) == 2 else (value, KEEP_LOCAL)
-    return check_path(name, path), check_count(f"the count of {name}", count)
+    return check_path(name, path), check_count(f"the count of {name}", count), None

@@ -14,6 +14,7 @@ import threading
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
+from fastckpt.arguments.memory import Memory
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.formats.step_names import tier_name
@@ -24,10 +25,11 @@ from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, may_go
 from fastckpt.storage.machine import this_machine
+from fastckpt.tiers.memory_budget import MemoryBudget
 
 log = logging.getLogger("fastckpt")
 
-DRAINED = "drained"  # a file in a step's directory: the root has had the step
+DRAINED = "drained"  # a file in a step's directory: the root has had it, or need not have it
 OBJECTS_PART = -1  # the objects' place among parts, which else are ranks of writers
 SPARE_BYTES = 16 << 20  # room for indexes and the manifest, beside shards and objects
 _MARGIN = 1.5  # a step goes straight to the root only if that is hoped to take so much less
@@ -79,21 +81,23 @@ class LocalTier:
     Args:
         directory: as Checkpointer's `local`; steps of several roots may lie in it.
         keep: how many of the newest steps stay.
+        memory: if the directory is in memory, what says so; else None.
         root: the steps of the root, which these are drained to.
         coordinator, timeout_s: the Checkpointer's.
 
     Attributes:
         steps: the root's steps that lie in the local directory.
-        root, keep: as the arguments.
+        root, keep, memory: as the arguments.
 
     Raises:
-        ValueError: the directory lies on the root's file system.
+        ValueError: the directory lies on the root's file system, or as MemoryBudget.
     """
 
     def __init__(
         self,
         directory: str,
         keep: int,
+        memory: Memory | None,
         root: Steps,
         coordinator: Coordinator,
         timeout_s: float,
@@ -111,7 +115,8 @@ class LocalTier:
                 "would be no faster, and would be lost with the root"
             )
         self.steps = Steps(storage, os.path.join(self._directory, tier_name(root.root)))
-        self.root, self.keep = root, keep
+        self.root, self.keep, self.memory = root, keep, memory
+        self._budget = None if memory is None else MemoryBudget(memory, self.steps)
         self._rank = coordinator.rank
         self._coordinator, self._timeout_s = coordinator, timeout_s
         self._meeting = self._begin("local tier")
@@ -221,6 +226,20 @@ class LocalTier:
         if left < needed:
             raise StorageError("allocate", root, errno.ENOSPC, detail=room_text(needed, left))
 
+    def no_room_on_node(self, name: str, nbytes: int) -> str:
+        """Returns why a step that this node writes would exceed the tier's budget, in words; "" if
+        it would not, once older ones are removed. Only the first rank of a node calls it.
+        """
+        if self._budget is None:
+            return ""
+        nbytes += SPARE_BYTES
+        self.evict(max(0, self._budget.nbytes - nbytes))
+        return self._budget.take(name, nbytes)
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether a step is to go from here to the root."""
+        return self.memory is None or self.memory.is_due(step)
+
     def warn(self, step: int, why: str) -> None:
         """Logs that a save goes past the tier; as a warning if the reason is new."""
         level = logging.DEBUG if why == self._told else logging.WARNING
@@ -246,7 +265,7 @@ class LocalTier:
         return []
 
     def note_drained(self, name: str) -> None:
-        """Notes on disk that the root has a step, which may be removed here from now on."""
+        """Notes on disk that a step may be removed here from now on."""
         path = self.steps.path(name, DRAINED)
         try:
             self._storage.close(self._storage.create(path, NEW_MODE))
@@ -255,25 +274,37 @@ class LocalTier:
         except OSError as error:
             log.warning("%s was drained, but that could not be noted: %s", name, error)
 
-    def evict(self) -> None:
-        """Removes steps of no use, and those beyond `keep` that the root has had. Only the first
-        rank of a node calls it.
+    def evict(self, nbytes_max: int | None = None) -> None:
+        """Removes steps of no use, and those beyond `keep` that the root has had, or need not have;
+        of those within `keep` the oldest while all together take more than `nbytes_max`. Only the
+        first rank of a node calls it.
         """
-        going, of_use = list[str](), list[Entry]()
+        going, of_use, has_newer = list[str](), list[Entry](), False
         for item in readable(self.steps):
             is_useless = item.manifest.nonce in self._useless
-            is_needed = not is_useless and not self._has(item.name, DRAINED)
+            is_needed = self.is_due(item.manifest.step) or not has_newer
+            is_needed = is_needed and not (is_useless or self._has(item.name, DRAINED))
             if not is_useless and not self.steps.known(item.name).is_damaged:
                 of_use.append(Entry(item.name, is_pinned=is_needed))
+                has_newer = True
             elif not is_needed:
                 going.append(item.name)
-        for name in [*going, *may_go(of_use, self.keep)]:
-            try:
-                self.steps.remove_unread(name)
-            except (StorageError, OSError) as error:
-                log.warning("%s could not be removed: %s", name, error)
+        beyond = may_go(of_use, self.keep)
+        for name in [*going, *beyond]:
+            self._remove(name)
+        for entry in reversed(of_use):
+            if self._budget is None or nbytes_max is None or self._budget.used() <= nbytes_max:
+                break
+            if not entry.is_pinned and entry.name not in beyond:
+                self._remove(entry.name)
         with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
             self.steps.remove_dead()
+
+    def _remove(self, name: str) -> None:
+        try:
+            self.steps.remove_unread(name)
+        except (StorageError, OSError) as error:
+            log.warning("%s could not be removed: %s", name, error)
 
     def drop_replaced(self, step: int) -> None:
         """Removes attempts at a step that were committed before the root's own last one: they are
@@ -349,6 +380,7 @@ class LocalTier:
         found, _faults = self.root.survey()
         in_root = {item.manifest.nonce for item in found}
         newest, last = found[0].manifest.sequence if found else -1, _last_of(found)
+        safe = newest  # of steps committed before it the root gets those alone that are due
         of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         for rank, listing in enumerate(listings):
             for each in listing:
@@ -363,7 +395,11 @@ class LocalTier:
             # all that the root has, because the root has lost it: then it is drained again.
             if one["sequence"] < last.get(one["step"], -1) and nonce not in in_root:
                 told["useless"].append(nonce)
-            elif nonce in in_root or (was_drained and one["sequence"] <= newest):
+            elif (
+                nonce in in_root
+                or (was_drained and one["sequence"] <= newest)
+                or (one["sequence"] < safe and not self.is_due(one["step"]))
+            ):
                 told["drained"].append(nonce)
             elif len(holder) < one["of"]:
                 told["useless"].append(nonce)
@@ -373,6 +409,7 @@ class LocalTier:
                     parts.setdefault(rank, []).append(part)
                 names = {rank: each["name"] for rank, each in copies}
                 is_newer = one["sequence"] > newest
+                safe = max(safe, one["sequence"])
                 told["undrained"].append([one["step"], names, parts, is_newer])
         return told
 

@@ -68,6 +68,7 @@ class NodePlace(Place):
         self._wrote_shard = False
         self._is_committed = False
         self._drain: Drain | None = None
+        self._is_due = tier.is_due(number) or deadline_s is not None
 
     @property
     def step(self) -> UncommittedStep:
@@ -98,13 +99,17 @@ class NodePlace(Place):
 
     def begin(self) -> None:
         """Makes the directory on the node of this rank, if it is the node's first."""
-        if self._tier.nodes().first(self._agreement.rank) == self._agreement.rank:
+        if self._is_first():
             self._trouble = self._tier.refusal()
             if not self._trouble:
                 try:
                     self._own.begin(self._number)
                 except StorageError as error:
                     self._trouble = f"failed: {error}"
+
+    def _is_first(self) -> bool:
+        """Returns whether this rank is the first one on its node."""
+        return self._tier.nodes().first(self._agreement.rank) == self._agreement.rank
 
     def agree(self, meets: bool) -> tuple[str, bool]:
         """Tells the ranks of this node their directory's name. Returns the nonce of rank 0."""
@@ -120,6 +125,9 @@ class NodePlace(Place):
         """Opens the files in the local tier if every rank can, else in the root."""
         # This is the last moment to go past the tier: what was written is no longer in memory.
         self._trouble = self._trouble or self._tier.refusal() or self._too_late()
+        if self._tier.memory is not None:
+            no_room = self._no_room(sum(output.image.nbytes for output in outputs))
+            self._trouble = self._trouble or no_room
         try:
             if self._own.name and not self._trouble:
                 super().open(outputs, pace)
@@ -137,6 +145,19 @@ class NodePlace(Place):
             output.file.close()
         self._go_past(why, pace, sum(output.image.nbytes for output in outputs))
         super().open(outputs, pace)
+
+    def _no_room(self, nbytes: int) -> str:
+        """Returns why the ranks of this node may not write these bytes each, in words; "" if they
+        may. The first of them says so for all.
+        """
+        agreement, nodes = self._agreement, self._tier.nodes()
+        first = nodes.first(agreement.rank)
+        agreement.put("bytes", b"%d" % nbytes)
+        if first == agreement.rank:
+            needed = sum(int(agreement.get("bytes", rank)) for rank in nodes.beside(first))
+            why = self._trouble or self._tier.no_room_on_node(self._own.name, needed)
+            agreement.put("room", why.encode(errors="replace"))
+        return agreement.get("room", first).decode()
 
     def _too_late(self) -> str:
         """Returns why the job ends too soon for the local tier, in words; "" if it does not. The
@@ -242,6 +263,9 @@ class NodePlace(Place):
         # The save's staging memory is free now: later saves stage and commit locally meanwhile.
         save.copying.close()
         save.release()
+        if not self._is_due:
+            self._handle.path = self._own.path()
+            return
         stats, rank, nodes = self._handle.stats, self._agreement.rank, self._tier.nodes()
         wrote = [rank] if self._wrote_shard else []
         parts = [*wrote, OBJECTS_PART] if rank == 0 else wrote
@@ -283,10 +307,11 @@ class NodePlace(Place):
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         with closing(self._draining):
             if self._past is not None:
-                rank = self._agreement.rank
-                if failure is None and self._tier.nodes().first(rank) == rank:
+                if failure is None and self._is_first():
                     self._tier.drop_replaced(self._number)
                 self._past.end(pipeline, failure)
+            elif failure is None and not self._is_due and self._is_first():
+                self._tier.evict()
             drain, self._drain = self._drain, None
             if drain is not None:
                 drain.end(pipeline)

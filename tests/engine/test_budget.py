@@ -91,6 +91,5 @@ def test_ranks_that_a_launcher_has_started_share_the_memory(
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     assert environment.launched_on_machine() == ranks
-    monkeypatch.setattr(budget, "_memory_available_bytes", lambda: 48 << 30)
-    monkeypatch.setattr(budget, "_cgroup_headroom_bytes", lambda: 1 << 62)
+    monkeypatch.setattr(budget, "memory_left_bytes", lambda: 48 << 30)
     assert budget.default_budget_bytes() == (24 << 30) // ranks

@@ -1,0 +1,56 @@
+"""Memory: the argument of Checkpointer that has steps saved to the memory of the nodes first.
+
+The module checks its values. It must not know what there is in that memory.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from fastckpt.arguments.checks import check_count, check_path, check_size, optional
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A local tier in the node's memory, for `Checkpointer(root, local=fastckpt.Memory())`: files
+    on a tmpfs, which outlive the process, but not the machine, nor a container that is replaced.
+
+    Args:
+        keep: how many of the newest steps stay there. It needs room for one more.
+        budget: the most memory that steps may take on a node, as a number or a text such as
+            "64GiB". None: half of the file system's size, or of the memory that the node or the
+            container has left, if that is less. A save for which it is too small removes the
+            oldest steps that the root has had, or need not have, and else goes past the tier.
+        directory: a directory on a tmpfs of the node.
+        root_every: the root gets the steps that are multiples of this, and any with a deadline_s;
+            the others are in memory alone: result() returns when they are committed there. After a
+            crash the newest is copied to the root, whatever its number.
+
+    Raises:
+        ValueError, TypeError: one of them is out of range, or of another type.
+    """
+
+    keep: int = 2
+    budget: int | str | None = None
+    directory: str | os.PathLike[str] = "/dev/shm"
+    root_every: int = 1
+
+    def __post_init__(self) -> None:
+        check_count("keep", self.keep)
+        check_count("root_every", self.root_every)
+        _ = self.path, self.budget_bytes
+
+    @property
+    def path(self) -> str:
+        """The directory as an absolute path."""
+        return check_path("directory", self.directory)
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """The budget as a number."""
+        return optional(check_size, "budget", self.budget)
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether the root is to get a step."""
+        return step % self.root_every == 0

@@ -1,0 +1,92 @@
+"""MemoryBudget: how much of a node's memory the steps of a local tier on a tmpfs may take.
+
+The module looks at the file system and at the limits of the machine and the container before
+anything is written there. It must not know which steps may go.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+
+from fastckpt.arguments.memory import Memory
+from fastckpt.arguments.quantities import shown_size
+from fastckpt.steps.root import Steps
+from fastckpt.storage.machine import memory_left_bytes
+from fastckpt.storage.policies import magic_of, recognised
+
+_BLOCK = 512  # the unit of st_blocks, see stat(2)
+
+
+class MemoryBudget:
+    """The budget of one tier on this node.
+
+    Args:
+        memory: the caller's argument.
+        steps: the steps of the tier.
+
+    Attributes:
+        nbytes: how many bytes the steps may take together.
+
+    Raises:
+        ValueError: the directory is not on a tmpfs, or there is less memory than the budget.
+    """
+
+    def __init__(self, memory: Memory, steps: Steps) -> None:
+        self._steps = steps
+        self._promised: dict[str, int] = {}  # bytes of steps that are being written, by name
+        self._lock = threading.Lock()  # held where they are looked at and changed
+        path = memory.path
+        kind = recognised(magic_of(path), None) if os.path.isdir(path) else "missing"
+        if kind != "tmpfs":
+            raise ValueError(
+                f"Memory(directory={path!r}): it is {kind}, must be on a tmpfs, such as one made "
+                "by `mount -t tmpfs -o size=64g tmpfs DIRECTORY`; for storage of the node pass "
+                f"local={path!r}"
+            )
+        found = os.statvfs(path)
+        size, own = found.f_blocks * found.f_frsize, self.used()
+        granted = memory_left_bytes() + own
+        self.nbytes = memory.budget_bytes or min(size, granted) // 2
+        if self.nbytes > size:
+            raise ValueError(
+                f"Memory(budget={memory.budget!r}): {path!r} is a tmpfs of {shown_size(size)}, "
+                f"the budget needs {shown_size(self.nbytes)}: enlarge it (`mount -o remount,"
+                f"size=...`; of a container --shm-size, or a volume with medium: Memory)"
+            )
+        if self.nbytes > granted:
+            raise ValueError(
+                f"Memory(budget={memory.budget!r}): the memory that is left to this process, or "
+                f"taken by earlier steps, is {shown_size(granted)} by the limits of its cgroup and "
+                f"machine; the budget needs {shown_size(self.nbytes)}"
+            )
+
+    def used(self) -> int:
+        """Returns how many bytes the steps take, with those promised to steps being written."""
+        return sum(map(self._size_of, self._steps.names()))
+
+    def _size_of(self, name: str) -> int:
+        storage, path, nbytes = self._steps.storage, self._steps.path(name), 0
+        with suppress(OSError):  # the step is being removed
+            for entry in storage.names(path):
+                status = storage.status(os.path.join(path, entry))
+                nbytes += 0 if status is None else status.st_blocks * _BLOCK
+        promised = self._promised.get(name, 0) if self._steps.known(name).is_begun else 0
+        return max(nbytes, promised)
+
+    def take(self, name: str, nbytes: int) -> str:
+        """Promises bytes to a step that is being written; returns why it cannot, in words."""
+        with self._lock:
+            used = self.used()
+            if used + nbytes <= self.nbytes:
+                self._promised = {
+                    other: promised
+                    for other, promised in self._promised.items()
+                    if self._steps.known(other).is_begun
+                } | {name: nbytes}
+                return ""
+        return (
+            f"has a budget of {shown_size(self.nbytes)} on this node: the step needs "
+            f"{shown_size(nbytes)}, and steps that have to stay take {shown_size(used)}"
+        )

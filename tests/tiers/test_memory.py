@@ -1,0 +1,145 @@
+"""Promise: a step in the nodes' memory outlives the process, within a budget looked at ahead.
+
+What any local tier promises is test_tiers.py's business; this is about what memory adds.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastckpt import Checkpointer, Memory
+from fastckpt.storage.file_system import Storage
+from fastckpt.tiers import memory_budget
+from tests.files.test_faults import mounted
+from tests.interpreters import Program
+from tests.steps.test_checkpointer import assert_holds, directories, state
+from tests.storm import Storm
+from tests.tiers.test_tiers import local, local_steps
+
+__all__ = ["local"]
+MIB = 1 << 20
+
+
+def names(*steps: int) -> list[str]:
+    return [f"step-{step:08d}" for step in steps]
+
+
+def taken_from(checkpointer: Checkpointer) -> set[str]:
+    return {os.path.dirname(path) for path in checkpointer.restored_from.values()}
+
+
+def test_the_root_takes_some_steps_and_memory_all(disk: Path, local: Path) -> None:
+    """A job that ends is followed by one that finds the newest in memory, and copies it."""
+    root, memory = disk / "run", Memory(directory=local, root_every=4, budget="400MiB")
+    with Checkpointer(root, local=memory) as checkpointer:
+        for step in range(7):
+            handle = checkpointer.save(step, state(step))
+            stats = handle.result()
+            assert stats.local_committed_s is not None
+            assert Path(handle.path).is_relative_to(local if step % 4 else root)
+    assert directories(root) == names(0, 4)
+    assert local_steps(local) == names(5, 6), "older ones go, though the root never had them"
+    with Checkpointer(root, local=memory) as checkpointer:
+        found = state(999)
+        assert checkpointer.restore(found) == 6
+        assert_holds(found, 6)
+        assert all(path.startswith(str(local)) for path in taken_from(checkpointer))
+    assert directories(root) == names(0, 4, 6), "the newest alone is copied"
+    with Checkpointer(root, local=memory) as checkpointer:
+        checkpointer.save(9, state(9), deadline_s=60.0).result()
+        assert checkpointer.steps() == [0, 4, 6, 9], "the job ends soon"
+
+
+def test_steps_stay_within_the_budget(
+    disk: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest goes that the root has had; where none may go, the step goes past the memory."""
+    root, taken = disk / "run", list[int]()
+    model = {"w": torch.zeros(6 << 20)}
+    real = Storage.allocate
+
+    def allocate(storage: Storage, fd: int, nbytes: int) -> None:
+        real(storage, fd, nbytes)
+        taken.append(sum(path.stat().st_blocks * 512 for path in local.rglob("*.*")))
+
+    monkeypatch.setattr(Storage, "allocate", allocate)
+    memory = Memory(directory=local, keep=9, budget=100 * MIB, root_every=2)
+    with Checkpointer(root, local=memory) as checkpointer:
+        for step in range(8):
+            model["w"].fill_(step)
+            stats = checkpointer.save(step, model).result()
+            assert stats.local_committed_s is not None, stats.local_why
+        assert local_steps(local) == names(5, 6, 7)
+        assert 72 * MIB < max(taken) <= 100 * MIB
+    small = Memory(directory=local, budget=30 * MIB)
+    with Checkpointer(root, local=small) as checkpointer:
+        stats = checkpointer.save(8, model).result()
+        assert stats.local_committed_s is None
+        assert "has a budget of 30.0 MiB on this node: the step needs 40" in stats.local_why
+        assert checkpointer.restore(model) == 8
+
+
+@pytest.mark.filesystem
+def test_what_memory_there_is_is_looked_at_ahead(
+    disk: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(memory: Memory) -> str:
+        with pytest.raises(ValueError) as caught:
+            Checkpointer(disk / "run", local=memory)
+        return str(caught.value)
+
+    assert "must be on a tmpfs" in refused(Memory(directory="/proc"))
+    assert "it is missing" in refused(Memory(directory=local / "nothing"))
+    with mounted("tmpfs", disk, 64 * MIB) as small:
+        told = refused(Memory(directory=small, budget="1GiB"))
+        assert "a tmpfs of 64.0 MiB" in told and "needs 1.00 GiB" in told and "--shm-size" in told
+    monkeypatch.setattr(memory_budget, "memory_left_bytes", lambda: 32 * MIB)
+    assert "is 32.0 MiB by the limits" in refused(Memory(directory=local, budget="1GiB"))
+    for values in ({"keep": 0}, {"root_every": 0}, {"budget": "much"}, {"directory": ""}):
+        with pytest.raises(ValueError):
+            Memory(**values)
+
+
+SAVING = """
+import itertools, sys
+from fastckpt import Checkpointer, Memory
+from tests.steps.test_checkpointer import state
+
+root, local, begin = sys.argv[1], sys.argv[2], int(sys.argv[3])
+memory = Memory(directory=local, root_every=3, budget="400MiB")
+with Checkpointer(root, local=memory, keep_last=2) as checkpointer:
+    for step in itertools.count(begin):
+        checkpointer.save(step, state(step)).wait_local()
+        print(step, flush=True)
+"""
+
+
+@pytest.mark.torture
+def test_a_kill_at_any_moment(disk: Path, local: Path, storm: Storm) -> None:
+    """The newest step that was committed in memory is restored, and in the root after that."""
+    root, memory = disk / "run", Memory(directory=local, root_every=3, budget="400MiB")
+    begin, saves = 1, 0
+    for rng in storm.rounds(suite=2, torture=300):
+        with Program(SAVING, root, local, begin) as program:
+            for _ in range(rng.randrange(1, 6)):
+                program.stdout.readline()
+            ready, _, _ = select.select([program._status], [], [], rng.uniform(0.0, 0.03))
+            assert not ready, program.stderr.read()
+            program.kill()
+            program.wait()
+            committed = [int(line) for line in program.stdout]
+        found = state(999)
+        with Checkpointer(root, local=memory, keep_last=2) as checkpointer:
+            step = checkpointer.restore(found)
+            assert step is not None and step >= max(committed, default=begin)
+            assert_holds(found, step)
+            assert all(path.startswith(str(local)) for path in taken_from(checkpointer))
+        with Checkpointer(root) as checkpointer:
+            assert checkpointer.latest() == step
+        saves, begin = saves + step - begin, step + 1
+    print(saves, "saves")
