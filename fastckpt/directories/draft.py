@@ -103,7 +103,7 @@ class Draft(HiddenDirectory):
     """A hidden directory, and the files of it that are written later.
 
     Args:
-        storage, path, beside: as HiddenDirectory's.
+        storage, path, beside, later: as HiddenDirectory's.
         devices: the devices whose memory may be read later.
         fence: with "step", small tensors are copied now, and tensors that change too early noticed.
         agreement: the save's round.
@@ -130,8 +130,10 @@ class Draft(HiddenDirectory):
         beside: str | None,
         fence: Fence,
         agreement: Round,
+        *,
+        later: bool = False,
     ) -> None:
-        super().__init__(storage, path, beside)
+        super().__init__(storage, path, beside, later=later)
         self.path = path
         self.fence = fence
         self.agreement = agreement

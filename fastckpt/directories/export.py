@@ -175,7 +175,8 @@ def export(
             another file of the export, is a directory, or has more than 1 GiB; or an argument is
             out of range.
         CheckpointError: an earlier save failed, and nobody asked for its error.
-        StorageError: one of `files` cannot be read, or the directory's parent cannot be made.
+        StorageError: one of `files` cannot be read, or the look at `directory` has not returned for
+            timeout_s. All other errors of the file system are raised by result().
     """
     options = HuggingFace(directory, 1, None, dtype, rename, only, shard_bytes, files)
     how = Writing(group, fence, durable, staging_bytes, timeout_s)
@@ -271,7 +272,9 @@ def _exported(
             {leaf.key: leaf.local for leaf in leaves},
         )
 
-    return save_directory(path, fill, on_error=on_error, retain=retaining, **how._asdict())
+    return save_directory(
+        path, fill, on_error=on_error, retain=retaining, later=True, **how._asdict()
+    )
 
 
 def _check_dtype(dtype: object) -> None:

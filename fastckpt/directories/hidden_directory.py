@@ -32,6 +32,7 @@ class HiddenDirectory:
         beside: the directory to make the hidden one in; None: that of `path`.
         name: the name of the hidden one, which another rank has chosen. All ranks that see the
             directory put files into it; the one that was first commits or discards it.
+        later: whether make() is called later; `path` and `beside` are without symbolic links then.
 
     Attributes:
         directory: the directory, which has the last name of `path`. Files may be written there at
@@ -49,13 +50,36 @@ class HiddenDirectory:
     """
 
     def __init__(
-        self, storage: Storage, path: str, beside: str | None = None, name: str = ""
+        self,
+        storage: Storage,
+        path: str,
+        beside: str | None = None,
+        name: str = "",
+        *,
+        later: bool = False,
     ) -> None:
         self._storage = storage
         self._path = path
-        self.beside = os.path.realpath(beside or os.path.dirname(path))
+        self.beside = beside or os.path.dirname(path)
+        if not later:
+            self.beside = os.path.realpath(self.beside)
         self.grown: list[str] = []
-        self.is_kept = False
+        self.is_kept = self.is_own = False
+        last = os.path.basename(path)
+        self.root = os.path.join(self.beside, name or atomic.temporary_path(last))
+        self.name = os.path.basename(self.root)
+        self.directory = os.path.join(self.root, last)
+        self.lock: int | None = None
+        if not later:
+            self.make(joins=bool(name))
+
+    def make(self, *, joins: bool = False) -> None:
+        """Makes the hidden directory, and what is missing above it. Raises StorageError.
+
+        Args:
+            joins: whether another rank may have made it.
+        """
+        storage, path = self._storage, self._path
         for directory in {self.beside, os.path.dirname(path)}:
             with reported("make directory", directory):
                 above = directory
@@ -63,19 +87,13 @@ class HiddenDirectory:
                     above = os.path.dirname(above)
                     self.grown.append(above)
                 storage.make_directory(directory, parents=True)
-        last = os.path.basename(path)
-        self.root = os.path.join(self.beside, name or atomic.temporary_path(last))
-        self.name = os.path.basename(self.root)
-        self.directory = os.path.join(self.root, last)
-        self.is_own = True
-        self.lock: int | None = None
         with reported("make directory", self.root):
             try:
                 storage.make_directory(self.root)
+                self.is_own = True
             except FileExistsError:
-                if not name:
+                if not joins:
                     raise
-                self.is_own = False
             try:
                 if self.is_own:
                     self.lock = storage.open(self.root)

@@ -57,6 +57,7 @@ def save_directory(
     timeout_s: float = TIMEOUT_S,
     retain: Callable[[], None] | None = None,
     replaces: bool = True,
+    later: bool = False,
 ) -> InnerHandle:
     """Saves a directory in the background and commits it atomically.
 
@@ -79,6 +80,7 @@ def save_directory(
         retain: called in the background on the first rank, after the commit, to remove directories
             that are no longer needed.
         replaces: whether an old directory is replaced; if not, and there is one, the save fails.
+        later: whether the directory is made in the background, since fill() writes nothing at once.
 
     Returns:
         A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
@@ -107,7 +109,8 @@ def save_directory(
     handle = made(path)
     agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
     try:
-        job = _begun(handle, agreement, fill, beside, fence, options, on_error, retain, replaces)
+        how = (beside, fence, options, on_error, retain, replaces, later)
+        job = _begun(handle, agreement, fill, *how)
     except Exception as error:
         if on_error == "raise":
             raise
@@ -126,6 +129,7 @@ def _begun(
     on_error: str,
     retain: Callable[[], None] | None,
     replaces: bool,
+    later: bool,
 ) -> Save:
     """Captures the state before the caller may go on to change it, and returns the save."""
     with agreement.failing():
@@ -133,10 +137,10 @@ def _begun(
         if on_error == "raise":
             current.raise_unreported(handle.path, handle.kind)
         to = (handle.path, beside, fence, agreement)
-        draft = Draft(current.storage, current.staging.devices, *to)
+        draft = Draft(current.storage, current.staging.devices, *to, later=later)
         try:
             fill(draft)
-            if not is_directory(current.storage, draft.directory):
+            if not later and not is_directory(current.storage, draft.directory):
                 raise CheckpointError(f"fill() has put nothing into {draft.directory!r}")
             path = handle.path
             how = (options.durable, retain, replaces)

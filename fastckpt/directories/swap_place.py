@@ -71,6 +71,8 @@ class SwapPlace(Place):
         return self._draft.made(name, purpose)
 
     def begin(self) -> None:
+        if not self._draft.is_own:
+            self._draft.make()
         atomic.remove_dead_directories(self.storage, self._draft.beside)
 
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:

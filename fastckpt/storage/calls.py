@@ -199,6 +199,8 @@ def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         except GivenUp:
             if name == "close":
                 _closes(args[0], subject)
+            elif name == "make_directory" and divided(os.path.basename(subject))[1] is not None:
+                _thread.left.append(subject)
             elif result is not None and name in _OPENING:
                 if name == "create":
                     _unmake(result, args[0])

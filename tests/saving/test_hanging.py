@@ -21,7 +21,7 @@ import torch
 import fastckpt
 from fastckpt import Checkpointer, StorageError
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.save import save_directory
+from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.engine import transfer
 from fastckpt.integrations import dcp
 from fastckpt.latch import within
@@ -293,6 +293,21 @@ def test_a_step_that_is_named_after_it_was_given_up_makes_no_room(disk: Path) ->
         checkpointer.save(4, state_of(4)).result(WAIT_S)
         checkpointer.close()  # which removes what need not stay
         assert {path.name[-1] for path in mount.files.glob("run/step-*")} == {"2", "3", "4"}
+
+
+@pytest.mark.filesystem
+def test_an_export_to_a_server_that_does_not_answer_holds_up_no_caller(disk: Path) -> None:
+    """The directory is made in the background; one that is made late does not stay."""
+    with mounted_fuse(disk, "through") as mount:
+        path, state = mount.point / "hf", {"w": torch.ones(9)}
+        with silent(mount, "mkdir"):
+            handle = within(WAIT_S, lambda: fastckpt.export(state, path, timeout_s=0.6))
+            error = handle.exception(WAIT_S)
+            assert isinstance(error, StorageError) and error.op == "make directory"
+            assert error.errno == errno.ETIMEDOUT
+        assert os.listdir(mount.files) == []
+        fastckpt.export(state, path).result(WAIT_S)
+        wait_for_directories(str(mount.point))
 
 
 @pytest.mark.filesystem

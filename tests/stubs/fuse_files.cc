@@ -71,7 +71,11 @@ int list(const char* path, void* buffer, fuse_fill_dir_t fill, off_t, fuse_file_
     return 0;
 }
 
-int make_directory(const char* path, mode_t mode) { return result(mkdir(at(path).c_str(), mode)); }
+int make_directory(const char* path, mode_t mode) {
+    const int error = fault("mkdir");
+    return error != 0 ? error : result(mkdir(at(path).c_str(), mode));
+}
+
 int remove_directory(const char* path) { return result(rmdir(at(path).c_str())); }
 
 int remove_file(const char* path) {
