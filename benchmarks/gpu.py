@@ -16,7 +16,6 @@ import sys
 import traceback
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import harness
 import torch
@@ -69,33 +68,26 @@ def unjudged(lines: list[Line]) -> list[Line]:
     return [line if line.bar == "yes" else replace(line, bar="", passed=None) for line in lines]
 
 
-def run(options: argparse.Namespace, device: Cuda, directory: Path, record: Row) -> None:
+def run(options: argparse.Namespace, here: Here, record: Row) -> None:
     """Run the chosen parts and put what they found into the record, part by part.
 
     The record is written after each: hours on a GPU end when they end.
     """
-    nbytes = int(options.gib * 2**30)
-    sizes = nbytes, options.rounds, options.every, options.step_s
-    here = Here(device, *sizes, directory)
-    record |= {"missing": here.missing, "failures": here.failures}
-    record |= {"lines": {}, "tables": {}, "results": {}}
-    try:
-        for name in (name for name in PARTS if name in options.parts):
-            try:
-                found: Measured = PARTS[name][1](here)
-            except Exception as error:  # the other parts may still say something
-                traceback.print_exc()
-                text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-                here.failures.append(f"{name}: {text}")
-                continue
-            lines = found.lines if device.judged else unjudged(found.lines)
-            record["lines"] |= recorded({name: lines})
-            record["tables"][name] = found.tables
-            record["results"][name] = found.rows
-            if options.out is not None:
-                harness.write(record, options.out, "gpu")
-    finally:
-        here.close()
+    for name in (name for name in PARTS if name in options.parts):
+        try:
+            found: Measured = PARTS[name][1](here)
+        except Exception as error:  # the other parts may still say something
+            harness.heed()
+            traceback.print_exc()
+            text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            here.failures.append(f"{name}: {text}")
+            continue
+        lines = found.lines if here.device.judged else unjudged(found.lines)
+        record["lines"] |= recorded({name: lines})
+        record["tables"][name] = found.tables
+        record["results"][name] = found.rows
+        if options.out is not None:
+            harness.write(record, options.out, "gpu")
 
 
 def main() -> int:
@@ -113,19 +105,26 @@ def main() -> int:
     warnings.filterwarnings("ignore")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for the processes started from here
     record: Row = {"judged": device.judged, "notes": [] if device.judged else [NO_NUMBERS]}
-    ended = 0
-    # Some rivals log to stdout; that is for the result alone.
-    with harness.place("gpu", options.dir) as directory, contextlib.redirect_stdout(sys.stderr):
-        record["environment"] = harness.environment(directory)
-        record["gpu"] = gpu = device.facts()
-        record["notes"].append(f"{gpu['name']}; driver {gpu['driver']}; {gpu['pcie']}")
-        record["titles"] = {name: title for name, (title, _run) in PARTS.items()}
-        try:
-            run(options, device, directory, record)
-        except SystemExit as signalled:  # what was measured until then is shown
-            ended = int(str(signalled.code))
-            record["failures"].append(f"ended by signal {ended - 128} before all was measured")
-    missed = harness.concluded(record, options.out, "gpu")
+    record |= {"lines": {}, "tables": {}, "results": {}}
+    ended, sizes = 0, (int(options.gib * 2**30), options.rounds, options.every, options.step_s)
+    with (
+        harness.place("gpu", options.dir) as directory,
+        contextlib.closing(Here(device, *sizes, directory)) as here,
+    ):
+        record |= {"missing": here.missing, "failures": here.failures}
+        # Some rivals log to stdout; that is for the result alone.
+        with contextlib.redirect_stdout(sys.stderr):
+            record["environment"] = harness.environment(directory)
+            record["gpu"] = gpu = device.facts()
+            record["notes"].append(f"{gpu['name']}; driver {gpu['driver']}; {gpu['pcie']}")
+            record["titles"] = {name: title for name, (title, _run) in PARTS.items()}
+            try:
+                run(options, here, record)
+            except SystemExit as signalled:  # what was measured until then is shown
+                ended = int(str(signalled.code))
+                record["failures"].append(f"ended by signal {ended - 128} before all was measured")
+        # At once: a peer may take longer to end than whoever sent the signal waits.
+        missed = harness.concluded(record, options.out, "gpu")
     names = ("fastckpt", *PARTS)
     failed = any(line.startswith(names) for line in record["failures"])
     return ended or missed or int(failed)

@@ -273,7 +273,7 @@ stage engine 200 facts engine
 [ "$DEVICE" = stub ] || GPU=$(timeout 60 "$PYTHON" -c 'import torch; print(torch.cuda.is_available())')
 stage checks 130 checks 'checks full "$DISK"'
 stage tests 60 checks tests
-stage bench-ram 170 bench 'bench "$GIB" --dir "$RAM" --parts copy,call,train'
+stage bench-ram $((110 + 35 * ROUNDS)) bench 'bench "$GIB" --dir "$RAM" --parts copy,call,train'
 stage probe 45 checks 'checks probe "$RAM"'
 stage gds 90 gds gds
 stage sanitizer 60 sanitizer sanitizer

@@ -79,12 +79,29 @@ def place(kind: str, parent: Path) -> Iterator[Path]:
     would, so that devices, mounts and processes are taken away.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+        signal.signal(number, _end)
     directory = Path(tempfile.mkdtemp(prefix=f"bench-{kind}-", dir=parent)).resolve()
     try:
         yield directory
     finally:
+        _signals.clear()
         shutil.rmtree(directory)
+
+
+_signals: list[int] = []  # those that are to end this process
+
+
+def _end(number: int, _frame: object) -> None:
+    _signals.append(number)
+    heed()
+
+
+def heed() -> None:
+    """End the process if a signal has come that is to end it: a rival may have caught SystemExit,
+    or raised another error in its place, as torch.distributed.checkpoint does.
+    """
+    if _signals:
+        sys.exit(128 + _signals[0])
 
 
 def environment(directory: Path) -> Row:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from ceiling import Ceiling, memory_copies
-from harness import Row, progress
+from harness import Row, heed, progress
 from rivals.peer import Peer, State
 from rivals.process import in_process, in_process_of, reason_of
 from storage import drop_page_cache, fsync_path, fsync_tree, remove, size_of
@@ -111,11 +111,13 @@ def one_turn(peer: Peer, nbytes: int, directory: Path, loading: bool) -> Row:
 
 def attempted(peer: str, measure: Callable[[], Row]) -> Row:
     """Measure; a failure becomes a row that says so instead of the end of the run."""
+    heed()
     try:
         return measure()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a peer's result; torch's CheckpointException is no Exception
+        heed()
         text = reason_of(error)
         progress(f"{peer} FAILED: {text}")
         return {"peer": peer, "error": text}

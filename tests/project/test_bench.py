@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -23,8 +24,9 @@ from tests.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import ceiling
+import harness
 from rivals import PEERS, dcp, environment, process
-from saving import blank_like
+from saving import attempted, blank_like
 
 from fastckpt.cli.bench import fio
 from fastckpt.cli.bench.state import differing
@@ -171,3 +173,21 @@ def test_it_measures_and_finds_every_load_right(tmp_path: Path) -> None:
     assert peers["drag"] == ["torch.save", "fastckpt"]
     assert all(row["wrong_tensors"] == [] for row in record["results"]["saves"]["rows"])
     assert [path.name for path in tmp_path.iterdir()] == ["results"]
+
+
+def test_a_signal_ends_the_run_although_a_rival_makes_another_error_of_it(disk: Path) -> None:
+    def rival() -> dict[str, Any]:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except BaseException as error:  # as torch.distributed.checkpoint does
+            raise RuntimeError("checkpoint failed") from error
+        return {}
+
+    before = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGHUP)]
+    try:
+        with pytest.raises(SystemExit) as ended, harness.place("test", disk):
+            attempted("rival", rival)
+        assert ended.value.code == 128 + signal.SIGTERM
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
