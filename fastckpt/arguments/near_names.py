@@ -21,10 +21,11 @@ _SHOWN_MAX = 3
 _LISTED_MAX = 5
 
 
-def listed(names: Iterable[str]) -> str:
-    """Returns the first few of these names, and how many more there are."""
+def listed(names: Iterable[str], count: int | None = None) -> str:
+    """Returns the first few of these names, and how many more there are: of `count`, if given."""
     told = [*names]
-    more = f" and {len(told) - _LISTED_MAX} more" if len(told) > _LISTED_MAX else ""
+    left = (count or len(told)) - _LISTED_MAX
+    more = f" and {left} more" if left > 0 else ""
     return ", ".join(told[:_LISTED_MAX]) + more
 
 

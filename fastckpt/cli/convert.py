@@ -93,12 +93,16 @@ def run(arguments: argparse.Namespace) -> int:
                 nest = _nested(state) if tensors.has_paths else state
                 _SAVERS[arguments.to](target, nest, int(number))
         nbytes, others = sum(copy.nbytes for copy in copies), tensors.others
+        count, names = tensors.left_out
     if arguments.json:
         told = {"path": target, "tensors": len(copies), "nbytes": nbytes, "others": others}
-        print(json.dumps(told, indent=1))
-    else:
-        left = shown_others(others)
-        print(f"{target}: {len(copies)} tensors, {shown_size(nbytes)}{left and '; '}{left}")
+        print(json.dumps({**told, "left_out": count}, indent=1))
+        return 0
+    words = [f"{target}: {len(copies)} tensors, {shown_size(nbytes)}"]
+    if count:
+        first = listed(map(shown_name, names), count)
+        words.append(f"left out: {count} values that are no tensors ({first})")
+    print("; ".join([*words, *filter(None, [shown_others(others)])]))
     return 0
 
 

@@ -118,9 +118,9 @@ _COMMANDS = {
     "convert": _command(
         "copy the tensors of a checkpoint into another format",
         "Copies the tensors of a checkpoint of any kind, bit by bit unless --dtype is given, and "
-        "nothing else of it: no steps, no objects. Nothing of SRC is run. What is verified when "
-        "read is verified. DST appears when it is whole and durable, or not at all. The exit "
-        "status is 0, or 1 if something could not be done.",
+        "nothing else of it: no steps, no objects; it says what was left out. Nothing of SRC is "
+        "run. What is verified when read is verified. DST appears when it is whole and durable, "
+        "or not at all. The exit status is 0, or 1 if something could not be done.",
         _path("source", "SRC", "as inspect's PATH"),
         _path("target", "DST", "the path to make, which must not exist (a root of steps may)"),
         _any(

@@ -41,7 +41,7 @@ class ArrangedSource:
 
     def __init__(self, source: Source, fit: Fit, path: str) -> None:
         self._source = source
-        self.kind, self.facts, self.others = source.kind, source.facts, source.others
+        self.kind, self.facts, self.rest = source.kind, source.facts, source.rest
         self.has_paths, self.is_verified = source.has_paths, source.is_verified
         self._forms: dict[str, Form] = {}
         self.tensors: dict[str, Stored] = {}

@@ -19,7 +19,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.lazy.described import Described
-from fastckpt.lazy.source import Shard, Stored, Wanted
+from fastckpt.lazy.source import Rest, Shard, Stored, Wanted
 from fastckpt.plan.boxes import row_major, whole
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import Body
@@ -94,8 +94,7 @@ class ExtentsSource:
         bodies: the files. A tensor may also lie in the tail behind a body.
         places: the place of each tensor, by name.
         close: closes the files.
-        others: how many objects were passed over, by what makes them; None: names are no paths of
-            keys, and nothing was.
+        rest: what else is there; None: names are no paths of keys, and there is nothing else.
         begin_of: returns where a record begins in the file, or raises; default: there are none.
 
     Attributes:
@@ -109,13 +108,13 @@ class ExtentsSource:
         bodies: Sequence[Body],
         places: Mapping[str, Place],
         close: Callable[[], None],
-        others: Mapping[str, int] | None = None,
+        rest: Rest | None = None,
         begin_of: Callable[[str], int] = len,
     ) -> None:
         self.kind = kind
         self.facts: dict[str, int | str] = {"files": len(bodies)}
         self.is_verified = bool(bodies) and all(body.index.block_crcs for body in bodies)
-        self.others, self.has_paths = others or {}, others is not None
+        self.rest, self.has_paths = rest or Rest(), rest is not None
         self.stored = _Forms(bodies).stored
         self.tensors: Mapping[str, Stored] = Described(places, self.stored)
         self._places, self._begin_of = places, begin_of

@@ -178,13 +178,13 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
 
 def _passed_over(source: Source) -> str:
     """Returns words, to follow "the checkpoint has not", about the objects that it has instead."""
-    count = sum(its for maker, its in source.others.items() if maker.endswith(".DTensor"))
+    count = sum(its for maker, its in source.rest.others.items() if maker.endswith(".DTensor"))
     if count:
         return (
             f": it has DTensors instead ({count} of them), of each of which torch.save writes one "
             "rank's part: save them by a Checkpointer, or what their full_tensor() returns"
         )
-    found = [f"{count} of {maker}" for maker, count in source.others.items()]
+    found = [f"{count} of {maker}" for maker, count in source.rest.others.items()]
     return f": it has objects instead, which are not looked into ({listed(found)})" if found else ""
 
 

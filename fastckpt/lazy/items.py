@@ -19,7 +19,7 @@ from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_load import OURS, ItemsFile, Request
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.lazy.source import Shard, Stored, Wanted
+from fastckpt.lazy.source import NAMES_MAX, Rest, Shard, Stored, Wanted
 from fastckpt.plan.boxes import Box, covers, intersect
 from fastckpt.storage.file_system import Storage
 
@@ -53,11 +53,11 @@ class ItemsSource:
         metadata = dcp_metadata.read(storage, os.path.join(path, dcp_metadata.NAME), True)
         self._chunks: dict[str, list[_Chunk]] = {}
         self.tensors: dict[str, Stored] = {}
-        self.others: dict[str, int] = {}
+        objects: list[str] = []
         paths: dict[str, str] = {}  # of files, by their names
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
-                self.others["a pickled object"] = self.others.get("a pickled object", 0) + 1
+                objects.append(name)
                 continue
             chunks = self._chunks[name] = []
             for chunk in stored.chunks:
@@ -76,6 +76,8 @@ class ItemsSource:
                 tuple(stored.size),
                 tuple(Shard(chunk.path, chunk.box) for chunk in chunks),
             )
+        others = {"a pickled object": len(objects)} if objects else {}
+        self.rest = Rest(others, len(objects), tuple(objects[:NAMES_MAX]))
         files = {*paths.values()}
         self.facts: dict[str, int | str] = {"files": len(files)}
         for file in files:

@@ -6,11 +6,14 @@ It must not know any format.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
 
 from fastckpt.plan.boxes import Box
+
+NAMES_MAX = 20  # of values that are no tensors
 
 
 class Shard(NamedTuple):
@@ -47,6 +50,21 @@ class Wanted(NamedTuple):
     target: torch.Tensor
 
 
+class Rest(NamedTuple):
+    """The values of a checkpoint that are no tensors.
+
+    Attributes:
+        others: how many objects, which may hold tensors, are there and were passed over, by what
+            makes them.
+        total: how many values there are, these objects among them; a list of plain ones is one.
+        names: of the first of them.
+    """
+
+    others: Mapping[str, int] = MappingProxyType({})
+    total: int = 0
+    names: tuple[str, ...] = ()
+
+
 class Source(Protocol):
     """An opened checkpoint of some format.
 
@@ -56,8 +74,7 @@ class Source(Protocol):
         has_paths: whether names are paths of keys joined by "/", in which keys are escaped.
         is_verified: whether every byte that is read is compared with a checksum.
         tensors: what is there, by name, in the order of the checkpoint.
-        others: how many objects, which may hold tensors, are there and were passed over, by what
-            makes them.
+        rest: what else is there.
     """
 
     @property
@@ -76,7 +93,7 @@ class Source(Protocol):
     def tensors(self) -> Mapping[str, Stored]: ...
 
     @property
-    def others(self) -> Mapping[str, int]: ...
+    def rest(self) -> Rest: ...
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Reads parts into their targets; several threads may call it.

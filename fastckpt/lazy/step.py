@@ -61,7 +61,7 @@ class StepSource:
             body = self._files.enter_context(copies.body(manifest))
             objects = zip_of_ours(body, is_of_step=True)
             self._objects = objects.source(self.kind)
-            self.others = objects.others
+            self.rest = objects.rest
             parts.check(objects.tensors)
             self._places = objects.tensors
             small, in_shards = self._objects.stored, parts.stored

@@ -43,13 +43,16 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             class or function that makes them, such as "torch._utils._rebuild_sparse_tensor". They
             are not looked into, since that would run code. Values of PerRank do not count, nor do
             attributes of tensors and dicts.
+        left_out: how many values the checkpoint has that are no tensors, those objects among them,
+            and the names of the first. A list of plain values is one, and so is a PerRank.
     """
 
     def __init__(self, path: str, source: Source) -> None:
         self.path = path
         self.kind, self.is_verified = source.kind, source.is_verified
         self.has_paths = source.has_paths
-        self.facts, self.others = dict(source.facts), dict(source.others)
+        self.facts, self.others = dict(source.facts), dict(source.rest.others)
+        self.left_out = source.rest.total, source.rest.names
         self._source = source
         self._pid = os.getpid()
         # Whoever forgets to close this gets its files closed when it is collected.

@@ -20,6 +20,7 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_records
 from fastckpt.formats.zip_records import Directory
 from fastckpt.lazy.extents import ExtentsSource
+from fastckpt.lazy.source import Rest
 from fastckpt.lazy.torch_names import StoredView, names_of
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body
@@ -45,21 +46,21 @@ class TorchZip(NamedTuple):
         records: by their names in the archive.
         begin_of: returns where the data of a record begins, or raises.
         tensors: by name, as the pickle describes them; in a step's objects also placeholders.
-        others: how many objects were passed over, by what makes them.
+        rest: what else its pickle names.
     """
 
     body: Body
     records: Mapping[str, Record]
     begin_of: Callable[[str], int]
     tensors: Mapping[str, StoredView | Stored]
-    others: Mapping[str, int]
+    rest: Rest
 
     def source(self, kind: str, close: Callable[[], None] = lambda: None) -> ExtentsSource:
         """Returns a Source of the tensors that lie in this file; its close() calls `close`."""
         with naming(self.body.path):
             found = self._placed()
-        staging, others = self.body.staging, self.others
-        return ExtentsSource(kind, staging, [self.body], found, close, others, self.begin_of)
+        staging, rest = self.body.staging, self.rest
+        return ExtentsSource(kind, staging, [self.body], found, close, rest, self.begin_of)
 
     def _placed(self) -> dict[str, StoredView]:
         found = {n: view for n, view in self.tensors.items() if type(view) is StoredView}
@@ -185,7 +186,7 @@ def _opened(
         found = bytes(order[:20])
         raise IncompatibleCheckpoint(f"its byte order is {found!r}, must be {_LITTLE!r}")
     names = names_of(bytes(content(_PICKLE)), is_of_step=is_of_step)
-    return TorchZip(body, records, begin_of, names.tensors, names.others)
+    return TorchZip(body, records, begin_of, names.tensors, names.rest)
 
 
 def _content(

@@ -7,7 +7,7 @@ and counted, so that a file with a user's objects can be opened, too. It must no
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from fastckpt.formats.plain_pickle import NUMBER_END, Callee, Ignored, Instance,
 from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.formats.value_names import escaped, items_in
 from fastckpt.lazy.extents import Form
+from fastckpt.lazy.source import NAMES_MAX, Rest
 from fastckpt.state.tree import PER_RANK, Stored, stored_of, unescaped
 
 _FILE = 0  # the number of a torch zip, which is one file
@@ -69,16 +70,15 @@ class StoredView(NamedTuple):
 
 
 class Names(NamedTuple):
-    """The tensors that a pickle names, and a count of the rest.
+    """The values that a pickle names.
 
     Attributes:
         tensors: the tensors by name; in a step's objects also the placeholders of those in shards.
-        others: how many objects were passed over, by the name of the class or function that makes
-            them. They may hold tensors.
+        rest: the others; what makes an object has the name of a class or function.
     """
 
     tensors: dict[str, StoredView | Stored]
-    others: dict[str, int]
+    rest: Rest
 
 
 class _Storage(NamedTuple):
@@ -119,7 +119,9 @@ class _Walk:
 
     def __init__(self, characters: int, is_of_step: bool) -> None:
         self._left, self._is_of_step = characters, is_of_step
-        self._found = Names({}, {})
+        self._tensors: dict[str, StoredView | Stored] = {}
+        self._others: dict[str, int] = {}
+        self._count, self._first = 0, list[str]()  # of values that are no tensors
         self._number: dict[str, int] = {}  # of tensors by each name that more than one has
 
     def run(self, nest: Any) -> Names:
@@ -131,15 +133,16 @@ class _Walk:
             items, prefix = levels[-1]
             for key, value in items:
                 if type(key) is StoredView:
-                    self._found.tensors[self._unique(f"{prefix}key")] = key
+                    self._tensors[self._unique(f"{prefix}key")] = key
                 if type(value) in _NODES:
                     name = self._name(prefix, key)
-                    if (inner := self._leaf_or_items(name, value)) is not None:
-                        levels.append((inner, f"{name}/" if len(levels) > 1 else ""))
+                    below = f"{name}/" if len(levels) > 1 else ""
+                    if (inner := self._leaf_or_items(name, below, value)) is not None:
+                        levels.append((inner, below))
                         break
             else:
                 levels.pop()
-        return self._found
+        return Names(self._tensors, Rest(self._others, self._count, tuple(self._first)))
 
     def _name(self, prefix: str, key: Any) -> str:
         if type(key) is not str:
@@ -153,35 +156,50 @@ class _Walk:
             )
         return name
 
-    def _leaf_or_items(self, name: str, value: Any) -> Iterator[tuple[Any, Any]] | None:
-        """Notes a tensor or an object that is passed over; returns the items of others."""
-        kind, tensors = type(value), self._found.tensors
+    def _leaf_or_items(self, name: str, below: str, value: Any) -> Iterator[tuple[Any, Any]] | None:
+        """Notes a tensor or an object that is passed over; returns the items of others, whose names
+        begin with `below`.
+        """
+        kind, tensors = type(value), self._tensors
         if kind is dict and self._is_of_step and (stored := stored_of(value)) is not None:
             value, kind = stored, Stored
         if kind in _TENSORS:
             tensors[self._unique(name) if name in tensors else name] = value
         elif kind in _OTHERS:
             what = value.name if kind is Ignored else "a storage"
-            self._found.others[what] = self._found.others.get(what, 0) + 1
+            self._others[what] = self._others.get(what, 0) + 1
+            self._pass_over([name])
         else:
-            return self._items(value)
+            return self._items(name, below, value)
         return None
 
-    def _items(self, value: Any) -> Iterator[tuple[Any, Any]]:
-        """Returns the keys and values in a node."""
+    def _items(self, name: str, below: str, value: Any) -> Iterator[tuple[Any, Any]]:
+        """Returns the keys and values in a node, and passes over what has no tensors."""
         if self._is_of_step and type(value) is dict:
             if isinstance(value.get(PER_RANK), str):
-                return iter(())  # a value of each rank's own
+                self._pass_over([name])  # a value of each rank's own
+                return iter(())
             value = unescaped(value)
         self._left -= len(value)
+        if isinstance(value, dict):
+            plain = [key for key, item in value.items() if type(item) not in _NODES]
+            first = plain[: NAMES_MAX - len(self._first)]
+            self._pass_over([self._name(below, key) for key in first], len(plain))
+        elif any(type(item) not in _NODES for item in value):
+            self._pass_over([name])
         return iter(items_in(value))
+
+    def _pass_over(self, names: Sequence[str], count: int = 1) -> None:
+        """Counts values that are no tensors, and keeps the first names."""
+        self._count += count
+        self._first += names[: NAMES_MAX - len(self._first)]
 
     def _unique(self, name: str) -> str:
         """Returns a name that no tensor has yet: this, or one with a number behind it."""
-        if name not in self._found.tensors:
+        if name not in self._tensors:
             return name
         number, unique = self._number.get(name, 1), name
-        while unique in self._found.tensors:
+        while unique in self._tensors:
             number += 1
             unique = f"{name}#{number}"
         self._number[name] = number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import json
 import os
@@ -98,13 +99,42 @@ def test_nests_names_and_dtypes(disk: Path, capsys: pytest.CaptureFixture[str]) 
     options = ["--to", "pt", "--glob", "optimizer/*", "--json"]
     assert main(["convert", a, str(disk / "b.pt"), *options]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told == {"path": str(disk / "b.pt"), "tensors": 1, "nbytes": 2400, "others": {}}
+    assert told == {
+        "path": str(disk / "b.pt"),
+        "tensors": 1,
+        "nbytes": 2400,
+        "others": {},
+        "left_out": 1,
+    }
     assert torch.equal(
         torch.load(disk / "b.pt")["optimizer"]["state"]["0"]["m"],
         state["optimizer"]["state"][0]["m"],  # type: ignore[index]
     )
     with safetensors.safe_open(disk / "hf" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("to", READERS)
+def test_values_that_are_no_tensors_are_told(
+    to: str, disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"w": torch.ones(3), "step": 3, "args": {"lr": [0.1, 0.2], "a/b": None}, "none": {}}
+    torch.save(state | {"name": argparse.Namespace()}, disk / "file.pt")
+    fastckpt.Checkpointer(disk / "root").save(3, state | {"own": fastckpt.PerRank(5)}).result(60)
+    dcp.save({"w": state["w"], "step": 3, "lr": 0.1}, checkpoint_id=disk / "dcp", no_dist=True)
+    for source, left in (
+        ("file.pt", "4 values that are no tensors (step, args/a~1b, args/lr, name)"),
+        ("root", "4 values that are no tensors (step, args/a~1b, args/lr, own)"),
+        ("dcp", "2 values that are no tensors (step, lr)"),
+    ):
+        options = [str(disk / source), str(disk / f"of {source}"), "--to", to]
+        assert main(["convert", *options]) == 0
+        assert f": 1 tensors, 12.0 B; left out: {left}" in capsys.readouterr().out
+    objects = {f"value {number}": number for number in range(30)}
+    torch.save(state | objects, disk / "file.pt")
+    assert main(["convert", str(disk / "file.pt"), str(disk / "many"), "--to", to]) == 0
+    left = "33 values that are no tensors (step, value 0, value 1, value 2, value 3 and 28 more)"
+    assert f"; left out: {left}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", layouts.MODELS)

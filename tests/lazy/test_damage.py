@@ -314,7 +314,8 @@ def test_a_malformed_placeholder_behind_a_good_one(value: Any) -> None:
     nest = {"a": good, "b": {"c": good, "d": {**good, TENSOR: "ü"}}}
     found = names_of(pickle.dumps(nest, 2), is_of_step=True)
     stored = Stored("w", torch.float32, (3,))
-    assert found == ({"a": stored, "b/c": stored, "b/d": stored._replace(key="ü")}, {})
+    assert found.tensors == {"a": stored, "b/c": stored, "b/d": stored._replace(key="ü")}
+    assert not found.rest.total
     with pytest.raises(CorruptCheckpoint, match="placeholder for a tensor is malformed"):
         names_of(pickle.dumps({**nest, "e": value}, 2), is_of_step=True)
 
