@@ -11,6 +11,8 @@ import copy
 import errno as errno_names
 import logging
 import os
+import re
+import sys
 import traceback
 from collections.abc import Callable
 from functools import wraps
@@ -18,6 +20,15 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 AnyError = TypeVar("AnyError", bound=BaseException)
 P = ParamSpec("P")
+
+
+# The path that stands for a URL (arguments/urls.py).
+_MOUNTED = re.compile(r"/(s3|gs|az):([0-9a-f]{6})?(-\d+)?/(?=[^/])")
+
+
+def as_url(text: str) -> str:
+    """Returns a text, or a path, with URLs in place of the paths that stand for them."""
+    return _MOUNTED.sub(r"\1://", text) if ":" in text else text
 
 
 def ensure(condition: bool, text: str) -> None:
@@ -59,8 +70,10 @@ def telling(tell: Callable[Concatenate[BaseException, P], None]) -> Callable[P, 
 
 def _rendered(record: logging.LogRecord) -> bool:
     """Makes a record's text at once if errors are part of it: whoever keeps the record would keep
-    them, and by their frames what a save holds.
+    them, and by their frames what a save holds. Shows paths as users know them.
     """
+    if isinstance(record.args, tuple):
+        record.args = tuple(as_url(a) if isinstance(a, str) else a for a in record.args)
     if isinstance(record.args, tuple) and any(isinstance(a, BaseException) for a in record.args):
         record.msg, record.args = record.getMessage(), ()
     return True
@@ -95,9 +108,12 @@ class CheckpointError(RuntimeError):
     visible = False
     in_doubt = False
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(as_url(each) if isinstance(each, str) else each for each in args))
+
     def reword(self, text: str) -> None:
         """Gives this error another message and keeps its attributes."""
-        self.args = (text,)
+        self.args = (as_url(text),)
 
 
 class StorageError(CheckpointError, OSError):
@@ -112,6 +128,8 @@ class StorageError(CheckpointError, OSError):
         visible: as CheckpointError's.
     """
 
+    detail: str
+
     def __init__(
         self,
         op: str,
@@ -121,9 +139,12 @@ class StorageError(CheckpointError, OSError):
         detail: str = "",
         visible: bool = False,
     ) -> None:
+        handled = sys.exc_info()[1]  # which this one takes the place of
+        if isinstance(handled, StorageError) and handled.errno == errno:
+            detail = detail or handled.detail
         self.visible = visible
         self.op = op
-        self.path = path
+        self.path = as_url(path)
         self.offset = offset
         self.detail = detail
         where = "" if offset is None else f" at offset {offset}"
@@ -133,20 +154,22 @@ class StorageError(CheckpointError, OSError):
         above = os.path.dirname(path)
         if errno == errno_names.EACCES:
             hint = f"check the permissions of {_refusing(path)}, and whether a ticket expired"
-        if op == "open" and errno == errno_names.ENOENT and above and not os.path.isdir(above):
+        is_url = self.path != path
+        if op == "open" and errno == errno_names.ENOENT and not is_url and not os.path.isdir(above):
             hint = f"Parent directory {above} does not exist"
         if hint is not None:
             self._text += f"; {hint}"
         if detail:
             self._text += f"; {detail}"
+        self._text = as_url(self._text)
         OSError.__init__(self, errno, self._text)
-        self.filename = path
+        self.filename = self.path
 
     def __str__(self) -> str:
         return self._text
 
     def reword(self, text: str) -> None:
-        self._text = text
+        self._text = text = as_url(text)
         self.args = (self.errno, text)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -160,6 +183,7 @@ _HINTS = {
     errno_names.EFBIG: "the file size limit (ulimit -f, or the file system's) is too small",
     errno_names.EROFS: "the file system is mounted read-only",
     errno_names.EPERM: "check the file's attributes and owner, and whether a ticket expired",
+    errno_names.EKEYREJECTED: "the store refuses the credentials, or what they may do: renew them",
     errno_names.EKEYEXPIRED: "a ticket expired: renew it (kinit)",
     errno_names.ESTALE: "the server no longer knows the file: it restarted, or a ticket expired",
     errno_names.EISDIR: "give the path of a file",
@@ -197,7 +221,7 @@ class TruncatedFile(CorruptCheckpoint, EOFError):
 
 
 class NoPath(StorageError, FileNotFoundError):
-    """A path is "": a FileNotFoundError, too, as torch.load raises it."""
+    """A path is "", or a URL of no object: a FileNotFoundError, too, as torch.load raises it."""
 
 
 class IncompatibleCheckpoint(CheckpointError):

@@ -28,6 +28,7 @@ import torch
 import fastckpt
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage
+from fastckpt.storage.objects import PathStorage
 from tests import accelerator, cuda_stub, cufile_stub
 from tests.accelerator import Runtime
 from tests.crews.group_crew import Crew, Nursery
@@ -358,7 +359,7 @@ def process_as_it_was() -> Iterator[None]:
     yield
     here = pipeline._current
     if here is not None:
-        assert type(here.storage) is Storage, here.storage
+        assert type(here.storage) is PathStorage, here.storage
         assert not [name for name in vars(here.storage) if hasattr(Storage, name)]
 
 

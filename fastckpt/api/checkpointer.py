@@ -28,7 +28,6 @@ from fastckpt.arguments.checks import (
     check_deadline,
     check_flag,
     check_integer,
-    check_path,
     check_seconds,
     optional,
 )
@@ -36,7 +35,9 @@ from fastckpt.arguments.environment import launched_rank
 from fastckpt.arguments.memory import Memory as Memory
 from fastckpt.arguments.options import Pacing
 from fastckpt.arguments.quantities import shown_share, shown_transfer
+from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.directories.export import HuggingFace, Writing, checked_export, export_step
+from fastckpt.errors import as_url
 from fastckpt.formats.step_names import step_name
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
@@ -74,9 +75,8 @@ class Checkpointer:
 
     Every rank of the group makes one with the same root and calls the same methods in the same
     order. Each writes its part of a step to files of its own; tensors that several ranks hold are
-    divided among them. A step exists once its manifest does, which is written last; every byte of
-    it is verified when it is read. Saves of one Checkpointer commit in the order they were begun,
-    with `local` where they are committed first.
+    divided among them. A step exists once its manifest does, the last file; every byte is verified
+    when read. Saves commit in the order they were begun, with `local` where they are first.
 
     A state is a nest of dicts, lists and tuples of
     - tensors, which must be the same on all ranks (samples of them are compared);
@@ -89,9 +89,11 @@ class Checkpointer:
     tuple of these: what a tuple holds cannot be replaced. load() returns any other state, too.
 
     Args:
-        root: the directory of the run, made by the first save(). While a job saves to it, saves of
-            others raise RootInUse. A second open Checkpointer of a process that saves to it warns.
-            Or a single step, of whatever name, to be restored from alone.
+        root: the directory of the run, made by the first save(), or its URL (s3://, gs://, az://).
+            While a job saves there, saves of others raise RootInUse. A second open Checkpointer of
+            a process that saves there warns. Or a single step, of any name, to restore from alone.
+        storage_options: for a URL, what its client is to know, by obstore's names: "endpoint",
+            "access_key_id" ... None: by its own conventions, as the environment (docs/objects.md).
         group: a torch.distributed process group. Default: all ranks if torch.distributed is
             initialised, else this process alone; so make the Checkpointer after
             init_process_group(). For one rank of several pass a group of that rank alone,
@@ -134,9 +136,9 @@ class Checkpointer:
         staging, backend, durable: as fastckpt.save's. On Lustre, large files are striped unless the
             root has a layout (`lfs setstripe`).
         drain_rate: the most bytes per second that a node writes, as a number or a text such as
-            "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. This and
-            max_writers spare storage that others use, too. They delay writing, never
-            the copy that save() waits for (but see staging_bytes); all ranks pass the same.
+            "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. Like
+            max_writers it delays writing, never the copy that save() waits for (but see
+            staging_bytes); all ranks pass the same.
         max_writers: the most ranks that write at a time; None: all. timeout_s includes the wait.
         timeout_s: the most seconds that ranks wait for each other in one call, and that a save
             waits for a server or disk that does not answer a write, sync or rename. Default: 600.
@@ -163,10 +165,13 @@ class Checkpointer:
         StorageError: a file that exports are to have is missing.
     """
 
+    exported: SaveHandle | None
+
     def __init__(
         self,
         root: str | os.PathLike[str],
         *,
+        storage_options: StorageOptions | None = None,
         group: Any = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -187,7 +192,8 @@ class Checkpointer:
         before_commit: Veto | None = None,
         on_error: OnError = "raise",
     ) -> None:
-        self.root = os.path.realpath(check_path("root", root))
+        self._root = os.path.realpath(path_of("root", root, storage_options))
+        self.root = as_url(self._root)
         self.group = default_group() if group is None else group
         with ExitStack() as opened:  # if anything below fails, the other ranks hear why
             self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
@@ -202,18 +208,16 @@ class Checkpointer:
             pacing = Pacing(drain_rate, max_writers)
             self._options = StepOptions(*written, "auto", pacing, codec, *kept, check_finite)
             self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
-            self._open = OpenRoot(pipeline.current().storage, self.root)
+            self._open = OpenRoot(pipeline.current().storage, self._root)
             self._steps = self._open.steps
             self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES
             self._reader: StepReader | None = None  # of the restore that is running
-            self._logs, self._before_commit = log, before_commit
-            self.exported: SaveHandle | None = None
-            self._handles, self._exports = list[InnerHandle](), list[InnerHandle]()
-            self._steps.is_step = is_step(self.root)
-            self._closed = self._ended = False
+            self._logs, self._before_commit, self._handles = log, before_commit, list[InnerHandle]()
+            self._exports, self.exported = list[InnerHandle](), None
+            self._steps.is_step, self._closed, self._ended = is_step(self._root), False, False
             self._tier: LocalTier | None = None
             self._memo = per_group.GroupMemo(self._coordinator)
-            self._export = checked_export(export, self.root, self._coordinator.rank == 0)
+            self._export = checked_export(export, self._root, self._coordinator.rank == 0)
             self._rank_of = ranks_within(self.group)
             if (tier := self._options.tier) is not None:
                 self._tier = LocalTier(*tier, self._steps, self._coordinator, timeout_s)
@@ -236,10 +240,10 @@ class Checkpointer:
             metrics: what is to be known of the step, by name: numbers, or texts. The first rank's
                 count. Those that are None are left out.
             deadline_s: in how many seconds from now the job will end, as when StopSignals say that
-                it is to stop; all ranks pass one, or none does. drain_rate and max_writers
-                then do not delay this save, and without `local` drain_rate no longer delays those
-                in flight either, for whose commits it waits. No export is begun. With
-                `local` it waits for no other step's drain, and goes to the nodes first, as ever;
+                it is to stop; all ranks pass one, or none does. Then drain_rate and max_writers do
+                not delay this save, and without `local` drain_rate no longer delays those in flight
+                either, for whose commits it waits. No export is begun. With `local` it waits for no
+                other step's drain, and goes to the nodes first, as ever;
                 but straight to the root if, by the times of the last step that was drained, it is
                 in the root in time only so, with a third of the time to spare. The error of an
                 earlier save does not prevent it, and is raised by the next save without a deadline
@@ -281,8 +285,8 @@ class Checkpointer:
             if self._tier is not None:
                 draining = self._tier.begin_drain(step)
                 failing.enter_context(draining.failing())
-            path = os.path.join(self.root, step_name(step))
-            handle = InnerHandle(path, started, kind=self.root, on_error=self._on_error)
+            path = os.path.join(self._root, step_name(step))
+            handle = InnerHandle(path, started, kind=self._root, on_error=self._on_error)
             if deadline_s is None:
                 current.raise_unreported(path, handle.kind, self._on_error)
             place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
@@ -304,13 +308,13 @@ class Checkpointer:
             lent = (current.storage, self._memo)
             plan = StepPlan(handle, agreement, step, content, told, place, options, *lent)
             parts = (handle, agreement, plan, place, options, self._before_commit)
-            save = Save(*parts, fence=self._fence, lane=self.root)
+            save = Save(*parts, fence=self._fence, lane=self._root)
             if self._logs and self._coordinator.rank == 0:
-                log_path = os.path.join(self.root, save_log.NAME)
+                log_path = os.path.join(self._root, save_log.NAME)
                 handle.add_done_callback(save_log.noting(log_path, step))
         del content, plan, parts
         # With a tier this step waits for none that has a rate, and would only share with them.
-        current.rates.lift(self.root, deadline_s is not None and self._tier is None)
+        current.rates.lift(self._root, deadline_s is not None and self._tier is None)
         handle = current.save(save)
         self._handles = [*self._handles, handle]
         if self._export is not None and step % self._export.every == 0 and deadline_s is None:
@@ -446,20 +450,15 @@ class Checkpointer:
         return found[1]
 
     def steps(self) -> list[int]:
-        """Returns the committed steps, ascending, as this rank sees the directory now.
-
-        Raises:
-            StorageError: the directory or a manifest could not be read in several attempts.
+        """Returns the committed steps, ascending, as this rank sees the directory now. Raises
+        StorageError: it or a manifest could not be read in several attempts.
         """
         found, _faults = self._steps.survey()
         return sorted({item.manifest.step for item in found})
 
     def latest(self) -> int | None:
         """Returns the step committed last, which need not have the highest number, as this rank
-        sees the directory now; None if there is none.
-
-        Raises:
-            StorageError: as steps().
+        sees the directory now; None if there is none. Raises StorageError as steps().
         """
         found, _faults = self._steps.survey()
         return found[0].manifest.step if found else None
@@ -478,7 +477,7 @@ class Checkpointer:
             ValueError: there is neither a metric nor keep_best. StorageError: as steps().
         """
         by = retention.asked(self._options.keep_best, metric, mode)
-        pipeline.current().wait_for(self.root, ended=True)
+        pipeline.current().wait_for(self._root, ended=True)
         return retention.best(self._steps, by)
 
     def pin(self, step: int) -> None:
@@ -490,12 +489,12 @@ class Checkpointer:
             CheckpointError: the root holds no such step. StorageError: it cannot be pinned.
             ValueError: as save().
         """
-        self._changing().wait_for(self.root, ended=True)
+        self._changing().wait_for(self._root, ended=True)
         pins.pin(self._steps, check_integer("step", step))
 
     def unpin(self, step: int) -> None:
         """Lets a step be removed again; one that is not pinned may be passed. As pin() else."""
-        self._changing().wait_for(self.root, ended=True)
+        self._changing().wait_for(self._root, ended=True)
         pins.unpin(self._steps, check_integer("step", step))
 
     def delete(self, step: int) -> None:
@@ -506,7 +505,7 @@ class Checkpointer:
             CheckpointError: there is no such step, it is pinned, or it is being read.
             StorageError: it cannot be removed. ValueError: as save().
         """
-        self._changing().wait_for(self.root, ended=True)
+        self._changing().wait_for(self._root, ended=True)
         if self._coordinator.rank == 0:
             shelves = [self._steps, *([] if self._tier is None else [self._tier.steps])]
             pins.delete(shelves, check_integer("step", step))
@@ -530,9 +529,9 @@ class Checkpointer:
             return False
         self._closed = True
         pressed = ctrl_c.wait_or_give_up((*self._handles, *self._exports), pressed)
-        for lane in (self.root, *([] if self._export is None else [self._export.root])):
+        for lane in (self._root, *([] if self._export is None else [self._export.root])):
             pipeline.current().wait_for(lane, ended=True)
-        pipeline.current().rates.forget(self.root)
+        pipeline.current().rates.forget(self._root)
         self._opened.close()
         self._open.close()
         self._ended = True
@@ -554,15 +553,15 @@ class Checkpointer:
 
     def _current(self) -> pipeline.Pipeline:
         if self._closed:
-            raise ValueError(f"the Checkpointer of {self.root!r} is closed")
+            raise ValueError(f"the Checkpointer of {self._root!r} is closed")
         if self.group is None:
-            check_alone(f"the Checkpointer of {self.root!r}", launched_rank())
+            check_alone(f"the Checkpointer of {self._root!r}", launched_rank())
         return pipeline.current()
 
     def _changing(self) -> pipeline.Pipeline:
         """Returns the pipeline for a call that changes the root, which must be none of a step."""
         if self._steps.is_step:
-            raise ValueError(f"root is {self.root!r}: {it_is_a_step(self.root)}")
+            raise ValueError(f"root is {self._root!r}: {it_is_a_step(self._root)}")
         return self._current()
 
     def _tell(self, what: str, step: int, started: float) -> None:
@@ -572,13 +571,13 @@ class Checkpointer:
         nbytes = 0 if reader is None else reader.nbytes_read
         level = logging.DEBUG if self._coordinator.rank else logging.INFO
         size_and_time = shown_transfer(nbytes, seconds, shown_share(ranks))
-        log.log(level, "%s step %d of %r: %s", what, step, self.root, size_and_time)
+        log.log(level, "%s step %d of %r: %s", what, step, self._root, size_and_time)
 
     @contextmanager
     def _restoring(self) -> Iterator[Round]:
         """Begins a round of all ranks, once the saves of this process to the root have ended."""
         self.restored_from = {}
-        self._current().wait_for(self.root, ended=True)
+        self._current().wait_for(self._root, ended=True)
         agreement = self._coordinator.begin("restore", self._timeout_s, "nothing was restored")
         with agreement.failing():
             yield agreement

@@ -25,12 +25,12 @@ from fastckpt.arguments.checks import (
     check_callable,
     check_choice,
     check_flag,
-    check_path,
     check_seconds,
     check_size,
     optional,
 )
 from fastckpt.arguments.options import Pacing, WriteOptions
+from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.errors import NoPath, telling
 from fastckpt.files.load import TorchLoad, load_alone, load_together
 from fastckpt.files.save import TorchSave, begin_save
@@ -61,6 +61,7 @@ def save(
     timeout_s: float = TIMEOUT_S,
     before_commit: Veto | None = None,
     on_error: OnError = "raise",
+    storage_options: StorageOptions | None = None,
 ) -> SaveHandle:
     """Saves an object as torch.save does, but in the background, and commits the file atomically.
 
@@ -117,6 +118,7 @@ def save(
             asked for it by result() or exception(), the next save() raises it, and is not begun.
             "warn": it is logged when it happens, and training goes on; errors of saves before this
             one are logged, too.
+        storage_options: as Checkpointer's, where f is a URL of an object store.
 
     Returns:
         A SaveHandle; its result() returns the SaveStats when the checkpoint is committed. With
@@ -146,7 +148,7 @@ def save(
     how = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
     asked = TorchSave(obj, *how, _disable_byteorder_record)
     given = (fence, group, timeout_s, before_commit, on_error)
-    return begin_save(asked, f, _checked_path(f), options, *given, started)
+    return begin_save(asked, f, _checked_path(f, storage_options), options, *given, started)
 
 
 def prepare(nbytes: int | str) -> None:
@@ -165,12 +167,14 @@ def prepare(nbytes: int | str) -> None:
     pipeline.current().prepare(check_size("nbytes", nbytes))
 
 
-def _checked_path(f: Any) -> str | None:
+def _checked_path(f: Any, storage_options: StorageOptions | None) -> str | None:
     """Returns f as a checked path; None if it is a file-like object, or nothing torch takes."""
     if isinstance(f, str | os.PathLike) and isinstance(path := os.fspath(f), str):
         if not path:  # torch raises no ValueError for it
             raise NoPath("open", path, errno.ENOENT, detail="f is '', must be a path")
-        return check_path("f", f)
+        return path_of("f", f, storage_options)
+    if storage_options is not None:
+        raise ValueError("storage_options are for URLs, and f is no path")
     return None
 
 
@@ -185,6 +189,7 @@ def load(
     staging: StagingWay = "host",
     group: Any = None,
     timeout_s: float = TIMEOUT_S,
+    storage_options: StorageOptions | None = None,
     **pickle_load_args: Any,
 ) -> Any:
     """Loads what fastckpt.save, torch.save or safetensors wrote, with torch.load's semantics.
@@ -195,8 +200,9 @@ def load(
 
     Args:
         f, map_location, pickle_module, weights_only, mmap, pickle_load_args: as torch.load's, with
-            its defaults and environment switches. With mmap=True the file is read once to verify it
-            and then mapped; pass verify=False to map without reading.
+            its defaults and environment switches; f may be a URL (s3://, gs://, az://), too. With
+            mmap=True the file is read once to verify it and then mapped; pass verify=False to map
+            without reading.
         verify: check the checksums of a file that fastckpt wrote.
         staging: how large storages come to a GPU. "host": through pinned memory. "gds": by
             GPUDirect Storage, with checksums computed on the GPU; what cuFile refuses comes through
@@ -207,6 +213,7 @@ def load(
             meanwhile. Not with mmap=True or a file-like object.
         timeout_s: with group, how many seconds ranks wait for each other to begin at most; default:
             600. After that the group's own timeout applies.
+        storage_options: as Checkpointer's, where f is a URL.
 
     Returns:
         The object.
@@ -222,7 +229,7 @@ def load(
     check_choice("staging", staging, STAGINGS)
     check_flag("verify", verify)
     check_seconds("timeout_s", timeout_s)
-    path = _checked_path(f)
+    path = _checked_path(f, storage_options)
     if path is not None and path != str(f):  # torch's messages tell the types of paths apart
         f = path
     options = {"weights_only": weights_only, "mmap": mmap, **pickle_load_args}

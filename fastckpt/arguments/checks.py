@@ -222,9 +222,8 @@ def check_path(name: str, value: object) -> str:
         raise ValueError(f'{name} is {path!r}, must be a path ("." for the working directory)')
     if _URL.match(path) or _COLLAPSED_URL.match(path):
         raise ValueError(
-            f"{name} is {shown(path)}, a URL: fastckpt reads and writes mounted file systems "
-            "only; give the path of a directory or file there, and copy from or to the URL by "
-            "other means"
+            f"{name} is {shown(path)}, a URL, which is not taken here: give the path of a file or "
+            "directory in a mounted file system, and copy from or to the URL by other means"
         )
     if "\0" in path:
         raise ValueError(f"{name} is {shown(path)}, must be a path, without a null character")

@@ -177,6 +177,10 @@ class Staging:
             double = self._backend("callback", 0, lambda: _engine.callback_backend(transfer))
             return Route(double, False, _DOUBLE, PATIENCE_S)
         direct, why, policy = self._direct(fd, path, writing, offset, nbytes)
+        if policy.transfer is not None:
+            make = partial(_engine.callback_backend, policy.transfer, policy.writers)
+            sink = self._backend("transfer", self._mount(fd), make)
+            return self._decided(Route(sink, False, why), path)
         patience_s = PATIENCE_S if policy.remote else 0.0
         wanted = policy.backend if requested == "auto" else requested
         if requested != "auto":

@@ -18,9 +18,18 @@ from typing import Any, NamedTuple
 import torch
 
 from fastckpt.arguments.quantities import shown_time, shown_transfer
-from fastckpt.errors import CheckpointError, RanksDisagree, StorageError, TruncatedFile, telling
+from fastckpt.arguments.urls import is_mounted
+from fastckpt.errors import (
+    CheckpointError,
+    NoPath,
+    RanksDisagree,
+    StorageError,
+    TruncatedFile,
+    telling,
+)
 from fastckpt.files.map_location import DeferredStorages
 from fastckpt.formats.torch_pickle import torch_load
+from fastckpt.plan.image import PORTION_BYTES
 from fastckpt.ranks import per_group, records
 from fastckpt.reading.verified_file import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.saving import pipeline
@@ -92,6 +101,8 @@ def _load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any
     started = time.perf_counter()
     opened = _open_regular(asked.f)
     if opened is None:
+        if isinstance(asked.f, str) and is_mounted(asked.f):
+            raise NoPath("open", asked.f, errno.ENOENT, detail="there is no such object")
         return asked.read(asked.f)
     fd, path = opened
     current = pipeline.current()
@@ -102,21 +113,35 @@ def _load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any
             direct, _why = current.staging.gds.way(staging, queue)
         file = open_verified(current.storage, current.staging, fd, path, verify, direct=direct)
         if file is None:
-            obj = asked.read(asked.f)
+            obj = asked.read(_for_torch(current.storage, fd, asked.f))
         else:
             with file:
                 if not maps:
                     obj = _load_placed(asked, file)
                 elif not verify or not isinstance(asked.f, str | os.PathLike):
-                    obj = asked.read(asked.f)
+                    obj = asked.read(_for_torch(current.storage, fd, asked.f))
                 else:
                     file.verify_all()
+                    _for_torch(current.storage, fd, asked.f)
                     # A save may have committed another file under the path since it was verified.
                     obj = asked.read(f"/proc/self/fd/{fd}")
     finally:
         close_quietly(current.storage, fd)
     _tell_loaded(path, file, started)
     return obj
+
+
+def _for_torch(storage: Storage, fd: int, f: Any) -> Any:
+    """Returns what torch.load opens to read f, open as fd. An object is brought to memory, into its
+    descriptor.
+    """
+    if storage.policy(fd)[1].transfer is None:
+        return f
+    offset, nbytes = 0, storage.fstat(fd).st_size
+    while offset < nbytes:
+        part = storage.read_at(fd, PORTION_BYTES, offset)
+        offset += os.pwrite(fd, part, offset)
+    return f"/proc/self/fd/{fd}"
 
 
 def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int = 0) -> None:

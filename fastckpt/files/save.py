@@ -102,7 +102,7 @@ def begin_save(
         torch_save(None, io.BytesIO(), asked.pickle_module, asked.pickle_protocol)
     if not asked.as_zip:
         _refuse_group(group, "in torch's legacy format")
-        return save_stock(current, asked.write, handle, options.durable)
+        return save_stock(current, asked.write, handle, real, options.durable)
     agreement = shared.coordinator.begin(f"save to {handle.path!r}", timeout_s)
     with agreement.failing():
         # With a group only now, when other ranks hear of it.
@@ -117,14 +117,14 @@ def begin_save(
         except torch_pickle.SkipDataActive:
             _refuse_group(group, "under skip_data()")
             agreement.close()
-            return save_stock(current, asked.write, handle, options.durable)
+            return save_stock(current, asked.write, handle, real, options.durable)
         if group is None:
             _warn_of_parts(captured, asked.obj, handle.path)
         agreed = None if group is None else shared
-        place = FilePlace(current.storage, handle.path, agreement, options.durable)
+        place = FilePlace(current.storage, real, agreement, options.durable)
         plan = FilePlan(captured, asked.obj, agreed, devices, agreement, place, options)
         parts = (handle, agreement, plan, place, options, before_commit)
-        save = Save(*parts, fence=fence, lane=handle.path, payer=_PROCESS)
+        save = Save(*parts, fence=fence, lane=real, payer=_PROCESS)
     del captured, parts
     return current.save(save)
 

@@ -20,20 +20,24 @@ log = logging.getLogger("fastckpt")
 
 
 def save_stock(
-    pipeline: Pipeline, write: Callable[[IO[bytes]], None], handle: InnerHandle, durable: bool
+    pipeline: Pipeline,
+    write: Callable[[IO[bytes]], None],
+    handle: InnerHandle,
+    path: str,
+    durable: bool,
 ) -> InnerHandle:
-    """Lets `write` write the file now, and commits it; raises what `write` raises."""
+    """Lets `write` write the file at a path now, and commits it; raises what `write` raises."""
     storage = pipeline.storage
-    pipeline.wait_for(handle.path)
-    with atomic.temporary(storage, handle.path) as (fd, name):
+    pipeline.wait_for(path)
+    with atomic.temporary(storage, path) as (fd, name):
         with os.fdopen(os.dup(fd), "wb") as file:
             write(file)
         handle.mark_staged()
         handle.stats.written_s = handle.elapsed_s()
         handle.stats.nbytes = storage.fstat(fd).st_size
-        atomic.take_permissions(storage, fd, name, handle.path)
-        settle(storage, fd, handle.path, durable)
-        replaced = atomic.publish(storage, name, handle.path, durable, fd)
+        atomic.take_permissions(storage, fd, name, path)
+        settle(storage, fd, path, durable)
+        replaced = atomic.publish(storage, name, path, durable, fd)
     if replaced is not None:
         close_quietly(storage, replaced)
     return finish_stock(handle)

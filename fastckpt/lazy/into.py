@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.near_names import instead_of, listed
+from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.formats.value_names import joined
 from fastckpt.lazy.arranged import ArrangedSource
 from fastckpt.lazy.open import opened
@@ -69,6 +69,7 @@ def load_into(
     dtype: Dtypes = "cast",
     rename: Rename | None = None,
     only: str | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> Differences:
     """Reads the tensors of any checkpoint into those of a state, in place: into a model, say, on
     any number of ranks. Each rank calls it by itself, and reads the ranges that it holds.
@@ -83,7 +84,7 @@ def load_into(
 
     Args:
         state: a nest of dicts, lists, tuples and objects with state_dict(), such as a module.
-        path: as open()'s.
+        path, storage_options: as open()'s.
         missing: what becomes of tensors of the state that the checkpoint has not: "raise", "keep".
         unexpected: what becomes of stored tensors that the state has not: they are skipped, with a
             warning (None) or without ("ignore"); or "raise".
@@ -112,7 +113,7 @@ def load_into(
     if not isinstance(state, dict | list | tuple | torch.Tensor) and not is_stateful(state):
         kind = type(state).__name__
         raise TypeError(f"state is {kind}, must be a dict, list, tuple or tensor, or stateful")
-    current, checked = pipeline.current(), check_path("path", path)
+    current, checked = pipeline.current(), path_of("path", path, storage_options)
     current.wait_for(os.path.realpath(checked))
     where, source = opened(current.storage, current.staging, checked)
     with closing(source):

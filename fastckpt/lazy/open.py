@@ -10,7 +10,7 @@ import logging
 import os
 from contextlib import ExitStack
 
-from fastckpt.arguments.checks import check_path
+from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.directories import iterations
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
@@ -39,7 +39,12 @@ _SAFETENSORS = ".safetensors"
 _METADATA = ".metadata"  # of torch.distributed.checkpoint
 
 
-def open(path: str | os.PathLike[str], *, rename: Rename | None = None) -> LazyTensors:
+def open(
+    path: str | os.PathLike[str],
+    *,
+    rename: Rename | None = None,
+    storage_options: StorageOptions | None = None,
+) -> LazyTensors:
     """Opens a checkpoint for random access: a mapping of names to tensors that are not read yet.
 
     `tensors[name][...]` reads a part: only the blocks of the files that hold it. No code from the
@@ -53,8 +58,9 @@ def open(path: str | os.PathLike[str], *, rename: Rename | None = None) -> LazyT
             root (then the newest step whose files all have their sizes); a directory of
             torch.distributed.checkpoint, of Megatron (torch_dist) or its run (then the newest
             complete iteration), or of Hugging Face (safetensors); or a directory with one
-            .safetensors file.
+            .safetensors file. Or the URL of any of these in an object store.
         rename: gives the tensors other names, splits and joins them: as load_into()'s.
+        storage_options: as Checkpointer's, where the path is a URL.
 
     Returns:
         LazyTensors, to be closed. Its is_verified tells whether what is read is compared with
@@ -67,9 +73,9 @@ def open(path: str | os.PathLike[str], *, rename: Rename | None = None) -> LazyT
         CheckpointError: it is none of these.
         StorageError: the path does not exist (ENOENT), or cannot be read.
         pickle.UnpicklingError: a `.metadata` file names classes that it need not have.
-        ValueError, TypeError: the path is a URL, or no path.
+        ValueError, TypeError: the path is none.
     """
-    checked, fit = check_path("path", path), Fit(rename=rename)
+    checked, fit = path_of("path", path, storage_options), Fit(rename=rename)
     current = pipeline.current()
     current.wait_for(os.path.realpath(checked))
     where, source = opened(current.storage, current.staging, checked)

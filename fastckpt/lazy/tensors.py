@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fastckpt.arguments.near_names import instead_of
-from fastckpt.errors import CorruptCheckpoint, StorageError
+from fastckpt.errors import CorruptCheckpoint, StorageError, as_url
 from fastckpt.lazy.selection import selected
 from fastckpt.lazy.source import Shard, Source, Stored, Wanted
 from fastckpt.plan.boxes import Box, whole
@@ -48,7 +48,7 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
     """
 
     def __init__(self, path: str, source: Source) -> None:
-        self.path = path
+        self.path = as_url(path)
         self.kind, self.is_verified = source.kind, source.is_verified
         self.has_paths = source.has_paths
         self.facts, self.others = dict(source.facts), dict(source.rest.others)

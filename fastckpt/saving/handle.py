@@ -15,7 +15,7 @@ from typing import Any
 
 from fastckpt.arguments.quantities import shown_share, shown_size
 from fastckpt.engine.save_stats import Progress, SaveStats, profile_of
-from fastckpt.errors import CheckpointError, SaveCancelled, fate
+from fastckpt.errors import CheckpointError, SaveCancelled, as_url, fate
 from fastckpt.latch import Latch, SignalSafeFuture, TimedOut, log_aside
 
 log = logging.getLogger("fastckpt")
@@ -47,6 +47,14 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._staged = Latch()
         self._first = Latch()  # set by the first commit, in whichever tier, or by the end
         self._progress: Callable[[], Progress] | None = None
+
+    @property
+    def path(self) -> str:
+        return self._path
+
+    @path.setter
+    def path(self, path: str) -> None:
+        self._path = as_url(path)
 
     def __repr__(self) -> str:
         error = self._failure()

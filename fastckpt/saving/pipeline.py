@@ -37,6 +37,7 @@ from fastckpt.storage import calls
 from fastckpt.storage.atomic import remove_dead
 from fastckpt.storage.bound import Bound
 from fastckpt.storage.file_system import Storage, close_inherited, shortage_told
+from fastckpt.storage.objects import PathStorage
 
 log = logging.getLogger("fastckpt")
 
@@ -64,7 +65,7 @@ class Pipeline:
         devices: Devices | None = None,
         gds: Gds | None = None,
     ) -> None:
-        self.storage = storage or Storage()
+        self.storage = storage or PathStorage()
         self.staging = Staging(self.storage, budget_bytes, devices, gds)
         self.rates = TokenBuckets()
         self._slots: SimpleQueue[None] = SimpleQueue()
@@ -563,8 +564,7 @@ def _at_exit() -> None:
     """Waits for all saves, reports failures that nobody has asked for, and frees everything."""
     global _exited
     _exited = True
-    pipeline = _current
-    if pipeline is None:
+    if (pipeline := _current) is None:
         return
     if any_hangs(pipeline.in_flight()):  # which has been told
         pipeline.staging.abandon()

@@ -14,6 +14,7 @@ from fastckpt.errors import StorageError
 from fastckpt.formats import file_list, lease_record
 from fastckpt.formats.manifest import MANIFEST, is_manifest
 from fastckpt.formats.step_names import NAME
+from fastckpt.saving import pipeline
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage, reported
 
@@ -68,7 +69,8 @@ def steps_at(storage: Storage, root: str) -> Steps:
 def is_step(root: str) -> bool:
     """Returns whether the root is a step itself. Raises ValueError if it is no directory."""
     try:
-        return is_manifest(Storage().read_file(os.path.join(root, MANIFEST), _HEAD_BYTES))
+        storage = pipeline.current().storage
+        return is_manifest(storage.read_file(os.path.join(root, MANIFEST), _HEAD_BYTES))
     except NotADirectoryError:
         why = "which is no directory: there is a file at this path or above it"
         raise ValueError(f"root is {root!r}, {why}") from None
@@ -88,7 +90,7 @@ def is_export(steps: Steps, name: str) -> bool:
 
 def hint_for_load(path: str) -> str:
     """Returns how to load a directory that was given as a file; "" if it is no known checkpoint."""
-    storage = Storage()
+    storage = pipeline.current().storage
     try:
         entries = storage.names(path)
     except OSError:  # this hint only adds to an error that the caller raises

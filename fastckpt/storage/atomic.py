@@ -113,7 +113,7 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
     removed = []
     try:
         names = storage.names(directory)
-    except PermissionError:
+    except (PermissionError, FileNotFoundError):
         return []  # the directory may be written to but not listed: debris stays
     for name in temporaries_among(names, path):
         debris = os.path.join(directory, name)
@@ -258,7 +258,10 @@ def check_directory(storage: Storage, path: str) -> None:
     except OSError:  # this may pass; opening the file decides
         return
     if is_missing:
-        raise StorageError("open", path, errno.ENOENT, detail="create it first")
+        try:  # objects need no directory
+            close_quietly(storage, storage.open(os.path.dirname(path), "directory"))
+        except OSError:
+            raise StorageError("open", path, errno.ENOENT, detail="create it first") from None
 
 
 def close_quietly(storage: Storage, fd: int) -> None:

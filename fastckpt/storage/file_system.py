@@ -537,6 +537,12 @@ def scratch() -> int:
     return _noted(os.memfd_create("fastckpt", os.MFD_CLOEXEC))
 
 
+def close_scratch(fd: int) -> None:
+    """Closes what scratch() has made."""
+    _descriptors.pop(fd, None)
+    os.close(fd)
+
+
 def cached_share(fd: int) -> float:
     """Returns the share of a file in the page cache, or 0.0 if the kernel does not tell it."""
     nbytes = os.fstat(fd).st_size

@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import struct
+from collections.abc import Callable
 from typing import NamedTuple
 
 LUSTRE_MAGIC = 0x0BD00BD0
@@ -39,6 +40,8 @@ class Policy(NamedTuple):
             holds until then.
         caches_names: whether a machine may believe for a while that a name is missing, or stands
             for an old file, after another machine has changed that.
+        transfer, writers: the function that moves bytes in place of the kernel, as a double's
+            Storage.transfer, and how many threads call it.
     """
 
     backend: str
@@ -51,6 +54,8 @@ class Policy(NamedTuple):
     mandatory_locks: bool = False
     measured: bool = False
     caches_names: bool = True
+    transfer: Callable[[str, int, memoryview, int], int] | None = None
+    writers: int = 1
 
     def text(self) -> str:
         """Returns the policy in words."""
@@ -68,8 +73,8 @@ _DAEMON = "a process of its own serves this file system and may ignore O_DIRECT"
 
 
 def _local(backend: str, direct: bool, why: str, measured: bool = False) -> Policy:
-    near = {"syncs_all": False, "remote": False, "caches_names": False}
-    return Policy(backend, direct, why, measured=measured, **near)
+    policy = Policy(backend, direct, why, measured=measured)
+    return policy._replace(syncs_all=False, remote=False, caches_names=False)
 
 
 def _coherent(allocates: bool = False) -> Policy:

@@ -1,0 +1,91 @@
+"""URLs of object stores as arguments: the absolute paths that stand for them in this process, and
+their options. It must not know what makes use of them.
+
+A URL such as s3://bucket/run becomes "/s3:/bucket/run", a path that no file system has, so that
+whatever joins and divides paths goes on as ever; errors.as_url() tells the URL again. Other options
+make another mount: "/s3:0f3a21/bucket/run" has the digest of its endpoint, and "/s3:0f3a21-1/..."
+that and other keys, for example.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from fastckpt.arguments.checks import check_path
+
+StorageOptions = Mapping[str, Any]
+
+# pathlib makes one slash of two: Path("s3://bucket/a") is "s3:/bucket/a".
+_URL = re.compile(
+    r"(?P<scheme>s3|gs|az):/{1,2}(?P<bucket>[^/]+)(?:/(?P<key>.*))?\Z", re.IGNORECASE | re.DOTALL
+)
+_PREFIXES = ("/s3:", "/gs:", "/az:")
+
+_lock = threading.Lock()
+_mounts: dict[str, dict[str, Any]] = {mount: {} for mount in _PREFIXES}  # their options
+
+
+def path_of(name: str, value: object, storage_options: StorageOptions | None = None) -> str:
+    """Returns the absolute path that stands for a path or URL.
+
+    Args:
+        name: the argument's, for messages.
+        value: a path, a URL, or what this has returned for one.
+        storage_options: the options of the client of a URL; None: by its own conventions.
+
+    Raises:
+        TypeError, ValueError: as check_path(); or there are options, and the value is no URL.
+        ImportError: it is a URL, and there is no client.
+    """
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+    match = _URL.match(text) if isinstance(text, str) else None
+    if match is None:
+        path = check_path(name, value)
+        if storage_options is not None and not is_mounted(path):
+            raise ValueError(f"storage_options are for URLs, and {name} is {path!r}")
+        return path
+    if importlib.util.find_spec("obstore") is None:
+        raise ImportError(
+            f"{name} is {text!r}, a URL, which needs the package obstore, for Python 3.11 and "
+            "later: pip install fastckpt[objects]"
+        )
+    parts = [part for part in match["key"].split("/") if part not in ("", ".")]
+    if ".." in parts or "\0" in text:
+        raise ValueError(f"{name} is {text!r}, must be a URL of an object or of a prefix")
+    scheme = match["scheme"].lower()
+    mount = f"/{scheme}:" if storage_options is None else _mount(scheme, dict(storage_options))
+    return "/".join((mount, match["bucket"], *parts))
+
+
+def is_mounted(path: str) -> bool:
+    """Returns whether a path stands for a URL."""
+    return path.startswith(_PREFIXES)
+
+
+def divided(path: str) -> tuple[str, str, str]:
+    """Returns the mount, the bucket and the key of a path; "" for what it does not have."""
+    _none, mount, bucket, key = (path.rstrip("/") + "///").split("/", 3)
+    return f"/{mount}", bucket, key.rstrip("/")
+
+
+def options_of(mount: str) -> dict[str, Any]:
+    """Returns a copy of the options of a mount."""
+    return dict(_mounts[mount])
+
+
+def _mount(scheme: str, options: dict[str, Any]) -> str:
+    """Returns the mount with these options, which is made if there is none."""
+    where = next((str(options[key]) for key in options if "endpoint" in key.lower()), "")
+    mount = f"/{scheme}:" + (hashlib.sha256(where.encode()).hexdigest()[:6] if where else "")
+    with _lock:
+        for number in range(len(_mounts) + 1):
+            named = f"{mount}-{number}" if number else mount
+            if _mounts.setdefault(named, options) == options:
+                return named
+    raise AssertionError("one of so many names is free")

@@ -1,0 +1,129 @@
+"""The clients of object stores, which the options of their URLs make, and the errors of these. The
+module must not know what objects are for.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fastckpt.arguments.environment import launched_rank
+from fastckpt.arguments.urls import divided, options_of
+from fastckpt.errors import StorageError, as_url
+from fastckpt.plan.image import BLOCK_BYTES
+
+if TYPE_CHECKING:
+    from obstore.store import ObjectStore
+
+T = TypeVar("T")
+
+# For how long one request may take: so much for each block that it carries, at 140 KB/s or faster.
+_REQUEST_S = 60
+
+_lock = threading.Lock()
+_stores: dict[tuple[str, str, int], ObjectStore] = {}  # by mount, bucket and blocks of a part
+_pid = 0  # of the process that has clients: those of its parent would hang
+
+
+def store_of(path: str, part_bytes: int = BLOCK_BYTES) -> ObjectStore:
+    """Returns the client for the bucket of a path. Raises StorageError in a child of fork()."""
+    global _pid
+    mount, bucket, _key = divided(path)
+    known = mount, bucket, part_bytes // BLOCK_BYTES
+    with _lock:
+        if _pid not in (0, os.getpid()):
+            raise StorageError("open", path, errno.ENOTSUP, detail=_FORKED)
+        if known not in _stores:
+            _stores[known] = _made(mount, bucket, known[2])
+            _pid = os.getpid()
+        return _stores[known]
+
+
+_FORKED = (
+    "this process was forked from one that uses an object store, whose client would hang here: use "
+    'it in the parent, or begin this process by "spawn" or "forkserver"'
+)
+
+
+def _made(mount: str, bucket: str, blocks: int) -> ObjectStore:
+    options = options_of(mount)
+    scheme = mount[1:].partition(":")[0]
+    timing = {"timeout": f"{_REQUEST_S * max(1, blocks)}s", **options.pop("client_options", {})}
+    if scheme == "s3":  # every block has a CRC-32 of our own, and SHA-256 costs as much as the rest
+        options.setdefault("unsigned_payload", True)
+    try:
+        store: ObjectStore = client().store.from_url(
+            f"{scheme}://{bucket}", client_options=timing, **options
+        )
+        return store
+    except Exception as error:  # an unknown option, say: its own text tells
+        raise ValueError(f"{scheme}://{bucket}, with storage_options: {error}") from error
+
+
+def client() -> Any:
+    import obstore.store  # which only URLs need
+
+    return obstore
+
+
+def asked(op: str, path: str, call: Callable[..., T], *args: Any, **how: Any) -> T:
+    """Calls the client, and turns its errors into OSErrors.
+
+    Raises:
+        FileNotFoundError: there is no such object, or bucket.
+        FileExistsError: there is one already. StorageError: anything else, ESTALE if it is another
+            version than was asked for; the detail has what was tried, and for how long.
+    """
+    since = time.monotonic()
+    try:
+        return call(*args, **how)
+    except FileNotFoundError:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
+    except StorageError:
+        raise
+    except (OSError, ValueError, client().exceptions.BaseError) as error:
+        number = _number(error)
+        if number == errno.EEXIST:
+            raise FileExistsError(number, os.strerror(number), path) from None
+        raise StorageError(op, path, number, detail=_told(error, path, since)) from None
+
+
+_BY_NAME = {
+    "PermissionDeniedError": errno.EKEYREJECTED,
+    "UnauthenticatedError": errno.EKEYREJECTED,
+    "AlreadyExistsError": errno.EEXIST,
+    "PreconditionError": errno.ESTALE,
+    "NotSupportedError": errno.EOPNOTSUPP,
+}
+_BY_TEXT = {
+    "status code: 401": errno.EKEYREJECTED,
+    "status code: 403": errno.EKEYREJECTED,
+    "ExpiredToken": errno.EKEYREJECTED,
+    "status code: 507": errno.EDQUOT,
+    "QuotaExceeded": errno.EDQUOT,
+    "StorageFull": errno.EDQUOT,
+    "error sending request": errno.ETIMEDOUT,
+    "timed out": errno.ETIMEDOUT,
+}
+
+
+def _number(error: Exception) -> int:
+    """Returns the errno that stands for an error of the client."""
+    if isinstance(error, OSError) and error.errno:
+        return error.errno
+    text = str(error)
+    if type(error).__name__ in _BY_NAME:
+        return _BY_NAME[type(error).__name__]
+    return next((number for words, number in _BY_TEXT.items() if words in text), errno.EIO)
+
+
+def _told(error: Exception, path: str, since: float) -> str:
+    rank = launched_rank()
+    who = "" if rank is None else f"rank {rank[0]}: "
+    said = " ".join(str(error).split("\n\nDebug source")[0].split())[:500]
+    key = divided(path)[2]
+    return f"{who}key {key!r} of {as_url(path)!r}, after {time.monotonic() - since:.1f} s: {said}"

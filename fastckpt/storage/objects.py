@@ -1,0 +1,477 @@
+"""ObjectStorage: the seam to file systems, for objects; and PathStorage, which serves both.
+
+It gives the words of the seam the meaning that lets a commit be atomic where nothing is renamed: an
+upload is there when it is completed, a directory is claimed by an object that only one can make,
+and a manifest takes its name by a put that fails if the name is taken. It must not know formats.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import os
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from fastckpt.arguments.urls import divided, is_mounted
+from fastckpt.errors import StorageError
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.storage import calls
+from fastckpt.storage.file_system import (
+    Opening,
+    Refusal,
+    Storage,
+    close_scratch,
+    scratch,
+)
+from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.object_upload import CONCURRENCY, WRITERS, Crowd, Upload
+from fastckpt.storage.object_urls import asked, client, store_of
+from fastckpt.storage.owners import divided as owner_divided
+from fastckpt.storage.policies import Policy
+
+CLAIM = ".claim"  # in a directory: it was made, and by whom
+# For how long a directory that has nothing but its claim counts as one that is just being made.
+_CLAIMED_S = 24 * 3600.0
+_STREAM_BYTES = 1 << 20  # what the client holds of one read at a time
+_PAGE = 1000  # objects of a listing, as S3 has it
+_ANY, _NOT_HERE = 1 << 62, os.strerror(errno.EOPNOTSUPP)
+_POLICY = Policy("threads", False, "sent in parts", allocates=False, caches_names=False)
+_numbers = itertools.count(1)
+
+
+class _Open:
+    """An object that is open.
+
+    Attributes:
+        path: its path.
+        found: what the store said of it, when it was opened or last written; None: nothing yet.
+        upload: what is written to it; None: its bytes lie in the descriptor until they are put.
+        target: the path that an upload will have.
+        is_new: whether its bytes have changed since they were put.
+    """
+
+    def __init__(self, path: str, found: Any = None, upload: Upload | None = None) -> None:
+        self.path, self.found, self.upload = path, found, upload
+        self.target, self.is_new = path, False
+        self.content, self.ends = -1, 1  # the descriptor with its bytes; how many it has in all
+        self.number = next(_numbers)
+
+
+class ObjectStorage:
+    """The seam, for paths that stand for URLs. Its descriptors are files in memory, so that they
+    are closed after fork() as others are; those of new small objects hold their bytes.
+    """
+
+    def __init__(self) -> None:
+        self.open_now: dict[int, _Open] = {}
+        self._crowd = Crowd()
+        self._reading = threading.BoundedSemaphore(CONCURRENCY)
+        self._claims: dict[str, Any] = {}  # of directories that were made here
+        self._probed: set[tuple[str, str]] = set()
+        self._policy = _POLICY._replace(transfer=self._transfer, writers=WRITERS)
+
+    # Objects.
+
+    def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
+        """As Storage's. With a purpose the object is made when it is synced, whatever there was;
+        under a temporary name, when it is renamed, and only to the name that this was made of.
+        """
+        name, owner = owner_divided(os.path.basename(path))
+        if purpose is None and owner is None:
+            self._probe(path)
+            return self._noted(_Open(path, self._put_new(path, secrets.token_hex(16).encode())))
+        if purpose is None:
+            return self._noted(_Open(path, self._put("create", path, b"")))
+        target = path if owner is None else os.path.join(os.path.dirname(path), name[1:])
+        put = partial(self._put, "write", target)
+        opened = _Open(path, upload=Upload(put, purpose.nbytes, self._crowd))
+        opened.target = target
+        return self._noted(opened)
+
+    def open(self, file: str | int, how: Opening = "read") -> int:
+        if isinstance(file, int):
+            opened = self.open_now[file]
+            opened.ends += 1
+            return self._noted(opened)
+        if how == "write":
+            raise OSError(errno.EOPNOTSUPP, "an object has one writer", file)
+        if how == "directory":
+            return self._noted(_Open(file))
+        return self._noted(_Open(file, self._head(file)))
+
+    def _noted(self, opened: _Open) -> int:
+        fd = scratch()
+        if opened.content < 0:
+            opened.content = fd
+        self.open_now[fd] = opened
+        return fd
+
+    def close(self, fd: int) -> None:
+        opened = self.open_now.pop(fd)
+        opened.ends -= 1
+        if opened.upload is not None and not opened.ends:
+            opened.upload.give_up()
+        close_scratch(fd)
+
+    def _head(self, path: str) -> Any:
+        return asked("open", path, client().head, store_of(path), _key(path))
+
+    def _put(self, op: str, path: str, content: Any, **how: Any) -> Any:
+        """Puts an object, and returns what the store says of it. A missing bucket is an error of
+        its own, since a missing file is none.
+        """
+        store = store_of(path, how.get("chunk_size", BLOCK_BYTES))
+        try:
+            if "max_concurrency" not in how:
+                how["use_multipart"] = False
+            return asked(op, path, client().put, store, _key(path), content, **how)
+        except FileNotFoundError:
+            detail = f"there is no bucket {divided(path)[1]!r}, or no way to write to it"
+            raise StorageError(op, path, errno.ENOENT, detail=detail) from None
+
+    def _put_new(self, path: str, content: bytes) -> Any:
+        """Puts an object that is not there yet; raises FileExistsError if it is.
+
+        If an answer was lost, the client asks again, and is told that it is there: then its bytes
+        tell whose it is.
+        """
+        for last in (False, False, True):
+            try:
+                return self._put("create", path, content, mode="create")
+            except FileExistsError:
+                with suppress(FileNotFoundError):  # a conflict with what was not made after all
+                    if self.read_file(path, _ANY) != content:
+                        raise
+                    return _version(self._head(path))
+                if last:
+                    raise
+        raise AssertionError
+
+    def _put_again(self, opened: _Open, content: bytes) -> None:
+        """Replaces an object that was made here, unless somebody else has replaced it."""
+        mode = _version(opened.found)
+        try:
+            opened.found = self._put("write", opened.path, content, mode=mode)
+        except StorageError as error:  # by a lost answer, or by somebody else
+            if error.errno != errno.ESTALE or self.read_file(opened.path, _ANY) != content:
+                raise
+            opened.found = _version(self._head(opened.path))
+
+    def read_file(self, path: str, nbytes_max: int) -> bytes:
+        found = asked("read", path, client().get, store_of(path), _key(path))
+        if found.meta["size"] <= nbytes_max:
+            return bytes(asked("read", path, found.bytes))
+        return self._range(path, None, 0, nbytes_max)
+
+    def _range(self, path: str, etag: str | None, begin: int, end: int) -> bytes:
+        return b"".join(map(bytes, self._stream(path, etag, begin, end)))
+
+    def _stream(self, path: str, etag: str | None, begin: int, end: int) -> Any:
+        """Returns an iterator of the bytes of a range, of the version that was opened."""
+        options = {"range": (begin, end), **({"if_match": etag} if etag else {})}
+        get = asked("read", path, client().get, store_of(path), _key(path), options=options)
+        return get.stream(min_chunk_size=_STREAM_BYTES)
+
+    def read_at(self, fd: int, nbytes: int, offset: int) -> bytes:
+        opened = self.open_now[fd]
+        end = min(self._size(opened), offset + nbytes)
+        if end <= offset:
+            return b""
+        if opened.upload is not None or "size" not in opened.found:
+            return os.pread(opened.content, end - offset, offset)
+        return asked(
+            "read", opened.path, self._range, opened.path, opened.found["e_tag"], offset, end
+        )
+
+    def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+        opened, view = self.open_now[fd], memoryview(data).cast("B")
+        if opened.upload is not None:
+            opened.upload.write(memoryview(bytes(view)), offset)
+            return
+        opened.is_new = True
+        while view:
+            written = os.pwrite(opened.content, view, offset)
+            view, offset = view[written:], offset + written
+
+    def _transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        """Moves a block for the engine, on one of its threads."""
+        opened = self.open_now[fd]
+        if kind == "write":
+            if opened.upload is None:
+                self.write_at(fd, memory, offset)
+                return len(memory)
+            return opened.upload.write(memory, offset)
+        nbytes = max(0, min(len(memory), self._size(opened) - offset))
+        if nbytes:
+            with self._reading:
+                asked("read", opened.path, self._fill, opened, memory[:nbytes], offset)
+        return nbytes
+
+    def _fill(self, opened: _Open, memory: memoryview, offset: int) -> None:
+        at, end = 0, offset + len(memory)
+        for part in self._stream(opened.path, opened.found["e_tag"], offset, end):
+            memory[at : at + len(part)] = memoryview(part)
+            at += len(part)
+
+    def sync(self, fd: int) -> None:
+        opened = self.open_now[fd]
+        is_temporary = owner_divided(os.path.basename(opened.path))[1] is not None
+        if is_temporary:  # it is there once it is renamed
+            return
+        if opened.upload is not None:
+            opened.found = opened.upload.finish()
+        elif opened.is_new:
+            content = self._content(opened)
+            self._put_again(opened, content)
+            opened.is_new = False
+
+    flush = sync
+
+    @staticmethod
+    def _content(opened: _Open) -> bytes:
+        return os.pread(opened.content, os.fstat(opened.content).st_size, 0)
+
+    def rename(self, source: str, target: str) -> None:
+        """Gives a new object, which is open here, its name; that must be free in a directory that
+        was claimed here, and if the claim is lost, another one may have it.
+        """
+        opened = next((it for it in self.open_now.values() if it.path == source), None)
+        if opened is None:
+            raise OSError(errno.EOPNOTSUPP, "objects cannot be renamed", source)
+        if opened.upload is not None:
+            if opened.target != target:
+                raise OSError(errno.EOPNOTSUPP, "objects cannot be renamed", source)
+            opened.found, opened.path = opened.upload.finish(), target
+            return
+        content, directory = self._content(opened), os.path.dirname(target)
+        if directory in self._claims:
+            self._check_claim(directory)
+            opened.found = self._put_new(target, content)
+        else:
+            opened.found = self._put("rename", target, content)
+        opened.path, opened.is_new = target, False
+        with suppress(OSError):  # what stays is debris
+            self.remove(source)
+
+    def remove(self, path: str) -> None:
+        asked("remove", path, client().delete, store_of(path), _key(path))
+
+    # Names.
+
+    def status(self, path: str, *, link: bool = False) -> os.stat_result | None:
+        key = _key(path)
+        if key:
+            with suppress(FileNotFoundError):  # it may be a directory
+                return _status(self._head(path))
+            pages = client().list(store_of(path), key, chunk_size=1)
+            with suppress(FileNotFoundError):  # there is not even a bucket
+                if asked("list", path, next, iter(pages), []):
+                    return _DIRECTORY
+            return None
+        return _DIRECTORY
+
+    def fstat(self, fd: int) -> os.stat_result:
+        opened = self.open_now[fd]
+        if opened.found is not None and "size" in opened.found:
+            return _status(opened.found)
+        return _result(stat.S_IFREG | 0o644, opened.number, self._size(opened), time.time())
+
+    def _size(self, opened: _Open) -> int:
+        if opened.upload is not None:
+            return opened.upload.nbytes
+        if opened.found is not None and "size" in opened.found:
+            return int(opened.found["size"])
+        return os.fstat(opened.content).st_size
+
+    def _listed(self, path: str) -> tuple[dict[str, Any], list[str]]:
+        """Returns the objects in a directory, by name, and the names of the directories there."""
+        key = _key(path)
+        how = (store_of(path), key or None)
+        found = asked("list", path, client().list_with_delimiter, *how)
+        cut = len(key) + 1 if key else 0
+        objects = {each["path"][cut:]: each for each in found["objects"]}
+        return objects, [each[cut:].rstrip("/") for each in found["common_prefixes"]]
+
+    def names(self, directory: str, *, directories: bool = False) -> list[str]:
+        """As Storage's. A claim is told of only while it is the only thing there and new: then the
+        directory is just being made, though it has nothing yet that tells its owner.
+        """
+        if directories:
+            return self._prefixes(directory)
+        objects, below = self._listed(directory)
+        if not objects and not below:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
+        claim = objects.pop(CLAIM, None)
+        if claim is not None and not objects and not below and _age_s(claim) < _CLAIMED_S:
+            return [CLAIM]
+        return [*objects, *below]
+
+    def _prefixes(self, path: str) -> list[str]:
+        """Returns the names of the directories that hold objects, of which each page of a listing
+        may hold many. A listing by prefixes would do, but SeaweedFS tells of empty ones, too.
+        """
+        key, found, after = _key(path), dict[str, None](), None
+        cut = len(key) + 1 if key else 0
+        how = (store_of(path), key or None)
+        while True:
+            pages = client().list(*how, offset=after, chunk_size=_PAGE)
+            page = asked("list", path, next, iter(pages), [])
+            inner = [each["path"][cut:].partition("/") for each in page]
+            found.update((name, None) for name, slash, _rest in inner if slash)
+            if len(page) < _PAGE:
+                return [*found]
+            name, slash, _rest = inner[-1]
+            after = page[-1]["path"][:cut] + name + (slash and "0")  # "0" follows "/"
+
+    def make_directory(self, path: str, *, parents: bool = False) -> None:
+        """Claims a directory; with `parents` it does nothing, since prefixes need not be made."""
+        if parents:
+            return
+        self._probe(path)
+        self._claims[path] = self._put_new(
+            os.path.join(path, CLAIM), secrets.token_hex(16).encode()
+        )
+
+    def _check_claim(self, directory: str) -> None:
+        claim = os.path.join(directory, CLAIM)
+        with suppress(FileNotFoundError):  # which means the same as another one
+            if self._head(claim)["e_tag"] == self._claims[directory]["e_tag"]:
+                return
+        detail = "another process took the directory for one that was left behind: save again"
+        raise StorageError("rename", directory, errno.ESTALE, detail=detail)
+
+    def _probe(self, path: str) -> None:
+        """Finds out, once for each bucket, that the store heeds conditions. Raises StorageError."""
+        bucket = divided(path)[:2]
+        if bucket in self._probed:
+            return
+        nonce = os.path.join(os.path.dirname(path), f".probe-{secrets.token_hex(8)}")
+        try:
+            self._put_new(nonce, nonce.encode())
+            with suppress(FileExistsError):  # as it should be
+                self._put("create", nonce, b"", mode="create")
+                detail = (
+                    "this store ignores conditions: of two writers of one name both are told that "
+                    "they have it (If-None-Match), so no checkpoint is safe there"
+                )
+                raise StorageError("probe", os.path.dirname(path), errno.EOPNOTSUPP, detail=detail)
+        finally:
+            with suppress(OSError):  # the first error counts
+                self.remove(nonce)
+        self._probed.add(bucket)
+
+    def remove_directory(self, path: str, *, content: bool = False) -> None:
+        if content:
+            key, store = _key(path), store_of(path)
+            for page in asked("list", path, lambda: [*client().list(store, key)]):
+                names = [each["path"] for each in page]
+                asked("remove", path, client().delete, store, names)
+            return
+        objects, below = self._listed(path)
+        if below or objects.keys() - {CLAIM}:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+        if objects:
+            self.remove(os.path.join(path, CLAIM))
+        self._claims.pop(path, None)
+
+    # What only file systems have.
+
+    def lock(self, fd: int, *, shared: bool = False) -> bool:
+        return True
+
+    def look_again(self, path: str) -> bool:
+        return False
+
+    def policy(self, fd: int) -> tuple[str, Policy]:
+        return "objects", self._policy
+
+    def refusal(self, fd: int, number: int) -> Refusal:
+        upload = self.open_now[fd].upload
+        if upload is None or not (why := upload.why()):
+            return Refusal("", None)
+        parts = f"{upload.parts_begun} parts of {upload.chunk >> 20} MiB were begun"
+        return Refusal(f"{parts} in {time.monotonic() - upload.since:.1f} s; {why}", None)
+
+    def set_direct(self, fd: int, **how: object) -> str | None:
+        return "it is an object"
+
+    def free_bytes(self, path: str) -> int:
+        return _ANY
+
+    def allocate(self, fd: int, nbytes: int) -> None:
+        """Does nothing, as do the following: an object has its size and durability at once."""
+
+    def truncate(self, fd: int, nbytes: int) -> None:
+        pass
+
+    def touch(self, path: str) -> None:
+        pass
+
+    def sync_directory(self, directory: str | int) -> None:
+        pass
+
+    def set_permissions(self, fd: int, like: os.stat_result | None) -> None:
+        pass
+
+
+calls.note(ObjectStorage, Storage)
+
+
+class PathStorage(Storage):
+    """The seam for every path and descriptor: of a file system, or of an object store."""
+
+    def __init__(self) -> None:
+        self._objects = ObjectStorage()
+
+
+def _either(name: str) -> Callable[..., Any]:
+    theirs = getattr(ObjectStorage, name, None)
+
+    def call(self: PathStorage, subject: str | int, *args: Any, **options: Any) -> Any:
+        objects = self._objects
+        if subject in objects.open_now if isinstance(subject, int) else is_mounted(subject):
+            if theirs is None:
+                raise OSError(errno.EOPNOTSUPP, _NOT_HERE, str(subject))
+            return theirs(objects, subject, *args, **options)
+        return getattr(Storage, name)(self, subject, *args, **options)
+
+    return call
+
+
+for _name, _method in [*vars(Storage).items()]:
+    if callable(_method) and not _name.startswith("_"):
+        setattr(PathStorage, _name, _either(_name))
+
+
+def _key(path: str) -> str:
+    return divided(path)[2]
+
+
+def _version(found: Any) -> dict[str, str]:
+    return {key: found[key] for key in ("e_tag", "version") if found.get(key)}
+
+
+def _age_s(found: Any) -> float:
+    return time.time() - float(found["last_modified"].timestamp())
+
+
+def _result(mode: int, number: int, nbytes: int, when: float) -> os.stat_result:
+    times = {"st_atime_ns": int(when * 1e9), "st_mtime_ns": int(when * 1e9), "st_mtime": when}
+    return os.stat_result((mode, number, 0, 1, 0, 0, nbytes, when, when, when), times)
+
+
+def _status(found: Any) -> os.stat_result:
+    digest = hashlib.blake2b(str(found["e_tag"]).encode(), digest_size=7).digest()
+    when = found["last_modified"].timestamp()
+    return _result(stat.S_IFREG | 0o644, int.from_bytes(digest, "big"), found["size"], when)
+
+
+_DIRECTORY = _result(stat.S_IFDIR | 0o755, 0, 0, 0.0)
