@@ -144,6 +144,10 @@ class Crew:
         for rank in self._called:
             self._connections[rank].send((body, args, len(self._called)))
 
+    def await_one(self, rank: int) -> None:
+        """Waits until a rank has died in the call, or has answered."""
+        assert wait([self._connections[rank]], WAIT_S), f"rank {rank} neither dies nor ends"
+
     def end(self) -> list[Any]:
         """The results of begin(), a RankDied for each rank that did."""
         deadline = time.monotonic() + WAIT_S
@@ -157,6 +161,7 @@ class Crew:
             if not ready:
                 for rank in pending.values():
                     os.kill(self._pids[rank], signal.SIGABRT)  # shows where its threads stand
+                    wait([self._pidfds[rank]], OTHERS_S)
                 failures.append(f"ranks {sorted(pending.values())} do not end")
                 break
             for connection in ready:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import random
 import re
-import select
 import signal
 import tempfile
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,14 +28,23 @@ import torch
 
 from fastckpt import Checkpointer, PeerFailed
 from tests.crews.group_crew import Crew, Nursery, RankDied
-from tests.crews.steps_lives import BEGUN, BORN, COMMITTED, FAILED, RESTORED, Reports, live
+from tests.crews.steps_lives import (
+    BEGUN,
+    BORN,
+    COMMITTED,
+    FAILED,
+    RESTORED,
+    TIMEOUT_S,
+    Clock,
+    Reports,
+    live,
+)
 from tests.crews.steps_states import COLUMNS, ROWS, numbers
 from tests.interpreters import let_go
 from tests.saving.test_handle import wait_until
 from tests.storm import Storm
 
 LANES = 8  # jobs that run beside each other: most of the time they wait for somebody who is dead
-TIMEOUT_S, GRACE_S = 10.0, 20.0  # of a save; what a busy machine may add to that
 SAVES, OPERATIONS = 5, 90  # within which a kill comes
 WAIT_S = 60.0
 RANKS_IMPORT = "tests.crews.steps_imports"
@@ -47,12 +56,16 @@ class Lane:
     """One root, and the jobs that save to it one after the other.
 
     Attributes:
+        number: of the lane. It chooses who dies, and about when, so that all lanes together try
+            each rank and each part of the time; `rng` chooses the rest.
         found: the step committed last when the job before had ended; None: none.
         whole: committed steps that were compared.
         debris: manifests, under their temporary names, of saves that came to no end.
         seen: how often what happened.
+        jobs: the reports of each job, for messages.
     """
 
+    number: int
     root: Path
     nursery: Nursery
     lock: threading.Lock  # of the nursery
@@ -61,29 +74,27 @@ class Lane:
     whole: set[int] = field(default_factory=set)
     debris: set[str] = field(default_factory=set)
     seen: Counter[str] = field(default_factory=Counter)
+    jobs: list[list[Reports]] = field(default_factory=list)
 
     @contextmanager
     def job(
         self, ranks: int, dying: dict[int, int] | None = None
-    ) -> Iterator[tuple[Crew, list[Reports]]]:
-        """A job of so many ranks, all of which have begun to save."""
+    ) -> Iterator[tuple[Crew, list[Reports], Path]]:
+        """A job of so many ranks, all of which have begun to save, and where their Clock looks."""
         directory = Path(tempfile.mkdtemp(dir=self.root.parent))
         reports = [Reports(directory, rank) for rank in range(ranks)]
-        order = {
-            "timeout_s": TIMEOUT_S,
-            "fence": self.rng.choice(["call", "step"]),
-            "dying": dying or {},
-        }
+        self.jobs.append(reports)
+        order = {"fence": self.rng.choice(["call", "step"]), "dying": dying or {}}
         opened = self.nursery.crew(ranks)
         with self.lock:
             crew = opened.__enter__()
         try:
             crew.begin(live, str(self.root), directory, order)
-            wait_until(lambda: all(map(is_saving, reports)))
+            wait_until(lambda: all(map(is_saving, reports)), "all ranks save")
             if any(report.last(FAILED) is not None for report in reports):
                 crew.end()  # raises what happened
             assert {report.last(RESTORED) for report in reports} == {self.found or 0}
-            yield crew, reports
+            yield crew, reports, Clock.file(directory)
         finally:
             opened.__exit__(None, None, None)
 
@@ -111,6 +122,19 @@ class Lane:
         self.found, self.debris = newest, debris
         return steps
 
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Tells with an error in the body all that is known of the lane."""
+        try:
+            yield
+        except BaseException as error:
+            told = traceback.format_exception(error)
+            for number, reports in enumerate(self.jobs):
+                told += [f"job {number}, {report.told()}\n" for report in reports]
+            left = sorted(str(path.relative_to(self.root)) for path in self.root.rglob("*"))
+            told.append(f"In the root are {left}, where {self.seen} was seen")
+            raise AssertionError(f"lane {self.number}:\n{''.join(told)}") from None
+
 
 def is_saving(report: Reports) -> bool:
     return report.last(RESTORED) is not None or report.last(FAILED) is not None
@@ -132,12 +156,10 @@ def steps_in(root: Path, compared: set[int]) -> set[int]:
     return set(steps)
 
 
-def check_survivor(
-    what: str, told: dict[str, Any], victim: int, steps: set[int], since: float
-) -> None:
+def check_survivor(what: str, told: dict[str, Any], victim: int, steps: set[int]) -> None:
     """Every save that was not committed has failed, in time, and says whose fault it was."""
-    assert told["known"] - since < 1.1 * TIMEOUT_S + GRACE_S, what
-    assert told["errors"], what
+    assert told["waited_s"] < 1.2 * TIMEOUT_S, (what, told)
+    assert told["errors"], (what, told)
     for step, error in told["errors"].items():
         assert type(error) is PeerFailed and list(error.ranks) == [victim], (what, error)
         assert re.search(rf"step {step} of .*: .*rank {victim} ", str(error)), (what, error)
@@ -153,9 +175,10 @@ def check_survivor(
 def wait_for_a_moment(lane: Lane, report: Reports) -> str:
     """Waits for some saves of a rank, and for a part of the time that one takes; says how long."""
     first = (lane.found or 0) + 1
-    wait_until(lambda: (report.last(BEGUN) or 0) >= first)
-    since, saves, part = time.monotonic(), lane.rng.randrange(SAVES), lane.rng.random()
-    wait_until(lambda: (report.last(BEGUN) or 0) >= first + saves)
+    wait_until(lambda: (report.last(BEGUN) or 0) >= first, f"step {first} was begun")
+    since, saves, part = time.monotonic(), lane.number % SAVES, lane.rng.random()
+    last = first + saves
+    wait_until(lambda: (report.last(BEGUN) or 0) >= last, f"step {last} was begun")
     waited_s = time.monotonic() - since
     time.sleep(part * max(waited_s / max(saves, 1), 0.01))
     return f"after {saves} + {part:.3f} saves"
@@ -163,20 +186,20 @@ def wait_for_a_moment(lane: Lane, report: Reports) -> str:
 
 def kill_one(lane: Lane, number: int, by_operation: bool) -> None:
     """The life of a job of two ranks, one of which is killed."""
-    victim = lane.rng.randrange(2)
-    operations = lane.rng.randrange(OPERATIONS)
+    victim, part = (lane.number + number) % 2, lane.number // 2
+    begin, end = (OPERATIONS * 2 * each // LANES for each in (part, part + 1))
+    operations = lane.rng.randrange(begin, end)
     moment = f"before operation {operations}"
-    with lane.job(2, {victim: operations} if by_operation else None) as (crew, reports):
+    with lane.job(2, {victim: operations} if by_operation else None) as (crew, reports, dead):
         if not by_operation:
             moment = wait_for_a_moment(lane, reports[victim])
             os.kill(reports[victim].last(BORN), signal.SIGKILL)
-        else:  # it dies when it has done so much
-            select.select([crew._pidfds[victim]], [], [], WAIT_S)
-        killed = time.monotonic()
+        crew.await_one(victim)
+        dead.touch()
         results = crew.end()
     what = f"kill {number} in {lane.root.parent.name} of rank {victim} {moment}"
     assert isinstance(results[victim], RankDied), f"{what}: it failed by itself: {results}"
-    check_survivor(what, results[1 - victim], victim, lane.look(what, reports), killed)
+    check_survivor(what, results[1 - victim], victim, lane.look(what, reports))
     lane.seen[f"rank {victim}"] += 1
 
 
@@ -191,22 +214,22 @@ def run_lanes(
     for number in range(LANES):
         root = disk / f"lane{number}-{rng.random()}" / "root"
         root.mkdir(parents=True)
-        lanes.append(Lane(root, nursery, lock, random.Random(rng.random())))
+        lanes.append(Lane(number, root, nursery, lock, random.Random(rng.random())))
 
     def run(lane: Lane) -> None:
-        for number in range(lives):
-            life(lane, number)
-        for path in lane.root.parent.iterdir():
-            if path != lane.root:
-                for report in path.iterdir():
-                    report.unlink()
-        with Checkpointer(lane.root, keep_last=1) as checkpointer:
-            checkpointer.save(10**6, {"step": 10**6}).result(WAIT_S)
-        assert [path.name for path in lane.root.iterdir()] == ["step-01000000"]
+        with lane.telling():
+            for number in range(lives):
+                life(lane, number)
+            with Checkpointer(lane.root, keep_last=1) as checkpointer:
+                checkpointer.save(10**6, {"step": 10**6}).result(WAIT_S)
+            # On a busy machine close() returns before the lease is gone.
+            left = ["step-01000000"]
+            wait_until(lambda: os.listdir(lane.root) == left, f"only {left} is left")
 
     with ThreadPoolExecutor(LANES) as threads:
-        for done in [threads.submit(run, lane) for lane in lanes]:
-            done.result()
+        ended = [threads.submit(run, lane) for lane in lanes]
+    failures = [str(done.exception()) for done in ended if done.exception()]
+    assert not failures, "\n\n".join(failures)
     for lane in lanes:
         seen += lane.seen
     print(dict(seen))
@@ -217,14 +240,14 @@ def run_lanes(
 def test_a_kill_of_any_rank_at_any_moment(nursery: Nursery, disk: Path, storm: Storm) -> None:
     for rng in storm.rounds(suite=1, torture=6):
         seen = run_lanes(nursery, disk, 2, rng, lambda lane, number: kill_one(lane, number, False))
-        assert seen["commits"] and seen["debris"], "the kills came too early or too late"
+        assert seen["commits"]  # there was one before the fourth save began
 
 
 def test_a_kill_of_any_rank_at_any_operation(nursery: Nursery, disk: Path, storm: Storm) -> None:
     """As above, with the moment chosen by what the save was about to do instead of by the clock."""
     for rng in storm.rounds(suite=1, torture=4):
         seen = run_lanes(nursery, disk, 1, rng, lambda lane, number: kill_one(lane, number, True))
-        assert seen["commits"] or seen["debris"]
+        assert seen["commits"] or seen["debris"]  # of whichever first rank was killed last
 
 
 @pytest.mark.torture
@@ -233,13 +256,14 @@ def test_a_kill_of_a_whole_job(nursery: Nursery, disk: Path, storm: Storm) -> No
 
     def life(lane: Lane, number: int) -> None:
         ranks = (4, 2, 3, 1)[(number + lane.rng.randrange(2)) % 4]
-        with lane.job(ranks) as (crew, reports):
+        with lane.job(ranks) as (crew, reports, _dead):
             moment = wait_for_a_moment(lane, reports[0])
             what = f"kill {number} of {ranks} ranks in {lane.root.parent.name} {moment}"
             for report in lane.rng.sample(reports, ranks):
                 os.kill(report.last(BORN), signal.SIGKILL)
-            assert all(isinstance(result, RankDied) for result in crew.end()), what
+            results = crew.end()
+        assert all(isinstance(result, RankDied) for result in results), (what, results)
         lane.look(what, reports)
 
     for rng in storm.rounds(suite=1, torture=2):
-        assert run_lanes(nursery, disk, 2, rng, life)["commits"]
+        assert run_lanes(nursery, disk, 2, rng, life)["commits"]  # as above
