@@ -205,17 +205,18 @@ def _ancestor(imports: str) -> socket.socket:
             )
         else:
             search = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-            subprocess.Popen(
+            ancestor = subprocess.Popen(
                 [sys.executable, __file__, str(theirs.fileno())],
                 # Not by torch.set_num_threads(): in a child of fork() torch makes a pool anew that
                 # this has made, and a second thread that needs it meanwhile aborts the process.
                 env=os.environ | {"PYTHONPATH": search, "OMP_NUM_THREADS": "1"},
                 pass_fds=[theirs.fileno()],
             )
+            _kept.append(ancestor)  # else it would warn that it still runs, in any test
     return ours
 
 
-_kept: list[Program] = []  # the ancestors that were forked themselves
+_kept: list[Program | subprocess.Popen[bytes]] = []  # the ancestors
 
 
 def next_program(fd: int) -> tuple[types.CodeType, dict[str, Any]]:
