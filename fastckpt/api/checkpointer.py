@@ -361,10 +361,10 @@ class Checkpointer:
             dtype: "cast", or "raise" for tensors whose saved dtype is another.
             rename: gives saved values other names before they are looked up: a function of the
                 name, which returns None for what is left out; or a dict of regular expressions and
-                replacements, each of which is applied to each name (re.sub), in order. A name is
-                that of `fastckpt inspect`: the keys that lead to the value, joined by "/", such as
-                "model/head.weight". Values in lists keep their place. To split and join tensors,
-                use fastckpt.load_into.
+                replacements, each of which is applied to each name (re.sub), in order; one that
+                fits none is warned of. A name is that of `fastckpt inspect`: the keys that lead to
+                the value, joined by "/". Values in lists keep their place. To split and join
+                tensors, use fastckpt.load_into.
             only: restore what has names like this glob, such as "model/*" ("*" matches "/", too).
                 An optimizer is restored as a whole or not at all, and has to have the parameters of
                 the one that was saved: leave it out, if the model has changed.

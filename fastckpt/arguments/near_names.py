@@ -15,6 +15,7 @@ _WRAPPERS = {
     "module.": "DataParallel and DistributedDataParallel put 'module.' before names: the plain "
     "module is their attribute module",
 }
+_OPERATORS = re.compile(r"[\\^$()?*+{}|\[\]]")  # of a regular expression
 _SEPARATOR = re.compile(r"[./]")  # of the keys in a name
 _COMPARED_MAX = 2000  # names: comparing more of them would take seconds
 _SHOWN_MAX = 3
@@ -58,6 +59,20 @@ def instead_of(missing: Sequence[object], there: Iterable[object], *, renames: b
         names = [n for n in names if _SEPARATOR.split(n)[-1] == last][:_COMPARED_MAX]
     near = difflib.get_close_matches(name, names, _SHOWN_MAX)
     return f": the nearest that it has are {', '.join(map(repr, near))}" if near else ""
+
+
+def fits_none(pattern: str | tuple[str, ...], names: Sequence[str]) -> str:
+    """Returns what is wrong with a pattern of rename= that is in no name, and names like it."""
+    text = pattern if isinstance(pattern, str) else pattern[0]
+    bare = difflib.SequenceMatcher(b=_OPERATORS.sub("", text), autojunk=False)
+
+    def common(name: str) -> int:
+        bare.set_seq1(name)
+        return bare.find_longest_match().size
+
+    near = sorted(names[:_COMPARED_MAX], key=common, reverse=True)[:_SHOWN_MAX]
+    told = f" (the nearest are {', '.join(map(repr, near))})" if near else ""
+    return f"rename has {pattern!r}, which fits no name{told}: correct it, or leave it out"
 
 
 def without_wrappers(names: Sequence[str]) -> list[str]:

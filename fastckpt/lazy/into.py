@@ -94,7 +94,8 @@ def load_into(
         rename: gives stored tensors other names first: a function, which returns None for what is
             left out; or a dict of regular expressions and replacements, each of which is applied to
             each name (re.sub), in order. There, fastckpt.split and join also make several tensors
-            of one, and one of several: "qkv" to split(0, ["q", "k", "v"]), say.
+            of one, and one of several: "qkv" to split(0, ["q", "k", "v"]), say. An expression that
+            fits no name is an error.
         only: read what has names in the state like this glob, such as "model/*".
 
     Returns:

@@ -10,12 +10,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pickle import UnpicklingError
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from uuid import uuid4
 
 from fastckpt.arguments.checks import check_choice
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.near_names import fits_none, listed
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.formats.partial_objects import left_out
 from fastckpt.formats.value_names import joined, keys_of
@@ -84,8 +85,10 @@ class Fit:
         begin, inside = _WILD.split(self.only, maxsplit=1)[0], f"{name}/"
         return inside.startswith(begin) or begin.startswith(inside)
 
-    def new_name(self, name: str) -> str | None:
-        """Returns the name that a saved value gets; None: it is left out."""
+    def new_name(self, name: str, fitting: set[Any] | None = None) -> str | None:
+        """Returns the name that a saved value gets; None: it is left out. The patterns that fit the
+        name join `fitting`.
+        """
         if isinstance(self.rename, Mapping):
             for pattern, rule in self.rename.items():
                 if not isinstance(rule, str):
@@ -93,7 +96,9 @@ class Fit:
                         f"rename splits or joins tensors, for {pattern!r}, which restore() does "
                         "not do: load_into and export do"
                     )
-                name = re.sub(pattern, rule, name)
+                name, times = re.subn(pattern, rule, name)
+                if times and fitting is not None:
+                    fitting.add(pattern)
             return name
         if self.rename is None:
             return name
@@ -106,7 +111,7 @@ class Fit:
         """Returns tensors as `rename` names, splits and joins them.
 
         Raises:
-            Misfit: some cannot be split or joined so.
+            Misfit: some cannot be split or joined so, or a pattern fits none.
         """
         if isinstance(self.rename, Mapping):
             return arranged(tensors, self.rename)
@@ -174,9 +179,10 @@ def refused(
     )
 
 
-def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str]]:
-    """Returns a saved nest whose values have the names that `fit.rename` gives them, and the new
-    names by the old ones. Values in lists and tuples go where these go.
+def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[str]]:
+    """Returns a saved nest whose values have the names that `fit.rename` gives them, the new names
+    by the old ones, and in words the patterns that fit none. Values in lists and tuples go where
+    these go.
 
     Args:
         nest: as a step's objects hold it.
@@ -187,9 +193,9 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str]]:
         IncompatibleCheckpoint: two values get the same name, or one gets a place inside of another.
     """
     if not _is_inner(nest):
-        return nest, {}
-    moved: list[_Moved] = []
-    left = _left_in_place(nest, fit, moved)
+        return nest, {}, []
+    moved, names, fitting = list[_Moved](), list[str](), set[Any]()
+    left = _left_in_place(nest, partial(fit.new_name, fitting=fitting), moved, names)
     for keys, old, new, value in moved:
         *ahead, last = _keys_of(new, keys)
         inside = left
@@ -202,7 +208,9 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str]]:
         if last in inside:
             raise name_taken(where, old, new)
         inside[last] = value
-    return left, {old: new for _keys, old, new, _value in moved}
+    patterns = fit.rename if isinstance(fit.rename, Mapping) else ()
+    useless = [fits_none(pattern, names) for pattern in patterns if pattern not in fitting]
+    return left, {old: new for _keys, old, new, _value in moved}, useless
 
 
 def name_taken(where: str, old: str, new: str) -> IncompatibleCheckpoint:
@@ -220,8 +228,12 @@ class _Moved(NamedTuple):
     value: Any
 
 
-def _left_in_place(nest: Any, fit: Fit, moved: list[_Moved]) -> Any:
-    """Returns a copy of the nest without the values that get another name, which join `moved`."""
+def _left_in_place(
+    nest: Any, new_name: Callable[[str], str | None], moved: list[_Moved], names: list[str]
+) -> Any:
+    """Returns a copy of the nest without the values that get another name, which join `moved`; the
+    names of all join `names`.
+    """
     steps = 0
 
     def visit(value: Any, keys: tuple[Any, ...]) -> Iterator[Any]:
@@ -239,7 +251,8 @@ def _left_in_place(nest: Any, fit: Fit, moved: list[_Moved]) -> Any:
                 yield {ESCAPED: kept} if inner is not value else kept
             return
         old = joined([*map(str, keys)])
-        new = fit.new_name(old)
+        names.append(old)
+        new = new_name(old)
         if new == old:
             yield value
         elif new is not None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.near_names import fits_none, listed
 from fastckpt.plan.layouts import Form, joined
 
 _NUMBER = "{}"
@@ -150,14 +150,27 @@ def _regular(pattern: object) -> str:
     return str(pattern).replace(_NUMBER, _DIGITS)
 
 
+def check_fits(pattern: Any, rule: object, names: Sequence[str]) -> None:
+    """Raises Misfit if there are names, and the pattern of a rule is in none of them: it may be
+    mistyped, and nothing else would tell.
+    """
+    patterns = pattern if isinstance(pattern, tuple) else (pattern,)
+    if isinstance(rule, Join):
+        patterns = tuple(map(_regular, patterns))
+    if names and not any(re.search(each, name) for each in patterns for name in names):
+        raise Misfit(fits_none(pattern, names))
+
+
 def arranged(tensors: Sequence[Named], rules: Mapping[Any, str | Split | Join]) -> list[Named]:
     """Returns tensors as a dict of patterns makes them, each rule of what those before it made.
 
     Raises:
-        Misfit: tensors cannot be split or joined so; the message names them.
+        Misfit: tensors cannot be split or joined so, or a pattern fits none; the message names
+            them.
     """
     found = [*tensors]
     for pattern, rule in rules.items():
+        check_fits(pattern, rule, [each.name for each in found])
         if isinstance(rule, str):
             found = [each._replace(name=re.sub(pattern, rule, each.name)) for each in found]
         elif isinstance(rule, Split):

@@ -112,8 +112,9 @@ class Template:
         self._was_asked = False  # for any value
         self._filling = Filling(self._fit)
         self._renamed: dict[str, str] = {}
+        self._useless: list[str] = []  # patterns of rename
         if self._fit.rename is not None:
-            saved, self._renamed = renamed(saved, self._fit, where)
+            saved, self._renamed, self._useless = renamed(saved, self._fit, where)
         self._whole: dict[str, torch.Tensor] = {}
         self._saved = saved
         self._filled: dict[int, Any] = {}  # by identity; self._saved keeps the objects alive
@@ -127,6 +128,7 @@ class Template:
         told = self._filling.misfits
         if self._ignored and self._fit.unexpected == "raise":
             told = [*told, unexpected(listed(map(str, self._ignored)))]
+        told = [*told, *self._useless] if self._is_missing else told
         if self._fit.only is not None and not self._was_asked:
             told = [*told, nothing_chosen(self._fit.only)]
         if told:
@@ -174,7 +176,9 @@ class Template:
         return True
 
     def tell(self, level: int) -> None:
-        """Logs what was saved and does not go into the state."""
+        """Logs what was saved and does not go into the state, or is not as it was meant."""
+        for told in self._useless:
+            log.log(level, "%r: %s", self._where, told)
         if self._ignored and self._fit.unexpected is None:
             told = listed(map(str, self._ignored))
             log.log(
@@ -276,7 +280,7 @@ class Template:
         if missing and self._fit.missing == "raise" and self._fit.only is None:
             near = instead_of(missing, _names_within(self._saved, _At()), renames=True)
             told = f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
-            raise refusal(self._where, [told], is_missing=True)
+            raise refusal(self._where, [told, *self._useless], is_missing=True)
         others = [at.of(key) for key in saved if key not in value]
         self._ignored += [other for other in others if self._fit.asks_for(other.name)]
         for key, item in value.items():

@@ -209,6 +209,7 @@ def test_a_converted_step_has_its_number(disk: Path) -> None:
         ({"a": torch.ones(1)}, ["--to", "hf", "--shard-size", "much"], "shard-size"),
         (torch.ones(1), ["--to", "safetensors"], "has a tensor without a name (a file that is a"),
         ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "q"], "rename is 'q', must be a dict"),
+        ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "{'p': 'q'}"], "has 'p', which fits no"),
         ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "{1: 'q'}"], "rename has 1, no regular"),
         ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "{'q': open('x')}"], "malformed node"),
         (

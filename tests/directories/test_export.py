@@ -211,10 +211,10 @@ def test_tensors_are_split_and_joined(
 
 def test_a_tied_tensor_is_written_whole_beside_what_it_is_a_part_of(disk: Path) -> None:
     tied = torch.randn(3, 4)
-    rename = {r"l\.{}\.q": fastckpt.join(0, "all"), "emb": fastckpt.split(0, "e.{}")}
-    for state, parts in (
-        ({"l.0.q": tied}, {"all": tied[None]}),
-        ({"emb": tied[:1]}, {"e.0": tied[0]}),
+    rename: dict[str, Any]
+    for state, parts, rename in (
+        ({"l.0.q": tied}, {"all": tied[None]}, {r"l\.{}\.q": fastckpt.join(0, "all")}),
+        ({"emb": tied[:1]}, {"e.0": tied[0]}, {"emb": fastckpt.split(0, "e.{}")}),
     ):
         whole = next(iter(state.values()))
         for order in (["head", *state], [*state, "head"]):
@@ -270,6 +270,15 @@ def test_what_lies_on_a_gpu(gpu: CudaStub, disk: Path) -> None:
 
 class _Odd(torch.Tensor):
     pass
+
+
+def test_a_pattern_that_fits_no_name_is_refused(disk: Path) -> None:
+    state = {"model": {"encoder.w": torch.ones(2), "b": torch.ones(1)}, "step": torch.ones(1)}
+    with pytest.raises(ValueError, match=r"'\^encodr', .* no name \(the nearest are 'encoder.w'"):
+        fastckpt.export(
+            state, disk / "a", only="model/*", rename={"^model/": "", "^encodr": "backbone"}
+        )
+    assert os.listdir(disk) == []
 
 
 @pytest.mark.parametrize("rename", [{}, {"complex": fastckpt.split(0, "c{}")}], ids=["", "split"])

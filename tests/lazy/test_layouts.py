@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,9 @@ def test_what_is_read_converted_or_expanded(disk: Path) -> None:
 
 def test_what_does_not_fit_is_named_with_its_path(disk: Path) -> None:
     torch.save({"qkv": torch.ones(6, 2)}, disk / "a.pt")
+    for read in (fastckpt.open, partial(fastckpt.load_into, {"q": torch.zeros(6, 2)})):
+        with pytest.raises(IncompatibleCheckpoint, match=r"a.pt' does not fit: rename has 'qvk', "):
+            read(disk / "a.pt", rename={"qvk": "q"})
     for sizes, told in (((3, 4), "3 \\+ 4 = 7, which is not 6"), ((2, 4), "it is 'qkv', .4, 2")):
         rename = {"qkv": fastckpt.split(0, dict(zip(("q", "kv"), sizes, strict=True)))}
         state = {"q": torch.zeros(2, 2), "kv": torch.zeros(3, 2)}

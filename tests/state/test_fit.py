@@ -133,6 +133,22 @@ def test_names_are_changed_by_patterns(restore: Restore) -> None:
     }
 
 
+def test_a_pattern_that_fits_no_name_is_told(
+    restore: Restore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A job that resumes from steps under old names, and then from its own, passes the same."""
+    saved, patterns = {"model": {"w": torch.ones(3)}, "step": 5}, {"^modle/": "net/"}
+    told = r"rename has '\^modle/', which fits no name \(the nearest are 'model/w', 'step'\)"
+    state = {"model": {"w": torch.zeros(3)}, "step": 0}
+    restore(saved, state, rename=patterns)
+    assert bool((state["model"]["w"] == 1).all())  # type: ignore[index]
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and re.search(told, record.getMessage())
+    for other in ({"net": {"w": torch.zeros(3)}}, {"model": {"w": torch.zeros(3), "b": 0}}):
+        with pytest.raises(IncompatibleCheckpoint, match=told):
+            restore(saved, other, rename=patterns)
+
+
 def test_names_are_changed_by_a_function(restore: Restore) -> None:
     saved = {"model": backbone(1), "ema": backbone(2), "list": [1, 2]}
     state = {"model": backbone(0), "lists": [0]}
@@ -386,7 +402,7 @@ NESTS = st.recursive(
 @given(st.dictionaries(KEYS, NESTS, min_size=1, max_size=4))
 def test_names_that_were_changed_and_changed_back_are_the_same(state: dict[Any, Any]) -> None:
     objects = flatten(state, 0, 1).objects
-    there, _names = renamed(objects, Fit(rename=lambda name: f"new/x/{name}"), "run")
+    there, *_names = renamed(objects, Fit(rename=lambda name: f"new/x/{name}"), "run")
     assert there == {"new": {"x": objects}}
-    back, _names = renamed(there, Fit(rename=lambda name: name.removeprefix("new/x/")), "run")
+    back, *_names = renamed(there, Fit(rename=lambda name: name.removeprefix("new/x/")), "run")
     assert back == objects

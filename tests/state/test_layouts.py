@@ -45,6 +45,24 @@ MISFITS: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"q": (2,), "k": torch.float16},
         r"'k' \(float16 \[2\]\) .* they differ",
     ),
+    "a name that there is not": (
+        {r"^model/encodr\.": "", "m": "n"},
+        {"model/encoder.w": (2,), "step": (2,), "head": (1,), "model/b": (1,)},
+        r"rename has '\^model/encodr\\\\\.', which fits no name \(the nearest are "
+        "'model/encoder.w', 'model/b', '.*: correct it, or leave it out",
+    ),
+    "a name that a rule has changed": (
+        {"^a": "b", "a$": "c"},
+        {"a": (2,)},
+        r"rename has 'a\$', which fits no name \(the nearest are 'b'\)",
+    ),
+    "nothing to split": (
+        {"q": fastckpt.split(0, ["a", "b"])},
+        {"m": (2,)},
+        r"rename has 'q', which fits no name \(the nearest are 'm'\)",
+    ),
+    "nothing to join": (JOIN, {"m": (2,)}, r"rename has \('q', 'k'\), which fits no name"),
+    "nothing to stack": (STACK, {"e": (2,)}, r"rename has 'e\{\}', which fits no name"),
     "packed": (
         {"m": fastckpt.split(0, ["a", "b"])},
         {"m": PACKED},
