@@ -7,7 +7,8 @@ training loop are torchtitan's own. It must not be used where there is a GPU.
     torchrun --standalone --nproc-per-node 2 torchtitan_cpu.py --steps 100 --root run    # train
     torchrun --standalone --nproc-per-node 2 torchtitan_cpu.py --steps 200 --root run    # go on
 
-It may be killed at any time. `--manager dcp` takes torchtitan's own checkpoints.
+It may be killed at any time, and prints the loss of each step: those that it makes again after the
+kill are the same. `--manager dcp` takes torchtitan's own checkpoints.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class Loader(ParallelAwareDataloader):
 
 
 class Logging(Trainer):
-    """A Trainer that logs losses exactly, in hexadecimal."""
+    """A Trainer that prints the losses, and logs them exactly, in hexadecimal."""
 
     losses: Path | None = None
 
@@ -142,7 +143,10 @@ class Logging(Trainer):
 
         def logged(step: int, loss: float, *others: Any, **named: Any) -> None:
             log(step, loss, *others, **named)
-            if self.losses is not None and dist.get_rank() == 0:
+            if dist.get_rank() != 0:
+                return
+            print(f"step {step:5d}   loss {loss:.4f}", flush=True)
+            if self.losses is not None:
                 with open(self.losses, "a") as file:
                     file.write(json.dumps({"step": step, "loss": loss.hex()}) + "\n")
 

@@ -7,6 +7,7 @@ Must not know how a step is written: tests/steps does.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -507,7 +508,9 @@ def test_a_trainer_goes_on_bit_by_bit_after_a_kill(tmp_path: Path) -> None:
     (here / "losses").unlink()
     saved = fastckpt.Checkpointer(here / "run/checkpoint").latest()
     assert saved is not None and saved < 12
-    job("killed", saved + 2).finish()
+    said = job("killed", saved + 2).finish()
+    printed = [int(step) for step in re.findall(r"^step +(\d+)   loss \d", said, re.MULTILINE)]
+    assert printed[-2:] == [saved + 1, saved + 2]
     assert logged(here) == expected[saved : saved + 2]
     # One rank has other data, which it begins anew: with the weights of two.
     job("killed", saved + 3, "--exclude", "dataloader", ranks=1).finish()
