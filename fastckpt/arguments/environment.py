@@ -1,4 +1,5 @@
-"""The environment variables that are read: the user's staging budget, and a launcher's ranks.
+"""The environment variables that are read: the user's staging budget, a launcher's ranks, and what
+an object store's client would read itself.
 
 No other module reads any. It must not know what is done with their values.
 """
@@ -19,6 +20,10 @@ _LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "
 # SLURM says of the job or job step around it.
 _ON_MACHINE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _ON_NODES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+# Of object stores: what their clients begin their variables with, and their options of HTTP.
+_OF_CLIENTS = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
+_HTTP = {"ALLOW_HTTP", "ALLOW_INVALID_CERTIFICATES", "CONNECT_TIMEOUT", "TIMEOUT", "USER_AGENT"}
+_HTTP |= {"PROXY_URL", "PROXY_CA_CERTIFICATE", "PROXY_EXCLUDES", "POOL_IDLE_TIMEOUT"}
 _COUNT = re.compile("[0-9]{1,9}")
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # as "4(x2),3": two nodes of 4, one of 3
 
@@ -38,6 +43,15 @@ def staging_bytes(least: int) -> int | None:
     raise ValueError(
         f"{STAGING_VARIABLE}={value!r} is not a number of bytes >= {least}, nor a text such as 1GiB"
     )
+
+
+def client_options(scheme: str) -> dict[str, str]:
+    """Returns what variables such as AWS_ALLOW_HTTP say of HTTP: an object store's client does not
+    read these where it is told a part of its options of HTTP.
+    """
+    begin = _OF_CLIENTS[scheme]
+    told = {name.removeprefix(begin): name for name in os.environ if name.startswith(begin)}
+    return {key.lower(): os.environ[told[key]] for key in _HTTP & told.keys()}
 
 
 def launched_rank() -> tuple[int, int] | None:

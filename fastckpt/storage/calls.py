@@ -109,7 +109,13 @@ class Call:
         return _path_of(self._subject) if isinstance(self._subject, int) else str(self._subject)
 
 
+# The paths of descriptors that the kernel knows by no name, or another one.
+names: dict[int, str] = {}
+
+
 def _path_of(fd: int) -> str:
+    if (path := names.get(fd)) is not None:
+        return path
     try:
         return os.readlink(f"/proc/self/fd/{fd}")  # which asks no server
     except OSError:
@@ -231,6 +237,7 @@ def looked_up(look: Callable[[], T], path: str, timeout_s: float) -> T:
             raise StorageError("look up", path, errno.ETIMEDOUT, detail=detail)
 
 
+os.register_at_fork(after_in_child=names.clear)
 os.register_at_fork(after_in_child=_under_way.clear)  # their threads are not there
 
 

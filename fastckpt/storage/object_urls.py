@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastckpt.arguments.environment import launched_rank
+from fastckpt.arguments.environment import client_options, launched_rank
 from fastckpt.arguments.urls import divided, options_of
 from fastckpt.errors import StorageError, as_url
 from fastckpt.plan.image import BLOCK_BYTES
@@ -52,7 +52,8 @@ _FORKED = (
 def _made(mount: str, bucket: str, blocks: int) -> ObjectStore:
     options = options_of(mount)
     scheme = mount[1:].partition(":")[0]
-    timing = {"timeout": f"{_REQUEST_S * max(1, blocks)}s", **options.pop("client_options", {})}
+    timing = {"timeout": f"{_REQUEST_S * max(1, blocks)}s", **client_options(scheme)}
+    timing |= options.pop("client_options", {})
     if scheme == "s3":  # every block has a CRC-32 of our own, and SHA-256 costs as much as the rest
         options.setdefault("unsigned_payload", True)
     try:
@@ -92,6 +93,7 @@ def asked(op: str, path: str, call: Callable[..., T], *args: Any, **how: Any) ->
         raise StorageError(op, path, number, detail=_told(error, path, since)) from None
 
 
+_FULL = ("QuotaExceeded", "StorageFull", "status code: 507")  # which some servers tell by a 403
 _BY_NAME = {
     "PermissionDeniedError": errno.EKEYREJECTED,
     "UnauthenticatedError": errno.EKEYREJECTED,
@@ -103,9 +105,6 @@ _BY_TEXT = {
     "status code: 401": errno.EKEYREJECTED,
     "status code: 403": errno.EKEYREJECTED,
     "ExpiredToken": errno.EKEYREJECTED,
-    "status code: 507": errno.EDQUOT,
-    "QuotaExceeded": errno.EDQUOT,
-    "StorageFull": errno.EDQUOT,
     "error sending request": errno.ETIMEDOUT,
     "timed out": errno.ETIMEDOUT,
 }
@@ -116,6 +115,8 @@ def _number(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno:
         return error.errno
     text = str(error)
+    if any(words in text for words in _FULL):
+        return errno.EDQUOT
     if type(error).__name__ in _BY_NAME:
         return _BY_NAME[type(error).__name__]
     return next((number for words, number in _BY_TEXT.items() if words in text), errno.EIO)

@@ -109,6 +109,7 @@ class ObjectStorage:
 
     def _noted(self, opened: _Open) -> int:
         fd = scratch()
+        calls.names[fd] = opened.target
         if opened.content < 0:
             opened.content = fd
         self.open_now[fd] = opened
@@ -116,6 +117,7 @@ class ObjectStorage:
 
     def close(self, fd: int) -> None:
         opened = self.open_now.pop(fd)
+        calls.names.pop(fd, None)
         opened.ends -= 1
         if opened.upload is not None and not opened.ends:
             opened.upload.give_up()
@@ -137,11 +139,11 @@ class ObjectStorage:
             detail = f"there is no bucket {divided(path)[1]!r}, or no way to write to it"
             raise StorageError(op, path, errno.ENOENT, detail=detail) from None
 
-    def _put_new(self, path: str, content: bytes) -> Any:
+    def _put_new(self, path: str, content: bytes, claimed: str = "") -> Any:
         """Puts an object that is not there yet; raises FileExistsError if it is.
 
         If an answer was lost, the client asks again, and is told that it is there: then its bytes
-        tell whose it is.
+        tell whose it is, or if others may put the same, the claim of this directory.
         """
         for last in (False, False, True):
             try:
@@ -150,6 +152,8 @@ class ObjectStorage:
                 with suppress(FileNotFoundError):  # a conflict with what was not made after all
                     if self.read_file(path, _ANY) != content:
                         raise
+                    if claimed:
+                        self._check_claim(claimed)
                     return _version(self._head(path))
                 if last:
                     raise
@@ -254,7 +258,7 @@ class ObjectStorage:
         content, directory = self._content(opened), os.path.dirname(target)
         if directory in self._claims:
             self._check_claim(directory)
-            opened.found = self._put_new(target, content)
+            opened.found = self._put_new(target, content, directory)
         else:
             opened.found = self._put("rename", target, content)
         opened.path, opened.is_new = target, False

@@ -130,22 +130,36 @@ def expired(passage: Passage) -> None:
     passage.answer(403, error_text("ExpiredToken", "The provided token has expired."))
 
 
+def over_quota(passage: Passage) -> None:
+    """403, as Ceph answers who has used up a quota."""
+    passage.answer(403, error_text("QuotaExceeded", "The quota of the bucket is exceeded."))
+
+
 def full(passage: Passage) -> None:
-    """507, as MinIO and Ceph answer where the disks, or a quota, are full."""
-    passage.answer(507, error_text("QuotaExceeded", "The quota of the bucket is exceeded."))
+    """507, as MinIO answers where its disks are full."""
+    passage.answer(507, error_text("XMinioStorageFull", "Storage backend has reached its limit."))
 
 
 class Stall:
-    """Requests that are neither passed on nor answered until the test says so."""
+    """Requests that are neither passed on nor answered until the test says so; they are lost then.
 
-    def __init__(self) -> None:
+    Args:
+        passes: they are passed on then.
+    """
+
+    def __init__(self, passes: bool = False) -> None:
+        self._passes = passes
         self.met = threading.Event()
         self.over = threading.Event()
 
     def __call__(self, passage: Passage) -> None:
         self.met.set()
         self.over.wait(120)
-        passage.cut()
+        if self._passes:
+            status, headers, body = passage.ask()
+            passage.answer(status, body, headers)
+        else:
+            passage.cut()
 
 
 class Backwards:
@@ -155,12 +169,14 @@ class Backwards:
         self._count = count
         self._turn = threading.Condition()
         self._came = self._went = 0
+        self.came: list[int] = []
         self.order: list[int] = []
 
     def __call__(self, passage: Passage) -> None:
         with self._turn:
             mine = self._came
             self._came += 1
+            self.came.append(passage.request.part)
             self._turn.notify_all()
             turn = self._count - 1 - mine
             assert self._turn.wait_for(lambda: self._went == turn, 60), "the others did not come"

@@ -1,0 +1,250 @@
+"""Object stores that fail: what passes is tried again and leaves no trace in what is saved; what
+does not is an error in words, in time; and what was there before stays.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+import fastckpt
+from fastckpt.arguments.urls import path_of
+from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.saving import pipeline
+from fastckpt.storage.owners import Owner
+from tests.objects import proxy as faults
+from tests.objects.proxy import Backwards, Fault, Proxy, Stall
+from tests.objects.states import LARGE, SMALL, blank, state_of, step_of
+from tests.objects.weed import BUCKET, SECRET, Weed, options
+
+KINDS = ("begin", "part", "complete", "put", "create", "get", "head", "list", "delete")
+TIMEOUT_S, GRACE_S = 1.0, 30.0  # of a save that has to fail; what a busy machine may add to that
+ALWAYS = 1 << 30
+
+
+@contextmanager
+def saver_of(root: str, told: dict[str, Any], **how: Any) -> Iterator[fastckpt.Checkpointer]:
+    with fastckpt.Checkpointer(root, storage_options=told, **how) as saver:
+        yield saver
+
+
+def restored(root: str, told: dict[str, Any], elements: int = LARGE) -> int:
+    """The step that a new reader finds, all of which is there."""
+    into = blank(elements)
+    with saver_of(root, told) as reader:
+        found = reader.restore(into)
+    assert found is not None and step_of(into) == found
+    return found
+
+
+def failure(saver: fastckpt.Checkpointer, step: int) -> BaseException:
+    """What a save that has to fail ends with, in time."""
+    error = saver.save(step, state_of(step, LARGE)).exception(timeout=TIMEOUT_S + GRACE_S)
+    assert error is not None
+    return error
+
+
+def impatient(port: int) -> dict[str, Any]:
+    """Options of a client that asks again at once, and not often."""
+    moment = timedelta(milliseconds=1)
+    backoff = {"init_backoff": moment, "max_backoff": moment, "base": 2}
+    retries = {"max_retries": 3, "retry_timeout": timedelta(seconds=60), "backoff": backoff}
+    return options(port, retry_config=retries)
+
+
+@pytest.mark.parametrize(
+    "fault", [faults.busy, faults.cut, faults.lost], ids=lambda it: it.__name__
+)
+def test_what_passes_is_tried_again(weed: Weed, proxy: Proxy, root: str, fault: Fault) -> None:
+    """Every kind of request meets the fault once, in a save and in a restore."""
+    told = impatient(proxy.port)
+    with saver_of(root, told, keep_last=1) as saver:
+        saver.save(1, state_of(1, LARGE)).result()
+        for kind in KINDS:
+            proxy.on(kind, fault)
+        saver.save(2, state_of(2, LARGE)).result()
+        assert saver.steps()[-1] == 2
+    proxy.heal()
+    for kind in ("get", "head", "list"):
+        proxy.on(kind, fault)
+    assert restored(root, told) == 2
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_lost_answers_to_conditional_puts(weed: Weed, proxy: Proxy, root: str, number: int) -> None:
+    """The put was carried out, the client asks again, and hears that it is there: it is its own."""
+    with saver_of(root, impatient(proxy.port)) as saver:
+        saver.save(1, state_of(1)).result()
+        proxy.on("create", faults.lost, skip=number)
+        saver.save(2, state_of(2)).result()
+    assert restored(root, options(weed.port), SMALL) == 2
+
+
+def test_an_error_in_a_200(weed: Weed, proxy: Proxy, root: str) -> None:
+    """Once it is tried again; if it stays, nothing is committed."""
+    with saver_of(root, impatient(proxy.port)) as saver:
+        proxy.on("complete", faults.error_in_200)
+        saver.save(1, state_of(1, LARGE)).result()
+        proxy.on("complete", faults.error_in_200, times=ALWAYS)
+        assert "InternalError" in str(failure(saver, 2))
+        assert restored(root, options(weed.port)) == 1
+        proxy.heal()
+        saver.save(3, state_of(3, LARGE)).result()
+    assert restored(root, options(weed.port)) == 3
+
+
+def test_parts_in_any_order(weed: Weed, proxy: Proxy, root: str) -> None:
+    """But the last one, which is begun when the others have been sent."""
+    backwards = Backwards(3)
+    proxy.on("part", backwards, times=3)
+    with saver_of(root, options(proxy.port)) as saver:
+        saver.save(1, state_of(1, 3 * LARGE)).result()
+    assert backwards.order == [*reversed(backwards.came)]
+    assert restored(root, options(weed.port), 3 * LARGE) == 1
+
+
+def test_a_part_that_stalls_is_sent_again(weed: Weed, proxy: Proxy, root: str) -> None:
+    stall = Stall()
+    proxy.on("part", stall)
+    told = options(proxy.port, client_options={"allow_http": True, "timeout": "1s"})
+    with saver_of(root, told) as saver:
+        saver.save(1, state_of(1, LARGE)).result()
+        assert stall.met.is_set()
+    stall.over.set()
+    assert restored(root, options(weed.port)) == 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["part", "complete", "create", pytest.param("list", marks=pytest.mark.torture)]
+)
+def test_nothing_waits_longer_than_timeout_s(
+    weed: Weed, proxy: Proxy, root: str, kind: str
+) -> None:
+    """A server that does not answer, and a client that would wait for minutes."""
+    stall, told = Stall(), options(proxy.port)
+    with saver_of(root, told) as saver:
+        saver.save(1, state_of(1, LARGE)).result()
+    with saver_of(root, told, timeout_s=TIMEOUT_S) as saver:
+        proxy.on(kind, stall, key="" if kind == "list" else "step-", times=ALWAYS)
+        error = failure(saver, 2)
+        assert isinstance(error, CheckpointError) and root in str(error), error
+        proxy.heal()
+        stall.over.set()
+    with saver_of(root, told) as saver:
+        saver.save(3, state_of(3, LARGE)).result(timeout=GRACE_S)
+    assert restored(root, options(weed.port)) == 3
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_credentials_that_expire(weed: Weed, proxy: Proxy, root: str, skip: int) -> None:
+    """After so many parts of the save: the step before stays, the next save works."""
+    with saver_of(root, options(proxy.port)) as saver:
+        saver.save(1, state_of(1, LARGE)).result()
+        for kind in ("part", "complete", "create", "put"):
+            proxy.on(kind, faults.expired, skip=skip, times=ALWAYS)
+        error = failure(saver, 2)
+        assert isinstance(error, StorageError) and "ExpiredToken" in str(error)
+        assert "key " in str(error) and "after " in str(error), error
+        assert restored(root, options(weed.port)) == 1
+        proxy.heal()
+        saver.save(3, state_of(3, LARGE)).result()
+    assert restored(root, options(weed.port)) == 3
+
+
+@pytest.mark.parametrize("full", [faults.over_quota, faults.full], ids=lambda it: it.__name__)
+def test_a_full_quota(weed: Weed, proxy: Proxy, root: str, full: Fault) -> None:
+    with saver_of(root, impatient(proxy.port)) as saver:
+        saver.save(1, state_of(1, LARGE)).result()
+        proxy.on("part", full, times=ALWAYS)
+        error = failure(saver, 2)
+        assert isinstance(error, StorageError) and error.errno == errno.EDQUOT, error
+        assert "key " in str(error) and root in str(error), error
+    assert restored(root, options(weed.port)) == 1
+
+
+def test_what_cannot_be_reached_is_said(weed: Weed, root: str) -> None:
+    """A bucket that there is not, a key that is not known, a server that is gone."""
+    below = root.removeprefix(f"s3://{BUCKET}/")
+    wrong = impatient(weed.port) | {"secret_access_key": SECRET + "?"}
+    with Proxy(weed.port) as gone:
+        nobody = impatient(gone.port)
+    cases = [
+        (f"s3://no-such-bucket/{below}", impatient(weed.port), "no-such-bucket"),
+        (root, wrong, "403 Forbidden"),
+        (root, nobody, "error sending request"),
+    ]
+    for url, told, words in cases:
+        with saver_of(url, told) as saver:
+            error = attempt(lambda saver=saver: saver.save(1, state_of(1)).result(GRACE_S))
+        assert isinstance(error, StorageError), error
+        assert words in str(error) and url in str(error), error
+        assert below in str(error) and "after " in str(error), error
+        with pytest.raises(StorageError, match=words):
+            fastckpt.save(state_of(1), f"{url}/a.pt", storage_options=told).result(GRACE_S)
+        if url == root:
+            with pytest.raises(StorageError, match=words):
+                fastckpt.load(f"{url}/a.pt", storage_options=told)
+
+
+def attempt(action: Callable[[], Any]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:
+        return error
+    return None
+
+
+def test_an_object_that_changes_while_it_is_read(weed: Weed, proxy: Proxy, root: str) -> None:
+    """Its reader raises, or has the new one whole: never some blocks of each."""
+    url, told = f"{root}/a.pt", options(proxy.port)
+    fastckpt.save(state_of(1, LARGE), url, storage_options=told).result()
+    changed = threading.Event()
+
+    def change(passage: Any) -> None:
+        """Before the second block is read."""
+        fastckpt.save(state_of(2, LARGE), url, storage_options=options(weed.port)).result()
+        changed.set()
+        status, headers, body = passage.ask()
+        passage.answer(status, body, headers)
+
+    proxy.on("get", change, skip=3)
+    found: list[Any] = []
+    error = attempt(lambda: found.append(fastckpt.load(url, storage_options=told)))
+    assert changed.is_set()
+    if error is None:
+        assert step_of(found[0]) in (1, 2)
+    else:
+        assert isinstance(error, CheckpointError) and url in str(error)
+    assert step_of(fastckpt.load(url, storage_options=told)) == 2
+
+
+def test_a_claim_that_was_lost_before_the_manifest_came(
+    weed: Weed, proxy: Proxy, root: str, bare: Any, client: Any
+) -> None:
+    """Another host has taken the directory meanwhile, and its manifest has the same bytes, which do
+    not tell whose shards lie there.
+    """
+    storage = pipeline.current().storage
+    directory = path_of("root", f"{root}/step", options(proxy.port))
+    key = root.partition(f"{BUCKET}/")[2] + "/step"
+    storage.make_directory(directory)
+    name = f"{directory}/.manifest.json{Owner.this().suffix()}"
+    fd = storage.create(name, 0o600)
+    storage.write_at(fd, b"{}", 0)
+
+    def take(passage: Any) -> None:
+        client.put(bare, f"{key}/.claim", b"another's")
+        client.put(bare, f"{key}/manifest.json", b"{}")
+        status, headers, body = passage.ask()
+        passage.answer(status, body, headers)
+
+    proxy.on("create", take)
+    with pytest.raises(StorageError, match="another process"):
+        storage.rename(name, f"{directory}/manifest.json")
+    storage.close(fd)

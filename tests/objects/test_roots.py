@@ -1,0 +1,198 @@
+"""A bucket as the root of steps and as the place of files: what was saved comes back bit by bit, is
+found by any other client, is kept and removed as ever, and costs no more requests than is told.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt.errors import StorageError
+from tests.interpreters import run
+from tests.objects.lax import Lax
+from tests.objects.proxy import Proxy
+from tests.objects.states import LARGE, blank, state_of
+from tests.objects.weed import BUCKET, Weed, options
+
+MIB = 1 << 20
+REQUESTS_MAX = 20  # of a save, beside parts
+
+
+def keys(store: Any, root: str) -> list[str]:
+    """Names of the objects below a root."""
+    prefix = root.removeprefix(f"s3://{BUCKET}/") + "/"
+    found = store.list(prefix).collect()
+    return sorted(each["path"].removeprefix(prefix) for each in found)
+
+
+def test_steps_come_back_bit_by_bit(
+    weed: Weed, root: str, bare: Any, assert_same: Callable[[Any, Any], None]
+) -> None:
+    """And only what is committed lies there: no temporary, no claim that outlives its step."""
+    told = options(weed.port)
+    with fastckpt.Checkpointer(root, storage_options=told) as saver:
+        for step in (1, 2):
+            assert saver.save(step, state_of(step, LARGE)).result().nbytes > 4 * LARGE
+        assert saver.steps() == [1, 2] and saver.latest() == 2
+    for step in (1, None):
+        into = blank(LARGE)
+        with fastckpt.Checkpointer(root, storage_options=told) as reader:
+            found = reader.restore(into, step)
+            assert found == (step or 2)
+            assert_same(into, state_of(found, LARGE))
+            assert_same(reader.load(found), state_of(found, LARGE))
+    assert not [key for key in keys(bare, root) if key.endswith(".tmp") or ".probe" in key]
+
+
+def test_files_are_torch_s_own(
+    weed: Weed, root: str, bare: Any, client: Any, assert_same: Callable[[Any, Any], None]
+) -> None:
+    told, url, state = options(weed.port), f"{root}/a.pt", state_of(3, LARGE)
+    for size in (10, LARGE):  # put as a whole, and in parts
+        state = state_of(size, size)
+        fastckpt.save(state, url, storage_options=told).result()
+        content = bytes(client.get(bare, url.removeprefix(f"s3://{BUCKET}/")).bytes())
+        assert_same(torch.load(io.BytesIO(content)), state)
+        assert_same(fastckpt.load(url, storage_options=told), state)
+    with fastckpt.open(url, storage_options=told) as file:
+        assert torch.equal(file["weights"][LARGE - 5 :], state["weights"][-5:])
+    model = torch.nn.Linear(3, 2)
+    fastckpt.save(model.state_dict(), url, storage_options=told).result()
+    other = torch.nn.Linear(3, 2)
+    fastckpt.load_into(other, url, storage_options=told)
+    assert_same(other.state_dict(), model.state_dict())
+    assert keys(bare, root) == ["a.pt"]
+
+
+def test_what_is_kept(weed: Weed, root: str, bare: Any) -> None:
+    kept = {"keep_last": 2, "keep_every": 4, "keep_best": ("loss", "min", 1)}
+    with fastckpt.Checkpointer(root, storage_options=options(weed.port), **kept) as saver:
+        for step, loss in enumerate([9.0, 1.0, 5.0, 4.0, 3.0, 2.0, 8.0, 7.0]):
+            saver.save(step, state_of(step), metrics={"loss": loss}).result()
+            if step == 3:
+                saver.pin(2)
+        assert saver.best() == 1
+    with fastckpt.Checkpointer(root, storage_options=options(weed.port), **kept) as saver:
+        assert saver.steps() == [0, 1, 2, 4, 6, 7]
+        saver.unpin(2)
+        saver.delete(4)
+        saver.save(8, state_of(8)).result()
+    directories = {key.split("/")[0] for key in keys(bare, root) if "/" in key}
+    assert directories == {f"step-{step:08d}" for step in (0, 1, 7, 8)}
+
+
+def test_a_tier_on_the_node_is_drained_to_the_bucket(
+    weed: Weed, root: str, disk: Path, assert_same: Callable[[Any, Any], None]
+) -> None:
+    told: dict[str, Any] = {"storage_options": options(weed.port), "local": disk / "tier"}
+    with fastckpt.Checkpointer(root, keep_last=2, **told) as saver:
+        for step in (1, 2, 3):
+            handle = saver.save(step, state_of(step))
+            handle.wait_local()
+            handle.result()
+        into = blank()
+        assert saver.restore(into) == 3
+        assert all(path.startswith(str(disk)) for path in saver.restored_from.values())
+    shutil.rmtree(disk / "tier")
+    with fastckpt.Checkpointer(root, **told) as reader:
+        into = blank()
+        assert reader.restore(into) == 3 and reader.steps() == [2, 3]
+        assert_same(into, state_of(3))
+
+
+def test_requests_of_a_save(proxy: Proxy, root: str) -> None:
+    """Once the root is known; they do not become more with the steps that are there."""
+    counted = []
+    with fastckpt.Checkpointer(root, storage_options=options(proxy.port)) as saver:
+        for step in range(6):
+            saver.save(step, state_of(step, LARGE)).result()
+            requests = proxy.count().requests
+            assert requests.pop("part") == 2
+            counted.append(requests)
+    assert counted[-1].total() <= REQUESTS_MAX, counted[-1]
+    assert counted[-1].total() == counted[2].total(), counted
+
+
+def test_the_manifest_is_put_last_and_only_if_there_is_none(proxy: Proxy, root: str) -> None:
+    with fastckpt.Checkpointer(root, storage_options=options(proxy.port)) as saver:
+        saver.save(1, state_of(1, LARGE)).result()
+        asked = [(kind, key.rpartition("/")[2]) for kind, key in proxy.asked]
+    at = asked.index(("create", "manifest.json"))
+    behind = {kind for kind, _ in asked[at + 1 :]}
+    assert not behind & {"put", "part", "begin", "complete", "create"}
+
+
+def test_a_store_that_ignores_conditions_is_refused(lax: Lax) -> None:
+    with (
+        fastckpt.Checkpointer("s3://lax/run", storage_options=options(lax.port)) as saver,
+        pytest.raises(StorageError, match="ignores conditions") as raised,
+    ):
+        saver.save(1, state_of(1)).result()
+    assert "s3://lax/run" in str(raised.value)
+    assert not [key for key in lax.objects if "manifest" in key or "probe" in key]
+
+
+def test_a_forked_child_refuses(weed: Weed, root: str) -> None:
+    """Its parent's client would hang there."""
+    told = options(weed.port)
+    with fastckpt.Checkpointer(root, storage_options=told) as saver:
+        saver.save(1, state_of(1)).result()
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        try:
+            fastckpt.load(f"{root}/a.pt", storage_options=told)
+        except StorageError as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as said:
+        assert "forked" in said.read()
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+STAGED = """
+import sys, json, torch, fastckpt
+from tests.objects.weed import options
+def peak():
+    return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) << 10
+def reset():
+    open("/proc/self/clear_refs", "w").write("5")
+root, port, budget = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+state = {"weights": torch.ones(40 << 20)}  # 160 MiB
+told = options(port)
+with fastckpt.Checkpointer(root, storage_options=told, staging_bytes=budget) as saver:
+    saver.save(0, {"weights": torch.ones(1)}).result()  # what is made once
+    reset()
+    before = peak()
+    stats = saver.save(1, state).result()
+    saved = peak() - before
+    into = {"weights": torch.zeros(40 << 20)}
+    into["weights"].fill_(2)
+    reset()
+    before = peak()
+    assert saver.restore(into) == 1
+    print(json.dumps([saved, peak() - before, stats.staged_bytes_max]))
+"""
+
+
+def test_memory_is_bounded_by_the_staging_budget(weed: Weed, root: str) -> None:
+    """Measured at the process. The client's buffers come on top: of what is read, a part each."""
+    budget = 64 * MIB
+    done = run(STAGED, root, weed.port, budget)
+    assert done.returncode == 0, done.stderr
+    saved, restored, staged = json.loads(done.stdout)
+    assert staged <= budget
+    assert saved <= budget + 32 * MIB, saved >> 20
+    assert restored <= budget + 64 * MIB, restored >> 20
