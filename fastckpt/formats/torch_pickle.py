@@ -206,25 +206,35 @@ def collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def pickles(value: object, wanted: Callable[[torch.Tensor], bool]) -> torch.Tensor | None:
-    """Returns a wanted tensor that pickling a value would reach, at any depth, or None.
+def pickles(
+    value: object, wanted: Callable[[torch.Tensor], bool], nbytes_max: int = 0
+) -> tuple[torch.Tensor | None, bytes]:
+    """Returns a wanted tensor that pickling a value would reach, at any depth, or None; and the
+    pickle, without what is in tensors and large arrays, if it has at most so many bytes, or b"".
 
-    It keeps nothing of what it visits. An error of pickling ends the search and is not raised.
+    It keeps nothing else of what it visits. An error of pickling ends the search and is not raised.
     """
-    search = _Search(wanted)
+    file = _Beginning(nbytes_max)
+    search = _Search(wanted, file, nbytes_max)
     try:
         search.dump(value)
-    except Exception:
-        pass  # the search has found a tensor, or has met an error that pickling will meet, too
-    return search.found
+    except Exception:  # the search has found a tensor, or an error that pickling will meet, too
+        return search.found, b""
+    return search.found, file.content if file.nbytes <= nbytes_max else b""
 
 
 class _Search(pickle.Pickler):
-    """A pickler that writes nothing and stops at the first tensor that is wanted."""
+    """A pickler that stops at the first tensor that is wanted."""
 
-    def __init__(self, wanted: Callable[[torch.Tensor], bool]) -> None:
+    def __init__(
+        self, wanted: Callable[[torch.Tensor], bool], file: _Beginning, nbytes_max: int
+    ) -> None:
         # With a buffer_callback, arrays stay out of band: they are neither visited nor copied.
-        super().__init__(_Nowhere(), protocol=5, buffer_callback=lambda _buffer: None)
+        def is_small(buffer: pickle.PickleBuffer) -> bool:
+            view = memoryview(buffer)
+            return view.contiguous and view.nbytes < nbytes_max
+
+        super().__init__(file, protocol=5, buffer_callback=is_small)
         self._wanted = wanted
         self.found: torch.Tensor | None = None
 
@@ -236,11 +246,19 @@ class _Search(pickle.Pickler):
         return "without its contents" if plain or torch.is_storage(obj) else None
 
 
-class _Nowhere:
-    """A file that forgets what it is given."""
+class _Beginning:
+    """A file that keeps no more than so many bytes of what it is given."""
+
+    def __init__(self, nbytes_max: int) -> None:
+        self.content, self.nbytes = b"", 0
+        self._nbytes_max = nbytes_max
 
     def write(self, content: bytes) -> int:
-        return len(content)
+        nbytes = memoryview(content).nbytes
+        self.nbytes += nbytes
+        if self.nbytes <= self._nbytes_max:
+            self.content += content
+        return nbytes
 
 
 class _Shim:

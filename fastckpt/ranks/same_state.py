@@ -82,7 +82,8 @@ class Description:
         for number in chosen:
             name, address, nbytes = parts[number]
             length = min(_RANGE_BYTES, nbytes)
-            offsets = [int(random_offset() * (nbytes - length + 1)) for _ in range(ranges)]
+            count = ranges if length < nbytes else 1
+            offsets = [int(random_offset() * (nbytes - length + 1)) for _ in range(count)]
             taken = [(address + offset, bytearray(length)) for offset in offsets]
             self._samples.append((name, taken))
 

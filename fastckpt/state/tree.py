@@ -17,6 +17,7 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import safetensors
+from fastckpt.formats.object_digests import Pickled
 from fastckpt.formats.record_division import SMALL_BYTES, SMALL_SUM_BYTES_MAX
 from fastckpt.formats.strict_json import check_text, check_texts
 from fastckpt.formats.torch_pickle import pickles
@@ -30,6 +31,7 @@ TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.es
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})
 DEPTH_MAX = 200
 _ITEMS_MAX = 1000  # of a list, which are compared between ranks
+_PICKLED_BYTES_MAX = 64 << 10  # of an object, for that comparison
 _NESTS = (dict, OrderedDict, list, tuple)
 ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # long lists are made of these
 
@@ -149,8 +151,8 @@ class Flat:
         objects: the state with placeholders where leaves and values of single ranks were.
         per_rank: this rank's values, by name.
         kinds: the kinds of the tensors that stay in `objects`, but not inside other objects there.
-        aside: plain values and NumPy's arrays in `objects`, by name, which never change, and the
-            tensors among them that lie on the host; only if several ranks save.
+        aside: plain values, NumPy's arrays and pickles of other objects in `objects`, by name,
+            which never change, and the small tensors among them; only if several ranks save.
     """
 
     leaves: list[Leaf] = field(default_factory=list)
@@ -276,8 +278,8 @@ class _Flattening:
             if id(item) not in moved
         ]
         if self.is_one_of_several:
-            kept = (its for its in self.small if id(its) not in moved and its.tensor.is_cpu)
-            self.flat.aside |= {item.name: item.tensor for item in kept}
+            kept = (its for its in self.small if id(its) not in moved)
+            self.flat.aside |= {its.name: its.tensor for its in kept if its.tensor.is_contiguous()}
         self.flat.objects = self.settled(nest, moved)
         check_texts(self.keys)  # ValueError now, rather than when they are written
         return self.flat
@@ -346,7 +348,10 @@ class _Flattening:
                 self.flat.kinds.append(TensorSpec(name or "", value.dtype, value.shape))
         elif type(value) not in _WITHOUT_TENSORS and id(value) not in self.searched:
             self.searched[id(value)] = value
-            found = pickles(value, is_of_several_ranks)
+            nbytes_max = self.is_one_of_several * _PICKLED_BYTES_MAX
+            found, content = pickles(value, is_of_several_ranks, nbytes_max)
+            if content and not isinstance(value, torch.Tensor):
+                self.flat.aside.setdefault(name or "", Pickled(content))
             if found is not None:
                 where = "the state" if name is None else repr(name)
                 inside = "" if found is value else f" inside of a {type(value).__name__}"

@@ -101,10 +101,13 @@ def captured(
     small = {
         name: (value, -1 if value.is_inference() else value._version)
         for name, value in flat.aside.items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor) and value.device.type in readable
     }
+    storages = chain(storages, (value.untyped_storage() for value, _version in small.values()))
     description = Description(_texts(flat), differing)
-    description.aside = {name: its for name, its in flat.aside.items() if name not in small}
+    description.aside = {
+        name: its for name, its in flat.aside.items() if not isinstance(its, torch.Tensor)
+    }
     return Content(
         leaves,
         objects,

@@ -14,6 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -191,6 +192,14 @@ def restore_own_values(member: Member, root: str) -> list[tuple[Any, Any]]:
     ]
 
 
+@dataclass
+class Seen:
+    """An object of a user's, with what is compared in other ways, and not by its order."""
+
+    tensor: torch.Tensor | None
+    names: set[str]
+
+
 def save_values_of_each_rank(member: Member, root: str) -> list[str]:
     """The warnings of two saves of values that are and are not in a PerRank."""
     told = Told()
@@ -202,6 +211,9 @@ def save_values_of_each_rank(member: Member, root: str) -> list[str]:
         "python": [3, tuple(range(rank, 9))],
         "numpy": numpy.arange(3) + rank,
         "alike": {"n": 5, "t": torch.ones(4), "numpy": numpy.arange(3), "x": float("nan")},
+        "equal": [set([8, 0, 16][rank:] + [8, 0, 16][:rank]), Seen(torch.ones(3) * rank, {"a"})],
+        "set": {"a", f"of {rank}"},
+        "object": [Seen(None, {"a", "b"}), Seen(None, {f"{rank}"})],
         "objects": numpy.array([object()]),
         "own": PerRank(rank),
         "changes": versions,

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import errno
 import gc
+import logging
 import os
 import threading
 import zipfile
@@ -32,7 +33,7 @@ from fastckpt.errors import DeviceError, PeerFailed, RanksDisagree, StagingConfl
 from fastckpt.saving import pipeline
 from tests import accelerator, cuda_stub
 from tests.accelerator import KIND, Runtime, here
-from tests.crews.group_crew import Crew, Member, Nursery, Outcome, attempt
+from tests.crews.group_crew import Crew, Member, Nursery, Outcome, Told, attempt
 from tests.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub
 from tests.doubles import Delay
 from tests.saving.test_handle import (
@@ -869,9 +870,14 @@ def save_file(member: Member, path: Path, device: str, fence: str, big: int, oth
 
 
 def save_steps(member: Member, path: Path, device: str, fence: str, big: int, other: int) -> Any:
+    told = Told()
+    logging.getLogger("fastckpt").addHandler(told)
     with fastckpt.Checkpointer(path, group=member.group, fence=fence) as checkpointer:
         state = state_of(member.rank, device, big if member.rank else 3, other)
-        return checkpointer.save(0, state).result(WAIT_S).staging
+        state |= {"alike": torch.ones(9).to(device), "scattered": torch.ones(9).to(device)[::4]}
+        staging = checkpointer.save(0, state).result(WAIT_S).staging
+    logging.getLogger("fastckpt").removeHandler(told)
+    return staging, [line for line in told.lines if "PerRank" in line]
 
 
 @pytest.fixture
@@ -952,10 +958,15 @@ def test_ranks_that_hold_something_else_on_the_device_are_told_where(
 def test_ranks_save_steps_from_the_device(
     runtime: Runtime, together: Callable[..., list[Outcome]], disk: Path, fence: str
 ) -> None:
-    """Samples of device tensors are compared; pieces of both ranks make the whole."""
+    """Samples of device tensors are compared, small ones only for a warning; pieces of both ranks
+    make the whole.
+    """
     outcomes = together(save_steps, disk / "run", fence=fence)
     assert [outcome.error for outcome in outcomes] == [None, None]
-    assert {outcome.value for outcome in outcomes} == {"pinned"}
+    assert {outcome.value[0] for outcome in outcomes} == {"pinned"}
+    first, second = (outcome.value[1] for outcome in outcomes)
+    assert second == [] and len(first) == 1
+    assert "is saved with what rank 0 has of 'small', and rank 1 has other values" in first[0]
     with fastckpt.Checkpointer(disk / "run") as checkpointer:
         loaded = checkpointer.load(0)
     expected = state_of(0, "cpu")

@@ -210,7 +210,7 @@ def test_values_that_differ_are_told_once(crew: Callable[[int], Crew], disk: Pat
     assert others == [[], []]
     told = "\n".join(line for line in first if "PerRank" in line)
     found = re.findall(r"rank 0 has of (.*), and rank [12] has other values there", told)
-    assert found == ["'seen', 'python/1', 'numpy', 'rng'", "'late'"]
+    assert found == ["'seen', 'python/1', 'numpy', 'set', 'object/1', 'rng'", "'late'"]
 
 
 # Saves that meet no fault
