@@ -466,7 +466,8 @@ class Checkpointer:
     def best(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """Returns the step with the best value of a metric, as this rank sees the directory when
         this process's saves to it have ended; of equal ones the first. None if no step has the
-        metric: do not pass that on to restore(), which takes the newest then.
+        metric: do not pass that on to restore(), which takes the newest then. It reads manifests
+        alone, so a step whose other files are damaged counts until this process has read them.
 
         Args:
             metric: its name; None: keep_best's.

@@ -101,10 +101,12 @@ def save(
             such as "2GB/s". None: this save has no limit.
         group: a torch.distributed process group whose ranks all hold the same object and all call
             save() with the same path; each writes its part of the one file. Storages below 1 MiB
-            and everything that is no tensor are taken from the group's first rank. The ranks
-            compare names, shapes and dtypes of the tensors, and samples of their contents (64 KiB
-            in all). They talk over the job's store; no collective runs on the group. None: this
-            process saves alone, whatever other ranks do.
+            and everything that is no tensor are taken from the group's first rank, and not
+            compared. The ranks compare names, shapes and dtypes of the tensors, and samples of
+            their contents (64 KiB in all). Where these differ, this save raises RanksDisagree, and
+            later ones take the first rank's tensor, with a warning while they differ. Ranks talk
+            over the job's store; no collective runs on the group. None: this process saves alone,
+            whatever other ranks do.
         timeout_s: with group, how many seconds ranks wait for each other at most; default: 600. A
             save also fails if a server or disk does not answer for so long.
         before_commit: called on every rank, on the thread of the save, when all that the rank
