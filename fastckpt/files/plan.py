@@ -6,17 +6,20 @@ that depend on the checksums of all. It must not know how a block moves or how r
 
 from __future__ import annotations
 
+import logging
 import zlib
 from array import array
 from typing import NamedTuple
 
 import torch
 
+from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.options import WriteOptions
 from fastckpt.engine.devices import Devices
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.files.place import FilePlace
 from fastckpt.formats import torch_pickle, torch_zip
+from fastckpt.formats.partial_objects import newly_refused
 from fastckpt.formats.record_division import arrange, nbytes_of
 from fastckpt.plan.image import Image
 from fastckpt.plan.rank_intervals import Checksums, Part, bounds
@@ -29,6 +32,10 @@ from fastckpt.saving.plan import Output, Plan
 from fastckpt.state.kinds import is_sharded
 from fastckpt.storage.file_system import reported
 from fastckpt.storage.lustre_layout import Purpose, grain_bytes
+
+log = logging.getLogger("fastckpt")
+
+_met = set[tuple[str, str]]()  # makers of values, of which was logged if a load will refuse them
 
 
 class FilePlan(Plan):
@@ -65,11 +72,15 @@ class FilePlan(Plan):
         self._description: Description | None = None
         self._first_rank: frozenset[str] = frozenset()
         self._tensors: list[_Named] = []
+        self._pickled = list[bytes]()
         if shared is not None:  # the texts of these are made later, since the caller waits
             self._first_rank = shared.unequal()
             self._tensors = [_Named.of(*item) for item in named_tensors(obj)]
 
     def lay_out(self, pace: Pace) -> list[Output]:
+        if self._agreement.rank == 0 and log.isEnabledFor(logging.INFO):
+            pickled = (its for name, its in self._captured.records if name == "data.pkl")
+            self._pickled = [its for its in pickled if isinstance(its, bytes)]
         ranks = self._agreement.world_size
         if self._together is None:
             image = torch_zip.layout(self._captured)
@@ -119,10 +130,25 @@ class FilePlan(Plan):
         return [*self._gathered, *described]
 
     def compare(self) -> None:
+        self._tell_refusals()
         description, shared = self._description, self._together
         if description is not None and shared is not None:
             path = self._place.path
             compare(self._agreement, "state", description, path, shared.note_unequal)
+
+    def _tell_refusals(self) -> None:
+        """Logs what weights_only=True will refuse, once of each class that is needed. It is no
+        warning: who saves objects by torch.save is used to load them so.
+        """
+        pickles, self._pickled = self._pickled, []
+        refused = [each for pickled in pickles for each in newly_refused(pickled, _met)]
+        if refused:
+            log.info(
+                "%r: what is at %s needs weights_only=False to be loaded, or before that a call of "
+                "torch.serialization.add_safe_globals with what it is made with",
+                self._place.path,
+                listed(f"{name!r} (made with {maker})" for name, maker in refused),
+            )
 
     def publish(self, records: list[bytes]) -> None:
         self._place.publish()

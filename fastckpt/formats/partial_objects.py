@@ -33,7 +33,6 @@ _KEY_DEPTH_MAX = 8  # of tuples in a key or in an item of a set: hash() recurses
 _LOOKS_PER_BYTE = 64  # at parts of objects, for each byte of the pickle
 _NESTS, _MAPPINGS = (dict, list, tuple), (dict, OrderedDict, Counter)
 _GLOBAL = re.compile(rb"c([A-Za-z_][\w.]*)\n([A-Za-z_][\w.]*)\n")  # or text that looks like it
-_met = set[tuple[str, str]]()  # by newly_refused()
 _UNSEEN = (str, bytes, int, float, bool, type(None))  # of which equal ones may be one object
 # Operations that picklers of protocols 2 and 3 write, but for those that _Unpickler redefines.
 _OPCODES = """PROTO STOP MARK POP POP_MARK GLOBAL BINPERSID NONE NEWTRUE NEWFALSE BINFLOAT BININT
@@ -113,12 +112,12 @@ def notes_in(value: Any, name: str | None) -> Iterator[tuple[str, str]]:
         ahead += [(place.below(key), item) for key, item in reversed(inner)]
 
 
-def newly_refused(pickled: bytes) -> list[tuple[str, str]]:
+def newly_refused(pickled: bytes, before: set[tuple[str, str]]) -> list[tuple[str, str]]:
     """Returns the names of values in a pickle of torch.save that weights_only=True will refuse,
-    each with its maker: of makers that no call has met before.
+    each with its maker: of makers that are not among those met before, to which they are added.
     """
-    met = {(m.decode(), n.decode()) for m, n in _GLOBAL.findall(pickled)} - _met
-    _met.update(met)
+    met = {(m.decode(), n.decode()) for m, n in _GLOBAL.findall(pickled)} - before
+    before.update(met)
     refused = {left_out(_asked(*each)) for each in met if safe_numpy.found(*each) is None} - {None}
     if not refused:
         return []

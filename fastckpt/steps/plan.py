@@ -43,6 +43,8 @@ from fastckpt.storage.lustre_layout import Purpose
 
 log = logging.getLogger("fastckpt")
 
+_met = set[tuple[str, str]]()  # makers of values, of which it is known whether a restore refuses
+
 
 class StepPlan(Plan):
     """One rank's plan of a step.
@@ -139,7 +141,7 @@ class StepPlan(Plan):
         if self._content.per_rank:
             with zipfile.ZipFile(io.BytesIO(self._content.per_rank)) as archive:
                 pickles += [archive.read(n) for n in archive.namelist() if n.endswith("/data.pkl")]
-        refused = [each for pickled in pickles for each in newly_refused(pickled)]
+        refused = [each for pickled in pickles for each in newly_refused(pickled, _met)]
         if refused:
             log.warning(
                 "%r: what is at %s can be restored by weights_only=False alone, or if what it is "

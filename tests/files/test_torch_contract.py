@@ -14,6 +14,7 @@ import gzip
 import inspect
 import io
 import itertools
+import logging
 import os
 import pathlib
 import pickle
@@ -631,6 +632,27 @@ def test_skip_data(disk: Path, committed: Any) -> None:
             raw.seek(offsets[name].untyped_storage()._checkpoint_offset)
             raw.write(bytes(tensor.untyped_storage()))
     assert all(torch.equal(tensor, obj[name]) for name, tensor in torch.load(holes).items())
+
+
+def test_what_a_load_will_refuse_is_logged_once(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not as a warning, since it is what torch.save's users do."""
+    caplog.set_level(logging.INFO, "fastckpt")
+    for state in (
+        {
+            "w": torch.ones(3),
+            "n": {"l": [1, "a", None]},
+            "s": {1},
+            "o": collections.OrderedDict(a=1),
+        },
+        {"a": [Slotted(torch.ones(3))]},
+        {"b": Slotted(torch.ones(3))},
+    ):
+        fastckpt.save(state, disk / "a.pt").result()
+    told = [each for each in caplog.records if "weights_only" in each.getMessage()]
+    assert [each.levelname for each in told] == ["INFO"]
+    assert f"what is at 'a/0' (made with {__name__}.Slotted) needs" in told[0].getMessage()
 
 
 def test_unsafe_globals_are_those_of_torch(disk: Path, committed: Any) -> None:
