@@ -23,7 +23,8 @@ MIB = 1 << 20
 def cancel_step(
     member: Member, root: str, cancelling: list[int]
 ) -> tuple[Outcome, Outcome, list[str], int | None]:
-    """Some ranks cancel a step that is written slowly; then all save another one.
+    """Some ranks cancel a step that is written more slowly than the crew waits; then all save
+    another one.
 
     Returns what came of either, what was left of the first, and the step that is found in the end.
     """

@@ -220,7 +220,6 @@ def fail_to_plan(member: Member, path: str, bad: int, on_error: str) -> Outcome:
             state,
             checkpoint_id=path,
             process_group=member.group,
-            timeout_s=TIMEOUT_S,
             on_error=on_error,
         )
         assert saving.exception(60) is not None

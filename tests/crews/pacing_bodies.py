@@ -52,7 +52,7 @@ def save_and_fail_elsewhere(
     """One rank finds after a while that it has no room for its file, while another writes; then all
     save once more.
     """
-    with Checkpointer(root, timeout_s=30, **options) as checkpointer:
+    with Checkpointer(root, timeout_s=600, **options) as checkpointer:
         real = Storage.allocate
 
         def allocate(_self: Storage, _fd: int, _nbytes: int) -> None:

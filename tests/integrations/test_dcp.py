@@ -1113,7 +1113,6 @@ def test_a_rank_that_cannot_plan_fails_all(
     for rank, outcome in enumerate(outcomes):
         text = str(outcome.error or outcome.value)
         assert "pickle" in text
-        assert outcome.took_s < bodies.TIMEOUT_S
         if rank == bad:
             assert outcome.error is not None  # its own mistake, whatever on_error says
     assert crew(2)(bodies.holds_big, str(tmp_path), 3) == [True, True]

@@ -160,7 +160,6 @@ def test_all_ranks_agree(crew: Callable[[int], Crew], disk: Path, cancelling: li
     for outcome, after, left, latest in crew(3)(bodies.cancel_step, str(disk), cancelling):
         assert type(outcome.error) is SaveCancelled, outcome
         assert outcome.error.ranks[0] in cancelling
-        assert outcome.took_s < 40.0, "it wrote to the end"
         assert str(disk) in str(outcome.error)
         texts.add(str(outcome.error))
         assert left == [] and after.error is None and latest == 2

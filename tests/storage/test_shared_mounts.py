@@ -177,7 +177,7 @@ def test_a_ticket_that_stays_expired_is_reported(
     double = Expired(code, name)
     begun = time.monotonic()
     error = saved_on(double, path, 2).exception(WAIT_S)
-    assert 0.6 <= time.monotonic() - begun < WAIT_S / 2
+    assert time.monotonic() - begun >= 0.6
     assert isinstance(error, StorageError) and error.errno == code and error.op == name
     assert "ticket expired" in str(error) and errno.errorcode[code] in str(error)
     assert os.listdir(disk) == ["a.pt"]
@@ -199,20 +199,20 @@ def test_a_sync_that_failed_is_not_asked_again(
 
 def test_a_disk_of_ones_own_is_not_waited_for(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policies, "policy_of", lambda _fd: ("ext4", POLICIES["ext4"]))
-    begun = time.monotonic()
-    error = saved_on(FailAlways("rename", errno.EPERM), disk / "a.pt").exception(WAIT_S)
+    double = FailAlways("rename", errno.EPERM)
+    error = saved_on(double, disk / "a.pt").exception(WAIT_S)
     assert isinstance(error, StorageError) and error.op == "rename"
-    assert time.monotonic() - begun < WAIT_S / 2
+    assert len(double.numbers_of("rename")) == 1
 
 
 def test_a_directory_without_permission_is_reported_at_once(
     disk: Path, on_nfs: Callable[[float], None]
 ) -> None:
     on_nfs(WAIT_S)
-    begun = time.monotonic()
-    error = saved_on(FailAlways("create", errno.EACCES), disk / "a.pt").exception(WAIT_S)
+    double = FailAlways("create", errno.EACCES)
+    error = saved_on(double, disk / "a.pt").exception(WAIT_S)
     assert isinstance(error, StorageError) and error.op == "open"
-    assert time.monotonic() - begun < WAIT_S / 2
+    assert len(double.numbers_of("create")) == 1
 
 
 def test_steps_wait_for_a_ticket_as_well(

@@ -304,11 +304,11 @@ def test_drains_are_paced(
 def test_a_paced_drain_ends_when_another_rank_fails(
     crew: Callable[[int], Crew], nodes: Nodes
 ) -> None:
-    """At its pace it would write for long; the step is in the local tier, and found there."""
+    """At its pace it would write for longer than the crew waits; the step is in the local tier, and
+    found there.
+    """
     locals_ = [str(nodes.a), str(nodes.b)]
-    told = crew(2)(bodies.drain_and_fail, str(nodes.root), locals_, 1, {"drain_rate": 2e6})
-    (one, waited_s), (other, _waited_s) = told
+    one, other = crew(2)(bodies.drain_and_fail, str(nodes.root), locals_, 1, {"drain_rate": 200e3})
     assert isinstance(one.error, PeerFailed) and one.error.ranks == (1,)
     assert isinstance(other.error, StorageError) and "No space" in str(other.error)
-    assert waited_s < 15.0, "24 MB at 1 MB/s"
     assert not [path for path in nodes.root.rglob("*") if path.is_file()]
