@@ -8,7 +8,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from fastckpt.arguments.checks import check_count, check_path, check_size, optional
+from fastckpt.arguments.checks import (
+    check_count,
+    check_integer,
+    check_path,
+    check_rate,
+    check_size,
+    optional,
+)
 
 
 @dataclass(frozen=True)
@@ -23,6 +30,16 @@ class Memory:
             container has left, if that is less. A save for which it is too small removes the
             oldest steps that the root has had, or need not have, and else goes past the tier.
         directory: a directory on a tmpfs of the node.
+        peers: to how many neighbouring nodes each rank sends its files right after the commit, so
+            that the step outlives its node: handle.wait_memory(). Each holds as many steps of so
+            many others, so budget counts those, too. With one node there is nobody to send to.
+        groups: the group of nodes that may fail together which this node is in, such as its rack;
+            replicas go to nodes of other groups where there are any. None: no two nodes are in one.
+        rate: the most bytes a second that a rank sends to a neighbour, as a number or a text such
+            as "2GB/s". None: no limit.
+        address: the address of this node at which its ranks listen for each other. None: the one
+            from which it reaches the job's store. Files travel in the clear; who does not know the
+            job's secret, which ranks share by that store, is sent nothing.
         root_every: the root gets the steps that are multiples of this, and any with a deadline_s;
             the others are in memory alone: result() returns when they are committed there. After a
             crash the newest is copied to the root, whatever its number.
@@ -35,11 +52,17 @@ class Memory:
     budget: int | str | None = None
     directory: str | os.PathLike[str] = "/dev/shm"
     root_every: int = 1
+    peers: int = 1
+    groups: str | None = None
+    rate: float | str | None = None
+    address: str | None = None
 
     def __post_init__(self) -> None:
         check_count("keep", self.keep)
         check_count("root_every", self.root_every)
-        _ = self.path, self.budget_bytes
+        if check_integer("peers", self.peers) < 0:
+            raise ValueError(f"peers is {self.peers}, must be at least 0")
+        _ = self.path, self.budget_bytes, self.rate_bytes
 
     @property
     def path(self) -> str:
@@ -50,6 +73,11 @@ class Memory:
     def budget_bytes(self) -> int | None:
         """The budget as a number."""
         return optional(check_size, "budget", self.budget)
+
+    @property
+    def rate_bytes(self) -> float | None:
+        """The rate in bytes a second."""
+        return optional(check_rate, "rate", self.rate)
 
     def is_due(self, step: int) -> bool:
         """Returns whether the root is to get a step."""

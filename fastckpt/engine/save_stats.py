@@ -88,6 +88,9 @@ class SaveStats:
             a local tier, in the root.
         local_committed_s: when the step was committed in the local tier, on every node; None also
             if there is no such tier, or the step went straight to the root.
+        replicated_s: when every rank's files had been copied to the memory of its neighbours; None
+            also without a Memory's peers.
+        replicas_why: why some are not there, in words, with ranks and addresses; else "".
         local_why: why the step went straight to the root past a local tier, in words; else "".
         nbytes: the bytes that this process writes, before a codec: the file, its part of it, or its
             files of a step. 0 if torch.save wrote to an object without a position, as a socket.
@@ -123,6 +126,8 @@ class SaveStats:
     committed_s: float | None = None
     local_committed_s: float | None = None
     local_why: str = ""
+    replicated_s: float | None = None
+    replicas_why: str = ""
     nbytes: int = 0
     reused_nbytes: int = 0
     ranks: int = 1
@@ -159,6 +164,8 @@ class SaveStats:
             told.append(f"{shown_size(reused)} of it reused")
         if self.local_committed_s is not None:
             told.append(f"on the node after {shown_time(self.local_committed_s)}")
+        if self.replicated_s is not None:
+            told.append(f"at its neighbours after {shown_time(self.replicated_s)}")
         if self.stall_s is not None:
             told.append(f"the caller was blocked for {shown_time(self.stall_s)}")
         if self.backend:

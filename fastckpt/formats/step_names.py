@@ -10,11 +10,14 @@ import re
 
 STEP_MAX = 10**15
 PINNED = "pinned"  # a file in a step's directory: it is not to be removed
+# Files in a step's directory on a node: the root has had it, or need not have it; and: every rank's
+# neighbours have its files.
+DRAINED, REPLICATED = "drained", "replicated"
 NAME = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?\Z", re.ASCII)
 # The files that a save puts into a step's directory: a removal takes no others out of it.
 OURS = re.compile(
-    r"rank-\d{5,}\.(json|safetensors(\.(zst|planes))?)|objects\.pt|"
-    r"\.?manifest\.json(\..+\.tmp)?|drained|pinned",
+    r"\.?(rank-\d{5,}\.(json|safetensors(\.(zst|planes))?)|objects\.pt|manifest\.json)(\..+\.tmp)?|"
+    r"drained|replicated|pinned",
     re.ASCII,
 )
 

@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from fastckpt.errors import CheckpointError
+from fastckpt.ranks.peer_link import address_towards
 from fastckpt.ranks.round import COMMITTED_NOTHING, LINGER_S, TIMEOUT_S, Round, pause
 from fastckpt.ranks.round_numbers import RoundNumbers
 from fastckpt.ranks.store_client import c10d, own_client
@@ -91,6 +92,17 @@ class Coordinator:
             _sessions[group][name] = session
         prefix = f"fastckpt/{group.group_name}/{ascii(name)[1:-1]}"
         return cls(store, rank, world_size, prefix, session)
+
+    def own_address(self) -> str:
+        """Returns the address from which this process reaches the store; the loopback's, if that is
+        not reached over TCP. Raises OSError.
+        """
+        base = self._store
+        while isinstance(base, c10d.PrefixStore):
+            base = base.underlying_store
+        if not isinstance(base, c10d.TCPStore):
+            return "127.0.0.1"
+        return address_towards(base.host, base.port)
 
     @property
     def is_gone(self) -> bool:

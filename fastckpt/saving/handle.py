@@ -45,6 +45,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._decider: int | None = None  # the thread that runs before_commit
         self._is_cancelled = self._is_reported = False
         self._staged = Latch()
+        self._replicated = Latch()  # set when that has been tried, or by the end
         self._first = Latch()  # set by the first commit, in whichever tier, or by the end
         self._progress: Callable[[], Progress] | None = None
 
@@ -136,6 +137,22 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         if self.stats.local_committed_s is None:
             self.result(timeout)
         return self.stats.local_committed_s is not None
+
+    def wait_memory(self, timeout: float | None = None) -> bool:
+        """Waits until a step is in the memory of the nodes and, with Memory(peers=), every rank's
+        files are in that of its neighbours, too; `timeout` seconds at most (None: no limit).
+
+        Returns:
+            False if they are not: the step went past the memory, which `stats.local_why` explains,
+                or a neighbour did not take them, which `stats.replicas_why` does; or there is none.
+
+        Raises:
+            As wait_local().
+        """
+        self._check_wait()
+        if not self._replicated.wait(timeout):
+            raise TimedOut(f"{self._subject()} was not at its neighbours within {timeout:g} s")
+        return self.wait_local(timeout) and not self.stats.replicas_why
 
     def progress(self) -> Progress:
         """Returns how many bytes of its part this process has written so far, of how many.
@@ -301,6 +318,10 @@ class InnerHandle(SaveHandle):
         self.stats.local_committed_s = self.elapsed_s()
         self._first.set()
 
+    def mark_memory(self) -> None:
+        """Notes, once, that the neighbours have the step, if there are any, or will not have it."""
+        self._replicated.set()
+
     def _wait_ended(self, timeout: float | None = None) -> bool:
         """Waits for the end; says so if Ctrl-C ends the wait, but not the save."""
         try:
@@ -370,10 +391,12 @@ class InnerHandle(SaveHandle):
             self._queued.set()
 
     def set_result(self, result: SaveStats) -> None:
+        self._replicated.set()
         self._first.set()
         super().set_result(result)
 
     def set_exception(self, exception: BaseException | None) -> None:
+        self._replicated.set()
         self._first.set()
         super().set_exception(exception)
 

@@ -29,6 +29,7 @@ from fastckpt.storage.file_system import Storage, naming, persistently, reported
 log = logging.getLogger("fastckpt")
 
 T = TypeVar("T")
+Fetch = Callable[[str, bool], str]
 
 
 class StepCopies:
@@ -37,6 +38,8 @@ class StepCopies:
     Args:
         storage, staging: read the files.
         directories: the nearest first; all but the last may lack files.
+        fetch: brings a file to the first directory, which lacks it or (True) has a damaged copy;
+            returns where it came from, or "" if it could not be brought.
         kept: keeps shards open, with the route by which they are read, until it is closed; None:
             each is opened for one read.
 
@@ -50,10 +53,12 @@ class StepCopies:
         staging: Staging,
         directories: Sequence[str],
         kept: ExitStack | None = None,
+        fetch: Fetch | None = None,
     ) -> None:
         self._storage = storage
         self._staging = staging
         self._directories = directories
+        self._fetch, self._fetched = fetch, dict[str, str]()
         self._kept, self._bodies, self._lock = kept, dict[str, Body](), threading.Lock()
         self._number: dict[str, int] = {}  # the number of the directory that a file is read from
         self._damaged: set[tuple[str, int]] = set()  # copies, each by file and directory number
@@ -92,7 +97,19 @@ class StepCopies:
         """
         return persistently(lambda: self._first_whole(file, read), file)
 
+    def _brought(self, file: str, is_damaged: bool) -> bool:
+        """Has a file brought to the first directory; returns whether it is there now."""
+        if self._fetch is None or file in self._fetched:
+            return False
+        self._fetched[file] = self._fetch(file, is_damaged)
+        if self._fetched[file]:
+            self._damaged -= {(file, number) for number, _ in enumerate(self._directories)}
+            self._number[file] = 0
+        return self._fetched[file] != ""
+
     def _first_whole(self, file: str, read: Callable[[], T]) -> T:
+        if self._fetch is not None and not self._has(file, 0):
+            self._brought(file, is_damaged=False)
         numbers = self._numbers(file)
         unread: StorageError | MemoryError | None = None
         for number, later in zip(numbers, [*numbers[1:], None], strict=True):
@@ -106,10 +123,14 @@ class StepCopies:
             except (StorageError, MemoryError) as error:
                 failure = unread = error
             else:
-                self.taken[file] = self._path(file, number)
+                path = self._path(file, number)
+                self.taken[file] = path if number else self._fetched.get(file) or path
                 return found
             if later is not None:
                 log.warning("%s; %r is read instead", failure, self._path(file, later))
+        if unread is None and self._brought(file, is_damaged=True):
+            log.warning("%s; the copy at %s is read instead", failure, self._fetched[file])
+            return self._first_whole(file, read)
         raise unread or failure
 
     @contextmanager

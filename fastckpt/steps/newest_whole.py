@@ -25,7 +25,7 @@ from fastckpt.formats.manifest import Manifest
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.search import GONE, Candidate, Search, Trial
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.steps.copies import StepCopies
+from fastckpt.steps.copies import Fetch, StepCopies
 from fastckpt.steps.dead import may_be_committed
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.no_steps import is_export, warn_once, what_is_there
@@ -36,8 +36,9 @@ from fastckpt.storage.vanishing import listed_anew
 log = logging.getLogger("fastckpt")
 
 T = TypeVar("T")
-# Returns directories with copies of a step's files, and enters contexts that keep them there.
-Near = Callable[[Manifest, ExitStack], list[str]]
+# Returns directories with copies of a step's files, and what brings others to the first of them; it
+# enters contexts that keep them there.
+Near = Callable[[Manifest, ExitStack], tuple[list[str], Fetch | None]]
 
 
 def first_whole(
@@ -120,8 +121,9 @@ class _StepTrial(Trial[tuple[int, T]]):
         steps, staging = self._steps, self._current.staging
         self._holding.enter_context(steps.hold(self._name))
         self._manifest = manifest = persistently(lambda: steps.read(self._name), self.path)
-        nearer = [] if self._near is None else self._near(manifest, self._holding)
-        copies = StepCopies(self._current.storage, staging, [*nearer, self.path])
+        near = self._near
+        nearer, fetch = ([], None) if near is None else near(manifest, self._holding)
+        copies = StepCopies(self._current.storage, staging, [*nearer, self.path], fetch=fetch)
         return manifest.step, self._read(StepReader(staging, self.path, manifest, copies))
 
     def _is_gone(self) -> bool:

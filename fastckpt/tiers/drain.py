@@ -25,7 +25,8 @@ from fastckpt.steps.retention import tidy
 from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
-from fastckpt.tiers.local_tier import OBJECTS_PART, LocalTier
+from fastckpt.tiers.local_tier import LocalTier
+from fastckpt.tiers.nodes import OBJECTS_PART
 
 log = logging.getLogger("fastckpt")
 

@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import secrets
 import threading
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
@@ -17,20 +18,21 @@ from typing import Any, NamedTuple
 from fastckpt.arguments.memory import Memory
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
-from fastckpt.formats.step_names import tier_name
+from fastckpt.formats.step_names import DRAINED, REPLICATED, tier_name
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
+from fastckpt.steps.copies import Fetch
 from fastckpt.steps.newest_whole import readable, survey_of_copy
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, may_go
 from fastckpt.storage.machine import this_machine
 from fastckpt.tiers.memory_budget import MemoryBudget
+from fastckpt.tiers.nodes import OBJECTS_PART, NodesSteps, RanksByNode, sizes_of
+from fastckpt.tiers.replicas import Replicas
 
 log = logging.getLogger("fastckpt")
 
-DRAINED = "drained"  # a file in a step's directory: the root has had it, or need not have it
-OBJECTS_PART = -1  # the objects' place among parts, which else are ranks of writers
 SPARE_BYTES = 16 << 20  # room for indexes and the manifest, beside shards and objects
 _MARGIN = 1.5  # a step goes straight to the root only if that is hoped to take so much less
 SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
@@ -40,39 +42,17 @@ class Undrained(NamedTuple):
     """A step that the nodes hold together and the root lacks.
 
     Attributes:
-        step: the step's number.
+        step, nonce: the step's number, and what tells it from all others.
         names: the step's directory on each node that has it, by the node's first rank.
         parts: as Drain's, for each node, by the node's first rank.
         is_newer: whether it was committed after all that the root has.
     """
 
     step: int
+    nonce: str
     names: dict[int, str]
     parts: dict[int, list[int]]
     is_newer: bool
-
-
-class RanksByNode:
-    """The nodes of a job; a node is the ranks that see the same directory.
-
-    Args:
-        first: for each rank, the first rank of its node.
-
-    Attributes:
-        firsts: the first rank of each node, ascending.
-    """
-
-    def __init__(self, first: list[int]) -> None:
-        self._first = first
-        self.firsts = sorted(set(first))
-
-    def first(self, rank: int) -> int:
-        """Returns the first rank on the node of a rank."""
-        return self._first[rank]
-
-    def beside(self, rank: int) -> list[int]:
-        """Returns all ranks on the node of a rank, ascending."""
-        return [other for other, first in enumerate(self._first) if first == self._first[rank]]
 
 
 class LocalTier:
@@ -119,6 +99,10 @@ class LocalTier:
         self._budget = None if memory is None else MemoryBudget(memory, self.steps)
         self._rank = coordinator.rank
         self._coordinator, self._timeout_s = coordinator, timeout_s
+        self.replicas: Replicas | None = None
+        if memory is not None and memory.peers and coordinator.world_size > 1:
+            host = memory.address or coordinator.own_address()
+            self.replicas = Replicas(memory, self.steps, self._rank, host, timeout_s)
         self._meeting = self._begin("local tier")
         self._lock = threading.Lock()
         self._nodes: RanksByNode | None = None  # under _lock
@@ -127,6 +111,9 @@ class LocalTier:
         self._highest = 0  # the highest sequence number that a step of any node has
         # Nonces of steps of which no node has some parts, or the root has a later attempt.
         self._useless: set[str] = set()
+        # By nonce, of the steps that the nodes hold together, the name on each node, and its files.
+        self._held: dict[str, dict[int, tuple[str, list[int]]]] = {}
+        self._step_of: dict[str, int] = {}
         self._times_s: tuple[float, float] | None = None
 
     def _device_of(self, path: str) -> int:
@@ -143,8 +130,10 @@ class LocalTier:
         return self._begin(f"step {step} to the root")
 
     def close(self) -> None:
-        """Leaves the round in which the nodes meet. Idempotent."""
+        """Leaves the round in which the nodes meet, and serves none any more. Idempotent."""
         self._meeting.close(linger_s=0.0)
+        if self.replicas is not None:
+            self.replicas.close()
 
     # ---- whether it can be used
 
@@ -154,23 +143,34 @@ class LocalTier:
             if self._nodes is None:
                 try:
                     with self._meeting.failing():
-                        self._nodes = RanksByNode(self._met(self._meeting))
+                        self._nodes = self._met(self._meeting)
                 except BaseException:  # the ranks meet again when they are needed next
                     self._meeting = self._begin("local tier")
                     raise
                 self._meeting.close()
             return self._nodes
 
-    def _met(self, meeting: Round) -> list[int]:
-        """Returns, for each rank, the first that sees the same directory."""
-        meeting.put("identity", self._identity().encode())
+    def _met(self, meeting: Round) -> RanksByNode:
+        """Has all ranks tell which directory they see, and where they listen for each other."""
+        replicas = self.replicas
+        group = None if self.memory is None else self.memory.groups
+        at = None if replicas is None else (*replicas.address, group or f"rank {self._rank}")
+        meeting.put("identity", json.dumps([self._identity(), at]).encode())
         if self._rank == 0:
-            first: dict[bytes, int] = {}
-            told = enumerate(meeting.gather("identity"))
-            shared = [first.setdefault(identity, rank) for rank, identity in told]
-            meeting.put("nodes", json.dumps(shared).encode())
-        found: list[int] = json.loads(meeting.get("nodes"))
-        return found
+            first: dict[str, int] = {}
+            told = [json.loads(record) for record in meeting.gather("identity")]
+            shared = [first.setdefault(identity, rank) for rank, (identity, _at) in enumerate(told)]
+            listening = [at for _identity, at in told]
+            secret = secrets.token_hex(32)
+            meeting.put("nodes", json.dumps([shared, listening, secret]).encode())
+        shared, listening, secret = json.loads(meeting.get("nodes"))
+        nodes = RanksByNode(shared)
+        if replicas is not None and (len(nodes.firsts) == 1 or None in listening):
+            replicas.close()
+            self.replicas = None
+        elif replicas is not None:
+            replicas.begin(nodes, listening, secret)
+        return nodes
 
     def _identity(self) -> str:
         """Returns a name that only ranks with the same directory share."""
@@ -236,6 +236,15 @@ class LocalTier:
         self.evict(max(0, self._budget.nbytes - nbytes))
         return self._budget.take(name, nbytes)
 
+    def settle(self, name: str, is_replicated: bool) -> None:
+        """Notes that all files of a step which this node is to have are there. Only the first rank
+        of a node calls it.
+        """
+        if self._budget is not None:
+            self._budget.settle(name)
+        if is_replicated:
+            self._note(name, REPLICATED)
+
     def is_due(self, step: int) -> bool:
         """Returns whether a step is to go from here to the root."""
         return self.memory is None or self.memory.is_due(step)
@@ -255,38 +264,97 @@ class LocalTier:
 
     # ---- what is there, and what may go
 
-    def near(self, manifest: Manifest, holding: ExitStack) -> list[str]:
-        """Returns this node's directory of a step, if any, held until `holding` is closed."""
+    def near(self, manifest: Manifest, holding: ExitStack) -> tuple[list[str], Fetch | None]:
+        """Returns this node's directory of a step, if any, held until `holding` is closed, and what
+        fetches files to it that other nodes have.
+        """
         for item in readable(self.steps):
             if item.manifest.nonce == manifest.nonce:
                 with suppress(CheckpointError):  # the step is being removed
                     holding.enter_context(self.steps.hold(item.name))
-                    return [self.steps.path(item.name)]
-        return []
+                    return [self.steps.path(item.name)], self._fetching(item)
+        return [], None
+
+    def _fetching(self, item: Committed) -> Fetch | None:
+        replicas, copies = self.replicas, self._held.get(item.manifest.nonce)
+        if replicas is None or copies is None:
+            return None
+        own, parts = self.nodes().first(self._rank), {item.manifest.objects.file: OBJECTS_PART}
+        for writer in item.manifest.writers:
+            parts |= {writer.file: writer.rank, writer.index: writer.rank}
+
+        def fetch(file: str, is_damaged: bool) -> str:
+            there = [at for at, (_name, its) in copies.items() if parts[file] in its and at != own]
+            return replicas.fetch(item, there, file, is_damaged)
+
+        return fetch
+
+    def gathered(self, agreement: Round, found: list[Undrained]) -> list[NodesSteps]:
+        """Has every node take part in steps that only some hold, where its budget allows that. All
+        ranks call it, after survey().
+
+        Returns:
+            Those steps of the nodes of which each rank can have all files; none without neighbours.
+        """
+        if self.replicas is None:
+            return []
+        firsts, own = self.nodes().firsts, self.nodes().first(self._rank)
+        if own == self._rank:
+            agreement.put("names", json.dumps(self._adopted(self.replicas)).encode())
+        if self._rank == 0:
+            told = {first: json.loads(agreement.get("names", first)) for first in firsts}
+            agreement.put("gathered", json.dumps(told).encode())
+        names = {int(at): each for at, each in json.loads(agreement.get("gathered")).items()}
+        for each in found:
+            each.names.update(
+                {at: its[each.nonce] for at, its in names.items() if each.nonce in its}
+            )
+        common = set(names[0]).intersection(*names.values())
+        own_names = {names[0][nonce]: names[own][nonce] for nonce in common}
+        return [NodesSteps(self.steps, own_names, common)]
+
+    def _adopted(self, replicas: Replicas) -> dict[str, str]:
+        """Returns this node's names of the steps that the nodes hold together and whose files all
+        fit into its budget.
+        """
+        names, budget = dict[str, str](), self._budget
+        for nonce, copies in self._held.items():
+            name, parts = copies.get(self._rank, ("", []))
+            name = name or replicas.adopt(self._step_of[nonce], nonce, [*copies])
+            with suppress(CheckpointError):  # it was removed meanwhile, or there is none
+                manifest = self.steps.read(name)
+                missing = sizes_of(manifest, without=parts)
+                if budget is not None and budget.used() + sum(missing.values()) <= budget.nbytes:
+                    names[nonce] = name
+        return names
 
     def note_drained(self, name: str) -> None:
         """Notes on disk that a step may be removed here from now on."""
-        path = self.steps.path(name, DRAINED)
+        self._note(name, DRAINED)
+
+    def _note(self, name: str, what: str) -> None:
+        path = self.steps.path(name, what)
         try:
             self._storage.close(self._storage.create(path, NEW_MODE))
         except FileExistsError:
             return  # noted before
         except OSError as error:
-            log.warning("%s was drained, but that could not be noted: %s", name, error)
+            log.warning("%s was %s, but that could not be noted: %s", name, what, error)
 
     def evict(self, nbytes_max: int | None = None) -> None:
         """Removes steps of no use, and those beyond `keep` that the root has had, or need not have;
         of those within `keep` the oldest while all together take more than `nbytes_max`. Only the
         first rank of a node calls it.
         """
-        going, of_use, has_newer = list[str](), list[Entry](), False
+        going, of_use, has_safe = list[str](), list[Entry](), False
         for item in readable(self.steps):
             is_useless = item.manifest.nonce in self._useless
-            is_needed = self.is_due(item.manifest.step) or not has_newer
+            is_safe = self._is_safe(item.name)
+            is_needed = self.is_due(item.manifest.step) or not of_use or (is_safe and not has_safe)
             is_needed = is_needed and not (is_useless or self._has(item.name, DRAINED))
             if not is_useless and not self.steps.known(item.name).is_damaged:
                 of_use.append(Entry(item.name, is_pinned=is_needed))
-                has_newer = True
+                has_safe = has_safe or is_safe
             elif not is_needed:
                 going.append(item.name)
         beyond = may_go(of_use, self.keep)
@@ -299,6 +367,10 @@ class LocalTier:
                 self._remove(entry.name)
         with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
             self.steps.remove_dead()
+
+    def _is_safe(self, name: str) -> bool:
+        """Returns whether a step outlives this node, or none does."""
+        return self.replicas is None or self._has(name, REPLICATED) or self._has(name, DRAINED)
 
     def _remove(self, name: str) -> None:
         try:
@@ -338,14 +410,20 @@ class LocalTier:
         for nonce in there.keys() & set(told["drained"]):
             self.note_drained(there[nonce].name)
         self._useless = there.keys() & set(told["useless"])
+        self._step_of = {nonce: step for nonce, (step, _copies) in told["held"].items()}
+        self._held = {
+            nonce: {int(first): (name, parts) for first, (name, parts) in copies.items()}
+            for nonce, (_step, copies) in told["held"].items()
+        }
         return [
             Undrained(
                 step,
+                nonce,
                 {int(first): name for first, name in names.items()},
                 {int(first): mine for first, mine in parts.items()},
                 is_newer,
             )
-            for step, names, parts, is_newer in told["undrained"]
+            for step, nonce, names, parts, is_newer in told["undrained"]
         ]
 
     def _listed(self, item: Committed) -> dict[str, Any]:
@@ -386,11 +464,14 @@ class LocalTier:
             for each in listing:
                 self._highest = max(self._highest, each["sequence"])
                 of.setdefault(each["nonce"], []).append((rank, each))
-        told: dict[str, Any] = {"drained": [], "useless": [], "undrained": []}
+        told: dict[str, Any] = {"drained": [], "useless": [], "undrained": [], "held": {}}
         for nonce, copies in sorted(of.items(), key=lambda pair: -pair[1][0][1]["sequence"]):
             one = copies[0][1]
             holder = {part: rank for rank, each in reversed(copies) for part in each["parts"]}
             was_drained = any(each["drained"] for _rank, each in copies)
+            if len(holder) == one["of"]:
+                its = {rank: (each["name"], each["parts"]) for rank, each in copies}
+                told["held"][nonce] = one["step"], its
             # The root lacks a drained step because retention removed it, or, if it is newer than
             # all that the root has, because the root has lost it: then it is drained again.
             if one["sequence"] < last.get(one["step"], -1) and nonce not in in_root:
@@ -410,7 +491,7 @@ class LocalTier:
                 names = {rank: each["name"] for rank, each in copies}
                 is_newer = one["sequence"] > newest
                 safe = max(safe, one["sequence"])
-                told["undrained"].append([one["step"], names, parts, is_newer])
+                told["undrained"].append([one["step"], nonce, names, parts, is_newer])
         return told
 
 

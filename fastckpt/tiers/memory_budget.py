@@ -72,19 +72,20 @@ class MemoryBudget:
             for entry in storage.names(path):
                 status = storage.status(os.path.join(path, entry))
                 nbytes += 0 if status is None else status.st_blocks * _BLOCK
-        promised = self._promised.get(name, 0) if self._steps.known(name).is_begun else 0
-        return max(nbytes, promised)
+        return max(nbytes, self._promised.get(name, 0))
+
+    def settle(self, name: str) -> None:
+        """Takes back what is left of the bytes promised to a step: all of it has arrived."""
+        self._promised.pop(name, None)
 
     def take(self, name: str, nbytes: int) -> str:
-        """Promises bytes to a step that is being written; returns why it cannot, in words."""
+        """Promises bytes to a step that is being written; or says in words why not."""
         with self._lock:
             used = self.used()
             if used + nbytes <= self.nbytes:
-                self._promised = {
-                    other: promised
-                    for other, promised in self._promised.items()
-                    if self._steps.known(other).is_begun
-                } | {name: nbytes}
+                there = {*self._steps.names()}
+                kept = {each: its for each, its in self._promised.items() if each in there}
+                self._promised = kept | {name: nbytes}
                 return ""
         return (
             f"has a budget of {shown_size(self.nbytes)} on this node: the step needs "

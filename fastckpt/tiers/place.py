@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -27,7 +28,12 @@ from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import StepPlace
 from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
-from fastckpt.tiers.local_tier import OBJECTS_PART, SLOW_S, LocalTier
+from fastckpt.tiers.local_tier import SLOW_S, LocalTier
+from fastckpt.tiers.nodes import OBJECTS_PART, sizes_of
+
+log = logging.getLogger("fastckpt")
+
+_WHY_CHARS = 2000
 
 
 class NodePlace(Place):
@@ -154,7 +160,10 @@ class NodePlace(Place):
         first = nodes.first(agreement.rank)
         agreement.put("bytes", b"%d" % nbytes)
         if first == agreement.rank:
-            needed = sum(int(agreement.get("bytes", rank)) for rank in nodes.beside(first))
+            ranks = nodes.beside(first)
+            if self._tier.replicas is not None:
+                ranks = ranks + self._tier.replicas.sources(first)
+            needed = sum(int(agreement.get("bytes", rank)) for rank in ranks)
             why = self._trouble or self._tier.no_room_on_node(self._own.name, needed)
             agreement.put("room", why.encode(errors="replace"))
         return agreement.get("room", first).decode()
@@ -251,6 +260,34 @@ class NodePlace(Place):
             failure = f"{type(error).__name__}: {error}"
         self._agreement.put("published", failure.encode(errors="replace"))
 
+    # ---- the copies in the memory of the neighbours
+
+    def _replicate(self, parts: Sequence[int]) -> None:
+        """Sends this rank's files to its neighbours, and waits until all ranks have done so."""
+        tier, stats, name, why = self._tier, self._handle.stats, self._own.name, ""
+        if tier.replicas is not None and self._deadline_s is None:
+            manifest = tier.steps.read(name)
+            others = {OBJECTS_PART, *(writer.rank for writer in manifest.writers)} - {*parts}
+            why = tier.replicas.send(name, manifest, sizes_of(manifest, without=[*others]))
+            stats.replicas_why = why = self._agreed(why)
+            stats.replicated_s = None if why else self._handle.elapsed_s()
+        if self._is_first():
+            tier.settle(name, stats.replicated_s is not None)
+        self._handle.mark_memory()
+
+    def _agreed(self, why: str) -> str:
+        """Returns why some rank's files are not with its neighbours, in words; "" if all are."""
+        draining = self._draining
+        draining.put("sent", why.encode(errors="replace"))
+        if draining.rank == 0:
+            told = enumerate(draining.gather("sent"))
+            why = "; ".join(f"rank {r} to {text.decode()}" for r, text in told if text)[:_WHY_CHARS]
+            draining.put("replicas", why.encode())
+            if why:
+                what = "step %d is not in the memory of all neighbours: %s"
+                log.warning(what, self._number, why)
+        return draining.get("replicas").decode()
+
     # ---- the commit in the root
 
     def go_on(self, save: Job, pipeline: Pipeline) -> None:
@@ -263,12 +300,13 @@ class NodePlace(Place):
         # The save's staging memory is free now: later saves stage and commit locally meanwhile.
         save.copying.close()
         save.release()
-        if not self._is_due:
-            self._handle.path = self._own.path()
-            return
         stats, rank, nodes = self._handle.stats, self._agreement.rank, self._tier.nodes()
         wrote = [rank] if self._wrote_shard else []
         parts = [*wrote, OBJECTS_PART] if rank == 0 else wrote
+        self._replicate(parts)
+        if not self._is_due:
+            self._handle.path = self._own.path()
+            return
         names = {0: self._own.name, nodes.first(rank): self._own.name}
         local_s = (stats.written_s or 0.0) - self._opened_s
         drain = Drain(self._handle, self._draining, self._tier, self._options, names, parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from fastckpt.errors import StorageError
@@ -20,6 +20,7 @@ from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.options import StepOptions
+from fastckpt.steps.root import Steps
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.tiers.local_tier import LocalTier, Undrained
 
@@ -40,18 +41,24 @@ def first_whole_of_tiers(
     """Reads the newest step that is whole in either tier; all ranks call this together.
 
     Steps of the local tier that the root lacks are now drained in the background. If all ranks see
-    one local directory, they can read such a step from there meanwhile. Else ranks need files that
-    other nodes have, so the step has to be in the root first. A file of which this node has an
-    undamaged copy is read from there in any case.
+    one local directory, or nodes send each other files, they can read such a step from there
+    meanwhile. Else, as ranks need files that other nodes have, it has to be in the root first. A
+    file of which this node has an undamaged copy is read from there in any case.
 
     Arguments, result and errors are those of first_whole(), for the root of the tier;
     `options` say how drained steps are written.
     """
-    begun = _resumed(agreement, current, tier, options)
-    shelves = [tier.root, tier.steps]
+    is_able = current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN
+    undrained = tier.survey(agreement, is_able)
+    gathered = tier.gathered(agreement, undrained)
+    begun = _resumed(agreement, current, tier, options, undrained)
+    shelves: list[Steps] = [tier.root, tier.steps]
     if len(tier.nodes().firsts) > 1:
-        shelves = [tier.root]
+        shelves = [tier.root, *gathered]
+        readable = set[str]().union(*(each.nonces for each in gathered))
         for each, handle in begun:
+            if each.nonce in readable:
+                continue
             if each.is_newer if step is None else each.step == step:
                 handle.wait_done()
                 failure = handle.failure()
@@ -68,21 +75,25 @@ def first_whole_of_tiers(
 
     found = first_whole(agreement, current, shelves, step, noting, tier.near, required)
     if found is not None:
-        own = os.path.join(tier.steps.root, "")
-        local = sum(path.startswith(own) for path in taken.values())
-        rest = len(taken) - local
-        log.info("step %d: %d files read from %s, %d from the root", found[0], local, own, rest)
+        own, far = os.path.join(tier.steps.root, ""), os.path.join(tier.root.root, "")
+        local, rest = (sum(path.startswith(at) for path in taken.values()) for at in (own, far))
+        told = f"{local} files read from {own}, {rest} from the root"
+        told += f", {len(taken) - local - rest} from other nodes" if tier.replicas else ""
+        log.info("step %d: %s", found[0], told)
     return found
 
 
 def _resumed(
-    agreement: Round, current: Pipeline, tier: LocalTier, options: StepOptions
+    agreement: Round,
+    current: Pipeline,
+    tier: LocalTier,
+    options: StepOptions,
+    undrained: Sequence[Undrained],
 ) -> list[tuple[Undrained, InnerHandle]]:
     """Begins to drain the steps that the root lacks, newest first; returns each with its handle."""
     nodes, rank, begun = tier.nodes(), agreement.rank, []
     beside = nodes.beside(rank)
-    is_able = current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN
-    for each in tier.survey(agreement, is_able):
+    for each in undrained:
         handle = InnerHandle(tier.root.path(step_name(each.step)), time.perf_counter())
         handle.note_reported()  # the drain logs its failure, and no later save raises it
         handle.mark_staged()

@@ -1,0 +1,268 @@
+"""PeerLink and Listener: connections between ranks of one job, over which files are sent.
+
+Who connects proves by HMAC that it knows the job's secret, and so does who listens; a stranger gets
+no byte. Messages are small JSON; files go from page cache to page cache. The module must not know
+what is asked for, nor what a file holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import json
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakSet
+
+from fastckpt.latch import start_thread
+
+log = logging.getLogger("fastckpt")
+
+HANDSHAKE_S = 5.0  # for a connection to show that it is of the job
+SERVED_MAX = 8  # connections that a rank serves at a time
+_MESSAGE_BYTES_MAX = 1 << 16
+_SENT_AT_ONCE = 8 << 20
+_PIPE_BYTES = 1 << 20
+_PACING = 47  # SO_MAX_PACING_RATE of socket(7), which the socket module does not name
+_PACING_MAX = (1 << 32) - 1  # what a 32-bit option can say; means: none
+_LENGTH = struct.Struct("<I")
+_CHALLENGE_BYTES = _DIGEST_BYTES = 32
+
+_listeners: WeakSet[Listener] = WeakSet()
+
+
+class PeerLink:
+    """A connection to another rank. Every method raises OSError, TimeoutError among them.
+
+    Args:
+        peer: its socket.
+        until: by time.monotonic(), when all has to be done.
+    """
+
+    def __init__(self, peer: socket.socket, until: float) -> None:
+        self._socket, self._until = peer, until
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def limit(self, until: float, rate: float | None = None) -> None:
+        """Sets another end, and how many bytes a second may be sent."""
+        self._until = until
+        if rate is not None:
+            paced = min(int(rate), _PACING_MAX)
+            self._socket.setsockopt(socket.SOL_SOCKET, _PACING, paced)
+
+    def _left_s(self) -> float:
+        left_s = self._until - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("it took too long")
+        return left_s
+
+    def _send(self, content: bytes) -> None:
+        self._socket.settimeout(self._left_s())
+        self._socket.sendall(content)
+
+    def receive_bytes(self, nbytes: int) -> bytes:
+        """Returns so many bytes, as the other side sends them."""
+        content = bytearray(nbytes)
+        view, at = memoryview(content), 0
+        while at < nbytes:
+            self._socket.settimeout(self._left_s())
+            got = self._socket.recv_into(view[at:])
+            if not got:
+                raise ConnectionResetError("it closed the connection")
+            at += got
+        return bytes(content)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends a message."""
+        content = json.dumps(message).encode()
+        self._send(_LENGTH.pack(len(content)) + content)
+
+    def receive(self) -> dict[str, Any]:
+        """Returns the next message."""
+        (nbytes,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size))
+        if nbytes > _MESSAGE_BYTES_MAX:
+            raise ConnectionAbortedError(f"a message of {nbytes} bytes is none of this job's")
+        try:
+            message = json.loads(self.receive_bytes(nbytes))
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):
+            raise ConnectionAbortedError("a message is none of this job's")
+        return message
+
+    def send_file(self, fd: int, nbytes: int) -> None:
+        """Sends the first bytes of a file, which nobody changes meanwhile."""
+        at = 0
+        while at < nbytes:
+            self._wait(select.POLLOUT)
+            with suppress(BlockingIOError):  # poll(2) promised too much
+                sent = os.sendfile(self._socket.fileno(), fd, at, min(_SENT_AT_ONCE, nbytes - at))
+                if not sent:
+                    raise ConnectionAbortedError(f"the file has {at} bytes, not {nbytes}")
+                at += sent
+
+    def receive_file(self, fd: int, nbytes: int) -> None:
+        """Writes the next bytes to a file, without a copy to this process."""
+        reading, writing = os.pipe()
+        try:
+            with suppress(OSError):  # the user has large pipes enough
+                fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            at = 0
+            while at < nbytes:
+                self._wait(select.POLLIN)
+                with suppress(BlockingIOError):  # poll(2) promised too much
+                    wanted = min(_PIPE_BYTES, nbytes - at)
+                    left = os.splice(self._socket.fileno(), writing, wanted)
+                    if not left:
+                        raise ConnectionResetError("it closed the connection")
+                    while left:
+                        moved = os.splice(reading, fd, left, offset_dst=at)
+                        at, left = at + moved, left - moved
+        finally:
+            os.close(reading)
+            os.close(writing)
+
+    def _wait(self, events: int) -> None:
+        """Waits until something can be sent or received, and leaves the socket not blocking."""
+        left_s = self._left_s()
+        self._socket.settimeout(0.0)
+        poll = select.poll()
+        poll.register(self._socket, events)
+        if not poll.poll(left_s * 1000):
+            raise TimeoutError("nothing came or went in time")
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def prove(self, secret: bytes, is_listening: bool) -> None:
+        """Shows the other side that this one knows the secret, and has it show the same: first the
+        one that connects, so that a stranger learns nothing.
+        """
+        own, (mine, theirs) = os.urandom(_CHALLENGE_BYTES), (b"listens", b"connects")
+        if not is_listening:
+            mine, theirs = theirs, mine
+        self._send(own)
+        other = self.receive_bytes(_CHALLENGE_BYTES)
+        if not is_listening:
+            self._send(_digest(secret, mine, other, own))
+        if not hmac.compare_digest(
+            self.receive_bytes(_DIGEST_BYTES), _digest(secret, theirs, own, other)
+        ):
+            raise PermissionError("it does not know the secret of this job")
+        if is_listening:
+            self._send(_digest(secret, mine, other, own))
+
+
+def _digest(secret: bytes, role: bytes, asked: bytes, own: bytes) -> bytes:
+    return hmac.digest(secret, role + asked + own, "sha256")
+
+
+@contextmanager
+def connected(address: tuple[str, int], secret: bytes, within_s: float) -> Iterator[PeerLink]:
+    """Yields a connection to a rank that listens there. Raises OSError."""
+    until = time.monotonic() + within_s
+    with socket.create_connection(address, within_s) as peer:
+        link = PeerLink(peer, until)
+        link.prove(secret, is_listening=False)
+        yield link
+
+
+class Listener:
+    """A port at which a rank serves the others of its job.
+
+    Args:
+        host: the address that it listens at; raises OSError if it is none of this machine.
+
+    Attributes:
+        address: that, and the port.
+    """
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=128)
+        self.address: tuple[str, int] = self._socket.getsockname()[:2]
+        self._free, self._closed = threading.Semaphore(SERVED_MAX), False
+        self._links: set[PeerLink] = set()
+        _listeners.add(self)
+
+    def start(self, secret: bytes, serve: Callable[[PeerLink], None]) -> None:
+        """Begins to have connections served, each on a thread of its own; `serve` returns when it
+        is done with one, and raises OSError if that breaks.
+        """
+        start_thread(lambda: self._accept(secret, serve), "fastckpt-listener", daemon=True)
+
+    def _accept(self, secret: bytes, serve: Callable[[PeerLink], None]) -> None:
+        while not self._closed:
+            if not self._free.acquire(timeout=0.5):
+                continue
+            try:
+                peer, _address = self._socket.accept()
+            except OSError as error:
+                self._free.release()
+                if not self._closed:
+                    log.debug("no connection was accepted: %s", error)
+                    time.sleep(0.1)
+                continue
+
+            def run(peer: socket.socket = peer) -> None:
+                try:
+                    self._serve(peer, secret, serve)
+                finally:
+                    self._free.release()
+
+            if not start_thread(run, "fastckpt-peer", daemon=True):
+                run()
+
+    def _serve(self, peer: socket.socket, secret: bytes, serve: Callable[[PeerLink], None]) -> None:
+        with peer:
+            try:
+                link = PeerLink(peer, time.monotonic() + HANDSHAKE_S)
+                self._links.add(link)
+                try:
+                    link.prove(secret, is_listening=True)
+                    serve(link)
+                finally:
+                    self._links.discard(link)
+            except OSError as error:
+                log.debug("a connection to %s ended: %s", self.address, error)
+
+    def close(self) -> None:
+        """Ends that; connections that are being served break off. Idempotent."""
+        self._closed = True
+        with suppress(OSError):  # it is closed already
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self._socket.close()
+        for link in [*self._links]:
+            with suppress(OSError):  # its thread has closed it
+                link._socket.shutdown(socket.SHUT_RDWR)
+
+    def forsake(self) -> None:
+        """Closes the port in a child of fork(), which serves nobody."""
+        self._closed = True
+        self._socket.close()
+
+
+def _forsake_all() -> None:
+    for listener in [*_listeners]:
+        listener.forsake()
+
+
+os.register_at_fork(after_in_child=_forsake_all)
+
+
+def address_towards(host: str, port: int) -> str:
+    """Returns the address of this machine from which it reaches another one. Raises OSError."""
+    family, kind, protocol, _name, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
+        0
+    ]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(target)  # sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,308 @@
+"""Replicas: the files of a node's ranks in the memory of its neighbours, sent there and fetched.
+
+Whoever receives a file verifies it before it gets its name: against the manifest, which every node
+has published, and the CRC-32 of each block. The module must not know when a step is sent, nor which
+one is restored.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+from fastckpt.arguments.memory import Memory
+from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest
+from fastckpt.ranks.peer_link import Listener, PeerLink, connected
+from fastckpt.saving.pipeline import current
+from fastckpt.steps.copies import StepCopies
+from fastckpt.steps.newest_whole import readable
+from fastckpt.steps.root import Committed, Steps
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import reported
+from fastckpt.tiers.nodes import RanksByNode, sizes_of
+
+log = logging.getLogger("fastckpt")
+
+_PART_OF_TIMEOUT = 3  # ranks wait for each other while one waits for a neighbour
+_LOCK_POLL_S = 0.02
+
+
+class Replicas:
+    """What one rank sends to its neighbours and has them send, and how it serves them.
+
+    Args:
+        memory: the caller's argument.
+        steps: the steps of this node.
+        rank: this rank.
+        host: the address at which it listens.
+        timeout_s: for how long ranks wait for each other.
+
+    Raises:
+        ValueError: it cannot listen there.
+    """
+
+    def __init__(
+        self, memory: Memory, steps: Steps, rank: int, host: str, timeout_s: float
+    ) -> None:
+        self._memory, self._steps, self._rank = memory, steps, rank
+        self._within_s = timeout_s / _PART_OF_TIMEOUT
+        try:
+            self._listener = Listener(host)
+        except OSError as error:
+            raise ValueError(
+                f"Memory(address={host!r}): it cannot be listened at: {error}"
+            ) from None
+        self.address = self._listener.address
+        self._secret = b""
+        self._nodes = RanksByNode([0])
+        self._addresses: list[tuple[str, int]] = []
+        self._groups: list[str] = []
+        self._passed_until: dict[int, float] = {}  # ranks that hung, and until when none tries them
+
+    def begin(self, nodes: RanksByNode, told: Sequence[Sequence[Any]], secret: str) -> None:
+        """Learns of each rank the address and the group, and begins to serve."""
+        self._nodes, self._secret = nodes, bytes.fromhex(secret)
+        self._addresses = [(str(host), int(port)) for host, port, _group in told]
+        self._groups = [str(group) for _host, _port, group in told]
+        self._listener.start(self._secret, self._serve)
+
+    def close(self) -> None:
+        """Ends that. Idempotent."""
+        self._listener.close()
+
+    # ---- who has what of whom
+
+    def neighbours(self, first: int) -> list[int]:
+        """Returns the first ranks of the nodes that hold what a node has written: the next ones of
+        other groups, and then those of its own.
+        """
+        firsts, group = self._nodes.firsts, self._groups[first]
+        place = firsts.index(first)
+        ring = firsts[place + 1 :] + firsts[:place]
+        apart = [other for other in ring if self._groups[other] != group]
+        # Nodes of one group begin at different ones, so that all have as much to hold.
+        turn = [other for other in firsts if self._groups[other] == group].index(first)
+        turn %= max(1, len(apart))
+        near = [other for other in ring if self._groups[other] == group]
+        return [*apart[turn:], *apart[:turn], *near][: self._memory.peers]
+
+    def sources(self, first: int) -> list[int]:
+        """Returns the ranks whose files a node holds beside its own."""
+        nodes = self._nodes
+        near = [other for other in nodes.firsts if first in self.neighbours(other)]
+        return [rank for other in near for rank in nodes.beside(other)]
+
+    def _rank_on(self, first: int) -> int:
+        """Returns the rank of a node that this one talks to."""
+        own, others = self._nodes.beside(self._rank), self._nodes.beside(first)
+        return others[own.index(self._rank) % len(others)]
+
+    def _named(self, rank: int) -> str:
+        return "rank {} at {}:{}".format(rank, *self._addresses[rank])
+
+    def _linked(self, rank: int) -> Any:
+        return connected(self._addresses[rank], self._secret, self._within_s)
+
+    # ---- sending, right after the commit on the nodes
+
+    def send(self, name: str, manifest: Manifest, files: Mapping[str, int]) -> str:
+        """Sends files of a step, given with their sizes, to the neighbours, each within a third of
+        the timeout; returns which of them did not take one, and why, in words, or "".
+        """
+        troubles = []
+        for rank in map(self._rank_on, self.neighbours(self._nodes.first(self._rank))):
+            try:
+                why = self._sent(rank, name, manifest.nonce, files)
+            except (OSError, CheckpointError) as error:
+                why = str(error) or type(error).__name__
+                if isinstance(error, TimeoutError):
+                    self._passed_until[rank] = time.monotonic() + _PART_OF_TIMEOUT * self._within_s
+            if why:
+                troubles.append(f"{self._named(rank)}: {why}")
+        return "; ".join(troubles)
+
+    def _sent(self, rank: int, name: str, nonce: str, files: Mapping[str, int]) -> str:
+        if time.monotonic() < self._passed_until.get(rank, 0.0):
+            return "it did not answer in time before"
+        steps, storage = self._steps, self._steps.storage
+        with self._linked(rank) as link:
+            link.limit(time.monotonic() + self._within_s, self._memory.rate_bytes)
+            for file, nbytes in files.items():
+                link.send({"put": file, "nonce": nonce})
+                answer = link.receive()
+                if answer.get("takes"):
+                    fd = storage.open(steps.path(name, file))
+                    try:
+                        link.send_file(fd, nbytes)
+                    finally:
+                        atomic.close_quietly(storage, fd)
+                    answer = link.receive()
+                if answer.get("error"):
+                    return str(answer["error"])
+        return ""
+
+    # ---- serving, on threads of the listener
+
+    def _serve(self, link: PeerLink) -> None:
+        while True:
+            link.limit(time.monotonic() + self._within_s, self._memory.rate_bytes)
+            asked = link.receive()
+            link.limit(time.monotonic() + self._within_s)
+            try:
+                if "put" in asked:
+                    self._take_offered(link, str(asked["put"]), str(asked.get("nonce")))
+                else:
+                    self._give(link, str(asked.get("get")), str(asked.get("nonce")))
+            except CheckpointError as error:
+                link.send({"error": f"{type(error).__name__}: {error}"})
+                if isinstance(error, StorageError):
+                    return  # the file may still be coming
+
+    def _found(self, nonce: str) -> Committed:
+        for item in readable(self._steps):
+            if item.manifest.nonce == nonce:
+                return item
+        raise CheckpointError(f"{self._steps.root!r} holds no step with the nonce {nonce}")
+
+    def _take_offered(self, link: PeerLink, file: str, nonce: str) -> None:
+        # Its save is not over on any node, and keeps the step from being removed.
+        item = self._found(nonce)
+        nbytes = sizes_of(item.manifest).get(file)
+        if nbytes is None:
+            raise CheckpointError(f"{file!r} is no file of the step")
+        takes = not self._has(item.name, file, nbytes)
+        link.send({"takes": takes})
+        if takes:
+            self._receive(link, item, file, nbytes)
+            link.send({})
+
+    def _give(self, link: PeerLink, file: str, nonce: str) -> None:
+        item = self._found(nonce)
+        with self._steps.hold(item.name):
+            path = self._steps.path(item.name, file)
+            if file != MANIFEST and file not in sizes_of(item.manifest):
+                raise CheckpointError(f"{file!r} is no file of the step")
+            with reported("open", path):
+                fd = self._steps.storage.open(path, "regular")
+            try:
+                nbytes = self._steps.storage.fstat(fd).st_size
+                link.send({"nbytes": nbytes, "path": path})
+                link.send_file(fd, nbytes)
+            finally:
+                atomic.close_quietly(self._steps.storage, fd)
+
+    def _has(self, name: str, file: str, nbytes: int) -> bool:
+        with suppress(OSError):  # then it is sent
+            status = self._steps.storage.status(self._steps.path(name, file))
+            return status is not None and status.st_size == nbytes
+        return False
+
+    def _receive(self, link: PeerLink, item: Committed, file: str, nbytes: int) -> None:
+        """Writes a file that comes, and gives it its name once it is verified. Raises OSError;
+        CorruptCheckpoint: it is not the file that the manifest names, or is damaged.
+        """
+        storage, path = self._steps.storage, self._steps.path(item.name, file)
+        with atomic.temporary(storage, path) as (fd, temporary):
+            link.receive_file(fd, nbytes)
+            self._verify(item, file, os.path.basename(temporary))
+            with reported("rename", path):
+                storage.rename(temporary, path)
+
+    def _verify(self, item: Committed, file: str, temporary: str) -> None:
+        manifest, directory = item.manifest, self._steps.path(item.name)
+        copies = StepCopies(self._steps.storage, current().staging, [directory])
+        if file == manifest.objects.file:
+            objects = manifest.objects._replace(file=temporary)
+            with copies.body(replace(manifest, objects=objects)) as body:
+                body.verify()
+        for writer in manifest.writers:
+            if file == writer.index:
+                copies.index(replace(writer, index=temporary), manifest.nonce)
+            elif file == writer.file:
+                index, _content = copies.index(writer, manifest.nonce)
+                with copies.shard(replace(index, file=temporary)) as body:
+                    body.verify()
+
+    # ---- fetching, during a restore
+
+    def adopt(self, step: int, nonce: str, holders: Sequence[int]) -> str:
+        """Makes this node's directory of a step that others hold, with the manifest alone; returns
+        its name, or "" if no holder gave it. Only the first rank of a node calls it.
+        """
+        for rank in map(self._rank_on, holders):
+            try:
+                with self._linked(rank) as link:
+                    nbytes, _path = self._asked(link, MANIFEST, nonce)
+                    content = link.receive_bytes(min(nbytes, MANIFEST_BYTES_MAX))
+                manifest = Manifest.from_bytes(content)
+                if (manifest.step, manifest.nonce) != (step, nonce):
+                    raise CheckpointError(f"its manifest is of another step, {manifest.step}")
+                begun = self._steps.begin(step)
+                try:
+                    self._steps.publish(begun, manifest, durable=False)
+                except BaseException:
+                    self._steps.abandon(begun)
+                    raise
+                atomic.close_quietly(self._steps.storage, begun.manifest_fd)
+                return begun.name
+            except (OSError, CheckpointError) as error:
+                log.warning("step %d was not taken from %s: %s", step, self._named(rank), error)
+        return ""
+
+    def _asked(self, link: PeerLink, file: str, nonce: str) -> tuple[int, str]:
+        """Asks for a file; returns its size, and its path there."""
+        link.send({"get": file, "nonce": nonce})
+        answer = link.receive()
+        nbytes = answer.get("nbytes")
+        if not isinstance(nbytes, int) or nbytes < 0:
+            raise CheckpointError(str(answer.get("error", "it gave no size")))
+        return nbytes, str(answer.get("path"))
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """Keeps other ranks of this node from fetching files of a step meanwhile."""
+        storage, path = self._steps.storage, self._steps.path(name)
+        until = time.monotonic() + 2 * self._within_s
+        with reported("lock", path):
+            fd = storage.open(path, "lock")
+            try:
+                while not storage.lock(fd):
+                    if time.monotonic() > until:
+                        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+                    time.sleep(_LOCK_POLL_S)
+                yield
+            finally:
+                atomic.close_quietly(storage, fd)
+
+    def fetch(self, item: Committed, holders: Sequence[int], file: str, is_damaged: bool) -> str:
+        """Has a file of a step sent by the first holder whose copy is whole, unless another rank
+        has done so; if it `is_damaged` here, in the place of that. Returns where the copy lies that
+        was sent, or "" if there is none.
+        """
+        with self._alone(item.name):
+            if not is_damaged and self._has(item.name, file, sizes_of(item.manifest)[file]):
+                return self._steps.path(item.name, file)
+            return self._fetched(item, holders, file)
+
+    def _fetched(self, item: Committed, holders: Sequence[int], file: str) -> str:
+        steps, nbytes = self._steps, sizes_of(item.manifest)[file]
+        for rank in map(self._rank_on, holders):
+            try:
+                with self._linked(rank) as link:
+                    link.limit(time.monotonic() + self._within_s)
+                    found, path = self._asked(link, file, item.manifest.nonce)
+                    if found != nbytes:
+                        raise CheckpointError(f"its {file!r} has {found} bytes, must have {nbytes}")
+                    self._receive(link, item, file, nbytes)
+                return f"{self._addresses[rank][0]}:{path}"
+            except (OSError, CheckpointError) as error:
+                where = steps.path(item.name, file)
+                log.warning("%r was not taken from %s: %s", where, self._named(rank), error)
+        return ""

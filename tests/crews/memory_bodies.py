@@ -1,0 +1,82 @@
+"""What each rank does in the tests of memory and its neighbours; the functions that the ranks call.
+
+Responsible for calling Checkpointer with a Memory for each node, and for telling what came of it.
+Must not know what should come of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+from typing import Any
+
+from fastckpt import Checkpointer, Memory
+from tests.crews.group_crew import Member, Outcome, Told, attempt
+from tests.crews.steps_bodies import found_in, meet
+from tests.crews.steps_states import stamped
+
+
+def memory(member: Member, locals_: list[str], options: dict[str, Any]) -> Memory:
+    """The memory of this rank's node, played by a directory."""
+    return Memory(directory=locals_[member.rank], **{"budget": "256MiB", **options})
+
+
+def save_steps(
+    member: Member, root: str, locals_: list[str], steps: list[int], options: dict[str, Any]
+) -> list[tuple[bool, str, float | None]]:
+    """Saves stamped steps one after another; returns of each what wait_memory() and stats say."""
+    told = []
+    with Checkpointer(
+        root, group=member.group, local=memory(member, locals_, options), timeout_s=30
+    ) as saving:
+        for step in steps:
+            handle = saving.save(step, stamped(member, step))
+            kept = handle.wait_memory(60)
+            stats = handle.result()
+            told.append((kept, stats.local_why or stats.replicas_why, stats.replicated_s))
+    meet(member)
+    return told
+
+
+def save_and_die(
+    member: Member, root: str, locals_: list[str], steps: list[int], options: dict[str, Any]
+) -> None:
+    """All ranks are killed once the last step is at the neighbours."""
+    saving = Checkpointer(root, group=member.group, local=memory(member, locals_, options))
+    for step in steps:
+        assert saving.save(step, stamped(member, step)).wait_memory(60)
+    meet(member)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def restore(
+    member: Member,
+    root: str,
+    locals_: list[str],
+    options: dict[str, Any],
+    step: int | None = None,
+) -> tuple[Outcome, dict[str, str], list[str]]:
+    """What is restored, all of which was looked at; where it was read from, and the warnings."""
+    told = Told()
+    logging.getLogger("fastckpt").addHandler(told)
+    try:
+        with Checkpointer(
+            root, group=member.group, local=memory(member, locals_, options), timeout_s=30
+        ) as checkpointer:
+            found = attempt(lambda: found_in(member, checkpointer, step))
+            return found, checkpointer.restored_from, told.lines
+    finally:
+        logging.getLogger("fastckpt").removeHandler(told)
+
+
+def save_for_ever(
+    member: Member, root: str, locals_: list[str], begin: int, options: dict[str, Any], report: str
+) -> None:
+    """Saves steps until it is killed; reports each that is at all neighbours."""
+    saving = Checkpointer(root, group=member.group, local=memory(member, locals_, options))
+    with open(f"{report}-{member.rank}", "w", encoding="ascii") as file:
+        for step in itertools.count(begin):
+            if saving.save(step, stamped(member, step)).wait_memory(60):
+                print(step, file=file, flush=True)

@@ -1,0 +1,158 @@
+"""Promise: a step in memory outlives its node, by the files that neighbours have, and no more.
+
+Nodes are directories on a tmpfs. What the ranks do stands in crews/memory_bodies.py; what one node
+does with memory is test_memory.py's business.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fastckpt import Checkpointer
+from tests.crews import memory_bodies as bodies
+from tests.crews.group_crew import Crew, Nursery, RankDied
+from tests.noise import flip
+from tests.steps.test_checkpointer import directories
+from tests.storm import Storm
+from tests.tiers.test_tiers import local, local_step
+
+RANKS_IMPORT = "tests.crews.memory_imports"
+
+__all__ = ["local"]
+pytestmark = pytest.mark.multiprocess
+
+
+class Nodes:
+    """The memory of some nodes, and a root.
+
+    Args:
+        disk, local: directories on a disk and a tmpfs.
+        count: of nodes.
+        ranks: on each.
+    """
+
+    def __init__(self, disk: Path, local: Path, count: int, ranks: int = 1) -> None:
+        self.root = disk / "run"
+        self.each = [local / name for name in "abcd"[:count]]
+        for path in self.each:
+            path.mkdir()
+        self.locals = [str(path) for path in self.each for _ in range(ranks)]
+
+    def lose(self, number: int) -> None:
+        """Another machine takes the place of a node."""
+        shutil.rmtree(self.each[number])
+        self.each[number].mkdir()
+
+    def restored(
+        self, crew: Crew, options: dict[str, Any], step: int | None = None
+    ) -> tuple[int | None, list[dict[str, str]], list[str]]:
+        """The step that all ranks find, where each read its files, and all warnings."""
+        results = crew(bodies.restore, str(self.root), self.locals, options, step)
+        for outcome, _taken, lines in results:
+            if outcome.error is not None:
+                raise AssertionError(lines) from outcome.error
+        assert len({outcome.value for outcome, *_ in results}) == 1
+        lines = [line for *_, lines in results for line in lines]
+        return results[0][0].value, [taken for _, taken, _ in results], lines
+
+
+SOME = {"root_every": 100}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_lost_node_is_restored_from_its_neighbour(
+    nursery: Nursery, disk: Path, local: Path, ranks: int
+) -> None:
+    nodes = Nodes(disk, local, 2, ranks)
+    with nursery.crew(2 * ranks) as crew:
+        results = crew(bodies.save_and_die, str(nodes.root), nodes.locals, [1, 2, 3], SOME)
+        assert all(isinstance(result, RankDied) for result in results)
+    assert not nodes.root.exists() or directories(nodes.root) == []
+    for path in nodes.each:
+        assert {*directories(local_step(path, 3))} >= {
+            f"rank-{rank:05d}.safetensors" for rank in range(2 * ranks)
+        }
+    nodes.lose(0)
+    with nursery.crew(2 * ranks) as crew:
+        step, taken, _lines = nodes.restored(crew, SOME)
+    assert step == 3
+    assert taken[0]["rank-00000.safetensors"].startswith("127.0.0.1:" + str(nodes.each[1]))
+    assert all(path.startswith(str(nodes.each[1])) for path in taken[-1].values())
+    with Checkpointer(nodes.root) as checkpointer:
+        assert checkpointer.steps() == [3], "it is in the root when the job has ended"
+
+
+def test_a_damaged_copy_is_passed_over_and_named(nursery: Nursery, disk: Path, local: Path) -> None:
+    """Another neighbour has a whole one; where none has, all ranks go back a step."""
+    nodes, options = Nodes(disk, local, 3), {**SOME, "peers": 2}
+    with nursery.crew(3) as crew:
+        crew(bodies.save_and_die, str(nodes.root), nodes.locals, [1, 2], options)
+    nodes.lose(0)
+    shard = "rank-00000.safetensors"
+    flip(local_step(nodes.each[1], 2) / shard, 0.5)
+    with nursery.crew(3) as crew:
+        step, taken, lines = nodes.restored(crew, options)
+    assert step == 2
+    assert taken[0][shard].startswith(f"127.0.0.1:{local}")
+    assert any("CRC-32 mismatch" in line for line in lines), "who met it first has another one sent"
+    for path in nodes.each:
+        flip(local_step(path, 2) / shard, 0.5)
+    shutil.rmtree(nodes.root)
+    with nursery.crew(3) as crew:
+        step, _taken, lines = nodes.restored(crew, options)
+    assert step == 1 and any("skipping" in line and "step-00000002" in line for line in lines)
+
+
+def test_copies_count_in_the_budget(nursery: Nursery, disk: Path, local: Path) -> None:
+    """What neighbours send counts, too; the step goes past the memory if that is too much."""
+    nodes = Nodes(disk, local, 2)
+    with nursery.crew(2) as crew:
+        for options, fits in (({"budget": "60MiB"}, True), ({"budget": "18MiB"}, False)):
+            results = crew(bodies.save_steps, str(nodes.root), nodes.locals, [1, 2, 3], options)
+            for told in results:
+                for kept, why, _replicated_s in told:
+                    assert kept == fits and ("has a budget of" in why) != fits, why
+
+
+@pytest.mark.torture
+def test_a_job_is_killed_at_any_moment_and_a_node_lost(
+    nursery: Nursery, disk: Path, local: Path, storm: Storm
+) -> None:
+    """All ranks agree on a step that is no older than the newest at all neighbours."""
+    nodes, report, begin = Nodes(disk, local, 2), disk / "report", 1
+    for rng in storm.rounds(suite=1, torture=300):
+        with nursery.crew(2) as crew:
+            crew.begin(
+                bodies.save_for_ever, str(nodes.root), nodes.locals, begin, SOME, str(report)
+            )
+            wanted, until = rng.randrange(5), time.monotonic() + 60
+            while len(reported(report)) < wanted or not crew._pids:
+                assert time.monotonic() < until
+                time.sleep(0.005)
+            time.sleep(rng.uniform(0.0, 0.1))
+            for pid in crew._pids:
+                os.kill(pid, signal.SIGKILL)
+            assert all(isinstance(result, RankDied) for result in crew.end())
+        known = max(reported(report), default=0)
+        for path in disk.glob("report-*"):
+            path.unlink()
+        nodes.lose(rng.randrange(2))
+        with nursery.crew(2) as crew:
+            step, _taken, lines = nodes.restored(crew, SOME)
+        assert (step or 0) >= max(known, begin - 1), lines
+        begin = (step or 0) + 1
+    with Checkpointer(nodes.root) as checkpointer:
+        assert checkpointer.latest() == begin - 1
+
+
+def reported(report: Path) -> list[int]:
+    """The steps that some rank has seen at all neighbours."""
+    found = [path.read_text("ascii").split() for path in report.parent.glob(f"{report.name}-*")]
+    return sorted({int(step) for steps in found for step in steps})

@@ -1,0 +1,173 @@
+"""Promise: neighbours take and give what the manifest names, whole, and nothing to strangers.
+
+Nodes of one rank each live in this process; whole jobs are test_ranks_memory.py's business.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fastckpt import Checkpointer, Memory
+from fastckpt.formats.manifest import Manifest
+from fastckpt.ranks.peer_link import connected
+from fastckpt.steps.root import Steps
+from fastckpt.storage.file_system import Storage
+from fastckpt.tiers.nodes import RanksByNode, sizes_of
+from fastckpt.tiers.replicas import Replicas
+from tests.noise import flip
+from tests.steps.test_checkpointer import directories, state
+
+SECRET = "ab" * 32
+NAME = "step-00000003"
+
+
+class Node:
+    """A node of one rank, and what it has of the step.
+
+    Args:
+        rank: its number.
+        root: its directory of steps.
+    """
+
+    def __init__(self, rank: int, root: Path, timeout_s: float = 30.0) -> None:
+        self.path = root / NAME
+        self.steps = Steps(Storage(), str(root))
+        self.replicas = Replicas(Memory(), self.steps, rank, "127.0.0.1", timeout_s)
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.steps.read(NAME)
+
+    def send(self) -> str:
+        return self.replicas.send(NAME, self.manifest, sizes_of(self.manifest))
+
+    def fetch(self, file: str, holders: list[int]) -> str:
+        (item,) = self.steps.committed()[0]
+        return self.replicas.fetch(item, holders, file, False)
+
+
+def joined(*nodes: Node, groups: str = "") -> None:
+    """They learn of each other."""
+    told = [
+        (*node.replicas.address, group)
+        for node, group in zip(nodes, groups or "abcdefgh", strict=False)
+    ]
+    for node in nodes:
+        node.replicas.begin(RanksByNode([*range(len(nodes))]), told, SECRET)
+
+
+@pytest.fixture
+def pair(disk: Path) -> Iterator[tuple[Node, Node]]:
+    """Of two nodes the first has a step, of which the second has the manifest alone."""
+    with Checkpointer(disk / "a") as checkpointer:
+        checkpointer.save(3, state(3))
+    a, b = Node(0, disk / "a", 3.0), Node(1, disk / "b", 3.0)
+    joined(a, b)
+    assert b.replicas.adopt(3, a.manifest.nonce, [0]) == NAME
+    yield a, b
+    for node in (a, b):
+        node.replicas.close()
+
+
+def test_a_neighbour_gets_the_files(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    assert a.send() == ""
+    assert directories(b.path) == directories(a.path)
+    for path in a.path.iterdir():
+        assert (b.path / path.name).read_bytes() == path.read_bytes()
+    assert a.send() == "", "what is there is not sent again"
+    (b.path / "objects.pt").unlink()
+    assert b.fetch("objects.pt", [0]) == f"127.0.0.1:{a.path}/objects.pt"
+    assert b.fetch("objects.pt", [0]) == f"{b.path}/objects.pt", "another rank has fetched it"
+
+
+@pytest.mark.parametrize("file", ["rank-00000.json", "rank-00000.safetensors", "objects.pt"])
+def test_who_lies_is_named_and_not_believed(
+    pair: tuple[Node, Node], file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = pair
+    flip(a.path / file, 0.5)
+    told = a.send()
+    assert told.startswith("rank 1 at 127.0.0.1:") and "CorruptCheckpoint" in told
+    assert b.fetch(file, [0]) == ""
+    assert "was not taken from rank 0 at 127.0.0.1" in caplog.text
+    assert file not in os.listdir(b.path)
+    assert not [name for name in os.listdir(b.path) if name.endswith(".tmp")]
+
+
+def test_a_stranger_gets_nothing(pair: tuple[Node, Node]) -> None:
+    a, b = pair
+    with pytest.raises(OSError), connected(b.replicas.address, os.urandom(32), 3.0):
+        raise AssertionError("let in")
+    with socket.create_connection(b.replicas.address, 3.0) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n" * 16)
+        got = b""
+        while piece := _received(stranger):
+            got += piece
+        assert len(got) <= 32, "no more than a challenge"
+    link_secret = bytes.fromhex(SECRET)
+    with connected(b.replicas.address, link_secret, 3.0) as link:
+        for asked in (
+            {"get": "../../../etc/passwd", "nonce": a.manifest.nonce},
+            {"put": "../x", "nonce": a.manifest.nonce},
+            {"get": "objects.pt", "nonce": "00" * 16},
+            {},
+        ):
+            link.send(asked)
+            assert "CheckpointError" in link.receive()["error"]
+
+
+def _received(peer: socket.socket) -> bytes:
+    try:
+        return peer.recv(4096)
+    except ConnectionResetError:
+        return b""
+
+
+def test_who_hangs_is_passed_over(
+    pair: tuple[Node, Node], disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, _b = pair
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hung, c = Node(0, disk / "a", 0.9), Node(1, disk / "b", 0.9)
+        port = silent.getsockname()[:2]
+        told = [(*hung.replicas.address, "x"), (*port, "y")]
+        hung.replicas.begin(RanksByNode([0, 1]), told, SECRET)
+        assert "rank 1 at 127.0.0.1" in hung.send()
+        assert "did not answer in time before" in hung.send(), "it is not tried again at once"
+        told = [(*port, "x"), (*c.replicas.address, "y"), (*a.replicas.address, "z")]
+        c.replicas.begin(RanksByNode([0, 1, 2]), told, SECRET)
+        assert c.fetch("objects.pt", [0, 2]).endswith(f"/a/{NAME}/objects.pt")
+        assert "was not taken from rank 0" in caplog.text
+        for node in (hung, c):
+            node.replicas.close()
+
+
+def test_copies_go_to_the_next_nodes_of_other_groups(disk: Path) -> None:
+    nodes = [Node(rank, disk / str(rank)) for rank in range(4)]
+    joined(*nodes, groups="aabb")
+    one = nodes[0].replicas
+    assert [one.neighbours(rank) for rank in range(4)] == [[2], [3], [0], [1]]
+    assert [one.sources(rank) for rank in range(4)] == [[2], [3], [0], [1]]
+    for node in nodes:
+        node.replicas.close()
+
+
+def test_nothing_is_left_when_it_ends(disk: Path) -> None:
+    before = {*threading.enumerate()}
+    fds = len(os.listdir("/proc/self/fd"))
+    node = Node(0, disk / "a")
+    joined(node, node)
+    silent = socket.create_connection(node.replicas.address)
+    node.replicas.close()
+    silent.close()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(10.0)
+    assert {*threading.enumerate()} <= before
+    assert len(os.listdir("/proc/self/fd")) == fds
