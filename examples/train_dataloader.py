@@ -84,14 +84,15 @@ class Feed:
             "epoch": self.epoch,
             "before": self.before,
             "step": self.step,
-            "batch": self.batch,
+            "sizes": [self.batch, self.loader.num_workers],
             "taken": min(self.step * self.batch, len(self.mine)),
             "loader": self.loader.state_dict(),
         }
 
     def load_state_dict(self, saved):
-        if saved.get("batch", self.batch) != self.batch:
-            raise ValueError(f"batches of {self.batch}, saved were {saved['batch']}: see merged()")
+        sizes = [self.batch, self.loader.num_workers]
+        if saved.get("sizes", sizes) != sizes:
+            raise ValueError(f"batch and workers were {saved['sizes']}, are {sizes}: use merged()")
         self.begin(saved["epoch"], saved["before"])
         self.step = saved["step"]
         self.loader.load_state_dict(saved["loader"])

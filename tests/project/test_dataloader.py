@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import fastckpt
 from tests.jobs import Job
 from tests.paths import ROOT
 from tests.storm import Storm
@@ -80,7 +81,7 @@ class Jobs:
         ]
         for rank, feed in enumerate(made if self.saved else []):
             own = feed.merged(self.saved, rank, ranks)
-            if len(self.saved) == ranks and self.saved[0]["batch"] == batch:
+            if len(self.saved) == ranks and self.saved[0]["sizes"][0] == batch:
                 own = self.saved[rank]
             feed.load_state_dict(own)
         return made
@@ -105,15 +106,35 @@ class Jobs:
             self.seen[feed.epoch].update([] if batch is None else batch.tolist())
 
 
-def test_what_ranks_have_left_is_dealt_to_others(
-    monkeypatch: pytest.MonkeyPatch, storm: Storm
-) -> None:
-    """Also where some ranks have taken more than others when the state is saved."""
+@pytest.fixture
+def kind(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The class of the example."""
     monkeypatch.syspath_prepend(ROOT / "examples")
     from train_dataloader import Feed
 
+    return Feed
+
+
+def test_what_is_left_fits_other_batches_and_workers(kind: Any, disk: Path) -> None:
+    """On as many ranks, too, where merge is not called."""
+    with fastckpt.Checkpointer(disk) as checkpointer:
+        feed = kind(range(10), 4, 0, 1)
+        seen = next(feed).tolist()
+        checkpointer.save(1, {"feed": fastckpt.PerRank(feed)}).result()
+        own = fastckpt.PerRank()
+        assert checkpointer.restore({"feed": own}) == 1
+    for other in (kind(range(10), 3, 0, 1), kind(range(10), 4, 0, 1, num_workers=1)):
+        with pytest.raises(ValueError, match=r"were \[4, 0\], are \[., .\]: use merged"):
+            other.load_state_dict(own.value)
+        other.load_state_dict(kind.merged(own.saved, 0, 1))
+        others = [sample for _ in range(other.steps) for sample in next(other).tolist()]
+        assert sorted(seen + others) == [*range(10)]
+
+
+def test_what_ranks_have_left_is_dealt_to_others(kind: Any, storm: Storm) -> None:
+    """Also where some ranks have taken more than others when the state is saved."""
     for chance in storm.rounds(40, 4000):
-        jobs = Jobs(Feed, chance)
+        jobs = Jobs(kind, chance)
         while jobs.run() < 2:
             pass
         for epoch in (0, 1):
