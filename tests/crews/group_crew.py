@@ -18,7 +18,7 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -146,7 +146,16 @@ class Crew:
 
     def await_one(self, rank: int) -> None:
         """Waits until a rank has died in the call, or has answered."""
-        assert wait([self._connections[rank]], WAIT_S), f"rank {rank} neither dies nor ends"
+        if not wait([self._connections[rank]], WAIT_S):
+            self.is_usable = False
+            self._abort(self._called)
+            raise AssertionError(f"rank {rank} neither dies nor ends")
+
+    def _abort(self, ranks: Iterable[int]) -> None:
+        """Ends these ranks, which show where their threads stand."""
+        for rank in ranks:
+            os.kill(self._pids[rank], signal.SIGABRT)
+            wait([self._pidfds[rank]], OTHERS_S)
 
     def end(self) -> list[Any]:
         """The results of begin(), a RankDied for each rank that did."""
@@ -159,9 +168,7 @@ class Crew:
         while pending:
             ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
             if not ready:
-                for rank in pending.values():
-                    os.kill(self._pids[rank], signal.SIGABRT)  # shows where its threads stand
-                    wait([self._pidfds[rank]], OTHERS_S)
+                self._abort(pending.values())
                 failures.append(f"ranks {sorted(pending.values())} do not end")
                 break
             for connection in ready:
