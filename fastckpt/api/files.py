@@ -30,7 +30,7 @@ from fastckpt.arguments.checks import (
     optional,
 )
 from fastckpt.arguments.options import Pacing, WriteOptions
-from fastckpt.arguments.urls import StorageOptions, path_of
+from fastckpt.arguments.urls import StorageOptions, path_of, refuse_for_url
 from fastckpt.errors import NoPath, telling
 from fastckpt.files.load import TorchLoad, load_alone, load_together
 from fastckpt.files.save import TorchSave, begin_save
@@ -150,7 +150,9 @@ def save(
     how = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
     asked = TorchSave(obj, *how, _disable_byteorder_record)
     given = (fence, group, timeout_s, before_commit, on_error)
-    return begin_save(asked, f, _checked_path(f, storage_options), options, *given, started)
+    path = _checked_path(f, storage_options)
+    refuse_for_url(path or "", staging=staging, backend=backend)
+    return begin_save(asked, f, path, options, *given, started)
 
 
 def prepare(nbytes: int | str) -> None:

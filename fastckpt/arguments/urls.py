@@ -68,6 +68,23 @@ def is_mounted(path: str) -> bool:
     return path.startswith(_PREFIXES)
 
 
+_REFUSED = {
+    "codec": ("reuse", "shares blocks on a disk, and objects have none"),
+    "staging": ("gds", "is GPUDirect Storage, which writes to files"),
+    "backend": ("io_uring", "is for files"),
+}
+
+
+def refuse_for_url(path: str, **asked: object) -> None:
+    """Raises ValueError if the path stands for a URL, and an argument asks for what only files can
+    have.
+    """
+    for name, value in asked.items() if is_mounted(path) else ():
+        refused, why = _REFUSED[name]
+        if value == refused:
+            raise ValueError(f"{name}={value!r} {why}: not with a URL of an object store")
+
+
 def divided(path: str) -> tuple[str, str, str]:
     """Returns the mount, the bucket and the key of a path; "" for what it does not have."""
     _none, mount, bucket, key = (path.rstrip("/") + "///").split("/", 3)

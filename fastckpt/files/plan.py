@@ -87,6 +87,8 @@ class FilePlan(Plan):
             cuts = bounds(image.body_nbytes, ranks)
         else:
             image, cuts = self._lay_out_shared(ranks)
+            if ranks > 1 and not self._place.is_shared:
+                cuts[1:] = [image.body_nbytes] * ranks
         self._sources, self._gathered = image.sources, image.gathered
         return [_Interval(image, cuts, self._agreement, self._place, self._options)]
 
@@ -196,6 +198,8 @@ class _Interval(Output):
             purpose = Purpose(self._whole.nbytes, agreement.world_size, striping)
             timed = agreement.world_size == 1 and not self._options.pacing
             place.made(self.file.make(place.make, purpose, timed=timed))
+        elif not place.is_shared:
+            agreement.put("crc", _packed([], []))
         else:
             # A rank with an empty interval must not probe O_DIRECT by a page: others write there.
             writes = part.begin < part.end

@@ -42,5 +42,6 @@ def tier_name(root: str) -> str:
     """Returns the name of the directory that has a root's steps in a local tier, of which several
     roots may have one directory: the digest of the root's real path keeps them apart.
     """
+    root = re.sub(r"^(/[a-z0-9]+:[0-9a-f]*)-\d+/", r"\1/", root)  # of a URL: other keys (urls.py)
     known_as = hashlib.sha256(os.fsencode(root)).hexdigest()[:12]
     return f"{os.path.basename(root) or 'root'}-{known_as}"

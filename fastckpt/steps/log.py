@@ -18,7 +18,6 @@ from typing import Any
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.saving.handle import InnerHandle
-from fastckpt.storage import atomic
 from fastckpt.storage.file_system import (
     NoRegularFile,
     Storage,
@@ -36,7 +35,7 @@ _SECONDS_END, _NUMBER_END = 1e9, 1 << 63
 _TOLD_MAX = 10  # lines that are no entries
 
 
-def noting(path: str, step: int) -> Callable[[Any], None]:
+def noting(storage: Storage, path: str, step: int) -> Callable[[Any], None]:
     """Returns a callback for a SaveHandle, which appends a line about its save to the log.
 
     A log that cannot be written is warned of, and fails no save.
@@ -53,7 +52,7 @@ def noting(path: str, step: int) -> Callable[[Any], None]:
         line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
         try:
             with reported("append", path):
-                atomic.append(path, line)
+                storage.append(path, line)
         except OSError as error:
             log.warning("step %d is not in the log: %s", step, error)
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
 from fastckpt.errors import StorageError, telling
-from fastckpt.storage.calls import Call
 from fastckpt.storage.file_system import NEW_MODE, Storage, is_directory, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.owners import Owner, divided
@@ -425,22 +424,6 @@ def replace_file(
             with reported("sync directory", directory):
                 storage.sync_directory(directory)
         return publish(storage, name, path, durable and commits, fd)
-
-
-def append(path: str, line: bytes) -> None:
-    """Adds a line to a file, which is made if it is missing, by one write; if a crash or a full
-    disk has cut the line before, it gets its end first. Raises OSError.
-    """
-    with Call("append", path):
-        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            nbytes = os.fstat(fd).st_size
-            if nbytes and os.pread(fd, 1, nbytes - 1) != b"\n":
-                line = b"\n" + line
-            if os.write(fd, line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        finally:
-            os.close(fd)
 
 
 def make_directory(storage: Storage, path: str, durable: bool) -> None:

@@ -43,7 +43,7 @@ REREAD_PAUSES_S = (0.02, 0.1, 0.4, 1.5, 3.0)
 _LASTING = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP),
     errno.EBUSY,  # from listed_anew(), which has tried often enough
-    errno.ETIMEDOUT,  # it was waited for long enough
+    *(errno.ETIMEDOUT, errno.EKEYREJECTED),  # it was waited for, or asked, long enough
 )
 # Shortages of this process or machine, which say nothing about a disk.
 OWN_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
@@ -262,6 +262,10 @@ class Storage:
             flags |= os.O_DIRECTORY
         return _noted(os.open(path, os.O_RDONLY | flags))
 
+    def shares(self, path: str) -> bool:
+        """Returns whether several processes can write to one file."""
+        return True
+
     def look_again(self, path: str) -> bool:
         """Makes this machine ask the server again what a path names; returns False where the file
         system caches no names.
@@ -344,6 +348,20 @@ class Storage:
             if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                 raise
             os.ftruncate(fd, nbytes)
+
+    def append(self, path: str, line: bytes) -> None:
+        """Adds a line to a file, which is made if it is missing, by one write; if a crash or a full
+        disk has cut the line before, it gets its end first.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            nbytes = os.fstat(fd).st_size
+            if nbytes and os.pread(fd, 1, nbytes - 1) != b"\n":
+                line = b"\n" + line
+            if os.write(fd, line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(fd)
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastckpt.arguments.environment import client_options, launched_rank
@@ -23,13 +24,15 @@ T = TypeVar("T")
 
 # For how long one request may take: so much for each block that it carries, at 140 KB/s or faster.
 _REQUEST_S = 60
+# For how long a part is sent again while the server fails or is gone; other requests for a sixth.
+_PATIENCE_S = 180
 
 _lock = threading.Lock()
 _stores: dict[tuple[str, str, int], ObjectStore] = {}  # by mount, bucket and blocks of a part
 _pid = 0  # of the process that has clients: those of its parent would hang
 
 
-def store_of(path: str, part_bytes: int = BLOCK_BYTES) -> ObjectStore:
+def store_of(path: str, part_bytes: int = 0) -> ObjectStore:
     """Returns the client for the bucket of a path. Raises StorageError in a child of fork()."""
     global _pid
     mount, bucket, _key = divided(path)
@@ -51,6 +54,18 @@ _FORKED = (
 
 def _made(mount: str, bucket: str, blocks: int) -> ObjectStore:
     options = options_of(mount)
+    patience_s = _PATIENCE_S if blocks else _PATIENCE_S / 6
+    backoff = {
+        "init_backoff": timedelta(seconds=0.1),
+        "max_backoff": timedelta(seconds=5),
+        "base": 2,
+    }
+    retries = {
+        "max_retries": 1000,
+        "retry_timeout": timedelta(seconds=patience_s),
+        "backoff": backoff,
+    }
+    options.setdefault("retry_config", retries)
     scheme = mount[1:].partition(":")[0]
     timing = {"timeout": f"{_REQUEST_S * max(1, blocks)}s", **client_options(scheme)}
     timing |= options.pop("client_options", {})

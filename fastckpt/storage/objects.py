@@ -22,7 +22,6 @@ from typing import Any
 
 from fastckpt.arguments.urls import divided, is_mounted
 from fastckpt.errors import StorageError
-from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage import calls
 from fastckpt.storage.file_system import (
     Opening,
@@ -130,7 +129,7 @@ class ObjectStorage:
         """Puts an object, and returns what the store says of it. A missing bucket is an error of
         its own, since a missing file is none.
         """
-        store = store_of(path, how.get("chunk_size", BLOCK_BYTES))
+        store = store_of(path, how.get("chunk_size", 0))
         try:
             if "max_concurrency" not in how:
                 how["use_multipart"] = False
@@ -396,6 +395,23 @@ class ObjectStorage:
 
     def policy(self, fd: int) -> tuple[str, Policy]:
         return "objects", self._policy
+
+    def shares(self, path: str) -> bool:
+        return False
+
+    def append(self, path: str, line: bytes) -> None:
+        """Writes all of the object anew, unless somebody else has done so meanwhile."""
+        for last in (False, False, False, True):
+            mode: Any = "create"
+            content = b""
+            with suppress(FileNotFoundError):  # it is made
+                mode, content = _version(self._head(path)), self.read_file(path, _ANY)
+            try:
+                self._put("append", path, content + line, mode=mode)
+                return
+            except OSError as error:
+                if last or error.errno not in (errno.EEXIST, errno.ESTALE):
+                    raise
 
     def refusal(self, fd: int, number: int) -> Refusal:
         upload = self.open_now[fd].upload
