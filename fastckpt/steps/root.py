@@ -201,6 +201,8 @@ class Steps:
         # Older steps first: the newer one, committed before one of them was removed, is seen then.
         for name in sorted(self.names()):
             manifest = self.known(name).manifest
+            if not afresh and self.known(name).is_begun:  # it is committed here, or not at all
+                continue
             try:
                 if afresh or manifest is None:
                     manifest = self._manifest(name)
@@ -441,10 +443,9 @@ class Steps:
     def _empty(self, name: str, entries: list[str]) -> None:
         """Removes those of the entries that a save makes, and then the directory."""
         # Temporary manifests last: they tell who owns the directory.
-        for entry in sorted(entries, key=lambda entry: entry.startswith(".")):
-            if OURS.fullmatch(entry):
-                with suppress(FileNotFoundError):  # somebody else removes it, too
-                    self.storage.remove(self.path(name, entry))
+        ours = sorted(filter(OURS.fullmatch, entries), key=lambda entry: entry.startswith("."))
+        if ours:
+            self.storage.remove_all(self.path(name), ours)
         try:
             self.storage.remove_directory(self.path(name))
         except OSError as error:
@@ -502,7 +503,8 @@ class Steps:
                 with reported("lock", path):
                     if not self.storage.lock(fd):
                         return False
-                    if self.storage.status(self.path(name, PINNED), link=True) is not None:
+                    entries = self.storage.names(self.path(name))
+                    if PINNED in entries:
                         return False
                 self._remove_manifest(name)
             except StorageError:
@@ -514,7 +516,7 @@ class Steps:
                 # gone. Closed before _empty(): a network client keeps open files, see abandon().
                 atomic.close_quietly(self.storage, fd)
             with suppress(OSError):  # what stays is left to the next removal
-                self._empty(name, self.storage.names(self.path(name)))
+                self._empty(name, [entry for entry in entries if entry != MANIFEST])
             return True
 
     def hold(self, name: str) -> AbstractContextManager[None]:

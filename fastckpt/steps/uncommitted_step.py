@@ -121,7 +121,8 @@ class UncommittedStep:
         the same file system, by which that tells whether to try again.
         """
         path, storage = self.path(name), self._storage
-        create = partial(self.create, name)
+        small = Purpose(0, stripe="keep", directory=self.steps.root)
+        create = partial(self.create, name, small)
         fd = create() if beside is None else patiently(storage, beside, create)
         try:
             with reported("write", path):

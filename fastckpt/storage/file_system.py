@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Literal, NamedTuple, TypeVar
 
@@ -148,10 +148,8 @@ def patiently(storage: Storage, fd: int, call: Callable[[], T]) -> T:
 
 
 def persistently(read: Callable[[], T], path: str) -> T:
-    """Calls a function that reads, and again after REREAD_PAUSES_S unless its error is lasting.
-
-    A failed read says nothing about the bytes: descriptors or memory may have been short, a server
-    may have restarted. So it must not pass for damage, nor end a load at once.
+    """Calls a function that reads, and again after REREAD_PAUSES_S unless its error is lasting: a
+    failed read says nothing about the bytes, so it must not pass for damage, nor end a load.
 
     Args:
         read: has no lasting effect if it fails.
@@ -419,6 +417,12 @@ class Storage:
     def remove(self, path: str) -> None:
         os.unlink(path)
 
+    def remove_all(self, directory: str, names: Sequence[str]) -> None:
+        """Removes files of a directory, in this order where there is one; some may be gone."""
+        for name in names:
+            with suppress(FileNotFoundError):  # somebody else removes it, too
+                self.remove(os.path.join(directory, name))
+
     def names(self, directory: str, *, directories: bool = False) -> list[str]:
         """Returns the names in a directory, in no order, without files that were removed and not
         freed yet; with `directories` only those of directories, symbolic links being none.
@@ -537,13 +541,8 @@ calls.note(Storage, Storage)
 
 
 class Refusal(NamedTuple):
-    """Why a new file was refused its size or a block.
-
-    Attributes:
-        text: which part of the file system is full, or that the mount takes bytes in sequence only;
-            "" if nothing more is known.
-        layout: with which the file may find room when it is made anew; None where all files share
-            the room.
+    """The reason why a new file was refused its size or a block, in words, "" if it is not known;
+    and a layout with which it may find room when it is made anew, None where all share the room.
     """
 
     text: str

@@ -24,8 +24,10 @@ T = TypeVar("T")
 
 # For how long one request may take: so much for each block that it carries, at 140 KB/s or faster.
 _REQUEST_S = 60
-# For how long a part is sent again while the server fails or is gone; other requests for a sixth.
-_PATIENCE_S = 180
+# For how long a part is sent again while the server fails or is gone, and other requests are.
+_PATIENCE_S, _SHORT_PATIENCE_S = 180, 15
+_PAUSES = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
+_RETRIES = {"max_retries": 1000, "backoff": _PAUSES}
 
 _lock = threading.Lock()
 _stores: dict[tuple[str, str, int], ObjectStore] = {}  # by mount, bucket and blocks of a part
@@ -54,18 +56,8 @@ _FORKED = (
 
 def _made(mount: str, bucket: str, blocks: int) -> ObjectStore:
     options = options_of(mount)
-    patience_s = _PATIENCE_S if blocks else _PATIENCE_S / 6
-    backoff = {
-        "init_backoff": timedelta(seconds=0.1),
-        "max_backoff": timedelta(seconds=5),
-        "base": 2,
-    }
-    retries = {
-        "max_retries": 1000,
-        "retry_timeout": timedelta(seconds=patience_s),
-        "backoff": backoff,
-    }
-    options.setdefault("retry_config", retries)
+    patience = timedelta(seconds=_PATIENCE_S if blocks else _SHORT_PATIENCE_S)
+    options.setdefault("retry_config", {**_RETRIES, "retry_timeout": patience})
     scheme = mount[1:].partition(":")[0]
     timing = {"timeout": f"{_REQUEST_S * max(1, blocks)}s", **client_options(scheme)}
     timing |= options.pop("client_options", {})

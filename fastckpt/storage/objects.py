@@ -15,7 +15,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -40,6 +40,7 @@ CLAIM = ".claim"  # in a directory: it was made, and by whom
 # For how long a directory that has nothing but its claim counts as one that is just being made.
 _CLAIMED_S = 24 * 3600.0
 _STREAM_BYTES = 1 << 20  # what the client holds of one read at a time
+_LISTED_S = 1.0  # for how long a listing answers
 _PAGE = 1000  # objects of a listing, as S3 has it
 _ANY, _NOT_HERE = 1 << 62, os.strerror(errno.EOPNOTSUPP)
 _POLICY = Policy("threads", False, "sent in parts", allocates=False, caches_names=False)
@@ -74,6 +75,7 @@ class ObjectStorage:
         self._crowd = Crowd()
         self._reading = threading.BoundedSemaphore(CONCURRENCY)
         self._claims: dict[str, Any] = {}  # of directories that were made here
+        self._listed_now: dict[str, tuple[Any, float]] = {}  # with when they were
         self._probed: set[tuple[str, str]] = set()
         self._policy = _POLICY._replace(transfer=self._transfer, writers=WRITERS)
 
@@ -265,13 +267,21 @@ class ObjectStorage:
             self.remove(source)
 
     def remove(self, path: str) -> None:
+        self._listed_now.pop(path, None)
         asked("remove", path, client().delete, store_of(path), _key(path))
+
+    def remove_all(self, directory: str, names: Sequence[str]) -> None:
+        keys = [_key(os.path.join(directory, name)) for name in names]
+        asked("remove", directory, client().delete, store_of(directory), keys)
 
     # Names.
 
     def status(self, path: str, *, link: bool = False) -> os.stat_result | None:
         key = _key(path)
         if key:
+            listed, when = self._listed_now.pop(path, (None, 0.0))
+            if listed is not None and time.monotonic() - when < _LISTED_S:
+                return _status(listed)
             with suppress(FileNotFoundError):  # it may be a directory
                 return _status(self._head(path))
             pages = client().list(store_of(path), key, chunk_size=1)
@@ -319,8 +329,10 @@ class ObjectStorage:
 
     def _prefixes(self, path: str) -> list[str]:
         """Returns the names of the directories that hold objects, of which each page of a listing
-        may hold many. A listing by prefixes would do, but SeaweedFS tells of empty ones, too.
+        may hold many. A listing by prefixes would do, but SeaweedFS tells of empty ones, too. What
+        it tells of an object is the answer to the next question for its status.
         """
+        self._listed_now.clear()
         key, found, after = _key(path), dict[str, None](), None
         cut = len(key) + 1 if key else 0
         how = (store_of(path), key or None)
@@ -329,6 +341,8 @@ class ObjectStorage:
             page = asked("list", path, next, iter(pages), [])
             inner = [each["path"][cut:].partition("/") for each in page]
             found.update((name, None) for name, slash, _rest in inner if slash)
+            now, base = time.monotonic(), path.rstrip("/")
+            self._listed_now.update((f"{base}/{each['path'][cut:]}", (each, now)) for each in page)
             if len(page) < _PAGE:
                 return [*found]
             name, slash, _rest = inner[-1]
@@ -378,12 +392,14 @@ class ObjectStorage:
                 names = [each["path"] for each in page]
                 asked("remove", path, client().delete, store, names)
             return
-        objects, below = self._listed(path)
-        if below or objects.keys() - {CLAIM}:
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-        if objects:
+        is_claimed = self._claims.pop(path, None) is not None
+        if not is_claimed:  # else whoever empties it has just listed it
+            objects, below = self._listed(path)
+            if below or objects.keys() - {CLAIM}:
+                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
+            is_claimed = bool(objects)
+        if is_claimed:
             self.remove(os.path.join(path, CLAIM))
-        self._claims.pop(path, None)
 
     # What only file systems have.
 
