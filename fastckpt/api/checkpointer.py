@@ -207,8 +207,7 @@ class Checkpointer:
             kept = (keep_last, keep_every, keep_best, local)
             pacing = Pacing(drain_rate, max_writers)
             self._options = StepOptions(*written, "auto", pacing, codec, *kept, check_finite)
-            if local is None:
-                refuse_for_url(self._root, codec=codec, staging=staging, backend=backend)
+            refuse_for_url(local or self._root, codec=codec, staging=staging, backend=backend)
             self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
             self._open = OpenRoot(pipeline.current().storage, self._root)
             self._steps = self._open.steps
@@ -312,8 +311,7 @@ class Checkpointer:
             parts = (handle, agreement, plan, place, options, self._before_commit)
             save = Save(*parts, fence=self._fence, lane=self._root)
             if self._logs and self._coordinator.rank == 0:
-                log_path = os.path.join(self._root, save_log.NAME)
-                handle.add_done_callback(save_log.noting(current.storage, log_path, step))
+                handle.add_done_callback(save_log.noting(current.storage, self._root, step))
         del content, plan, parts
         # With a tier this step waits for none that has a rate, and would only share with them.
         current.rates.lift(self._root, deadline_s is not None and self._tier is None)
@@ -571,7 +569,6 @@ class Checkpointer:
         """Logs one line, on the first rank: the bytes that it read itself, and how long it took."""
         seconds, ranks = time.perf_counter() - started, self._coordinator.world_size
         reader, self._reader = self._reader, None
-        self.restored_from = {name: as_url(path) for name, path in self.restored_from.items()}
         nbytes = 0 if reader is None else reader.nbytes_read
         level = logging.DEBUG if self._coordinator.rank else logging.INFO
         size_and_time = shown_transfer(nbytes, seconds, shown_share(ranks))

@@ -75,11 +75,12 @@ _REFUSED = {
 }
 
 
-def refuse_for_url(path: str, **asked: object) -> None:
+def refuse_for_url(path: object, **asked: object) -> None:
     """Raises ValueError if the path stands for a URL, and an argument asks for what only files can
     have.
     """
-    for name, value in asked.items() if is_mounted(path) else ():
+    is_url = isinstance(path, str) and is_mounted(path)
+    for name, value in asked.items() if is_url else ():
         refused, why = _REFUSED[name]
         if value == refused:
             raise ValueError(f"{name}={value!r} {why}: not with a URL of an object store")

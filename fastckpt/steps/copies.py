@@ -17,7 +17,7 @@ from typing import TypeVar
 from fastckpt.arguments.near_names import listed
 from fastckpt.engine.codec import FrameReader
 from fastckpt.engine.staging import Staging
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, as_url
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
@@ -123,7 +123,7 @@ class StepCopies:
             except (StorageError, MemoryError) as error:
                 failure = unread = error
             else:
-                path = self._path(file, number)
+                path = as_url(self._path(file, number))
                 self.taken[file] = path if number else self._fetched.get(file) or path
                 return found
             if later is not None:

@@ -35,11 +35,12 @@ _SECONDS_END, _NUMBER_END = 1e9, 1 << 63
 _TOLD_MAX = 10  # lines that are no entries
 
 
-def noting(storage: Storage, path: str, step: int) -> Callable[[Any], None]:
-    """Returns a callback for a SaveHandle, which appends a line about its save to the log.
+def noting(storage: Storage, root: str, step: int) -> Callable[[Any], None]:
+    """Returns a callback for a SaveHandle, which appends a line about its save to the root's log.
 
     A log that cannot be written is warned of, and fails no save.
     """
+    path = os.path.join(root, NAME)
     began = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
     def note(handle: InnerHandle) -> None:
