@@ -313,6 +313,7 @@ void bind_jobs(py::module_& m) {
         .def("blocks_held_max", reported(&JobReport::blocks_held_max))
         .def("pin_error", reported(&JobReport::pin_error))
         .def("non_finite", reported(&JobReport::non_finite))
+        .def("lossy", reported(&JobReport::lossy))
         .def("device_copies",
              [](WriteJob& job) {
                  const DeviceCopies copies = job.report().device_copies;
@@ -522,6 +523,7 @@ void bind_scattered_writes(py::module_& m) {
                  const Scatterer::Written written = scatterer.written();
                  return py::make_tuple(written.nbytes, written.crc);
              })
+        .def("lossy", &Scatterer::lossy)
         .def("whole_page", &Scatterer::whole_page);
     py::class_<ScatterSink, Sink, std::shared_ptr<ScatterSink>>(
         m, "ScatterSink", py::release_gil_before_calling_cpp_dtor())

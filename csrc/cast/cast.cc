@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "cpu.h"
+#include "engine/non_finite.h"
 
 namespace fastckpt {
 namespace {
@@ -200,6 +201,20 @@ constexpr Kernel avx512 = {"avx512", cpu::has_avx512_bw_vl, cast_avx512};
 
 }  // namespace cast_kernels
 
+namespace {
+
+// Counts the items, numbers, that are not finite: these have all bits of their dtype's mask.
+uint64_t non_finite(Dtype dtype, const void* items, size_t count) {
+    constexpr uint64_t kMasks[kDtypes] = {
+        0, 0, 0, 0, 0x7f, 0x7f, 0x7c, 0x7c00, 0x7f80, 0x7f800000, 0x7ff0000000000000,
+    };
+    const size_t width = width_of(dtype);
+    return count_non_finite(static_cast<const std::byte*>(items), count * width, width,
+                            kMasks[static_cast<size_t>(dtype)]);
+}
+
+}  // namespace
+
 size_t width_of(Dtype dtype) {
     constexpr uint8_t kWidths[kDtypes] = {1, 2, 4, 8, 1, 1, 1, 2, 2, 4, 8};
     return kWidths[static_cast<size_t>(dtype)];
@@ -209,10 +224,13 @@ bool is_castable(Dtype from, Dtype to) {
     return from == to || (from >= Dtype::f8_e4m3 && to >= Dtype::f8_e4m3);
 }
 
-void cast(Dtype from, Dtype to, const void* source, void* target, size_t count) {
+uint64_t cast(Dtype from, Dtype to, const void* source, void* target, size_t count) {
     using namespace cast_kernels;
     static const Kernel& kernel = cpu::first_of({&avx512, &avx2, &portable});
     kernel.cast(from, to, source, target, count);
+    if (from == to || width_of(to) > width_of(from)) return 0;
+    const uint64_t after = non_finite(to, target, count);
+    return after == 0 ? 0 : after - std::min(after, non_finite(from, source, count));
 }
 
 }  // namespace fastckpt

@@ -33,8 +33,8 @@ size_t width_of(Dtype dtype);
 bool is_castable(Dtype from, Dtype to);
 
 // Converts `count` items; is_castable(from, to), and the memory does not overlap. Neither has to be
-// aligned.
-void cast(Dtype from, Dtype to, const void* source, void* target, size_t count);
+// aligned. Returns how many of them were finite, and are not any more.
+uint64_t cast(Dtype from, Dtype to, const void* source, void* target, size_t count);
 
 // The implementations behind cast(), for tests that compare them on one machine.
 namespace cast_kernels {

@@ -53,6 +53,7 @@ struct Block {
     size_t parts_under_way = 0;
 
     std::vector<std::pair<size_t, uint64_t>> non_finite;  // of which run how many
+    std::vector<uint64_t> lossy;  // segments whose conversion has left numbers not finite
 
     uint64_t nbytes() const { return end - begin; }
     // The memory of a byte of the image.

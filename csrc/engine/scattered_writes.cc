@@ -83,6 +83,11 @@ class Scatterer::Window {
     }
 
     const Written& written() const { return written_; }
+    // Notes that items of this number have been added.
+    void end_items(uint64_t number) {
+        if (std::exchange(lost_, 0) > 0) lossy_.push_back(number);
+    }
+    const std::vector<uint64_t>& lossy() const { return lossy_; }
     // When all of it is to be attempted again, if a write has to.
     const Again& again() const { return again_; }
 
@@ -108,7 +113,7 @@ class Scatterer::Window {
                 continue;
             }
             const uint64_t some = std::min(count, (base + kWindowBytes - end_) / narrow);
-            cast(held, stored, source, from_ + (end_ - begin_), some);
+            lost_ += cast(held, stored, source, from_ + (end_ - begin_), some);
             end_ += some * narrow;
             source += some * wide;
             count -= some;
@@ -155,6 +160,8 @@ class Scatterer::Window {
     uint64_t begin_ = 0;
     uint64_t end_ = 0;
     Written written_{0, 0};
+    uint64_t lost_ = 0;  // of the current items
+    std::vector<uint64_t> lossy_;
     size_t written_before_;  // bytes of the file, in this order, by an earlier call
     Again again_;
 };
@@ -195,6 +202,7 @@ Again Scatterer::write(Op& op, int buffered, const Transfer& transfer) {
     const Lock lock(mu_);
     written_.nbytes += window.written().nbytes;
     written_.crc ^= window.written().crc;
+    lossy_.insert(window.lossy().begin(), window.lossy().end());
     return std::nullopt;
 }
 
@@ -218,6 +226,7 @@ int Scatterer::write_through(Window& window, const Op& op) const {
             if (const int error = window.add(offset, held, stored, source, count)) return error;
             source += count * wide;
         }
+        window.end_items(each - items_.begin());
     }
     return window.flush();
 }
@@ -225,6 +234,11 @@ int Scatterer::write_through(Window& window, const Op& op) const {
 Scatterer::Written Scatterer::written() const {
     const Lock lock(mu_);
     return written_;
+}
+
+std::set<uint64_t> Scatterer::lossy() const {
+    const Lock lock(mu_);
+    return lossy_;
 }
 
 std::optional<uint64_t> Scatterer::whole_page() const {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -51,6 +52,9 @@ class Scatterer {
     // What the ops that succeeded have written, which is counted once for each op.
     Written written() const;
 
+    // Which of the items, by their number, are no longer finite in part, since they were converted.
+    std::set<uint64_t> lossy() const;
+
     // The offset of the first page that one of its runs fills, and is written with O_DIRECT.
     std::optional<uint64_t> whole_page() const;
 
@@ -63,6 +67,7 @@ class Scatterer {
     const std::vector<uint64_t> rows_;
     mutable Mutex mu_;
     Written written_ GUARDED_BY(mu_){0, 0};
+    std::set<uint64_t> lossy_ GUARDED_BY(mu_);
 };
 
 // Has a scatterer write the ops for a file. With `buffered`, a descriptor of the same file, that of

@@ -69,8 +69,7 @@ class Source {
 
     void copy(Block& block, uint64_t from);
     uint32_t copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end) const;
-    uint32_t copy_host(std::byte* target, const Segment& segment, uint64_t begin,
-                       uint64_t end) const;
+    uint32_t copy_host(Block& block, const Segment& segment, uint64_t begin, uint64_t end) const;
     uint64_t pass_known(Block& block) const;
     bool fetch(uint64_t begin, uint64_t end, std::byte* target) const;
     void look_at_numbers(Block& block, const std::byte* bytes, uint64_t first, uint64_t end) const;

@@ -23,7 +23,7 @@ void Source::gather(Batch& batch) {
         image_.for_pieces(block->begin, block->end,
                           [&](const Segment& segment, uint64_t begin, uint64_t end) {
                               if (image_.device_of(segment) == nullptr)
-                                  copy_host(block->at(begin), segment, begin, end);
+                                  copy_host(*block, segment, begin, end);
                           });
     }
 }

@@ -62,13 +62,14 @@ uint32_t Source::copy_piece(Block& block, const Segment& segment, uint64_t begin
                             uint64_t end) const {
     if (block.is_direct()) return direct_crc(block, begin, end - begin);
     if (block.is_arriving) return crc32(0, block.at(begin), end - begin);
-    return copy_host(block.at(begin), segment, begin, end);
+    return copy_host(block, segment, begin, end);
 }
 
 // Copies bytes [begin, end) of the image, which are a segment's, from the host's memory, converted
 // if need be. Returns their CRC-32.
-uint32_t Source::copy_host(std::byte* target, const Segment& segment, uint64_t begin,
+uint32_t Source::copy_host(Block& block, const Segment& segment, uint64_t begin,
                            uint64_t end) const {
+    std::byte* const target = block.at(begin);
     const auto* source = reinterpret_cast<const std::byte*>(segment.address);
     const uint64_t first = begin - segment.offset, nbytes = end - begin;
     const Conversion* const conversion = image_.conversion_of(segment);
@@ -79,11 +80,13 @@ uint32_t Source::copy_host(std::byte* target, const Segment& segment, uint64_t b
     source += first / narrow * wide;
     std::byte some[kConvertedAtOnce];
     uint32_t crc = 0;
+    uint64_t lost = 0;
     for (uint64_t at = 0; at < nbytes; at += sizeof some) {
         const uint64_t n = std::min<uint64_t>(sizeof some, nbytes - at);
-        cast(held, staged, source + at / narrow * wide, some, n / narrow);
+        lost += cast(held, staged, source + at / narrow * wide, some, n / narrow);
         crc = crc32_copy(target + at, some, n, crc);
     }
+    if (lost > 0) block.lossy.push_back(image_.number_of(segment));
     return crc;
 }
 

@@ -113,6 +113,7 @@ void WriteJob::copied(Block& block) {
     if (block.device_error != cuda::kSuccess)
         fail({Op::Kind::copy, block.begin, block.device_error});
     for (const auto& [run, count] : block.non_finite) report_.non_finite[run] += count;
+    report_.lossy.insert(block.lossy.begin(), block.lossy.end());
     size_t& under_way = block.is_arriving ? arriving_ : stagers_;
     CHECK(under_way > 0);
     --under_way;

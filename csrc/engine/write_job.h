@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "engine/block.h"
@@ -58,6 +59,7 @@ struct JobReport {
     // The rest is valid when all is staged.
     DeviceCopies device_copies;
     std::vector<uint64_t> non_finite;  // for each of the number runs, how many are not finite
+    std::set<uint64_t> lossy;          // segments whose conversion has left numbers not finite
 };
 
 class Engine;

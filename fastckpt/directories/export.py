@@ -149,7 +149,8 @@ def export(
             DataParallel and DistributedDataParallel ("module.").
         directory: the path to write. An old export there is replaced as a whole; other files there
             are not, and the export fails.
-        dtype: the dtype of tensors of floating-point numbers in the files; None: their own.
+        dtype: the dtype of tensors of floating-point numbers in the files; None: their own. A
+            warning names, once, those whose finite numbers do not stay finite in it.
         rename: gives tensors other names: as load_into()'s, applied to the keys joined by "/". By
             fastckpt.split and join it makes several tensors of one, and one of several.
         only: export what has names in the state like this glob, such as "model/*".

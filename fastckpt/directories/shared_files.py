@@ -112,11 +112,13 @@ class SharedFile:
             self.nbytes += tensors[number].nbytes
         self.image = Image.tailless()
         self._elements: list[Elements] = []
+        self._names: list[str] = []  # of the tensors that these are of
         if is_first:
             content = torch.frombuffer(header, dtype=torch.uint8)
             self._add(content.data_ptr(), len(header), content)
             rows = [(0, 0, len(header), 1, 0, 0)]
             self._elements.append(Elements(len(header), torch.uint8, torch.uint8, 0, rows))
+            self._names.append("")
         # No element may lie across two blocks: the order is that of the file. So whole pages of the
         # file are whole pages of the memory, too, and are written from there.
         runs = sorted(
@@ -132,6 +134,7 @@ class SharedFile:
                 self.image.conversions.extend((segment, number_of(local.dtype), number_of(its)))
             how = (its, tensor.dtype, offsets[run.number], rows)
             self._elements.append(Elements(run.nbytes, *how))
+            self._names.append(tensor.name)
 
     def _add(self, address: int, nbytes: int, owner: torch.Tensor) -> int:
         self.image.sources.append(owner)
@@ -140,6 +143,10 @@ class SharedFile:
     def scatterer(self) -> Scatterer:
         """Returns what writes this rank's part."""
         return Scatterer(self.nbytes, self._elements)
+
+    def names_of(self, numbers: set[int]) -> set[str]:
+        """Returns the tensors of these elements, which are segments of the image, too."""
+        return {self._names[number] for number in numbers}
 
     def joined(self, parts: Sequence[File]) -> File:
         """Returns the size and CRC-32 of the file, given what Scatterer.written() was on each rank.

@@ -5,13 +5,17 @@ itself. It must not know what files mean.
 
 from __future__ import annotations
 
+import json
+import logging
 import os
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 
 from fastckpt.arguments.checks import Striping
+from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories.draft import CapturedFile, Draft
 from fastckpt.directories.shared_files import SharedFile
@@ -31,6 +35,11 @@ from fastckpt.saving.plan import Output, Plan, WholeFile
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import reported
 from fastckpt.storage.lustre_layout import Purpose
+
+log = logging.getLogger("fastckpt")
+
+_LOSSY_MAX = 100  # names that a rank tells of a file
+_lossy_told = set[str]()  # names of tensors that were warned of
 
 
 class CapturedPlan(Plan):
@@ -143,6 +152,9 @@ class SwapPlan(CapturedPlan):
         parts = {name: File(*output.scatterer.written()) for name, output in self._parts.items()}
         written = [*own.values(), *parts.values()]
         self._handle.stats.nbytes = sum(file.nbytes for file in written)
+        if self._parts:
+            lossy = [sorted(each.lossy())[:_LOSSY_MAX] for each in self._parts.values()]
+            self._agreement.put("lossy", json.dumps([*chain(*lossy)]).encode())
         return file_list.to_record(parts if self._agreement.rank == 0 else {**own, **parts})
 
     def _list_others(self, known: set[str]) -> None:
@@ -168,11 +180,26 @@ class SwapPlan(CapturedPlan):
         brought = [file_list.from_record(record) for record in records]
         for name, output in self._parts.items():
             self._files[name] = output.shared.joined([found.pop(name) for found in brought])
+        if self._parts:
+            self._tell_lossy()
         for number, items in enumerate(self._items):
             items.publish(self._agreement.gather(f"items {number}"))
         if self._items:
             self._list_others({*self._files}.union(*brought))
         self._place.publish(self._files, brought[1:])
+
+    def _tell_lossy(self) -> None:
+        """Warns, once of each, of tensors with numbers that the files cannot hold."""
+        found = {name for names in self._agreement.gather("lossy") for name in json.loads(names)}
+        names = sorted(found - _lossy_told)
+        _lossy_told.update(names)
+        if names:
+            log.warning(
+                "%r: numbers of %s are too large for the dtype of the files, and are not finite "
+                "there: export to another dtype",
+                self._handle.path,
+                listed(map(repr, names)),
+            )
 
     def forget(self) -> None:
         super().forget()
@@ -201,6 +228,12 @@ class _SharedOutput(Output):
         self._place = place
         self._agreement = agreement
         self._striping = striping
+
+    def lossy(self) -> set[str]:
+        """Returns the tensors of which numbers in this rank's part are not finite any more, since
+        they were converted when they were copied, or when they were written.
+        """
+        return self.shared.names_of(self.file.transfer.lossy() | self.scatterer.lossy())
 
     def open(self) -> None:
         shared, place = self.shared, self._place

@@ -72,6 +72,10 @@ class Scatterer:
         """Returns how many bytes were written, and their contribution to the file's CRC-32."""
         return self.of_engine.written()
 
+    def lossy(self) -> set[int]:
+        """Returns the numbers of the elements that hold what has not stayed finite as converted."""
+        return self.of_engine.lossy()
+
     def whole_page(self) -> int | None:
         """Returns the offset in the file of a page that only this rank writes to, if it is worth
         writing without the page cache.

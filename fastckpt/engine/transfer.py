@@ -331,6 +331,12 @@ class ImageTransfer:
         """
         return [] if self._job is None else self._job.non_finite()
 
+    def lossy(self) -> set[int]:
+        """Returns the segments of which finite numbers were converted to what is not; call it after
+        wait_staged().
+        """
+        return set() if self._job is None else self._job.lossy()
+
     def account(self, stats: SaveStats) -> None:
         """Adds the copies by devices to a save's statistics; call it after wait_staged()."""
         nbytes, seconds = (0, 0.0) if self._job is None else self._job.device_copies()

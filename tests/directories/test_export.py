@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import math
 import os
 import threading
 import weakref
@@ -25,6 +26,7 @@ from torch import nn
 
 import fastckpt
 from fastckpt.cli import main
+from fastckpt.directories import swap_plan
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.shared_files import SharedFile, SharedTensor
 from fastckpt.directories.verify import check
@@ -266,6 +268,43 @@ def test_what_lies_on_a_gpu(gpu: CudaStub, disk: Path) -> None:
     left, right = weight.split([400, 600], 1)
     expected = {"left": left, "right": right, "turned": weight.t(), "small": torch.ones(3)}
     assert_holds(disk / "a", expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("device", ["cpu", KIND])
+@pytest.mark.parametrize(
+    ("held", "stored", "large"),
+    [
+        (torch.float32, torch.float16, 1e6),
+        (torch.bfloat16, torch.float16, 1e6),
+        (torch.float32, torch.bfloat16, torch.finfo(torch.float32).max),
+        (torch.float64, torch.float32, 1e300),
+    ],
+    ids=str,
+)
+def test_numbers_that_do_not_stay_finite_are_told_once(
+    gpu: CudaStub,
+    disk: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    device: str,
+    held: torch.dtype,
+    stored: torch.dtype,
+    large: float,
+) -> None:
+    """Whether they are converted when they are copied, or when they are written."""
+    monkeypatch.setattr(swap_plan, "_lossy_told", set())
+    state = {name: torch.ones(20_000, dtype=held) for name in ("fits", "masked", "lost", "split")}
+    state["masked"][7] = -math.inf
+    state["masked"][9] = math.nan
+    state["lost"][12_345] = large
+    state["split"][-1] = -large
+    state = {name: tensor.to(device) for name, tensor in state.items()}
+    rename = {"split": fastckpt.split(0, {"left": 10_000, "right": 10_000})}
+    for name in ("a", "b"):
+        fastckpt.export(state, disk / name, dtype=stored, rename=rename).result(WAIT_S)
+    told = [line for line in caplog.messages if "not finite" in line]
+    assert len(told) == 1 and "numbers of 'lost', 'right' are too large" in told[0]
 
 
 class _Odd(torch.Tensor):

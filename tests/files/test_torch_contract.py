@@ -35,6 +35,7 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt.files import plan as files_plan
 
 try:
     from torch.utils.serialization import config as torch_config
@@ -635,9 +636,10 @@ def test_skip_data(disk: Path, committed: Any) -> None:
 
 
 def test_what_a_load_will_refuse_is_logged_once(
-    disk: Path, caplog: pytest.LogCaptureFixture
+    disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not as a warning, since it is what torch.save's users do."""
+    monkeypatch.setattr(files_plan, "_met", set())
     caplog.set_level(logging.INFO, "fastckpt")
     for state in (
         {
