@@ -13,6 +13,14 @@ divides all weights once more among the pairs. A step restores on any other mesh
 
 The job may be killed at any time. With --max-restarts 3 torchrun starts it again by itself; then
 set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or the new ranks look for the dead ones' addresses.
+
+With --memory /dev/shm --every 2 --root-every 20 every second step is saved to the memory of the
+nodes and of their neighbours, and every twentieth to the root. On one machine, ranks play nodes:
+
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 train_fsdp2.py --steps 400 \\
+        --root run --every 2 --memory '/dev/shm/node-{rank}' --root-every 20
+
+Kill a rank, and remove /dev/shm/node-1 before: each rank says where its files came from.
 """
 
 from __future__ import annotations
@@ -169,12 +177,32 @@ def make_sharded(
     return model, optimizer, LinearLR(optimizer, start_factor=0.1, total_iters=20)
 
 
+def in_memory(directory: str | None, root_every: int, rank: Rank) -> fastckpt.Memory | None:
+    """Returns the memory of this rank's node, if steps are to go there first."""
+    if directory is None:
+        return None
+    path = Path(directory.replace("{rank}", str(rank.number)))
+    path.mkdir(parents=True, exist_ok=True)
+    return fastckpt.Memory(directory=path, root_every=root_every)
+
+
+def sources(checkpointer: fastckpt.Checkpointer) -> str:
+    """Returns, in words, where the files of the last restore came from."""
+    paths = [*checkpointer.restored_from.values()]
+    root = sum(path.startswith(checkpointer.root) for path in paths)
+    others = sum(not path.startswith("/") for path in paths)
+    here = len(paths) - root - others
+    return f"{here} files from memory, {others} from another node's, {root} from the root"
+
+
 def main() -> int:
     parser = arguments("Train a small GPT with FSDP2 and fastckpt checkpoints.")
     add = parser.add_argument
     add("--root", type=Path, default=Path("run"), help="where the steps are kept")
     add("--resume", action="store_true", help="refuse to begin anew: there have to be steps")
     add("--tp", type=int, default=1, metavar="RANKS", help="how many ranks divide each layer")
+    add("--memory", metavar="DIR", help="a tmpfs to save to first; {rank} in it plays a node")
+    add("--root-every", type=int, default=1, metavar="N", help="with --memory: steps of the root")
     add("--tensorboard", type=Path, metavar="DIR", help="log what saves took for TensorBoard")
     args = parser.parse_args()
     with joined() as rank:
@@ -194,9 +222,12 @@ def main() -> int:
             "own": fastckpt.PerRank(own),
         }
         saves: list[fastckpt.SaveHandle] = []
+        memory = in_memory(args.memory, args.root_every, rank)
         with (
             tensorboard_log(args.tensorboard, rank) as tell,
-            fastckpt.Checkpointer(args.root, keep_last=3, fence="step") as checkpointer,
+            fastckpt.Checkpointer(
+                args.root, local=memory, keep_last=3, fence="step"
+            ) as checkpointer,
             loss_log(args.loss_log, rank) as log,
         ):
             first = checkpointer.restore(state, required=args.resume) or 0
@@ -204,13 +235,17 @@ def main() -> int:
                 own.start_at(first)
             if first:
                 rank.print(f"restored step {first} on {rank.world_size} ranks")
+            if first and memory:
+                print(f"rank {rank.number}: {sources(checkpointer)}", flush=True)
             for step in range(first, args.steps):
                 loss = train_step(model, preset, *own.next_share(), mesh["dp"].get_group())
                 optimizer.step()  # waits here until the previous save has copied everything
                 scheduler.step()
                 report(log, rank, step, loss, last=step == args.steps - 1)
                 if args.every and (step + 1) % args.every == 0:
-                    saves.append(checkpointer.save(step + 1, state))
+                    # The job ends soon after the last step, which goes to the root in any case.
+                    ends_s = 60.0 if memory and step + 1 == args.steps else None
+                    saves.append(checkpointer.save(step + 1, state, deadline_s=ends_s))
                     saves[-1].add_done_callback(partial(tell, step=step + 1))
                 report_saves(saves, rank)
             report_saves(saves, rank, wait=True)

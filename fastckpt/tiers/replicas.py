@@ -107,30 +107,37 @@ class Replicas:
     def _named(self, rank: int) -> str:
         return "rank {} at {}:{}".format(rank, *self._addresses[rank])
 
-    def _linked(self, rank: int) -> Any:
-        return connected(self._addresses[rank], self._secret, self._within_s)
+    @contextmanager
+    def _linked(self, rank: int) -> Iterator[PeerLink]:
+        """Yields a connection to a rank; one that hangs is not tried again for a while."""
+        if time.monotonic() < self._passed_until.get(rank, 0.0):
+            raise CheckpointError("it did not answer in time before")
+        try:
+            with connected(self._addresses[rank], self._secret, self._within_s) as link:
+                yield link
+        except TimeoutError:
+            self._passed_until[rank] = time.monotonic() + _PART_OF_TIMEOUT * self._within_s
+            raise
 
     # ---- sending, right after the commit on the nodes
 
     def send(self, name: str, manifest: Manifest, files: Mapping[str, int]) -> str:
-        """Sends files of a step, given with their sizes, to the neighbours, each within a third of
-        the timeout; returns which of them did not take one, and why, in words, or "".
+        """Sends files of a step, given with their sizes, to the neighbours, to each within a third
+        of the timeout; returns which of them did not take one, and why, in words, or "".
         """
-        troubles = []
+        troubles, until = [], time.monotonic() + self._within_s
         for rank in map(self._rank_on, self.neighbours(self._nodes.first(self._rank))):
             try:
+                if time.monotonic() > until:
+                    raise TimeoutError("those before it took all the time")
                 why = self._sent(rank, name, manifest.nonce, files)
             except (OSError, CheckpointError) as error:
                 why = str(error) or type(error).__name__
-                if isinstance(error, TimeoutError):
-                    self._passed_until[rank] = time.monotonic() + _PART_OF_TIMEOUT * self._within_s
             if why:
                 troubles.append(f"{self._named(rank)}: {why}")
         return "; ".join(troubles)
 
     def _sent(self, rank: int, name: str, nonce: str, files: Mapping[str, int]) -> str:
-        if time.monotonic() < self._passed_until.get(rank, 0.0):
-            return "it did not answer in time before"
         steps, storage = self._steps, self._steps.storage
         with self._linked(rank) as link:
             link.limit(time.monotonic() + self._within_s, self._memory.rate_bytes)

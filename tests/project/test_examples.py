@@ -23,6 +23,7 @@ import torch
 
 from tests.jobs import Job, logged
 from tests.paths import ROOT
+from tests.tiers.test_tiers import local
 from tests.torches import needs_dcp, needs_fsdp2
 
 STEPS, EVERY = 12, 3  # of the runs by several ranks
@@ -30,6 +31,7 @@ SAVING = ("--every", EVERY, "--ballast", 96)  # MiB, so that a flush is long eno
 PASSIVE: dict[str, str | None] = {"OMP_WAIT_POLICY": "passive"}
 IMPORTS = "tests.crews.training_imports"
 ATTEMPTS = 5  # jobs that may end before one is killed in mid-flush
+__all__ = ["local"]
 pytestmark = pytest.mark.multiprocess
 
 
@@ -177,6 +179,25 @@ def test_fsdp2_goes_on_by_itself(disk: Path) -> None:
     assert_repeated(logged(here), uninterrupted, first)
     assert committed_steps(here) == [STEPS - 2 * EVERY, STEPS - EVERY, STEPS]
     assert len(list((here / "run").iterdir())) == 3, "the interrupted step was not removed"
+
+
+@pytest.mark.torture
+@needs_fsdp2
+def test_fsdp2_goes_on_from_memory(disk: Path, local: Path) -> None:
+    """Each rank plays a node: one of them is lost, and gets its files from the other."""
+    options = ("--every", 2, "--memory", f"{local}/{{rank}}", "--root-every", 1000)
+    with training("train_fsdp2.py", 2, disk, *options, "--steps", 10_000) as begun:
+        while len([*local.glob("1/*/*/replicated")]) < 2:
+            assert begun.poll() is None, begun.output
+            time.sleep(0.01)
+        begun.kill(0, 1)
+    (disk / "losses").unlink()
+    shutil.rmtree(local / "1")
+    steps = max(int(path.parent.name[5:]) for path in local.glob("0/*/*/replicated")) + 4
+    said = training("train_fsdp2.py", 2, disk, *options, "--steps", steps).finish()
+    assert "rank 0: 3 files from memory, 0 from another node's, 0 from the root" in said
+    assert "rank 1: 0 files from memory, 3 from another node's, 0 from the root" in said
+    assert committed_steps(disk)[-1] == steps, "the last step goes to the root"
 
 
 @needs_fsdp2
