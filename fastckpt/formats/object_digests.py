@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 _DEPTH_MAX = 100  # of the objects inside of each other
 _LOOKS_MAX = 1 << 17  # at parts of an object, one of which may stand in it many times
-_KEPT_MAX = 64  # digests, since most objects are the same from one save to the next
+_KEPT_MAX = 128  # digests, since most objects are the same from one save to the next
 # Of what is made by these, the pickle tells what there is in an order that is the object's.
 _KNOWN = (sys.stdlib_module_names | {"__builtin__", "numpy"}) - {"weakref", "_weakrefset"}
 _SETS = {"builtins.set", "builtins.frozenset", "__builtin__.set", "__builtin__.frozenset"}

@@ -31,7 +31,7 @@ TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.es
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})
 DEPTH_MAX = 200
 _ITEMS_MAX = 1000  # of a list, which are compared between ranks
-_PICKLED_BYTES_MAX = 64 << 10  # of an object, for that comparison
+_PICKLED_BYTES_MAX = 64 << 10  # of all objects, for that comparison
 _NESTS = (dict, OrderedDict, list, tuple)
 ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # long lists are made of these
 
@@ -255,6 +255,7 @@ class _Flattening:
         self.first_rank = first_rank
         self.parts = Parts(world_size, rank_of)
         self.is_one_of_several = world_size > 1
+        self.pickled_left = _PICKLED_BYTES_MAX if world_size > 1 else 0
         self.flat = Flat()
         self.keys: set[str] = set()
         self.small: list[_Small] = []
@@ -348,9 +349,9 @@ class _Flattening:
                 self.flat.kinds.append(TensorSpec(name or "", value.dtype, value.shape))
         elif type(value) not in _WITHOUT_TENSORS and id(value) not in self.searched:
             self.searched[id(value)] = value
-            nbytes_max = self.is_one_of_several * _PICKLED_BYTES_MAX
-            found, content = pickles(value, is_of_several_ranks, nbytes_max)
+            found, content = pickles(value, is_of_several_ranks, self.pickled_left)
             if content and not isinstance(value, torch.Tensor):
+                self.pickled_left -= len(content)
                 self.flat.aside.setdefault(name or "", Pickled(content))
             if found is not None:
                 where = "the state" if name is None else repr(name)
