@@ -44,7 +44,7 @@ CODECS: tuple[Codec | None, ...] = (None, *get_args(Codec))
 MODES: tuple[Mode, ...] = get_args(Mode)
 ON_ERROR: tuple[OnError, ...] = get_args(OnError)
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://|/(?:s3|gs|az):")  # or what stands for one (urls.py)
 # pathlib makes one slash of two: Path("s3://bucket/a") is "s3:/bucket/a".
 _COLLAPSED_URL = re.compile(
     r"(?:[a-z]+::)*(?:s3a?|gcs|gs|hf|https?|ftps?|sftp|ssh|abfss?|adl|az|hdfs|file|oci|dbfs):/",

@@ -44,12 +44,13 @@ def path_of(name: str, value: object, storage_options: StorageOptions | None = N
         ImportError: it is a URL, and there is no client.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
+    if isinstance(text, str) and is_mounted(text):
+        return text
     match = _URL.match(text) if isinstance(text, str) else None
     if match is None:
-        path = check_path(name, value)
-        if storage_options is not None and not is_mounted(path):
-            raise ValueError(f"storage_options are for URLs, and {name} is {path!r}")
-        return path
+        if storage_options is not None:
+            raise ValueError(f"storage_options are for URLs, and {name} is {text!r}")
+        return check_path(name, value)
     if importlib.util.find_spec("obstore") is None:
         raise ImportError(
             f"{name} is {text!r}, a URL, which needs the package obstore, for Python 3.11 and "

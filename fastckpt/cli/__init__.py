@@ -11,12 +11,26 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pickle import UnpicklingError
+from typing import Any
 
 import fastckpt
 from fastckpt.cli.parser import make_parser
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, as_url
+
+
+class _Shown:
+    """A stream whose texts have URLs as users know them."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return int(self._stream.write(as_url(text)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         # Only now, since most import torch.
-        status: int = importlib.import_module(f"{__name__}.{parsed.command}").run(parsed)
+        with redirect_stdout(_Shown(sys.stdout)):
+            status: int = importlib.import_module(f"{__name__}.{parsed.command}").run(parsed)
         sys.stdout.flush()
         return status
     except BrokenPipeError:  # the reader of the output has seen enough, as with head(1)
@@ -45,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, ValueError, OSError, UnpicklingError, NotImplementedError) as error:
         if getattr(parsed, "json", False):  # which promises one object, whatever happens
             print(json.dumps({"error": str(error)}, indent=1))
-        print(f"fastckpt {parsed.command}: {error}", file=sys.stderr)
+        print(as_url(f"fastckpt {parsed.command}: {error}"), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

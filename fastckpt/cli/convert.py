@@ -27,13 +27,14 @@ from typing import Any, NamedTuple
 import torch
 
 import fastckpt
-from fastckpt.arguments.checks import check_size
+from fastckpt.arguments.checks import check_path, check_size
 from fastckpt.arguments.near_names import listed, without_wrappers
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.arguments.urls import is_mounted
 from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.parser import CONVERT_DTYPES
 from fastckpt.cli.progress import progress
-from fastckpt.cli.shared_arguments import shown_name, shown_others
+from fastckpt.cli.shared_arguments import is_directory, is_there, shown_name, shown_others
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageError, telling
@@ -46,6 +47,7 @@ from fastckpt.saving import pipeline
 from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, patiently, reported
+from fastckpt.storage.lustre_layout import Purpose
 
 _PART_BYTES, _READERS = 32 << 20, 2  # so much of tensors is read at a time, by so many threads
 _PIECE_BYTES = 16 << 20  # of one write, of whole pages
@@ -73,7 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
     _check_absent(target, is_step)
     if arguments.step is not None and arguments.step < 0:
         raise CheckpointError(f"--step is {arguments.step}, must be 0 or more")
-    if is_step and os.path.isdir(target):
+    if arguments.to in ("hf", "dcp"):
+        check_path("DST", target)  # which takes no URL
+    if is_step and is_directory(target):
         _check_root(target)
     shard_bytes = check_size("--shard-size", arguments.shard_size)
     atomic.check_directory(pipeline.current().storage, target)
@@ -88,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
             _to_safetensors(target, tensors, copies)
         else:
             number = arguments.step if arguments.step is not None else tensors.facts.get("step", 0)
-            with _in_file(tensors, copies, os.path.dirname(target)) as state:
+            beside = tempfile.gettempdir() if is_mounted(target) else os.path.dirname(target)
+            with _in_file(tensors, copies, beside) as state:
                 _check_absent(target, is_step)
                 nest = _nested(state) if tensors.has_paths else state
                 _SAVERS[arguments.to](target, nest, int(number))
@@ -131,7 +136,7 @@ def _rules(text: str) -> Mapping[Any, Any]:
 
 
 def _check_absent(target: str, is_step: bool) -> None:
-    if os.path.lexists(target) and not (is_step and os.path.isdir(target)):
+    if is_there(target, link=True) and not (is_step and is_directory(target)):
         raise CheckpointError(f"{target!r} exists, and convert replaces nothing: remove it first")
 
 
@@ -165,7 +170,8 @@ def _check_room(directory: str, nbytes: int) -> None:
 
 def _check_root(path: str) -> None:
     """Raises CheckpointError if a directory holds anything but steps."""
-    others = [name for name in os.listdir(path) if not STEP_NAME.match(name) and name != LOG_NAME]
+    names = pipeline.current().storage.names(path)
+    others = [name for name in names if not STEP_NAME.match(name) and name != LOG_NAME]
     if others:
         raise CheckpointError(f"{path!r} holds {others[0]!r}, and so is no root of steps")
 
@@ -351,7 +357,7 @@ def _write(output: _Output, tensors: fastckpt.LazyTensors, copies: Sequence[Copy
 
 def _to_safetensors(path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> None:
     storage = pipeline.current().storage
-    with atomic.temporary(storage, path) as (fd, name):
+    with atomic.temporary(storage, path, Purpose(sum(its.nbytes for its in copies))) as (fd, name):
         _write(_Output(storage, fd, path), tensors, copies)
         atomic.settle(storage, fd, path, True)
         _publish(storage, fd, name, path)
@@ -444,6 +450,9 @@ def _in_file(
 
 
 def _to_file(path: str, nest: dict[str, Any], _step: int) -> None:
+    if is_mounted(path):  # no object is renamed, and no save to one is seen before it is whole
+        fastckpt.save(nest, path, staging_bytes=_STAGING_BYTES).result()
+        return
     storage = pipeline.current().storage
     with atomic.temporary(storage, path) as (fd, name):  # a save replaces what has its path
         fastckpt.save(nest, name, staging_bytes=_STAGING_BYTES).result()

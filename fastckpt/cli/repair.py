@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -15,8 +16,9 @@ from functools import partial
 from typing import NamedTuple
 
 from fastckpt.arguments.quantities import shown_size, shown_time
+from fastckpt.arguments.urls import is_mounted
 from fastckpt.cli.local_tiers import tiers_of
-from fastckpt.cli.shared_arguments import real_root, shown_name
+from fastckpt.cli.shared_arguments import is_there, real_root, shown_name, status_of
 from fastckpt.directories.items_load import OURS as OF_DCP
 from fastckpt.formats.manifest import MANIFEST
 from fastckpt.reading.verified import opened_regular
@@ -26,6 +28,7 @@ from fastckpt.steps.lease import Lease
 from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, is_directory, reported
+from fastckpt.storage.object_debris import stale_uploads
 from fastckpt.storage.owners import divided
 from fastckpt.storage.vanishing import is_unlocked
 
@@ -62,9 +65,10 @@ def run(arguments: argparse.Namespace) -> int:
             )
     tiers = [steps.root for steps in tiers_of(storage, directory, arguments.local)]
     found = []
-    for root in (directory, *filter(os.path.isdir, tiers)):
+    for root in (directory, *filter(is_there, tiers)):
         with reported("list", root):
             found += [*_temporaries(storage, root), *_data_files(storage, root)]
+            found += [*_uploads(root)]
     rows = []
     for each in found:
         may_go = arguments.yes and (each.is_dead or arguments.other_hosts)
@@ -123,6 +127,14 @@ def _temporaries(storage: Storage, directory: str) -> Iterator[Debris]:
         yield _debris([path], path, what, is_ours, remove)
 
 
+def _uploads(root: str) -> Iterator[Debris]:
+    """Yields the uploads below a URL that were begun more than a day ago, and have not ended."""
+    for each in stale_uploads(root, atomic.DEAD_AFTER_S) if is_mounted(root) else ():
+        yield Debris(
+            each.path, each.nbytes, "an upload that has not ended", each.age_s, True, each.abort
+        )
+
+
 def _data_files(storage: Storage, directory: str) -> Iterator[Debris]:
     """Yields the data files of DCP, in a directory and those in it, that no .metadata names: of a
     save that was killed, or has not committed yet. Neither their names nor locks tell which.
@@ -172,22 +184,23 @@ def _debris(
     return Debris(path, sum(map(_nbytes, paths)), what, age_s, is_dead, remove)
 
 
+def _files(path: str) -> Iterator[os.stat_result]:
+    """Yields the status of a file, or of a directory and everything in it that can be looked at."""
+    status = status_of(path, link=True)
+    if status is None:
+        return
+    yield status
+    if stat.S_ISDIR(status.st_mode):
+        with suppress(OSError):  # it is only told
+            for name in pipeline.current().storage.names(path):
+                yield from _files(os.path.join(path, name))
+
+
 def _changed(path: str) -> float:
     """Returns when a file, or anything in a directory or below it, last changed."""
-    changed = 0.0
-    with suppress(OSError):  # it is only told
-        changed = os.lstat(path).st_mtime
-        if os.path.isdir(path) and not os.path.islink(path):
-            inner = (_changed(os.path.join(path, name)) for name in os.listdir(path))
-            changed = max(changed, *inner, 0.0)
-    return changed
+    return max((each.st_mtime for each in _files(path)), default=0.0)
 
 
 def _nbytes(path: str) -> int:
     """Returns the bytes of a file, or of all files in a directory and below that can be read."""
-    nbytes = 0
-    with suppress(OSError):  # it is only told
-        nbytes = os.lstat(path).st_size
-        if os.path.isdir(path) and not os.path.islink(path):
-            nbytes = sum(_nbytes(os.path.join(path, name)) for name in os.listdir(path))
-    return nbytes
+    return sum(each.st_size for each in _files(path) if not stat.S_ISDIR(each.st_mode))

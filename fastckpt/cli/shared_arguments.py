@@ -6,21 +6,43 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import NotAQuantity
+from fastckpt.arguments.urls import path_of
 from fastckpt.errors import CheckpointError
 
 
 def path_argument(text: str) -> str:
     """Returns a checked path for argparse, which ends the process with status 2 if it is wrong."""
     try:
-        return check_path("it", text)
-    except ValueError as error:
+        return path_of("it", text)
+    except (ValueError, ImportError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def status_of(path: str, *, link: bool = False) -> os.stat_result | None:
+    """Returns what lies at a path, if that can be told; `link` is as Storage.status()'s."""
+    from fastckpt.saving import pipeline  # which imports torch
+
+    with suppress(OSError):  # nobody can tell
+        return pipeline.current().storage.status(path, link=link)
+    return None
+
+
+def is_there(path: str, *, link: bool = False) -> bool:
+    """Whether something lies at a path, be it a link to nothing if `link`."""
+    return status_of(path, link=link) is not None
+
+
+def is_directory(path: str) -> bool:
+    """Whether a path leads to a directory."""
+    status = status_of(path)
+    return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def real_root(text: str) -> str:
@@ -28,7 +50,7 @@ def real_root(text: str) -> str:
     directory.
     """
     path = os.path.realpath(text)
-    if os.path.exists(path) and not os.path.isdir(path):
+    if is_there(path) and not is_directory(path):
         raise CheckpointError(
             f"{path!r} is no directory, as a root is: `fastckpt inspect` and `fastckpt verify` "
             "take files"

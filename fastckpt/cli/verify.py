@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pickle import UnpicklingError
@@ -16,6 +17,7 @@ from typing import NamedTuple
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.cli.local_tiers import roots_in, tiers_of
+from fastckpt.cli.shared_arguments import is_directory, is_there, status_of
 from fastckpt.directories import verify as directory_check
 from fastckpt.directories.items_load import contents_of
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
@@ -113,13 +115,13 @@ def _parts(path: str) -> Iterator[Part]:
     """Yields what a path holds. Directories without a manifest come first, then steps from the
     oldest on, then what others may have put beside them.
     """
-    if not os.path.exists(path):
+    if not is_there(path):
         yield path, partial(_refuse, f"{path!r} does not exist")
         return
-    if not os.path.isdir(path):
+    if not is_directory(path):
         yield path, partial(_verify_file, path)
         return
-    if os.path.lexists(os.path.join(path, MANIFEST)):
+    if is_there(os.path.join(path, MANIFEST), link=True):
         yield path, partial(_verify_step, _steps(path), "", False)
         return
     if NAME.match(os.path.basename(path)) and not _is_listed(path):
@@ -157,7 +159,7 @@ def _steps_in(steps: Steps, is_local: bool = False) -> Iterator[Part]:
 
 def _without_manifest(steps: Steps) -> list[str]:
     names = steps.incomplete()
-    return [name for name in names if not os.path.lexists(steps.path(name, MANIFEST))]
+    return [name for name in names if not is_there(steps.path(name, MANIFEST), link=True)]
 
 
 def _beside_steps(steps: Steps) -> Iterator[Part]:
@@ -175,14 +177,14 @@ def _beside_steps(steps: Steps) -> Iterator[Part]:
 
 
 def _is_listed(path: str) -> bool:
-    return os.path.lexists(os.path.join(path, file_list.NAME))
+    return is_there(os.path.join(path, file_list.NAME), link=True)
 
 
 def _in_directory(path: str) -> Iterator[Part]:
     """Yields what a directory itself holds: a checkpoint of a framework, and files beside it."""
     if _is_listed(path):
         yield path, partial(_verify_listed, path)
-    names = sorted(os.listdir(path))
+    names = sorted(pipeline.current().storage.names(path))
     files = [name for name in names if name.endswith(_DISTCP)]
     metadata = [name for name in names if name.endswith(_METADATA)]  # one, or one for each rank
     if files and not metadata:
@@ -205,8 +207,9 @@ def _has_tensors(directory: str, name: str) -> bool:
     """
     path = os.path.join(directory, name)
     if name.endswith(INDEX_SUFFIX):  # it has no checksum: it is told only if it is no file
-        return not os.path.isfile(path)
-    if name[0] == "." or name.endswith(_DISTCP) or os.path.isdir(path):
+        status = status_of(path)
+        return status is None or not stat.S_ISREG(status.st_mode)
+    if name[0] == "." or name.endswith(_DISTCP) or is_directory(path):
         return False
     if name.endswith(_OF_TENSORS):
         return True
@@ -276,7 +279,7 @@ def _look_at_stock(path: str) -> None:
 
 def _verify_file_of_step(directory: str, file: str) -> int:
     """Verifies one file of a step, with the manifest and index that tell its checksums."""
-    if not os.path.exists(os.path.join(directory, MANIFEST)):
+    if not is_there(os.path.join(directory, MANIFEST)):
         raise CheckpointError(
             f"{file!r} is of a step that was never committed: {directory!r} has no {MANIFEST}, "
             "which would name the files that belong to it"
@@ -290,7 +293,7 @@ def _verify_file_of_step(directory: str, file: str) -> int:
             if file in (writer.file, writer.index):
                 return _verify_writer(_copies(directory), manifest, writer)
         if file == MANIFEST:
-            return os.path.getsize(os.path.join(directory, file))
+            return len(manifest.to_bytes())
         raise CheckpointError(
             f"{file!r} is none of the files that the manifest of {directory!r} names"
         )
@@ -316,7 +319,7 @@ def _verify_metadata(path: str) -> int:
         raise _WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksum")
     directory = os.path.dirname(path)
     for name in dcp_metadata.our_files(content):
-        if not os.path.exists(os.path.join(directory, name)):
+        if not is_there(os.path.join(directory, name)):
             raise CorruptCheckpoint(f"{name!r}, which {path!r} names, is missing")
     return len(content)
 
@@ -337,7 +340,7 @@ def _verify_step(steps: Steps, name: str, is_local: bool) -> int:
     """
     with steps.hold(name):
         manifest = steps.read(name)
-        copies, there = _copies(steps.path(name)), {*os.listdir(steps.path(name))}
+        copies, there = _copies(steps.path(name)), {*steps.storage.names(steps.path(name))}
         checks = []
         if not is_local or manifest.objects[0] in there:
             checks.append(partial(_verify_objects, copies, manifest))

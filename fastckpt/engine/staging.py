@@ -178,6 +178,8 @@ class Staging:
             return Route(double, False, _DOUBLE, PATIENCE_S)
         direct, why, policy = self._direct(fd, path, writing, offset, nbytes)
         if policy.transfer is not None:
+            if requested == "io_uring":
+                raise BackendUnavailable("backend 'io_uring' is for files, and this is an object")
             make = partial(_engine.callback_backend, policy.transfer, policy.writers)
             sink = self._backend("transfer", self._mount(fd), make)
             return self._decided(Route(sink, False, why), path)

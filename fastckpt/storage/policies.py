@@ -59,6 +59,8 @@ class Policy(NamedTuple):
 
     def text(self) -> str:
         """Returns the policy in words."""
+        if self.transfer is not None:
+            return self.why
         ahead = "blocks are allocated ahead" if self.allocates else "the size is set ahead"
         sync = "fsync" if self.syncs_all else "fdatasync"
         rename = "" if self.renames_at_once else "; a rename copies, so a crash may lose both files"
