@@ -139,9 +139,6 @@ class PeerLink:
         if not poll.poll(left_s * 1000):
             raise TimeoutError("nothing came or went in time")
 
-    def close(self) -> None:
-        self._socket.close()
-
     def prove(self, secret: bytes, is_listening: bool) -> None:
         """Shows the other side that this one knows the secret, and has it show the same: first the
         one that connects, so that a stranger learns nothing.
@@ -244,15 +241,11 @@ class Listener:
             with suppress(OSError):  # its thread has closed it
                 link._socket.shutdown(socket.SHUT_RDWR)
 
-    def forsake(self) -> None:
-        """Closes the port in a child of fork(), which serves nobody."""
-        self._closed = True
-        self._socket.close()
-
 
 def _forsake_all() -> None:
+    """Closes the ports in a child of fork(), which serves nobody."""
     for listener in [*_listeners]:
-        listener.forsake()
+        listener._socket.close()
 
 
 os.register_at_fork(after_in_child=_forsake_all)

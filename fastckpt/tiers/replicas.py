@@ -63,14 +63,15 @@ class Replicas:
         self._secret = b""
         self._nodes = RanksByNode([0])
         self._addresses: list[tuple[str, int]] = []
-        self._groups: list[str] = []
+        self._neighbours: dict[int, list[int]] = {}
         self._passed_until: dict[int, float] = {}  # ranks that hung, and until when none tries them
 
     def begin(self, nodes: RanksByNode, told: Sequence[Sequence[Any]], secret: str) -> None:
         """Learns of each rank the address and the group, and begins to serve."""
         self._nodes, self._secret = nodes, bytes.fromhex(secret)
         self._addresses = [(str(host), int(port)) for host, port, _group in told]
-        self._groups = [str(group) for _host, _port, group in told]
+        groups = [str(group) for _host, _port, group in told]
+        self._neighbours = {first: self._chosen(first, groups) for first in nodes.firsts}
         self._listener.start(self._secret, self._serve)
 
     def close(self) -> None:
@@ -79,25 +80,27 @@ class Replicas:
 
     # ---- who has what of whom
 
-    def neighbours(self, first: int) -> list[int]:
+    def _chosen(self, first: int, groups: Sequence[str]) -> list[int]:
         """Returns the first ranks of the nodes that hold what a node has written: the next ones of
         other groups, and then those of its own.
         """
-        firsts, group = self._nodes.firsts, self._groups[first]
+        firsts, own = self._nodes.firsts, groups[first]
         place = firsts.index(first)
         ring = firsts[place + 1 :] + firsts[:place]
-        apart = [other for other in ring if self._groups[other] != group]
+        apart = [other for other in ring if groups[other] != own]
         # Nodes of one group begin at different ones, so that all have as much to hold.
-        turn = [other for other in firsts if self._groups[other] == group].index(first)
-        turn %= max(1, len(apart))
-        near = [other for other in ring if self._groups[other] == group]
+        turn = sum(groups[other] == own for other in firsts[:place]) % max(1, len(apart))
+        near = [other for other in ring if groups[other] == own]
         return [*apart[turn:], *apart[:turn], *near][: self._memory.peers]
+
+    def neighbours(self, first: int) -> list[int]:
+        """Returns the first ranks of the nodes that hold what a node has written."""
+        return self._neighbours[first]
 
     def sources(self, first: int) -> list[int]:
         """Returns the ranks whose files a node holds beside its own."""
-        nodes = self._nodes
-        near = [other for other in nodes.firsts if first in self.neighbours(other)]
-        return [rank for other in near for rank in nodes.beside(other)]
+        near = [other for other, its in self._neighbours.items() if first in its]
+        return [rank for other in near for rank in self._nodes.beside(other)]
 
     def _rank_on(self, first: int) -> int:
         """Returns the rank of a node that this one talks to."""
