@@ -142,11 +142,15 @@ class Devices:
             DeviceError: the driver refuses, or a current stream is being captured into a graph.
         """
         found: dict[int, list[tuple[int, int]]] = {}
+        ordinals: dict[torch.device, int | None] = {}  # a device's attributes take long
         for storage in storages if self.in_use() else ():
-            if storage.device.type == self._kind and storage.nbytes():
+            device = storage.device
+            if device not in ordinals:
+                ordinals[device] = (device.index or 0) if device.type == self._kind else None
+            ordinal = ordinals[device]
+            if ordinal is not None and (nbytes := storage.nbytes()):
                 begin = storage.data_ptr()
-                ordinal = storage.device.index or 0
-                found.setdefault(ordinal, []).append((begin, begin + storage.nbytes()))
+                found.setdefault(ordinal, []).append((begin, begin + nbytes))
         if not found:
             return DeviceSources()
         try:

@@ -126,15 +126,11 @@ def _pickled(dtype: torch.dtype, sizes: tuple[int, ...]) -> bytes:
     return file.getvalue()
 
 
-@lru_cache(1)
 def _small_records() -> tuple[tuple[str, bytes], ...]:
     """Returns the records that this torch writes between data.pkl and the elements."""
-    captured = torch_pickle.capture(torch.empty(0, device="cpu"), pickle, 2, False, False)
-    small = ((name, content) for name, content in captured.records if isinstance(content, bytes))
     return tuple(
         (name, str(ITEM_ALIGNMENT).encode() if name == ".storage_alignment" else content)
-        for name, content in small
-        if name != "data.pkl"
+        for name, content in torch_pickle.small_records()
     )
 
 
@@ -221,13 +217,12 @@ class _Builder(ImageBuilder):
         ensure(tensor.is_contiguous(), "the elements lie in their order")
         begin, nbytes = self._align(ITEM_ALIGNMENT), tensor.numel() * tensor.element_size()
         shell = _shell(tensor.dtype, tuple(tensor.shape), self._small)
-        self.put(shell.front)
-        data = self.offset
+        data = begin + len(shell.front)
         if nbytes:
-            self.put_memory(tensor, tensor.data_ptr(), nbytes)
-            first, _second = [self.put_slot(self.offset + place) for place in shell.crc_places]
-            self._slot_of[len(self.items)] = first
-        self.put(shell.back)
+            framed = (shell.front, tensor, tensor.data_ptr(), nbytes, shell.back)
+            self._slot_of[len(self.items)] = self.put_framed(*framed, shell.crc_places)
+        else:
+            self.put(shell.front + shell.back)
         name = str(tensor.dtype)[6:]
         self.items.append(Item(begin, self.offset - begin, data, nbytes, name, 0))
 

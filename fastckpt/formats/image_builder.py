@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,10 +25,12 @@ class ImageBuilder:
         self.offset = 0
         self._headers = bytearray()
         self._header_begin = 0
-        # Segments in order: address, or None for headers, which move as they grow; and size.
-        self._parts: list[tuple[int | None, int]] = []
+        # Offset, size and address of each segment. Headers move as they grow: at the places in
+        # _own, addresses count from their first byte.
+        self._segments: list[int] = []
+        self._own: list[int] = []
+        self._slots: list[int] = []
         self._sources: list[object] = []
-        self._slots: list[tuple[int, int]] = []
 
     def put(self, data: bytes) -> None:
         """Adds bytes, which are copied."""
@@ -36,37 +39,49 @@ class ImageBuilder:
 
     def put_memory(self, source: object, address: int, nbytes: int) -> None:
         """Adds bytes, at least one, that lie at an address for as long as `source` exists."""
+        ensure(nbytes > 0 and address != 0, "a segment has bytes and an address")
         self._close_header()
         self._sources.append(source)
-        self._parts.append((address, nbytes))
+        self._segments += (self.offset, nbytes, address)
         self.offset += nbytes
 
-    def put_slot(self, offset: int) -> int:
-        """Has the CRC-32 of the memory that was added last written to an offset behind it; returns
-        the number of this slot.
+    def put_framed(
+        self,
+        front: bytes,
+        source: object,
+        address: int,
+        nbytes: int,
+        back: bytes,
+        crc_places: Sequence[int],
+    ) -> int:
+        """Adds memory as put_memory() does, between two runs of bytes. Has its CRC-32 written to
+        places in the second one; returns the number of the first of these slots.
         """
-        self._slots.append((offset, len(self._parts) - 1))
-        return len(self._slots) - 1
+        first, number = len(self._slots) // 2, len(self._segments) // 3 + 1
+        self.put(front)
+        self.put_memory(source, address, nbytes)
+        for place in crc_places:
+            self._slots += (self.offset + place, number)
+        self.put(back)
+        return first
 
     def _close_header(self) -> None:
         nbytes = len(self._headers) - self._header_begin
         if nbytes:
-            self._parts.append((None, nbytes))
+            self._own.append(len(self._segments) + 2)
+            self._segments += (self.offset - nbytes, nbytes, self._header_begin)
             self._header_begin += nbytes
 
     def image(self, nbytes: int, tail: Callable[[Sequence[int], Sequence[int]], bytes]) -> Image:
         """Returns the image, with a tail of so many bytes; the body ends at the end of a page."""
         self._close_header()
+        ensure(self.offset % PAGE_BYTES == 0, f"the tail begins at {self.offset}, within a page")
+        begin = address_of(self._headers)
+        for place in self._own:
+            self._segments[place] += begin
         image = Image(nbytes, tail, sources=[self._headers, *self._sources])
-        header = address_of(self._headers)
-        for address, size in self._parts:
-            if address is None:
-                address, header = header, header + size
-            image.append(address, size)
-        for slot in self._slots:
-            image.slots.extend(slot)
-        is_page = image.body_nbytes == self.offset and self.offset % PAGE_BYTES == 0
-        ensure(is_page, f"the body ends at {image.body_nbytes}, the tail begins at {self.offset}")
+        image.segments, image.slots = array("Q", self._segments), array("Q", self._slots)
+        image.body_nbytes = self.offset
         return image
 
 

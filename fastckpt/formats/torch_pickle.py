@@ -1,7 +1,7 @@
-"""torch's pickler turns objects into records of a torch zip, with tensors by reference.
+"""The pickling of objects to the records of a torch zip, as torch.save does, tensors by reference.
 
-Responsible for the one private function of torch that saving needs, for noting which tensors it
-meets, and for unpickling verified records. It must not know the bytes of a file.
+Responsible for the bytes of data.pkl, for noting which storages and tensors are met, and for
+unpickling verified records. It must not know the bytes of a file.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ import ctypes
 import gc
 import io
 import pickle
+import sys
 import types
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from fastckpt.errors import CorruptCheckpoint, ensure
+from fastckpt.errors import CorruptCheckpoint
 from fastckpt.plan.image import BY_VALUE_BYTES
 
 with suppress(ImportError):  # torch's pickler would import it in the stall of the first save
@@ -32,6 +34,7 @@ torch_save, torch_load = torch.save, torch.load
 
 
 _CPU = frozenset(("cpu",))
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class SkipDataActive(Exception):
@@ -43,114 +46,16 @@ class Capture:
     """The records of a zip that torch's pickler made of an object, in order.
 
     Attributes:
-        copies_small: whether storages of up to BY_VALUE_BYTES are copied now, to bytes on the CPU
-            or to a storage on the same device.
-        readable: types of devices whose storages are kept; torch copies others to the CPU.
         records: name and content: bytes, or a storage that the record is copied from.
         tensors: the tensors met while pickling, with their version counters at that moment.
     """
 
-    copies_small: bool = False
-    readable: frozenset[str] = _CPU
-
     records: list[tuple[str, bytes | torch.UntypedStorage]] = field(default_factory=list)
     tensors: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        # Storages by the names of their records, noted before the first record is written. If one
-        # is on a device, torch would copy it to the host: it is told to leave out all contents,
-        # which then come from here.
-        self.met: dict[str, torch.UntypedStorage] = {}
-        self._leaving_out = ExitStack()
-        self._by_us = False
-        self.uncounted: list[torch.Tensor] = []  # tensors met that have no version counter
-        self._of_tensors: set[int] | None = None
-        self._copies: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
-
-    # torch.serialization._save calls write_record() and, without contents, write_record_metadata().
-    def write_record(self, name: str, content: Any, nbytes: int) -> None:
-        if name == "data.pkl" and self._on_devices() and not _skips_data():
-            self._leaving_out.enter_context(torch.serialization.skip_data())
-            self._by_us = True
-        if isinstance(content, torch.UntypedStorage):
-            if self.copies_small and nbytes:
-                content = self._lasting(content, nbytes)
-        else:
-            content = content.encode() if isinstance(content, str) else content
-            ensure(len(content) == nbytes, f"{len(content)} bytes instead of {nbytes}")
-        self.records.append((name, content))
-
-    def _lasting(self, storage: torch.UntypedStorage, nbytes: int) -> bytes | torch.UntypedStorage:
-        """Returns the storage if it may be read later, else a copy of it."""
-        if self._of_tensors is None:
-            tensors = [*(tensor for tensor, _ in self.tensors), *self.uncounted]
-            self._of_tensors = set(map(_identity, tensors))
-        # torch counts no changes of a storage that the object holds without a tensor.
-        if nbytes <= BY_VALUE_BYTES or storage._cdata not in self._of_tensors:
-            if storage.device.type == "cpu":
-                return ctypes.string_at(storage.data_ptr(), storage.nbytes())
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, device=storage.device)
-            self._copies.append((copy, storage))
-            return copy.untyped_storage()
-        return storage
-
-    def write_record_metadata(self, name: str, nbytes: int) -> None:
-        if not self._by_us:
-            raise SkipDataActive
-        storage = self.met[name]
-        if storage.device.type not in self.readable:
-            storage = storage.cpu()  # type: ignore[no-untyped-call]
-        self.write_record(name, storage, nbytes)
-
-    def note(self, tensor: torch.Tensor) -> None:
-        """Notes a tensor that is pickled, and its version counter."""
-        if type(tensor) not in _PLAIN and torch.nn.parameter.is_lazy(tensor):
-            return  # it has no data yet
-        if tensor.is_inference():
-            self.uncounted.append(tensor)
-        else:
-            self.tensors.append((tensor, tensor._version))
-
-    def _on_devices(self) -> bool:
-        types = {storage.device.type for storage in self.met.values()}
-        return bool(types & self.readable - _CPU)
-
-    def copy_small(self) -> None:
-        """Copies the small storages of devices, hundreds by one kernel, in the order of the current
-        streams; the host does not wait.
-        """
-        if self._copies:
-            copies = [copy for copy, _ in self._copies]
-            torch._foreach_copy_(copies, [_octets(storage) for _, storage in self._copies])
-
-    def finish(self) -> None:
-        """Lets torch copy contents again, and drops what only pickling needs."""
-        self._leaving_out.close()
-        self.met.clear()
-        self.uncounted.clear()
-        self._copies.clear()
 
     def storages(self) -> Iterator[torch.UntypedStorage]:
         """Returns the storages among the records' contents."""
         return (content for _, content in self.records if isinstance(content, torch.UntypedStorage))
-
-
-def _identity(tensor: torch.Tensor) -> int:
-    """Returns a number that stands for a tensor's storage; 0 if it has none of its own."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
-        return 0
-
-
-def _octets(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
-def _skips_data() -> bool:
-    """Tells whether the user has entered torch.serialization.skip_data()."""
-    state = getattr(torch.serialization, "_serialization_tls", None)
-    return bool(getattr(state, "skip_data", False))
 
 
 def capture(
@@ -168,28 +73,244 @@ def capture(
         observe_tensors: whether training goes on before all is copied. If so, each tensor and its
             version counter are noted, and small storages, such as buffers that a forward pass
             updates, and storages that belong to no tensor are copied.
-        readable: types of devices whose storages stay where they are.
+        readable: types of devices whose storages stay where they are; others come to the CPU.
 
     Raises:
         SkipDataActive: torch.serialization.skip_data() is active.
         Exception: the error that torch.save raises for an object that cannot be pickled.
     """
-    captured = Capture(copies_small=observe_tensors, readable=readable)
-    save = getattr(torch.serialization, "_save", None)
-    if save is None:
-        return _capture_by_copy(obj, pickle_module, pickle_protocol)
-    met = captured.met if readable - _CPU else None
-    module = _Shim(pickle_module, captured if observe_tensors else None, met)
-    try:
-        with collection_paused():
-            save(obj, captured, module, pickle_protocol, disable_byteorder_record)
-            captured.copy_small()
-    finally:
-        try:
-            captured.finish()
-        finally:
-            module.forget()
-    return captured
+    if getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False):
+        raise SkipDataActive
+    met, file = _Met(observe_tensors, readable), io.BytesIO()
+    with collection_paused():
+        _pickler_of(pickle_module.Pickler)(file, met, pickle_protocol).dump(obj)
+        first = [("data.pkl", file.getvalue()), *small_records(disable_byteorder_record)]
+        return Capture([*first, *met.records()], met.tensors)
+
+
+def small_records(disable_byteorder_record: bool = False) -> tuple[tuple[str, bytes], ...]:
+    """Returns the records that this torch writes between data.pkl and the storages."""
+    config = getattr(getattr(torch.utils, "serialization", None), "config", None)
+    alignment = getattr(getattr(config, "save", None), "storage_alignment", None)
+    return _small_records(disable_byteorder_record, alignment, sys.byteorder)
+
+
+@lru_cache(4)
+def _small_records(disable_byteorder_record: bool, *_told: object) -> tuple[tuple[str, bytes], ...]:
+    """Returns what small_records() does, for what is told by these records."""
+    buffer = io.BytesIO()
+    torch_save(None, buffer)
+    others = {"data.pkl", "version", ".data/serialization_id"}  # the layout writes the last two
+    if disable_byteorder_record:
+        others.add("byteorder")
+    with zipfile.ZipFile(buffer) as archive:
+        names = [(name, name.split("/", 1)[1]) for name in archive.namelist()]
+        return tuple((short, archive.read(name)) for name, short in names if short not in others)
+
+
+class _Met:
+    """The storages and tensors that a pickler meets.
+
+    Args:
+        observes, readable: as capture()'s.
+
+    Attributes:
+        tensors: the tensors, if they are observed, with their version counters.
+    """
+
+    def __init__(self, observes: bool, readable: frozenset[str]) -> None:
+        self.tensors: list[tuple[torch.Tensor, int]] = []
+        self._observes = observes
+        self._readable = readable
+        self._storages: list[tuple[torch.UntypedStorage, torch.device, int]] = []
+        self._types: dict[torch.device, str] = {}  # as a device's attribute they take long
+        self._keys: dict[int, str] = {}
+        self._of_tensors: set[int] = set()
+        self._dtypes: dict[int, torch.dtype] = {}
+        self._locations: dict[torch.device, str] = {}
+        self._tags_devices = _tags_devices()
+
+    def note(self, tensor: torch.Tensor, number: int | None = None) -> None:
+        """Notes a tensor that is pickled, if tensors are observed: its version counter, and its
+        storage's number (_cdata), which is asked for if it is not given.
+        """
+        if not self._observes:
+            return
+        if number is None:
+            if type(tensor) not in _PLAIN and torch.nn.parameter.is_lazy(tensor):
+                return  # it has no data yet
+            try:
+                number = tensor.untyped_storage()._cdata
+            except (NotImplementedError, RuntimeError):
+                number = 0  # it has no storage of its own
+        self._of_tensors.add(number)
+        with suppress(RuntimeError):  # a tensor of inference mode counts no changes
+            self.tensors.append((tensor, tensor._version))
+
+    def _type_of(self, device: torch.device) -> str:
+        kind = self._types.get(device)
+        if kind is None:
+            kind = self._types[device] = device.type
+        return kind
+
+    def identified(self, storage: torch.UntypedStorage, dtype: torch.dtype, kind: Any) -> Any:
+        """Returns what torch writes in the place of a storage that is seen as this dtype, whose
+        legacy class is `kind`.
+        """
+        number, nbytes, device = storage._cdata, storage.nbytes(), storage.device
+        address = 0 if self._type_of(device) == "meta" else storage.data_ptr()
+        if address and self._dtypes.setdefault(address, dtype) is not dtype:
+            raise RuntimeError(
+                "Cannot save multiple tensors or storages that view the same data as different "
+                "types"
+            )
+        key = self._keys.get(number)
+        if key is None:
+            key = self._keys[number] = str(len(self._storages))
+            self._storages.append((storage, device, nbytes))
+        location = self._locations.get(device)
+        if location is None:
+            location = torch.serialization.location_tag(storage)
+            if self._tags_devices:
+                self._locations[device] = location
+        return "storage", kind, key, location, nbytes // dtype.itemsize
+
+    def reduced(self, tensor: torch.Tensor) -> Any:
+        """Returns what a torch.Tensor's __reduce_ex__ returns, in a third of the time, and notes
+        it; NotImplemented where anything about the tensor is special.
+        """
+        dtype = tensor.dtype
+        kind = _LEGACY.get(dtype)
+        if kind is None or tensor.layout is not torch.strided or tensor.is_nested:
+            return NotImplemented
+        if tensor.__dict__ or tensor._backward_hooks or tensor.is_neg():
+            return NotImplemented
+        if self._type_of(tensor.device) not in self._readable:
+            return NotImplemented
+        storage = tensor.untyped_storage()
+        self.note(tensor, storage._cdata)
+        identity = _Identity(self.identified(storage, dtype, kind))
+        begin, sizes, strides = tensor.storage_offset(), tuple(tensor.size()), tensor.stride()
+        return _REBUILD, (identity, begin, sizes, strides, tensor.requires_grad, OrderedDict())
+
+    def records(self) -> list[tuple[str, bytes | torch.UntypedStorage]]:
+        """Returns the records of the storages, with copies of what cannot be read later."""
+        found: list[tuple[str, bytes | torch.UntypedStorage]] = []
+        copies: list[torch.Tensor] = []
+        originals: list[torch.Tensor] = []
+        for storage, device, nbytes in self._storages:
+            content: bytes | torch.UntypedStorage = storage
+            kind = self._type_of(device)
+            if kind not in self._readable:
+                content = storage.cpu()  # type: ignore[no-untyped-call]
+            elif self._observes and nbytes and not self._lasts(storage, nbytes):
+                if kind == "cpu":
+                    content = ctypes.string_at(storage.data_ptr(), nbytes)
+                else:
+                    octets = torch.empty(0, dtype=torch.uint8, device=device)
+                    originals.append(octets.set_(storage))
+                    copies.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
+                    content = copies[-1].untyped_storage()
+            found.append((f"data/{len(found)}", content))
+        if copies:  # hundreds by one kernel, in the order of the streams; the host does not wait
+            torch._foreach_copy_(copies, originals)
+        return found
+
+    def _lasts(self, storage: torch.UntypedStorage, nbytes: int) -> bool:
+        """Tells whether a storage may be read later, for torch counts its changes."""
+        return nbytes > BY_VALUE_BYTES and storage._cdata in self._of_tensors
+
+
+def _tags_devices() -> bool:
+    """Returns whether torch's own functions alone give storages their locations, which are those of
+    their devices then; a program may have registered others.
+    """
+    taggers = [row[1] for row in getattr(torch.serialization, "_package_registry", ())]
+    found = {getattr(tagger, "func", tagger).__module__ for tagger in taggers}
+    return found == {torch.serialization.__name__}
+
+
+class _Identity:
+    """A storage's place in the arguments of a tensor that is pickled: what is written there."""
+
+    __slots__ = ("written",)
+
+    def __init__(self, written: Any) -> None:
+        self.written = written
+
+
+@lru_cache(8)
+def _pickler_of(base: Any) -> Any:
+    """Returns a pickle module's Pickler that notes what it meets, and pickles as torch.save does by
+    it. It takes a file, a _Met and a protocol.
+    """
+    inherited = getattr(base, "reducer_override", None)
+
+    class Pickler(base):  # type: ignore[misc]
+        def __init__(self, file: io.BytesIO, met: _Met, protocol: int) -> None:
+            super().__init__(file, protocol=protocol)
+            registered = copyreg.dispatch_table.keys()
+            self._met = met
+            self._knows_dicts = inherited is None and OrderedDict not in registered
+            is_stock = base is pickle.Pickler and torch.Tensor.__reduce_ex__ is _REDUCE
+            self._knows_tensors = is_stock and torch.Tensor not in registered and _knows_tensors()
+
+        def persistent_id(self, obj: Any) -> Any:
+            kind = type(obj)
+            if kind is _Identity:
+                return obj.written
+            if kind in _NO_STORAGES:  # pickle asks for some twenty objects for each tensor
+                return None
+            if isinstance(obj, torch.storage.TypedStorage):
+                name = obj._pickle_storage_type()  # type: ignore[no-untyped-call]
+                whole, dtype = obj._untyped_storage, obj.dtype
+                return self._met.identified(whole, dtype, getattr(torch, name))
+            if kind is torch.UntypedStorage:
+                return self._met.identified(obj, torch.uint8, kind)
+            return None
+
+        def reducer_override(self, obj: Any) -> Any:
+            kind = type(obj)
+            if kind is torch.Tensor and self._knows_tensors:
+                reduced = self._met.reduced(obj)
+                if reduced is not NotImplemented:
+                    return reduced
+            if kind is OrderedDict and self._knows_dicts and not obj and not obj.__dict__:
+                return _EMPTY  # every tensor has one, and Python takes long to say so
+            if isinstance(obj, torch.Tensor):
+                self._met.note(obj)
+            return NotImplemented if inherited is None else inherited(self, obj)
+
+    return Pickler
+
+
+@lru_cache(1)
+def _knows_tensors() -> bool:
+    """Returns whether this torch reduces a tensor to what _Met.reduced() does."""
+    tensor = torch.empty_strided((2, 3), (5, 1), device="cpu")
+    found, rest = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+    wanted: Any = (0, (2, 3), (5, 1), False, OrderedDict())
+    return found is _REBUILD and type(rest[0]) is torch.storage.TypedStorage and rest[1:] == wanted
+
+
+_EMPTY = OrderedDict, ()
+_REBUILD, _REDUCE = torch._utils._rebuild_tensor_v2, torch.Tensor.__reduce_ex__
+# Complex numbers may be conjugates, which is told.
+_LEGACY = {
+    getattr(torch, name): getattr(torch, legacy)
+    for name, legacy in (
+        *(("float32", "FloatStorage"), ("float64", "DoubleStorage"), ("float16", "HalfStorage")),
+        *(("bfloat16", "BFloat16Storage"), ("bool", "BoolStorage"), ("uint8", "ByteStorage")),
+        *(("int64", "LongStorage"), ("int32", "IntStorage"), ("int16", "ShortStorage")),
+        ("int8", "CharStorage"),
+    )
+}
+# No object of these very types is a storage.
+_NO_STORAGES = _PLAIN | {
+    *(str, bytes, int, float, bool, type(None), tuple, list, dict, OrderedDict, type),
+    *(torch.dtype, types.FunctionType),
+    type(torch.FloatStorage),  # the class of storages' names
+}
 
 
 @contextmanager
@@ -259,91 +380,6 @@ class _Beginning:
         if self.nbytes <= self._nbytes_max:
             self.content += content
         return nbytes
-
-
-class _Shim:
-    """A pickle module whose Pickler does the same, and notes the tensors and storages it meets.
-
-    Args:
-        pickle_module: the module.
-        captured: notes the tensors, if there is one.
-        met: gets the storages by the names of their records, if there is one.
-    """
-
-    def __init__(
-        self,
-        pickle_module: Any,
-        captured: Capture | None,
-        met: dict[str, torch.UntypedStorage] | None,
-    ) -> None:
-        base: Any = pickle_module.Pickler
-        inherited = getattr(base, "reducer_override", None)
-        self._note = None if captured is None else captured.note
-        self._of_torch: list[Any] = []
-
-        class Pickler(base):  # type: ignore[misc]
-            # torch derives from this class and defines persistent_id, which pickle calls for every
-            # object, some twenty for each tensor.
-            def __init_subclass__(cls) -> None:
-                of_torch = cls.persistent_id
-                self._of_torch.append(of_torch)
-
-                def persistent_id(pickler: Any, obj: Any) -> Any:
-                    if type(obj) in _NO_STORAGES:
-                        return None
-                    name = of_torch(pickler, obj)
-                    if name is not None and met is not None:
-                        met[f"data/{name[2]}"] = getattr(obj, "_untyped_storage", obj)
-                    return name
-
-                cls.persistent_id = persistent_id
-
-        is_ours = inherited is None and OrderedDict not in copyreg.dispatch_table
-
-        def reducer_override(pickler: Any, obj: Any) -> Any:
-            if type(obj) is OrderedDict and is_ours and not obj and not obj.__dict__:
-                return _EMPTY  # every tensor has one, and Python takes long to say so
-            if self._note is not None and isinstance(obj, torch.Tensor):
-                self._note(obj)
-            return NotImplemented if inherited is None else inherited(pickler, obj)
-
-        Pickler.reducer_override = reducer_override
-        self.Pickler = Pickler
-
-    def forget(self) -> None:
-        """Lets go of what was met: a class is part of a cycle, and torch's refers to the storages.
-        Older torch, such as 2.9, leaves both to the garbage collector.
-        """
-        self._note = None
-        for function in self._of_torch:
-            for cell in function.__closure__ or ():
-                del cell.cell_contents
-
-
-_EMPTY = OrderedDict, ()
-_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-# No object of these very types is a storage, which is all that torch's persistent_id looks for.
-_NO_STORAGES = _PLAIN | {
-    *(str, bytes, int, float, bool, type(None), tuple, list, dict, OrderedDict, type),
-    *(torch.dtype, types.FunctionType),
-    type(torch.FloatStorage),  # the class of storages' names
-}
-
-
-def _capture_by_copy(obj: object, pickle_module: Any, pickle_protocol: int) -> Capture:
-    """Makes the same records more slowly, for a torch that is unlike those known: torch.save writes
-    a zip to memory, which is read back. So it holds a copy of everything.
-    """
-    buffer = io.BytesIO()
-    torch_save(obj, buffer, pickle_module, pickle_protocol)
-    captured = Capture()
-    skipped = {"version", ".data/serialization_id"}  # layout() writes these itself
-    with zipfile.ZipFile(buffer) as archive:
-        for name in archive.namelist():
-            short = name.split("/", 1)[1]
-            if short not in skipped:
-                captured.records.append((short, archive.read(name)))
-    return captured
 
 
 def is_shortage(error: BaseException) -> bool:

@@ -44,6 +44,7 @@ HEAD_BYTES = 128
 _COMMENT = ClosingLine("fastckpt", VERSION)  # the end record's
 END_BYTES, tail_offset = zip_records.END_BYTES + _COMMENT.nbytes, _COMMENT.tail_offset
 HEADER_BYTES_MAX = 2 * PAGE_BYTES
+_CRC_PLACES = (zip_records.DESCRIPTOR_CRC_AT,)
 
 
 @cache
@@ -64,7 +65,7 @@ def _end_offset(records: Iterable[tuple[str, Any]], alignment: int) -> int:
     return offset
 
 
-def _choose_alignment(records: Sequence[tuple[str, Any]]) -> int:
+def _choose_alignment(records: Sequence[tuple[str, Any]], sizes: Sequence[int]) -> int:
     """Returns the file's alignment: the user's, else 4096 if that costs under 1%, else 64."""
     recorded = [content for name, content in records if name == ".storage_alignment"]
     if not recorded:
@@ -73,6 +74,9 @@ def _choose_alignment(records: Sequence[tuple[str, Any]]) -> int:
     chosen = int(recorded[0])
     if chosen != TORCH_ALIGNMENT:
         return chosen
+    # Mostly sizes alone tell: padding and zip64 fields add no more than this to any record.
+    if len(sizes) * (PAGE_BYTES + TORCH_ALIGNMENT) < sum(sizes) * PADDING_SHARE_MAX:
+        return PAGE_BYTES
     packed = _end_offset(records, TORCH_ALIGNMENT)
     padded = _end_offset(records, PAGE_BYTES)
     return PAGE_BYTES if padded - packed < packed * PADDING_SHARE_MAX else TORCH_ALIGNMENT
@@ -80,12 +84,14 @@ def _choose_alignment(records: Sequence[tuple[str, Any]]) -> int:
 
 def layout(captured: Capture) -> Image:
     """Lays the records out as torch.save does. Pure: equal captures give equal images."""
-    alignment = _choose_alignment(captured.records)
+    sizes = [nbytes_of(content) for _, content in captured.records]
+    alignment = _choose_alignment(captured.records, sizes)
     builder = _Builder(alignment)
-    for name, content in captured.records:
+    for (name, content), nbytes in zip(captured.records, sizes, strict=True):
         if name == ".storage_alignment":
             content = str(alignment).encode()
-        builder.add(name, content)
+            nbytes = len(content)
+        builder.add(name, content, nbytes)
     # If pickling was told to leave this record out, torch's container writer adds it.
     has_byteorder = any(name == "byteorder" for name, _ in captured.records)
     return builder.finish([] if has_byteorder else [(b"byteorder", sys.byteorder.encode())])
@@ -100,10 +106,10 @@ def layout_shared(arrangement: RecordDivision) -> tuple[Image, int]:
     """
     builder = _Builder(PAGE_BYTES)
     for name, content in arrangement.front:
-        builder.add(name, content)
+        builder.add(name, content, nbytes_of(content))
     front_nbytes = builder.offset
     for name, content in arrangement.shared:
-        builder.add(name, content)
+        builder.add(name, content, nbytes_of(content))
     gathered: list[tuple[int, bytearray]] = []
     closing: list[tuple[bytes, bytes | bytearray]] = []
     for name, content in arrangement.tail:
@@ -127,26 +133,29 @@ class _Builder(ImageBuilder):
     def __init__(self, alignment: int) -> None:
         super().__init__()
         self.alignment = alignment
-        self.central: list[bytes] = []
-        # Numbers of the central headers that wait for a CRC, in the order of the slots.
+        # What central_header() takes, of each record, and how long these are in all: they are made
+        # when the CRCs are there, for until then copies wait, and whoever waits for these.
+        self.rows: list[tuple[bytes, int, int, int]] = []
+        self.directory_nbytes = 0
+        # Numbers of the rows that wait for a CRC, in the order of the slots.
         self.awaiting: list[int] = []
 
-    def add(self, name: str, content: bytes | torch.UntypedStorage) -> None:
-        nbytes = nbytes_of(content)
+    def add(self, name: str, content: bytes | torch.UntypedStorage, nbytes: int) -> None:
         begin, full_name = self.offset, f"{ARCHIVE}/{name}".encode()
-        mark = MARK if begin == 0 else b""
-        self.put(zip_records.local_header(full_name, begin, nbytes, self.alignment, mark))
+        mark = b"" if begin else MARK
+        front = zip_records.local_header(full_name, begin, nbytes, self.alignment, mark)
         crc = 0
-        if isinstance(content, torch.UntypedStorage) and nbytes:
-            self.put_memory(content, content.data_ptr(), nbytes)
-            self.put_slot(self.offset + zip_records.DESCRIPTOR_CRC_AT)
-            self.awaiting.append(len(self.central))
-        elif nbytes:
-            assert isinstance(content, bytes)
+        if isinstance(content, bytes):
             crc = zlib.crc32(content)
-            self.put(content)
-        self.put(zip_records.descriptor(begin, nbytes, crc))
-        self.central.append(zip_records.central_header(full_name, begin, nbytes, crc))
+            self.put(front + content + zip_records.descriptor(begin, nbytes, crc))
+        elif nbytes:
+            self.awaiting.append(len(self.rows))
+            back = zip_records.descriptor(begin, nbytes, 0)
+            self.put_framed(front, content, content.data_ptr(), nbytes, back, _CRC_PLACES)
+        else:
+            self.put(front)
+        self.rows.append((full_name, begin, nbytes, crc))
+        self.directory_nbytes += zip_records.central_nbytes(full_name, begin, nbytes)
 
     def finish(self, closing: Sequence[tuple[bytes, bytes | bytearray]]) -> Image:
         record_offset = self.offset
@@ -154,8 +163,8 @@ class _Builder(ImageBuilder):
         # The checksum record's data is where the tail begins, so it is always aligned to a page.
         mark = MARK if record_offset == 0 else b""
         self.put(zip_records.local_header(name, record_offset, 1, PAGE_BYTES, mark))
-        tail = _Tail(record_offset, self.offset, self.central, self.awaiting, closing)
-        return self.image(tail.nbytes, tail.build)
+        tail = _Tail(record_offset, self.offset, self.rows, self.awaiting, closing)
+        return self.image(tail.nbytes(self.directory_nbytes), tail.build)
 
 
 class _Tail:
@@ -165,25 +174,31 @@ class _Tail:
         self,
         record_offset: int,
         body_nbytes: int,
-        central: list[bytes],
+        rows: list[tuple[bytes, int, int, int]],
         awaiting: list[int],
         closing: Sequence[tuple[bytes, bytes | bytearray]],
     ) -> None:
         self.record_offset = record_offset
         self.body_nbytes = body_nbytes
-        self.central = central
+        self.rows = rows
         self.awaiting = awaiting
-        blocks = block_count(body_nbytes, BLOCK_BYTES)
         self.closing = [(b"version", container_version()), *closing]
-        self.nbytes = len(self._joined([0] * blocks, central)) + _COMMENT.nbytes
+        self._nbytes = 0
+
+    def nbytes(self, directory_nbytes: int) -> int:
+        """Returns its size, of which the rows' entries in the directory have so many bytes."""
+        blocks = block_count(self.body_nbytes, BLOCK_BYTES)
+        self._nbytes = len(self._joined([0] * blocks, bytes(directory_nbytes))) + _COMMENT.nbytes
+        return self._nbytes
 
     def build(self, block_crcs: Sequence[int], slot_crcs: Sequence[int]) -> bytes:
         ensure(len(slot_crcs) == len(self.awaiting), "each slot has a checksum")
-        central = list(self.central)
+        rows = list(self.rows)
         for number, crc in zip(self.awaiting, slot_crcs, strict=True):
-            central[number] = zip_records.with_crc(central[number], crc)
-        tail = _COMMENT.closed(self._joined(block_crcs, central), self.body_nbytes)
-        ensure(len(tail) == self.nbytes, f"the tail has {len(tail)} bytes, not {self.nbytes}")
+            rows[number] = (*rows[number][:3], crc)
+        directory = b"".join(zip_records.central_header(*row) for row in rows)
+        tail = _COMMENT.closed(self._joined(block_crcs, directory), self.body_nbytes)
+        ensure(len(tail) == self._nbytes, f"the tail has {len(tail)} bytes, not {self._nbytes}")
         return tail
 
     def _opening(self, block_crcs: Sequence[int]) -> tuple[bytes, bytes]:
@@ -200,10 +215,10 @@ class _Tail:
         entry = zip_records.central_header(name, self.record_offset, len(content), crc)
         return content + zip_records.descriptor(self.record_offset, len(content), crc), entry
 
-    def _joined(self, block_crcs: Sequence[int], central: Sequence[bytes]) -> bytes:
-        """Returns the tail without the comment."""
+    def _joined(self, block_crcs: Sequence[int], directory: bytes) -> bytes:
+        """Returns the tail without the comment; the directory begins with the rows' entries."""
         opening, entry = self._opening(block_crcs)
-        parts, entries = [opening], [*central, entry]
+        parts, entries = [opening], [directory, entry]
         offset = self.body_nbytes + len(opening)
         for name, data in self.closing:
             record, its_entry = whole_record(name, data, offset)
@@ -217,16 +232,10 @@ class _Tail:
         """Returns the bytes behind the other records: the id, the directory, the end records."""
         identity, identity_entry = whole_record(b".data/serialization_id", identity, offset)
         entries = [*entries, identity_entry]
-        directory = b"".join(entries)
-        return b"".join(
-            (
-                identity,
-                directory,
-                zip_records.end_records(
-                    offset + len(identity), len(directory), len(entries), _COMMENT.nbytes
-                ),
-            )
-        )
+        directory, count = b"".join(entries), len(self.rows) + len(entries) - 1
+        begin = offset + len(identity)
+        end = zip_records.end_records(begin, len(directory), count, _COMMENT.nbytes)
+        return b"".join((identity, directory, end))
 
 
 def whole_record(short: bytes, data: bytes | bytearray, offset: int) -> tuple[bytes, bytes]:

@@ -28,7 +28,13 @@ _END_MAGIC, _LOCATOR64_MAGIC = b"PK\x05\x06", b"PK\x06\x07"
 DIRECTORY_BYTES_MAX = 1 << 30  # that is read of a file without checksums, which may claim any size
 CRC_AT = 16  # in a central header
 DESCRIPTOR_CRC_AT = 4
-_DESCRIPTOR_BYTES, _WIDE_DESCRIPTOR_BYTES = 16, 24
+_DESCRIPTOR, _WIDE_DESCRIPTOR = struct.Struct("<IIII"), struct.Struct("<IIQQ")
+_PAIR, _PADDING = struct.Struct("<HH"), struct.Struct("<2sH")
+# The bytes of a local header before the sizes of its name and of what follows that.
+_OPENING, _OPENING_EMPTY = (
+    _LOCAL.pack(0x04034B50, 0, _UTF8 | flag, 0, 0, 0, 0, 0, 0, 0, 0)[: -_PAIR.size]
+    for flag in (_DESCRIPTOR_FOLLOWS, 0)
+)
 
 
 class Directory(NamedTuple):
@@ -49,11 +55,11 @@ def _padding(offset: int, name_nbytes: int, zip64_nbytes: int, alignment: int) -
 
 
 def _zip64_extra(offset: int, nbytes: int, stored_nbytes: int) -> bytes:
+    if nbytes < _U32 and offset < _U32:  # mostly
+        return b""
     values = (nbytes, stored_nbytes) if nbytes >= _U32 else ()
     if offset >= _U32:
         values = (*values, offset)
-    if not values:
-        return b""
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
 
 
@@ -64,26 +70,25 @@ def local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: by
     padding = _padding(offset, len(name), len(zip64), alignment)
     while padding < len(mark):
         padding += alignment
-    flags = _UTF8 | (_DESCRIPTOR_FOLLOWS if nbytes else 0)
-    extra_nbytes = len(zip64) + 4 + padding
-    fixed = _LOCAL.pack(0x04034B50, 0, flags, 0, 0, 0, 0, 0, 0, len(name), extra_nbytes)
-    return b"".join(
-        (fixed, name, zip64, b"FB", struct.pack("<H", padding), mark.ljust(padding, b"Z"))
-    )
+    opening = _OPENING if nbytes else _OPENING_EMPTY
+    sizes = _PAIR.pack(len(name), len(zip64) + 4 + padding)
+    its_padding = _PADDING.pack(b"FB", padding) + mark.ljust(padding, b"Z")
+    return b"".join((opening, sizes, name, zip64, its_padding))
 
 
 def descriptor(offset: int, nbytes: int, crc: int) -> bytes:
     """Returns a record's descriptor; torch computes the next record's offset from its size."""
-    size = descriptor_nbytes(offset, nbytes)
-    form = "<IIQQ" if size == _WIDE_DESCRIPTOR_BYTES else "<IIII"
-    return struct.pack(form, 0x08074B50, crc, nbytes, nbytes) if size else b""
+    if not nbytes:
+        return b""
+    form = _WIDE_DESCRIPTOR if offset >= _U32 or nbytes >= _U32 else _DESCRIPTOR
+    return form.pack(0x08074B50, crc, nbytes, nbytes)
 
 
 def descriptor_nbytes(offset: int, nbytes: int) -> int:
     """Returns the size of a record's descriptor."""
     if not nbytes:
         return 0
-    return _WIDE_DESCRIPTOR_BYTES if offset >= _U32 or nbytes >= _U32 else _DESCRIPTOR_BYTES
+    return (_WIDE_DESCRIPTOR if offset >= _U32 or nbytes >= _U32 else _DESCRIPTOR).size
 
 
 def central_header(name: bytes, offset: int, nbytes: int, crc: int) -> bytes:
@@ -115,6 +120,11 @@ def central_header(name: bytes, offset: int, nbytes: int, crc: int) -> bytes:
     )
 
 
+def central_nbytes(name: bytes, offset: int, nbytes: int) -> int:
+    """Returns the size of a record's central header."""
+    return _CENTRAL.size + len(name) + len(_zip64_extra(offset, nbytes, nbytes))
+
+
 def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
     """Returns where a record that begins at offset ends: header, data and descriptor."""
     zip64_nbytes = len(_zip64_extra(offset, nbytes, nbytes))
@@ -125,10 +135,6 @@ def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
 
 def crc_of(central: bytes) -> int:
     return int.from_bytes(central[CRC_AT : CRC_AT + 4], "little")
-
-
-def with_crc(central: bytes, crc: int) -> bytes:
-    return central[:CRC_AT] + struct.pack("<I", crc) + central[CRC_AT + 4 :]
 
 
 def end_records(offset: int, nbytes: int, entries: int, comment_nbytes: int) -> bytes:

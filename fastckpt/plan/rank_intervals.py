@@ -71,6 +71,10 @@ class Part:
         self.slots = range(0)
         if begin == end:
             return
+        if (begin, end) == (0, whole.body_nbytes):  # as where one rank saves alone
+            self.image.segments, self.image.slots = whole.segments, whole.slots
+            self.image.body_nbytes, self.slots = end, range(len(whole.slots) // 2)
+            return
         offsets = whole.segments[0::3]
         first = max(0, bisect_left(offsets, begin + 1) - 1)
         last = bisect_left(offsets, end)

@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, RanksDisagree, StorageError
-from fastckpt.formats import record_division, torch_zip
+from fastckpt.formats import record_division, torch_pickle, torch_zip
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Opening, Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, Told, attempt
@@ -703,7 +703,7 @@ def interrupt_or_wait(member: Member, disk: Path, moment: str) -> list[Outcome]:
     """Ctrl-C on rank 1, which has begun a save that no thread has taken over yet."""
     if member.rank == 1:
         owner, name = {
-            "pickling": (torch.serialization, "_save"),
+            "pickling": (torch_pickle, "_pickler_of"),
             "the thread": (pipeline, "start_thread"),
         }[moment]
         real = getattr(owner, name)

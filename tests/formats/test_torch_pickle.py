@@ -64,6 +64,17 @@ def hooks_kept() -> OrderedDict[str, object]:
     return OrderedDict(named=named, empty=empty, again=named)
 
 
+def with_hook() -> torch.Tensor:
+    tensor = torch.ones(3, requires_grad=True)
+    tensor.register_hook(lambda gradient: gradient)
+    return tensor
+
+
+def of_inference() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.ones(3)
+
+
 ZOO: dict[str, Callable[[], Any]] = {
     "module": lambda: torch.nn.Sequential(
         torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)
@@ -73,6 +84,9 @@ ZOO: dict[str, Callable[[], Any]] = {
     "one tensor twice": lambda: [tensor := torch.ones(5), tensor],
     "scalars and empty": lambda: [torch.tensor(1.5), torch.zeros(0), torch.zeros(2, 0, 3)],
     "requires grad": lambda: [torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2))],
+    "hook": with_hook,
+    "inference": of_inference,
+    "offset and strides": lambda: torch.arange(30.0).as_strided((2, 3), (7, 2), 4),
     "attribute": with_attribute,
     "attribute of an object": Marked,
     "subclass": lambda: torch.ones(3).as_subclass(Sub),
@@ -122,3 +136,24 @@ def test_a_reducer_that_the_program_has_registered_counts(monkeypatch: pytest.Mo
     monkeypatch.setitem(copyreg.dispatch_table, torch.Tensor, lambda tensor: (float, (7.0,)))
     captured = torch_pickle.capture([torch.zeros(2)], pickle, 2, False, False)
     assert pickle.loads(dict(captured.records)["data.pkl"]) == [7.0]  # type: ignore[arg-type]
+
+
+def test_a_way_to_reduce_that_the_program_has_put_in_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "__reduce_ex__", lambda tensor, protocol: (float, (7.0,)))
+    captured = torch_pickle.capture([torch.zeros(2)], pickle, 2, False, False)
+    assert pickle.loads(dict(captured.records)["data.pkl"]) == [7.0]  # type: ignore[arg-type]
+
+
+def test_locations_that_the_program_has_registered_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where storages of one device have several."""
+
+    def tag(storage: torch.UntypedStorage) -> str | None:
+        return "large" if storage.nbytes() > 64 else None
+
+    registry = [(1, tag, lambda _storage, _location: None), *torch.serialization._package_registry]
+    monkeypatch.setattr(torch.serialization, "_package_registry", registry)
+    obj = [torch.zeros(2), torch.zeros(99), torch.zeros(3)]
+    assert of_ours(obj, False)["data.pkl"] == of_torch(obj)["data.pkl"]
+    assert b"large" in of_torch(obj)["data.pkl"]
