@@ -161,7 +161,7 @@ class LocalTier:
             told = [json.loads(record) for record in meeting.gather("identity")]
             shared = [first.setdefault(identity, rank) for rank, (identity, _at) in enumerate(told)]
             listening = [at for _identity, at in told]
-            secret = secrets.token_hex(32)
+            secret = None if replicas is None else secrets.token_hex(32)
             meeting.put("nodes", json.dumps([shared, listening, secret]).encode())
         shared, listening, secret = json.loads(meeting.get("nodes"))
         nodes = RanksByNode(shared)
