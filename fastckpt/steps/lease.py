@@ -89,10 +89,11 @@ class Lease:
 
     def _was_made(self) -> bool:
         """Makes the file; returns False if there is one, or if another job thought it dead."""
-        storage = self._storage
+        self._began, self._renewals = now_text(), 0
+        storage, content = self._storage, self._record()
         with reported("open", self.path):
             try:
-                fd = storage.create(self.path, NEW_MODE)
+                fd = storage.create(self.path, NEW_MODE, first=content)
             except FileExistsError:
                 return False
             try:
@@ -101,7 +102,7 @@ class Lease:
                     self._is_of_use = False
                 elif policy.mandatory_locks or self._is_unlocked(fd):
                     self._keep(fd)
-                    self._write()
+                    self._write(content)
                     if not is_removed(storage, fd, self.path):
                         return True
                     self._let_go()
@@ -202,7 +203,7 @@ class Lease:
                 now = time.monotonic()
                 self._longest_s = max(self._longest_s, now - self._renewed_s)
                 self._renewed_s, self._renewals = now, self._renewals + 1
-                self._write()
+                self._write(self._record())
         self.take()
 
     def release(self) -> None:
@@ -219,7 +220,7 @@ class Lease:
                 if record is not None and record.nonce == _nonce():
                     # A job that comes back has to see that it was taken over meanwhile.
                     if self._may_come_back:
-                        self._write(is_over=True)
+                        self._write(self._record(is_over=True))
                     else:
                         self._storage.remove(self.path)
             except OSError:
@@ -257,11 +258,11 @@ class Lease:
         if fd >= 0 and self._pid == os.getpid():  # a child of fork() has closed it
             close_quietly(self._storage, fd)
 
-    def _write(self, *, is_over: bool = False) -> None:
+    def _record(self, *, is_over: bool = False) -> bytes:
         lasts_s = DEAD_AFTER_S
         if self._renewals > 1:
             lasts_s = min(lasts_s, max(_LASTS_S_MIN, _TIMES * self._longest_s))
-        record = LeaseRecord(
+        return LeaseRecord(
             _nonce(),
             socket.gethostname(),
             pid_space(),
@@ -272,8 +273,10 @@ class Lease:
             now_text(),
             int(lasts_s),
             is_over,
-        )
-        storage, fd, content = self._storage, self._fd, record.to_bytes()
+        ).to_bytes()
+
+    def _write(self, content: bytes) -> None:
+        storage, fd = self._storage, self._fd
         with reported("write", self.path):
             patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
             if storage.policy(fd)[1].remote:

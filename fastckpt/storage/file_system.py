@@ -203,18 +203,18 @@ class Storage:
     def __init_subclass__(cls) -> None:
         calls.note(cls, Storage)
 
-    def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
+    def create(
+        self, path: str, mode: int, purpose: Purpose | None = None, first: bytes = b""
+    ) -> int:
         """Creates a file, which must not exist, for reading and writing; returns its descriptor.
-
-        Args:
-            purpose: decides the layout of a file that may be long, where files have layouts.
+        The purpose decides the layout of a file that may be long. Where files come to be whole, it
+        begins with `first`, which is written next.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL follows no link
         if purpose is None or not lustre.is_lustre(os.path.dirname(path)):
             return _noted(os.open(path, flags, mode))
         fd, why = lustre.create(path, flags, mode, purpose)
-        _noted(fd)
-        name, policy = _policy(fd)
+        name, policy = _policy(_noted(fd))
         _descriptors[fd] = name, policy._replace(why=f"{policy.why}; {why}")
         return fd
 

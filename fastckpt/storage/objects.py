@@ -56,11 +56,12 @@ class _Open:
         upload: what is written to it; None: its bytes lie in the descriptor until they are put.
         target: the path that an upload will have.
         is_new: whether its bytes have changed since they were put.
+        has: what it was made with, until something is put again.
     """
 
     def __init__(self, path: str, found: Any = None, upload: Upload | None = None) -> None:
         self.path, self.found, self.upload = path, found, upload
-        self.target, self.is_new = path, False
+        self.target, self.is_new, self.has = path, False, b""
         self.content, self.ends = -1, 1  # the descriptor with its bytes; how many it has in all
         self.number = next(_numbers)
 
@@ -81,14 +82,19 @@ class ObjectStorage:
 
     # Objects.
 
-    def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
+    def create(
+        self, path: str, mode: int, purpose: Purpose | None = None, first: bytes = b""
+    ) -> int:
         """As Storage's. With a purpose the object is made when it is synced, whatever there was;
         under a temporary name, when it is renamed, and only to the name that this was made of.
         """
         name, owner = owner_divided(os.path.basename(path))
         if purpose is None and owner is None:
             self._probe(path)
-            return self._noted(_Open(path, self._put_new(path, secrets.token_hex(16).encode())))
+            opened = _Open(path)
+            opened.has = first or secrets.token_hex(16).encode()
+            opened.found = self._put_new(path, opened.has)
+            return self._noted(opened)
         if purpose is None:
             return self._noted(_Open(path, self._put("create", path, b"")))
         target = path if owner is None else os.path.join(os.path.dirname(path), name[1:])
@@ -235,8 +241,9 @@ class ObjectStorage:
             opened.found = opened.upload.finish()
         elif opened.is_new:
             content = self._content(opened)
-            self._put_again(opened, content)
-            opened.is_new = False
+            if content != opened.has:
+                self._put_again(opened, content)
+            opened.has, opened.is_new = b"", False
 
     flush = sync
 

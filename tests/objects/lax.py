@@ -1,11 +1,15 @@
 """A server of S3 that accepts every put, whatever its condition: what it answers is well-formed,
 and what was there is lost. rclone serve s3 and others are such servers. It checks no signature.
+
+As a program it prints its port and serves until its stdin ends: then it heeds conditions and drops
+parts, so that a benchmark measures the client.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import threading
 import urllib.parse
 from contextlib import suppress
@@ -23,12 +27,16 @@ def etag(content: bytes) -> str:
 class Lax:
     """The server, at a port of its own.
 
+    Args:
+        drains: it heeds If-None-Match, and what is uploaded in parts is read and dropped.
+
     Attributes:
         port: of its S3.
         objects: what it holds, by key with the bucket.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, drains: bool = False) -> None:
+        self.drains = drains
         self.objects: dict[str, bytes] = {}
         self.uploads: dict[str, dict[int, bytes]] = {}
         outer = self
@@ -72,6 +80,11 @@ class Lax:
 class _Handler(BaseHTTPRequestHandler):
     lax: Lax
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self._scratch = bytearray(4 << 20)
 
     def log_message(self, *_: object) -> None:
         """Says nothing."""
@@ -79,15 +92,19 @@ class _Handler(BaseHTTPRequestHandler):
     def _asked(self) -> tuple[str, dict[str, str], bytes]:
         url = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        return urllib.parse.unquote(url.path).strip("/"), query, body
+        nbytes = int(self.headers.get("Content-Length", 0))
+        if self.lax.drains and "partNumber" in query:
+            with memoryview(self._scratch) as scratch:
+                while nbytes:
+                    nbytes -= self.rfile.readinto(scratch[: min(nbytes, len(scratch))])
+        return urllib.parse.unquote(url.path).strip("/"), query, self.rfile.read(nbytes)
 
     def _answer(self, status: int, body: bytes | str = b"", **headers: str) -> None:
         data = body.encode() if isinstance(body, str) else body
         self.send_response_only(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
-        if self.command != "HEAD":
+        if self.command != "HEAD" and status != 204:
             self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command != "HEAD":
@@ -98,6 +115,15 @@ class _Handler(BaseHTTPRequestHandler):
         key, query, body = self._asked()
         if "uploadId" in query:
             self.lax.uploads[query["uploadId"]][int(query["partNumber"])] = body
+        elif source := self.headers.get("x-amz-copy-source"):
+            body = self.lax.objects[urllib.parse.unquote(source).strip("/")]
+            self.lax.objects[key] = body
+            told = escape(etag(body))
+            self._answer(200, f"<CopyObjectResult><ETag>{told}</ETag></CopyObjectResult>")
+            return
+        elif self.lax.drains and self.headers.get("If-None-Match") and key in self.lax.objects:
+            self._answer(412, "<Error><Code>PreconditionFailed</Code></Error>")
+            return
         else:
             self.lax.objects[key] = body
         self._answer(200, ETag=etag(body))
@@ -157,3 +183,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, content[begin:end], **headers)
 
     do_HEAD = do_GET
+
+
+if __name__ == "__main__":
+    with Lax(drains=True) as serving:
+        print(serving.port, flush=True)
+        sys.stdin.read()

@@ -126,8 +126,8 @@ def test_a_part_that_stalls_is_sent_again(weed: Weed, proxy: Proxy, root: str) -
 def test_nothing_waits_longer_than_timeout_s(
     weed: Weed, proxy: Proxy, root: str, kind: str
 ) -> None:
-    """A server that does not answer, and a client that would wait for minutes."""
-    stall, told = Stall(), options(proxy.port)
+    """A server that does not answer, and a client that would wait for a minute."""
+    stall, told = Stall(), impatient(proxy.port)
     with saver_of(root, told) as saver:
         saver.save(1, state_of(1, LARGE)).result()
     with saver_of(root, told, timeout_s=TIMEOUT_S) as saver:

@@ -57,9 +57,11 @@ def restore(member: Member, root: str, told: dict[str, Any]) -> int | None:
     return step
 
 
-def test_two_ranks_save_and_restore(crew: Callable[[int], Crew], weed: Weed, root: str) -> None:
-    crew(2)(save, root, options(weed.port), [1, 2, 3])
-    assert crew(2)(restore, root, options(weed.port)) == [3, 3]
+def test_two_ranks_save_and_four_restore(
+    crew: Callable[[int], Crew], weed: Weed, root: str
+) -> None:
+    crew(4)(save, root, options(weed.port), [1, 2, 3], ranks=2)
+    assert crew(4)(restore, root, options(weed.port)) == [3, 3, 3, 3]
 
 
 def test_another_number_of_ranks_reads_what_it_needs(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.storm import Storm
 
 pytestmark = pytest.mark.multiprocess
 ALWAYS = 1 << 30
+MOMENT = timedelta(milliseconds=50)
 
 # Restores, and saves step after step, without end.
 LIFE = """
@@ -47,7 +49,7 @@ def number(line: str, word: str, program: Program) -> int:
 def test_a_process_that_is_killed(weed: Weed, storm: Storm, root: str) -> None:
     """At any moment; the next one finds what was committed last, or what was about to be."""
     last = -1
-    for turn, rng in enumerate(storm.rounds(3, 300)):
+    for rng in storm.rounds(3, 300):
         with Program(LIFE, root, variables={**environment(weed.port)}) as life:
             has = number(life.stdout.readline(), "has", life)
             assert has in (last, last + 1), (has, last)
@@ -58,8 +60,6 @@ def test_a_process_that_is_killed(weed: Weed, storm: Storm, root: str) -> None:
             life.kill()
             for line in life.stdout.read().splitlines():
                 last = number(line, "saved", life)
-        if turn % 10 == 9:
-            weed.vacuum()
     into = blank(LARGE)
     with fastckpt.Checkpointer(root, storage_options=options(weed.port)) as reader:
         found = reader.restore(into)
@@ -112,7 +112,9 @@ def look(root: str, told: dict[str, Any], committed: list[int]) -> None:
 
 def test_a_server_that_is_killed(weed: Weed, storm: Storm, root: str) -> None:
     """And started again, with what it had; the next save works."""
-    told = options(weed.port)
+    backoff = {"init_backoff": MOMENT, "max_backoff": MOMENT, "base": 2}
+    retries = {"max_retries": 2000, "retry_timeout": timedelta(seconds=60), "backoff": backoff}
+    told = options(weed.port, retry_config=retries)
     with saving(root, told) as (committed, _errors):
         for rng in storm.rounds(1, 50):
             after(committed, committed[-1] if committed else -1)
@@ -121,7 +123,6 @@ def test_a_server_that_is_killed(weed: Weed, storm: Storm, root: str) -> None:
             weed.start()
             look(root, told, committed)
             after(committed, committed[-1])
-            weed.vacuum()
     look(root, told, committed)
 
 

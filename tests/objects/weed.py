@@ -119,7 +119,8 @@ class Weed:
         here = self._directory
         if "master" not in self._running:
             self._run("master", "-peers=none", f"-mdir={here}", "-telemetry=false",
-                      f"-volumeSizeLimitMB={volume_mib}", "-heartbeatInterval=100ms")  # fmt: skip
+                      f"-volumeSizeLimitMB={volume_mib}", "-heartbeatInterval=100ms",
+                      "-vacuumIntervalSeconds=30")  # fmt: skip
             self._await("master", "/cluster/status", b'"IsLeader":true')
         if "volume" not in self._running:
             self._run("volume", f"-dir={here}", f"-max={volumes_max}", "-minFreeSpace=1MiB",
@@ -142,10 +143,6 @@ class Weed:
 
     def make_bucket(self, name: str) -> None:
         assert said(self._url("filer", f"/buckets/{name}/"), "POST")
-
-    def vacuum(self) -> None:
-        """Gives back the room of what was deleted."""
-        said(self._url("master", "/vol/vacuum?garbageThreshold=0.001"))
 
     def _run(self, name: str, *arguments: str) -> None:
         port, grpc = self._ports[name]

@@ -1,0 +1,66 @@
+"""The benchmark of object stores: what it makes of its measurements, and one short run.
+
+Responsible for its coming to an end and for what it says. Must not judge times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))
+
+import objects
+
+pytest.importorskip("obstore", reason="obstore is not installed")
+
+
+def rows(ways: list[str]) -> list[dict[str, object]]:
+    clocks = {"stall_s": 0.5, "committed_s": 2.0, "cpu_s": 1.0}
+    times = {"fastckpt": 1.0, "obstore": 0.5, "fastckpt, directory": 1.0}
+    return [
+        {"way": way, "round": number}
+        | {key: value * times.get(way, 3.0) * (1 + number) for key, value in clocks.items()}
+        for number in range(3)
+        for way in ways
+    ]
+
+
+def test_medians_and_the_bars() -> None:
+    lines = objects.lines_of(rows(["fastckpt", "obstore", "fastckpt, directory"]), 4.0)
+    assert [line.passed for line in lines] == [True, False, None, True]
+    assert lines[0].measured == "0.50 s" and lines[1].measured.startswith("2.00 x")
+
+
+@pytest.mark.multiprocess
+@pytest.mark.torture
+def test_a_short_run(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "objects.py"), "--servers", "drain"]
+    done = subprocess.run(
+        [
+            *command,
+            "--gib",
+            "0.03",
+            "--rounds",
+            "1",
+            "--out",
+            str(tmp_path),
+            "--dir",
+            str(tmp_path),
+        ],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert "| fastckpt, directory |" in done.stdout, done.stdout + done.stderr
+    (file,) = tmp_path.glob("objects-*.json")
+    ways = {row["way"] for row in json.loads(file.read_text())["results"]["drain"]}
+    assert {"fastckpt", "obstore", "fastckpt, directory"} <= ways
