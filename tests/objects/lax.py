@@ -1,13 +1,15 @@
 """A server of S3 that accepts every put, whatever its condition: what it answers is well-formed,
 and what was there is lost. rclone serve s3 and others are such servers. It checks no signature.
 
-As a program it prints its port and serves until its stdin ends: then it heeds conditions and drops
+It can heed conditions, too, those of Google Cloud Storage's XML API among them, whose clients it
+then serves as well. As a program it prints its port and serves until its stdin ends: then it drops
 parts, so that a benchmark measures the client.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 import sys
 import threading
@@ -28,16 +30,20 @@ class Lax:
     """The server, at a port of its own.
 
     Args:
-        drains: it heeds If-None-Match, and what is uploaded in parts is read and dropped.
+        heeds: whether it heeds conditions.
+        drains: whether what is uploaded in parts is read and dropped.
 
     Attributes:
         port: of its S3.
         objects: what it holds, by key with the bucket.
+        generations: a number of each, another one whenever it is replaced.
     """
 
-    def __init__(self, drains: bool = False) -> None:
-        self.drains = drains
+    def __init__(self, heeds: bool = False, drains: bool = False) -> None:
+        self.heeds, self.drains = heeds, drains
         self.objects: dict[str, bytes] = {}
+        self.generations: dict[str, int] = {}
+        self._numbers = itertools.count(1)
         self.uploads: dict[str, dict[int, bytes]] = {}
         outer = self
 
@@ -55,6 +61,14 @@ class Lax:
     def __exit__(self, *_: object) -> None:
         self._server.shutdown()
         self._server.server_close()
+
+    def keep(self, key: str, content: bytes) -> None:
+        self.objects[key] = content
+        self.generations[key] = next(self._numbers)
+
+    def drop(self, key: str) -> None:
+        self.objects.pop(key, None)
+        self.generations.pop(key, None)
 
     def listing(self, bucket: str, prefix: str, delimiter: str) -> str:
         begin = f"{bucket}/{prefix}"
@@ -117,16 +131,29 @@ class _Handler(BaseHTTPRequestHandler):
             self.lax.uploads[query["uploadId"]][int(query["partNumber"])] = body
         elif source := self.headers.get("x-amz-copy-source"):
             body = self.lax.objects[urllib.parse.unquote(source).strip("/")]
-            self.lax.objects[key] = body
+            self.lax.keep(key, body)
             told = escape(etag(body))
             self._answer(200, f"<CopyObjectResult><ETag>{told}</ETag></CopyObjectResult>")
             return
-        elif self.lax.drains and self.headers.get("If-None-Match") and key in self.lax.objects:
+        elif not self._may(key):
             self._answer(412, "<Error><Code>PreconditionFailed</Code></Error>")
             return
         else:
-            self.lax.objects[key] = body
-        self._answer(200, ETag=etag(body))
+            self.lax.keep(key, body)
+        self._answer(200, ETag=etag(body), **self._generation(key))
+
+    def _generation(self, key: str) -> dict[str, str]:
+        return {"x_goog_generation": str(self.lax.generations.get(key, 0))}
+
+    def _may(self, key: str) -> bool:
+        """Whether the conditions of a request hold, or are not heeded."""
+        told, content = self.headers, self.lax.objects.get(key)
+        generation = told.get("x-goog-if-generation-match")
+        return not self.lax.heeds or not (
+            (told.get("If-None-Match") == "*" and content is not None)
+            or (told.get("If-Match") and (content is None or told["If-Match"] != etag(content)))
+            or (generation is not None and int(generation) != self.lax.generations.get(key, 0))
+        )
 
     def do_POST(self) -> None:
         key, query, body = self._asked()
@@ -141,12 +168,12 @@ class _Handler(BaseHTTPRequestHandler):
         elif "delete" in query:
             gone = re.findall("<Key>(.*?)</Key>", body.decode())
             for each in gone:
-                self.lax.objects.pop(f"{key}/{each}", None)
+                self.lax.drop(f"{key}/{each}")
             told = "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in gone)
             self._answer(200, f"<DeleteResult>{told}</DeleteResult>")
         else:
             parts = self.lax.uploads.pop(query["uploadId"])
-            self.lax.objects[key] = b"".join(parts[number] for number in sorted(parts))
+            self.lax.keep(key, b"".join(parts[number] for number in sorted(parts)))
             self._answer(
                 200,
                 f"<CompleteMultipartUploadResult><Location/><Bucket/><Key>{escape(key)}</Key>"
@@ -159,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
         if "uploadId" in query:
             self.lax.uploads.pop(query["uploadId"], None)
         else:
-            self.lax.objects.pop(key, None)
+            self.lax.drop(key)
         self._answer(204)
 
     def do_GET(self) -> None:
@@ -172,8 +199,11 @@ class _Handler(BaseHTTPRequestHandler):
         if content is None:
             self._answer(404, "<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
             return
+        if not self._may(key):
+            self._answer(412, "<Error><Code>PreconditionFailed</Code></Error>")
+            return
         begin, end, status = 0, len(content), 200
-        headers = {"ETag": etag(content), "Last_Modified": _DATE}
+        headers = {"ETag": etag(content), "Last_Modified": _DATE, **self._generation(key)}
         if match := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             begin, status = int(match[1]), 206
             end = min(end, int(match[2]) + 1) if match[2] else end
@@ -186,6 +216,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 if __name__ == "__main__":
-    with Lax(drains=True) as serving:
+    with Lax(heeds=True, drains=True) as serving:
         print(serving.port, flush=True)
         sys.stdin.read()

@@ -143,3 +143,18 @@ def test_a_job_that_was_taken_for_dead_leaves_no_mix(
     stall.over.set()
     assert (outcome(first), second) == (None, None)
     assert told_by(root, options(weed.port)) == told_by(root, options(proxy.port))
+
+
+def test_a_job_that_dies_as_it_takes_the_root(weed: Weed, proxy: Proxy, root: str) -> None:
+    """What it leaves names it, from the first request on, so that nobody waits for it."""
+    stall = Stall()
+    proxy.on("put", stall, key="lease.json")
+    first = job(root, 1, proxy.port)
+    first.stdin.write("\n")
+    first.stdin.flush()
+    assert stall.met.wait(60)
+    first.kill()
+    first.wait(60)
+    stall.over.set()
+    assert outcome(job(root, 2, weed.port)) is None
+    assert told_by(root, options(weed.port)) == 2

@@ -258,3 +258,27 @@ def test_credentials_from_a_function(weed: Weed, root: str) -> None:
     fastckpt.save(state_of(1), f"{root}/a.pt", storage_options=told).result()
     assert step_of(fastckpt.load(f"{root}/a.pt", storage_options=told)) == 1
     assert asked
+
+
+def test_google_s_dialect(client: Any) -> None:
+    """Of a stub: what is put on a condition there names a generation."""
+    key = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+    with Lax(heeds=True) as stub:
+        key["gcs_base_url"] = f"http://127.0.0.1:{stub.port}"
+        told = {"service_account_key": json.dumps(key), "client_options": {"allow_http": True}}
+        with fastckpt.Checkpointer("gs://bucket/run", storage_options=told, keep_last=2) as saver:
+            for step in (1, 2, 3):
+                saver.save(step, state_of(step, LARGE)).result()
+        into = blank(LARGE)
+        with fastckpt.Checkpointer("gs://bucket/run", storage_options=told) as reader:
+            assert reader.steps() == [2, 3] and reader.restore(into) == 3 and step_of(into) == 3
+        fastckpt.save(state_of(4), "gs://bucket/a.pt", storage_options=told).result()
+        assert step_of(fastckpt.load("gs://bucket/a.pt", storage_options=told)) == 4
+    with Lax() as stub:
+        key["gcs_base_url"] = f"http://127.0.0.1:{stub.port}"
+        told = {"service_account_key": json.dumps(key), "client_options": {"allow_http": True}}
+        with (
+            fastckpt.Checkpointer("gs://bucket/run", storage_options=told) as saver,
+            pytest.raises(StorageError, match="ignores conditions"),
+        ):
+            saver.save(1, state_of(1)).result()
