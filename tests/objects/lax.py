@@ -18,8 +18,8 @@ from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from xml.sax.saxutils import escape
 
-_DATE = "Thu, 26 Nov 2026 02:00:00 GMT"
-_DATE_IN_XML = "2026-11-26T02:00:00.000Z"
+DATE = "Thu, 26 Nov 2026 02:00:00 GMT"
+DATE_IN_XML = "2026-11-26T02:00:00.000Z"
 
 
 def etag(content: bytes) -> str:
@@ -32,6 +32,7 @@ class Lax:
     Args:
         heeds: whether it heeds conditions.
         drains: whether what is uploaded in parts is read and dropped.
+        kind: of its connections; by default they speak S3.
 
     Attributes:
         port: of its S3.
@@ -39,7 +40,9 @@ class Lax:
         generations: a number of each, another one whenever it is replaced.
     """
 
-    def __init__(self, heeds: bool = False, drains: bool = False) -> None:
+    def __init__(
+        self, heeds: bool = False, drains: bool = False, kind: type[S3Handler] | None = None
+    ) -> None:
         self.heeds, self.drains = heeds, drains
         self.objects: dict[str, bytes] = {}
         self.generations: dict[str, int] = {}
@@ -47,7 +50,7 @@ class Lax:
         self.uploads: dict[str, dict[int, bytes]] = {}
         outer = self
 
-        class Handler(_Handler):
+        class Handler(kind or S3Handler):  # type: ignore[misc]  # chosen as it runs
             lax = outer
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
@@ -77,7 +80,7 @@ class Lax:
         cut = len(bucket) + 1
         prefixes = {begin + key[len(begin) :].split(delimiter)[0] + delimiter for key in below}
         contents = "".join(
-            f"<Contents><Key>{escape(key[cut:])}</Key><LastModified>{_DATE_IN_XML}</LastModified>"
+            f"<Contents><Key>{escape(key[cut:])}</Key><LastModified>{DATE_IN_XML}</LastModified>"
             f"<ETag>{escape(etag(self.objects[key]))}</ETag>"
             f"<Size>{len(self.objects[key])}</Size></Contents>"
             for key in keys
@@ -91,7 +94,9 @@ class Lax:
         return f"<ListBucketResult>{whole}</ListBucketResult>"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class S3Handler(BaseHTTPRequestHandler):
+    """One connection of a client."""
+
     lax: Lax
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -103,7 +108,7 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Says nothing."""
 
-    def _asked(self) -> tuple[str, dict[str, str], bytes]:
+    def asked(self) -> tuple[str, dict[str, str], bytes]:
         url = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
         nbytes = int(self.headers.get("Content-Length", 0))
@@ -113,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
                     nbytes -= self.rfile.readinto(scratch[: min(nbytes, len(scratch))])
         return urllib.parse.unquote(url.path).strip("/"), query, self.rfile.read(nbytes)
 
-    def _answer(self, status: int, body: bytes | str = b"", **headers: str) -> None:
+    def answer(self, status: int, body: bytes | str = b"", **headers: str) -> None:
         data = body.encode() if isinstance(body, str) else body
         self.send_response_only(status)
         for name, value in headers.items():
@@ -126,26 +131,26 @@ class _Handler(BaseHTTPRequestHandler):
                 self.wfile.write(data)
 
     def do_PUT(self) -> None:
-        key, query, body = self._asked()
+        key, query, body = self.asked()
         if "uploadId" in query:
             self.lax.uploads[query["uploadId"]][int(query["partNumber"])] = body
         elif source := self.headers.get("x-amz-copy-source"):
             body = self.lax.objects[urllib.parse.unquote(source).strip("/")]
             self.lax.keep(key, body)
             told = escape(etag(body))
-            self._answer(200, f"<CopyObjectResult><ETag>{told}</ETag></CopyObjectResult>")
+            self.answer(200, f"<CopyObjectResult><ETag>{told}</ETag></CopyObjectResult>")
             return
-        elif not self._may(key):
-            self._answer(412, "<Error><Code>PreconditionFailed</Code></Error>")
+        elif not self.may(key):
+            self.answer(412, "<Error><Code>PreconditionFailed</Code></Error>")
             return
         else:
             self.lax.keep(key, body)
-        self._answer(200, ETag=etag(body), **self._generation(key))
+        self.answer(200, ETag=etag(body), **self._generation(key))
 
     def _generation(self, key: str) -> dict[str, str]:
         return {"x_goog_generation": str(self.lax.generations.get(key, 0))}
 
-    def _may(self, key: str) -> bool:
+    def may(self, key: str) -> bool:
         """Whether the conditions of a request hold, or are not heeded."""
         told, content = self.headers, self.lax.objects.get(key)
         generation = told.get("x-goog-if-generation-match")
@@ -156,11 +161,11 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def do_POST(self) -> None:
-        key, query, body = self._asked()
+        key, query, body = self.asked()
         if "uploads" in query:
             upload = str(len(self.lax.uploads))
             self.lax.uploads[upload] = {}
-            self._answer(
+            self.answer(
                 200,
                 f"<InitiateMultipartUploadResult><Bucket/><Key>{escape(key)}</Key>"
                 f"<UploadId>{upload}</UploadId></InitiateMultipartUploadResult>",
@@ -170,11 +175,11 @@ class _Handler(BaseHTTPRequestHandler):
             for each in gone:
                 self.lax.drop(f"{key}/{each}")
             told = "".join(f"<Deleted><Key>{each}</Key></Deleted>" for each in gone)
-            self._answer(200, f"<DeleteResult>{told}</DeleteResult>")
+            self.answer(200, f"<DeleteResult>{told}</DeleteResult>")
         else:
             parts = self.lax.uploads.pop(query["uploadId"])
             self.lax.keep(key, b"".join(parts[number] for number in sorted(parts)))
-            self._answer(
+            self.answer(
                 200,
                 f"<CompleteMultipartUploadResult><Location/><Bucket/><Key>{escape(key)}</Key>"
                 f"<ETag>{escape(etag(self.lax.objects[key]))}</ETag>"
@@ -182,35 +187,35 @@ class _Handler(BaseHTTPRequestHandler):
             )
 
     def do_DELETE(self) -> None:
-        key, query, _ = self._asked()
+        key, query, _ = self.asked()
         if "uploadId" in query:
             self.lax.uploads.pop(query["uploadId"], None)
         else:
             self.lax.drop(key)
-        self._answer(204)
+        self.answer(204)
 
     def do_GET(self) -> None:
-        key, query, _ = self._asked()
+        key, query, _ = self.asked()
         if "list-type" in query:
             prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
-            self._answer(200, self.lax.listing(key, prefix, delimiter))
+            self.answer(200, self.lax.listing(key, prefix, delimiter))
             return
         content = self.lax.objects.get(key)
         if content is None:
-            self._answer(404, "<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
+            self.answer(404, "<Error><Code>NoSuchKey</Code><Message>none</Message></Error>")
             return
-        if not self._may(key):
-            self._answer(412, "<Error><Code>PreconditionFailed</Code></Error>")
+        if not self.may(key):
+            self.answer(412, "<Error><Code>PreconditionFailed</Code></Error>")
             return
         begin, end, status = 0, len(content), 200
-        headers = {"ETag": etag(content), "Last_Modified": _DATE, **self._generation(key)}
+        headers = {"ETag": etag(content), "Last_Modified": DATE, **self._generation(key)}
         if match := re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             begin, status = int(match[1]), 206
             end = min(end, int(match[2]) + 1) if match[2] else end
             headers["Content_Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
         if self.command == "HEAD":
             headers["Content_Length"] = str(len(content))
-        self._answer(status, content[begin:end], **headers)
+        self.answer(status, content[begin:end], **headers)
 
     do_HEAD = do_GET
 

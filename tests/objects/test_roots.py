@@ -20,7 +20,8 @@ import torch
 import fastckpt
 from fastckpt.errors import StorageError
 from tests.interpreters import run
-from tests.objects.lax import Lax
+from tests.objects.azure import AzureHandler
+from tests.objects.lax import Lax, S3Handler
 from tests.objects.proxy import Proxy
 from tests.objects.states import LARGE, blank, state_of, step_of
 from tests.objects.weed import BUCKET, KEY_ID, SECRET, Weed, environment, options
@@ -260,25 +261,42 @@ def test_credentials_from_a_function(weed: Weed, root: str) -> None:
     assert asked
 
 
-def test_google_s_dialect(client: Any) -> None:
-    """Of a stub: what is put on a condition there names a generation."""
+def google(port: int) -> dict[str, Any]:
     key = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
-    with Lax(heeds=True) as stub:
-        key["gcs_base_url"] = f"http://127.0.0.1:{stub.port}"
-        told = {"service_account_key": json.dumps(key), "client_options": {"allow_http": True}}
-        with fastckpt.Checkpointer("gs://bucket/run", storage_options=told, keep_last=2) as saver:
+    key["gcs_base_url"] = f"http://127.0.0.1:{port}"
+    return {"service_account_key": json.dumps(key), "client_options": {"allow_http": True}}
+
+
+def azure(port: int) -> dict[str, Any]:
+    told = {"account_name": "tests", "skip_signature": True, "client_options": {"allow_http": True}}
+    return {**told, "endpoint": f"http://127.0.0.1:{port}"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "kind", "options_of"), [("gs", S3Handler, google), ("az", AzureHandler, azure)]
+)
+def test_other_dialects(
+    client: Any,
+    scheme: str,
+    kind: type[S3Handler],
+    options_of: Callable[[int], dict[str, Any]],
+) -> None:
+    """Of stubs, with conditions of their own."""
+    root = f"{scheme}://bucket/run"
+    with Lax(heeds=True, kind=kind) as stub:
+        told = options_of(stub.port)
+        with fastckpt.Checkpointer(root, storage_options=told, keep_last=2) as saver:
             for step in (1, 2, 3):
                 saver.save(step, state_of(step, LARGE)).result()
         into = blank(LARGE)
-        with fastckpt.Checkpointer("gs://bucket/run", storage_options=told) as reader:
+        with fastckpt.Checkpointer(root, storage_options=told) as reader:
             assert reader.steps() == [2, 3] and reader.restore(into) == 3 and step_of(into) == 3
-        fastckpt.save(state_of(4), "gs://bucket/a.pt", storage_options=told).result()
-        assert step_of(fastckpt.load("gs://bucket/a.pt", storage_options=told)) == 4
-    with Lax() as stub:
-        key["gcs_base_url"] = f"http://127.0.0.1:{stub.port}"
-        told = {"service_account_key": json.dumps(key), "client_options": {"allow_http": True}}
+        fastckpt.save(state_of(4), f"{root}/a.pt", storage_options=told).result()
+        assert step_of(fastckpt.load(f"{root}/a.pt", storage_options=told)) == 4
+    with Lax(kind=kind) as stub:
+        told = options_of(stub.port)
         with (
-            fastckpt.Checkpointer("gs://bucket/run", storage_options=told) as saver,
+            fastckpt.Checkpointer(root, storage_options=told) as saver,
             pytest.raises(StorageError, match="ignores conditions"),
         ):
             saver.save(1, state_of(1)).result()
