@@ -20,7 +20,6 @@ PARTS_MAX = 10_000  # of one object, as S3 has it
 CONCURRENCY = 16  # parts of one object that are under way at a time
 # Threads that bring blocks. One is always kept free, so that the block which others wait for comes.
 WRITERS = 2 * CONCURRENCY + 8
-_RELEASE_S = 5.0  # for how long the memory of an upload that failed may still be read
 
 Put = Callable[..., Any]  # (content, how) -> the object's ETag and version
 
@@ -103,9 +102,9 @@ class Upload:
             known = weakref.ref(part, lambda _: sent.set())
             self._take(part, offset)
             del part
-            while not sent.wait(1.0):
-                if self._failure() is not None and not sent.wait(_RELEASE_S):
-                    break
+            # The client lets go of it in any case. This wait has no bound, as the kernel's writes
+            # have none: who wakes up while the interpreter ends would abort it.
+            sent.wait()
             del known
         finally:
             self._crowd.leave()
@@ -122,7 +121,7 @@ class Upload:
                 and self._error is None
                 and not self._is_small
             ):
-                self._changed.wait(1.0)
+                self._changed.wait()
             if self._error is not None:
                 raise self._error
             if self._thread is None and not self._is_small:
@@ -211,4 +210,5 @@ class Upload:
         with self._changed:
             self._is_given_up = True
             self._error = self._error or OSError(errno.ECANCELED, os.strerror(errno.ECANCELED))
+            self._blocks.clear()
             self._changed.notify_all()
