@@ -38,8 +38,9 @@ class Memory:
         rate: the most bytes a second that a rank sends to a neighbour, as a number or a text such
             as "2GB/s". None: no limit.
         address: the address of this node at which its ranks listen for each other. None: the one
-            from which it reaches the job's store. Files travel in the clear; who does not know the
-            job's secret, which ranks share by that store, is sent nothing.
+            from which it reaches the job's store, if that is a TCPStore, else 127.0.0.1. Files
+            travel in the clear; who does not know the job's secret, which ranks share by that
+            store, is sent nothing.
         root_every: the root gets the steps that are multiples of this, and any with a deadline_s;
             the others are in memory alone: result() returns when they are committed there. After a
             crash the newest is copied to the root, whatever its number.

@@ -10,9 +10,11 @@ import itertools
 import logging
 import os
 import signal
+import threading
 from typing import Any
 
 from fastckpt import Checkpointer, Memory
+from fastckpt.tiers.replicas import Replicas
 from tests.crews.group_crew import Member, Outcome, Told, attempt
 from tests.crews.steps_bodies import found_in, meet
 from tests.crews.steps_states import stamped
@@ -80,3 +82,23 @@ def save_for_ever(
         for step in itertools.count(begin):
             if saving.save(step, stamped(member, step)).wait_memory(60):
                 print(step, file=file, flush=True)
+
+
+def save_beside_who_hangs(
+    member: Member, root: str, locals_: list[str], hanging: int, steps: list[int]
+) -> list[tuple[bool, str]]:
+    """One rank takes connections and never answers; returns of each step what the rest is told."""
+    over = threading.Event()
+    if member.rank == hanging:
+        Replicas._serve = lambda _self, _link: over.wait(60)  # type: ignore[method-assign]
+    told = []
+    with Checkpointer(
+        root, group=member.group, local=memory(member, locals_, {}), timeout_s=9
+    ) as saving:
+        for step in steps:
+            handle = saving.save(step, stamped(member, step))
+            told.append((handle.wait_memory(60), handle.result().replicas_why))
+        over.set()
+        assert found_in(member, saving) == steps[-1]
+    meet(member)
+    return told

@@ -141,14 +141,29 @@ def test_copies_count_in_the_budget(nursery: Nursery, disk: Path, local: Path) -
     assert 16 * MIB < max(taken) <= 48 * MIB
 
 
+@pytest.mark.torture  # it waits for a third of a timeout
+def test_a_neighbour_that_hangs_is_passed_over(nursery: Nursery, disk: Path, local: Path) -> None:
+    """All ranks are told who it was, and the steps are in the root all the same."""
+    nodes = Nodes(disk, local, 2)
+    with nursery.crew(2) as crew:
+        results = crew(bodies.save_beside_who_hangs, str(nodes.root), nodes.locals, 1, [1, 2])
+    for told in results:
+        for (kept, why), wanted in zip(told, ("within 3 s", "in time before"), strict=True):
+            assert not kept and why.startswith("rank 0 to rank 1 at 127.0.0.1:"), why
+            assert why.endswith(wanted), why
+    with Checkpointer(nodes.root) as checkpointer:
+        assert checkpointer.steps() == [1, 2]
+
+
 @pytest.mark.torture
+@pytest.mark.parametrize(("count", "ranks"), [(2, 1), (3, 2)])
 def test_a_job_is_killed_at_any_moment_and_a_node_lost(
-    nursery: Nursery, disk: Path, local: Path, storm: Storm
+    nursery: Nursery, disk: Path, local: Path, storm: Storm, count: int, ranks: int
 ) -> None:
     """All ranks agree on a step that is no older than the newest at all neighbours."""
-    nodes, report, begin = Nodes(disk, local, 2), disk / "report", 1
-    for rng in storm.rounds(suite=1, torture=300):
-        with nursery.crew(2) as crew:
+    nodes, report, begin = Nodes(disk, local, count, ranks), disk / "report", 1
+    for rng in storm.rounds(suite=1, torture=300 // ranks**2):
+        with nursery.crew(count * ranks) as crew:
             crew.begin(
                 bodies.save_for_ever, str(nodes.root), nodes.locals, begin, SOME, str(report)
             )
@@ -163,8 +178,8 @@ def test_a_job_is_killed_at_any_moment_and_a_node_lost(
         known = max(reported(report), default=0)
         for path in disk.glob("report-*"):
             path.unlink()
-        nodes.lose(rng.randrange(2))
-        with nursery.crew(2) as crew:
+        nodes.lose(rng.randrange(count))
+        with nursery.crew(count * ranks) as crew:
             step, _taken, lines = nodes.restored(crew, SOME)
         assert (step or 0) >= max(known, begin - 1), lines
         begin = (step or 0) + 1

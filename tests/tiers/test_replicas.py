@@ -21,6 +21,7 @@ from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.nodes import RanksByNode, sizes_of
 from fastckpt.tiers.replicas import Replicas
 from tests.noise import flip
+from tests.saving.test_handle import wait_until
 from tests.steps.test_checkpointer import directories, state
 
 SECRET = "ab" * 32
@@ -167,7 +168,5 @@ def test_nothing_is_left_when_it_ends(disk: Path) -> None:
     silent = socket.create_connection(node.replicas.address)
     node.replicas.close()
     silent.close()
-    for thread in {*threading.enumerate()} - before:
-        thread.join(10.0)
-    assert {*threading.enumerate()} <= before
+    wait_until(lambda: {*threading.enumerate()} <= before)
     assert len(os.listdir("/proc/self/fd")) == fds
