@@ -61,7 +61,7 @@ class PeerLink:
     def _left_s(self) -> float:
         left_s = self._until - time.monotonic()
         if left_s <= 0:
-            raise TimeoutError("it took too long")
+            raise TimeoutError("timed out")
         return left_s
 
     def _send(self, content: bytes) -> None:
@@ -137,7 +137,7 @@ class PeerLink:
         poll = select.poll()
         poll.register(self._socket, events)
         if not poll.poll(left_s * 1000):
-            raise TimeoutError("nothing came or went in time")
+            raise TimeoutError("timed out")
 
     def prove(self, secret: bytes, is_listening: bool) -> None:
         """Shows the other side that this one knows the secret, and has it show the same: first the
