@@ -149,9 +149,12 @@ for command in sys.argv[1].split(";"):
 
 def test_commands_take_urls(weed: Weed, root: str, disk: Path, bare: Any) -> None:
     """With the client's own conventions for what it has to know."""
-    for step in (1, 2):
-        with fastckpt.Checkpointer(root, storage_options=options(weed.port)) as saver:
+    export = fastckpt.HuggingFace(disk / "exports", every=2)
+    told: dict[str, Any] = {"log": True, "export": export}
+    with fastckpt.Checkpointer(root, storage_options=options(weed.port), **told) as saver:
+        for step in (1, 2):
             saver.save(step, state_of(step)).result()
+    assert (disk / "exports" / "step-00000002" / "model.safetensors").exists()
     url = f"{root}/a.pt"
     fastckpt.save(state_of(1), url, storage_options=options(weed.port)).result()
     one, two = (f"{root}/step-{step:08d}" for step in (1, 2))
@@ -165,6 +168,8 @@ def test_commands_take_urls(weed: Weed, root: str, disk: Path, bare: Any) -> Non
         f"diff {one} {two}": 1,
         f"convert --to pt {one} {disk}/one.pt": 0,
         f"repair {root}": 0,
+        f"report {root}": 0,
+        f"doctor {root}": 0,
     }
     variables: dict[str, str | None] = {**environment(weed.port)}
     done = run(COMMANDS, ";".join(commands), variables=variables, cwd=disk)
@@ -172,6 +177,14 @@ def test_commands_take_urls(weed: Weed, root: str, disk: Path, bare: Any) -> Non
     assert {name: int(status) for name, status in statuses} == commands, done.stdout + done.stderr
     assert f"{root}" in done.stdout and "/s3:" not in done.stdout + done.stderr
     assert torch.equal(torch.load(disk / "one.pt")["weights"], state_of(1)["weights"])
+
+
+@pytest.mark.parametrize(
+    "asked", [{"codec": "reuse"}, {"staging": "gds"}, {"backend": "io_uring"}], ids=str
+)
+def test_what_only_files_can_have_is_refused(client: Any, root: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="not with a URL"):
+        fastckpt.Checkpointer(root, **asked)
 
 
 def test_a_store_that_ignores_conditions_is_refused(lax: Lax) -> None:
