@@ -123,7 +123,7 @@ class S3Handler(BaseHTTPRequestHandler):
         self.send_response_only(status)
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
-        if self.command != "HEAD" and status != 204:
+        if "Content_Length" not in headers and status != 204:
             self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command != "HEAD":
