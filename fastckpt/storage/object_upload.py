@@ -30,26 +30,6 @@ def part_bytes(nbytes: int) -> int:
     return max(1, -(-blocks // (PARTS_MAX - 1))) * BLOCK_BYTES
 
 
-class Crowd:
-    """The writers that wait, of all uploads that share their threads."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.waiting = 0
-
-    def has_room(self) -> bool:
-        """Takes the place of one that waits, unless it is the last; returns whether."""
-        with self.lock:
-            if self.waiting >= WRITERS - 1:
-                return False
-            self.waiting += 1
-            return True
-
-    def leave(self) -> None:
-        with self.lock:
-            self.waiting -= 1
-
-
 class Upload:
     """An object on its way to a store.
 
@@ -57,7 +37,7 @@ class Upload:
         put: sends bytes, or what an iterator of buffers yields, in parts; returns what names the
             version that was made. It raises OSError.
         nbytes: the object's size, if not more.
-        crowd: of its writers.
+        waiting: of its writers, and of others on the same threads, as many as may wait.
 
     Attributes:
         chunk: the size of its parts.
@@ -65,12 +45,12 @@ class Upload:
         result: what `put` has returned; None before finish().
     """
 
-    def __init__(self, put: Put, nbytes: int, crowd: Crowd) -> None:
+    def __init__(self, put: Put, nbytes: int, waiting: threading.BoundedSemaphore) -> None:
         self.chunk = part_bytes(nbytes)
         self.nbytes = 0
         self.result: Any = None
         self.since = time.monotonic()
-        self._put, self._crowd = put, crowd
+        self._put, self._waiting = put, waiting
         self._is_small = nbytes <= self.chunk
         self._changed = threading.Condition()
         # State below is protected by _changed.
@@ -93,7 +73,7 @@ class Upload:
         """
         nbytes = len(memory)
         is_part = nbytes == self.chunk and offset % nbytes == 0 and not self._is_small
-        if not is_part or not self._crowd.has_room():
+        if not is_part or not self._waiting.acquire(blocking=False):
             self._take(bytes(memory), offset)
             return nbytes
         try:
@@ -107,7 +87,7 @@ class Upload:
             sent.wait()
             del known
         finally:
-            self._crowd.leave()
+            self._waiting.release()
         self._check()
         return nbytes
 
@@ -122,8 +102,7 @@ class Upload:
                 and not self._is_small
             ):
                 self._changed.wait()
-            if self._error is not None:
-                raise self._error
+            self._check()
             if self._thread is None and not self._is_small:
                 self._thread = threading.Thread(
                     target=self._run, name="fastckpt-upload", daemon=True
@@ -135,7 +114,7 @@ class Upload:
             self._changed.notify_all()
 
     def _parts(self) -> Iterator[memoryview | bytes]:
-        """Yields the blocks in their order, until finish()."""
+        """Yields the blocks in their order, until finish(); raises OSError if one is missing."""
         while True:
             with self._changed:
                 while self._at not in self._blocks and not self._is_whole:
@@ -144,6 +123,8 @@ class Upload:
                     self._changed.wait()
                 block = self._blocks.pop(self._at, None)
                 if block is None:
+                    if self._at != self.nbytes:  # else the client would complete a part of it
+                        raise OSError(errno.ESPIPE, os.strerror(errno.ESPIPE))
                     return
                 self._at += len(block)
                 self._copied_bytes -= len(block) if isinstance(block, bytes) else 0
@@ -167,18 +148,13 @@ class Upload:
             self._blocks.clear()
             self._changed.notify_all()
 
-    def _failure(self) -> OSError | None:
-        with self._changed:
-            return self._error
-
     def _check(self) -> None:
-        error = self._failure()
-        if error is not None:
-            raise error
+        if self._error is not None:
+            raise self._error
 
     def why(self) -> str:
         """Returns why it failed, in words; "" if it has not."""
-        error = self._failure()
+        error = self._error
         return "" if error is None else str(getattr(error, "detail", "") or error.strerror or error)
 
     def finish(self) -> Any:
@@ -192,17 +168,13 @@ class Upload:
         self._check()
         if self._thread is None:
             self._is_whole = True
-            content = b"".join(self._parts())
-            if len(content) == self.nbytes:
-                self.result = self._put(content, use_multipart=False)
+            self.result = self._put(b"".join(self._parts()), use_multipart=False)
         else:
             with self._changed:
                 self._is_whole = True
                 self._changed.notify_all()
             self._thread.join()
             self._check()
-        if self._at != self.nbytes:
-            raise OSError(errno.ESPIPE, os.strerror(errno.ESPIPE))  # there was a gap
         return self.result
 
     def give_up(self) -> None:

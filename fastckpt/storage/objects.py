@@ -31,7 +31,7 @@ from fastckpt.storage.file_system import (
     scratch,
 )
 from fastckpt.storage.lustre_layout import Purpose
-from fastckpt.storage.object_upload import CONCURRENCY, WRITERS, Crowd, Upload
+from fastckpt.storage.object_upload import CONCURRENCY, WRITERS, Upload
 from fastckpt.storage.object_urls import asked, client, store_of
 from fastckpt.storage.owners import divided as owner_divided
 from fastckpt.storage.policies import Policy
@@ -42,7 +42,14 @@ _CLAIMED_S = 24 * 3600.0
 _STREAM_BYTES = 1 << 20  # what the client holds of one read at a time
 _LISTED_S = 1.0  # for how long a listing answers
 _PAGE = 1000  # objects of a listing, as S3 has it
-_ANY, _NOT_HERE = 1 << 62, os.strerror(errno.EOPNOTSUPP)
+_ANY = 1 << 62
+# What other methods of the seam return: an object has its size and durability at once, and nobody
+# locks it.
+_ANSWERS = {
+    **dict.fromkeys(("allocate", "truncate", "touch", "sync_directory", "set_permissions")),
+    **{"lock": True, "look_again": False, "shares": False, "free_bytes": _ANY},
+    "set_direct": "it is an object",
+}
 _POLICY = Policy("threads", False, "sent in parts", allocates=False, caches_names=False)
 _numbers = itertools.count(1)
 
@@ -73,7 +80,8 @@ class ObjectStorage:
 
     def __init__(self) -> None:
         self.open_now: dict[int, _Open] = {}
-        self._crowd = Crowd()
+        # Threads that may wait for their parts: never all of them, so that the next part comes.
+        self._waiting = threading.BoundedSemaphore(WRITERS - 1)
         self._reading = threading.BoundedSemaphore(CONCURRENCY)
         self._claims: dict[str, Any] = {}  # of directories that were made here
         self._listed_now: dict[str, tuple[Any, float]] = {}  # with when they were
@@ -99,7 +107,7 @@ class ObjectStorage:
             return self._noted(_Open(path, self._put("create", path, b"")))
         target = path if owner is None else os.path.join(os.path.dirname(path), name[1:])
         put = partial(self._put, "write", target)
-        opened = _Open(path, upload=Upload(put, purpose.nbytes, self._crowd))
+        opened = _Open(path, upload=Upload(put, purpose.nbytes, self._waiting))
         opened.target = target
         return self._noted(opened)
 
@@ -408,19 +416,10 @@ class ObjectStorage:
         if is_claimed:
             self.remove(os.path.join(path, CLAIM))
 
-    # What only file systems have.
-
-    def lock(self, fd: int, *, shared: bool = False) -> bool:
-        return True
-
-    def look_again(self, path: str) -> bool:
-        return False
+    # What is not as it is in a file system.
 
     def policy(self, fd: int) -> tuple[str, Policy]:
         return "objects", self._policy
-
-    def shares(self, path: str) -> bool:
-        return False
 
     def append(self, path: str, line: bytes) -> None:
         """Writes all of the object anew, unless somebody else has done so meanwhile."""
@@ -443,27 +442,6 @@ class ObjectStorage:
         parts = f"{upload.parts_begun} parts of {upload.chunk >> 20} MiB were begun"
         return Refusal(f"{parts} in {time.monotonic() - upload.since:.1f} s; {why}", None)
 
-    def set_direct(self, fd: int, **how: object) -> str | None:
-        return "it is an object"
-
-    def free_bytes(self, path: str) -> int:
-        return _ANY
-
-    def allocate(self, fd: int, nbytes: int) -> None:
-        """Does nothing, as do the following: an object has its size and durability at once."""
-
-    def truncate(self, fd: int, nbytes: int) -> None:
-        pass
-
-    def touch(self, path: str) -> None:
-        pass
-
-    def sync_directory(self, directory: str | int) -> None:
-        pass
-
-    def set_permissions(self, fd: int, like: os.stat_result | None) -> None:
-        pass
-
 
 calls.note(ObjectStorage, Storage)
 
@@ -481,9 +459,11 @@ def _either(name: str) -> Callable[..., Any]:
     def call(self: PathStorage, subject: str | int, *args: Any, **options: Any) -> Any:
         objects = self._objects
         if subject in objects.open_now if isinstance(subject, int) else is_mounted(subject):
-            if theirs is None:
-                raise OSError(errno.EOPNOTSUPP, _NOT_HERE, str(subject))
-            return theirs(objects, subject, *args, **options)
+            if theirs is not None:
+                return theirs(objects, subject, *args, **options)
+            if name in _ANSWERS:
+                return _ANSWERS[name]
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(subject))
         return getattr(Storage, name)(self, subject, *args, **options)
 
     return call
