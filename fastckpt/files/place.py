@@ -72,7 +72,8 @@ class FilePlace(Place):
     def is_shared(self) -> bool:
         """Whether other ranks can write to the file, too; else the first one writes all of it."""
         if self._is_shared is None:
-            self._is_shared = self.storage.shares(self.path)
+            with reported("look at", self.path):
+                self._is_shared = self.storage.shares(self.path)
         return self._is_shared
 
     def made(self, name: str) -> None:
