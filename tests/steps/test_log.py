@@ -104,10 +104,10 @@ def test_the_total_is_known_before_any_file_is_made(
     making, go_on = threading.Event(), threading.Event()
     create = Storage.create
 
-    def wait(self: Storage, *given: Any) -> int:
+    def wait(self: Storage, *given: Any, **how: Any) -> int:
         making.set()
         assert go_on.wait(60)
-        return create(self, *given)
+        return create(self, *given, **how)
 
     with fastckpt.Checkpointer(disk / "run", fence="step", durable=False) as checkpointer:
         monkeypatch.setattr(Storage, "create", wait)
