@@ -499,8 +499,8 @@ class Checkpointer:
         pins.unpin(self._steps, check_integer("step", step))
 
     def delete(self, step: int) -> None:
-        """Removes a step, from the node's tier too, on the first rank; on others it does nothing.
-        Waits for this process's saves to the root.
+        """Removes a step, on the first rank; on others it does nothing. Copies on other nodes go at
+        the next restore, and are of no use before. Waits for this process's saves to the root.
 
         Raises:
             CheckpointError: there is no such step, it is pinned, or it is being read.

@@ -13,6 +13,8 @@ PINNED = "pinned"  # a file in a step's directory: it is not to be removed
 # Files in a step's directory on a node: the root has had it, or need not have it; and: every rank's
 # neighbours have its files.
 DRAINED, REPLICATED = "drained", "replicated"
+# The file in a root which says that a step was deleted, by its nonce: nodes do not bring it back.
+DELETED = "deleted-"
 NAME = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?\Z", re.ASCII)
 # The files that a save puts into a step's directory: a removal takes no others out of it.
 OURS = re.compile(

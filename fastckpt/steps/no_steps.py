@@ -13,7 +13,7 @@ import os
 from fastckpt.errors import StorageError
 from fastckpt.formats import file_list, lease_record
 from fastckpt.formats.manifest import MANIFEST, is_manifest
-from fastckpt.formats.step_names import NAME
+from fastckpt.formats.step_names import DELETED, NAME
 from fastckpt.saving import pipeline
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage, reported
@@ -34,7 +34,8 @@ def what_is_there(steps: Steps) -> str:
     with reported("list", root):
         if storage.status(root) is None:
             return "there is no such directory"
-        entries = sorted(name for name in storage.names(root) if name != lease_record.NAME)
+        told = (lease_record.NAME, DELETED)
+        entries = sorted(name for name in storage.names(root) if not name.startswith(told))
     saves = [name for name in entries if NAME.match(name)]
     if exports := [name for name in saves if is_export(steps, name)]:
         return (

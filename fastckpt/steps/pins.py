@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from fastckpt.errors import CheckpointError
-from fastckpt.formats.step_names import PINNED
+from fastckpt.formats.step_names import DELETED, PINNED
 from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import NEW_MODE, reported
@@ -25,12 +25,7 @@ def pin(steps: Steps, step: int) -> None:
     """
 
     def change(path: str) -> None:
-        with suppress(FileExistsError):  # it is pinned, but perhaps not durably
-            fd = steps.storage.create(path, NEW_MODE)
-            try:
-                steps.storage.sync(fd)
-            finally:
-                atomic.close_quietly(steps.storage, fd)
+        _make(steps, path)
 
     _change(steps, step, change, 1)
 
@@ -67,9 +62,48 @@ def delete(shelves: Sequence[Steps], step: int) -> None:
     for steps, name in found:
         if is_pinned(steps, name):
             raise CheckpointError(f"{steps.path(name)!r} is pinned: call unpin({step}) first")
-    for steps, name in found:
-        if not steps.remove_unread(name) and name in _attempts(steps, step):
-            raise CheckpointError(f"{steps.path(name)!r} is being read, and was not removed")
+    # Nodes that this process does not see, or that take part in a later job alone, have copies.
+    nonces = {steps.read(name).nonce for steps, name in found} if others else set[str]()
+    try:
+        _note_deleted(root, nonces)
+        for steps, name in found:
+            if not steps.remove_unread(name) and name in _attempts(steps, step):
+                raise CheckpointError(f"{steps.path(name)!r} is being read, and was not removed")
+    except BaseException:
+        for nonce in nonces:  # what was not removed must not vanish later
+            with suppress(OSError):  # then the root keeps it, and nodes alone lose the step
+                root.storage.remove(root.path(DELETED + nonce))
+        raise
+
+
+def deleted(root: Steps) -> set[str]:
+    """Returns the nonces of the steps that were deleted while nodes had copies. Raises
+    StorageError.
+    """
+    with reported("list", root.root), suppress(FileNotFoundError):  # nothing was saved there yet
+        entries = root.storage.names(root.root)
+        return {name[len(DELETED) :] for name in entries if name.startswith(DELETED)}
+    return set()
+
+
+def _note_deleted(root: Steps, nonces: set[str]) -> None:
+    if nonces:
+        root.make_root()
+        for nonce in nonces:
+            _make(root, root.path(DELETED + nonce))
+        with reported("sync directory", root.root):
+            root.storage.sync_directory(root.root)
+        root.sync_grown()
+
+
+def _make(steps: Steps, path: str) -> None:
+    """Makes an empty file, if it is not there: it may be, but not durably."""
+    with reported("open", path), suppress(FileExistsError):  # it is there
+        fd = steps.storage.create(path, NEW_MODE)
+        try:
+            steps.storage.sync(fd)
+        finally:
+            atomic.close_quietly(steps.storage, fd)
 
 
 def _change(steps: Steps, step: int, change: Callable[[str], None], count: int | None) -> None:

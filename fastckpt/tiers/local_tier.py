@@ -23,6 +23,7 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
 from fastckpt.steps.copies import Fetch
 from fastckpt.steps.newest_whole import readable, survey_of_copy
+from fastckpt.steps.pins import deleted
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, may_go
@@ -410,6 +411,8 @@ class LocalTier:
         for nonce in there.keys() & set(told["drained"]):
             self.note_drained(there[nonce].name)
         self._useless = there.keys() & set(told["useless"])
+        for nonce in there.keys() & set(told["deleted"]):
+            self._remove(there[nonce].name)
         self._step_of = {nonce: step for nonce, (step, _copies) in told["held"].items()}
         self._held = {
             nonce: {int(first): (name, parts) for first, (name, parts) in copies.items()}
@@ -458,13 +461,16 @@ class LocalTier:
         found, _faults = self.root.survey()
         in_root = {item.manifest.nonce for item in found}
         newest, last = found[0].manifest.sequence if found else -1, _last_of(found)
+        gone = deleted(self.root)
         safe = newest  # of steps committed before it the root gets those alone that are due
         of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         for rank, listing in enumerate(listings):
             for each in listing:
                 self._highest = max(self._highest, each["sequence"])
-                of.setdefault(each["nonce"], []).append((rank, each))
+                if each["nonce"] not in gone:
+                    of.setdefault(each["nonce"], []).append((rank, each))
         told: dict[str, Any] = {"drained": [], "useless": [], "undrained": [], "held": {}}
+        told["deleted"] = sorted(gone)
         for nonce, copies in sorted(of.items(), key=lambda pair: -pair[1][0][1]["sequence"]):
             one = copies[0][1]
             holder = {part: rank for rank, each in reversed(copies) for part in each["parts"]}

@@ -43,13 +43,21 @@ def save_steps(
 
 
 def save_and_die(
-    member: Member, root: str, locals_: list[str], steps: list[int], options: dict[str, Any]
+    member: Member,
+    root: str,
+    locals_: list[str],
+    steps: list[int],
+    options: dict[str, Any],
+    deleted: int | None = None,
 ) -> None:
-    """All ranks are killed once the last step is at the neighbours."""
+    """All ranks are killed once the last step is at the neighbours, and one is deleted."""
     saving = Checkpointer(root, group=member.group, local=memory(member, locals_, options))
     for step in steps:
         assert saving.save(step, stamped(member, step)).wait_memory(60)
     meet(member)
+    if deleted is not None:
+        saving.delete(deleted)
+        meet(member)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -114,6 +114,21 @@ def test_a_damaged_copy_is_passed_over_and_named(nursery: Nursery, disk: Path, l
     assert step == 1 and any("skipping" in line and "step-00000002" in line for line in lines)
 
 
+def test_a_deleted_step_does_not_come_back_from_neighbours(
+    nursery: Nursery, disk: Path, local: Path
+) -> None:
+    """Not even if the node is lost on which it was deleted."""
+    nodes = Nodes(disk, local, 2)
+    with nursery.crew(2) as crew:
+        crew(bodies.save_and_die, str(nodes.root), nodes.locals, [1, 2], SOME, 2)
+    assert local_step(nodes.each[1], 2).exists(), "the neighbour has all of it"
+    nodes.lose(0)
+    with nursery.crew(2) as crew:
+        step, _taken, _lines = nodes.restored(crew, SOME)
+    assert step == 1
+    assert directories(local_step(nodes.each[1], 1).parent) == ["step-00000001"]
+
+
 def test_copies_count_in_the_budget(nursery: Nursery, disk: Path, local: Path) -> None:
     """What neighbours send counts, too; the step goes past the memory if that is too much."""
     nodes, taken, over = Nodes(disk, local, 2), [0], threading.Event()
