@@ -121,6 +121,7 @@ class S3Handler(BaseHTTPRequestHandler):
     def answer(self, status: int, body: bytes | str = b"", **headers: str) -> None:
         data = body.encode() if isinstance(body, str) else body
         self.send_response_only(status)
+        self.send_header("Server", "stub")  # an answer without any header is none to some clients
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         if "Content_Length" not in headers and status != 204:

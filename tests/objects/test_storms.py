@@ -60,12 +60,15 @@ def test_a_process_that_is_killed(weed: Weed, storm: Storm, root: str) -> None:
             life.kill()
             for line in life.stdout.read().splitlines():
                 last = number(line, "saved", life)
-    into = blank(LARGE)
-    with fastckpt.Checkpointer(root, storage_options=options(weed.port)) as reader:
-        found = reader.restore(into)
+    into, told = blank(LARGE), options(weed.port)
+    with fastckpt.Checkpointer(root, storage_options=told, keep_last=2) as saver:
+        found = saver.restore(into)
         assert (found if found is not None else -1) in (last, last + 1)
         assert found is None or step_of(into) == found
-        assert len(reader.steps()) <= 3
+        for step in (last + 2, last + 3):
+            saver.save(step, state_of(step, LARGE)).result()
+    with fastckpt.Checkpointer(root, storage_options=told) as reader:
+        assert reader.steps() == [last + 2, last + 3]
 
 
 @contextmanager
