@@ -49,7 +49,7 @@ def number(line: str, word: str, program: Program) -> int:
 def test_a_process_that_is_killed(weed: Weed, storm: Storm, root: str) -> None:
     """At any moment; the next one finds what was committed last, or what was about to be."""
     last = -1
-    for rng in storm.rounds(3, 300):
+    for rng in storm.rounds(2, 300):
         with Program(LIFE, root, variables={**environment(weed.port)}) as life:
             has = number(life.stdout.readline(), "has", life)
             assert has in (last, last + 1), (has, last)
@@ -134,7 +134,7 @@ def test_credentials_that_expire_at_any_moment(
 ) -> None:
     told = options(proxy.port)
     with saving(root, told) as (committed, errors):
-        for rng in storm.rounds(4, 100):
+        for rng in storm.rounds(2, 100):
             last = after(committed, committed[-1] if committed else -1)
             known = len(errors)
             proxy.on("", expired, skip=rng.randrange(30), times=ALWAYS)
