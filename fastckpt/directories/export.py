@@ -11,7 +11,7 @@ import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -102,7 +102,7 @@ class HuggingFace:
         """The rules for names."""
         return Fit(rename=self.rename, only=self.only)
 
-    @property
+    @cached_property  # looked up once, by who makes a Checkpointer: its close() must not hang
     def root(self) -> str:
         """The directory of the exports, without symbolic links."""
         return os.path.realpath(check_path("directory", self.directory))

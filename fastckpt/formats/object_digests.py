@@ -19,7 +19,9 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 _DEPTH_MAX = 100  # of the objects inside of each other
-_LOOKS_MAX = 1 << 17  # at parts of an object, one of which may stand in it many times
+# Looks at parts of an object, for each byte of its pickle: one part may stand in it many times.
+_LOOKS_MAX = 4
+_LOOKS_LEAST = 256
 _KEPT_MAX = 128  # digests, since most objects are the same from one save to the next
 # Of what is made by these, the pickle tells what there is in an order that is the object's.
 _KNOWN = (sys.stdlib_module_names | {"__builtin__", "numpy"}) - {"weakref", "_weakrefset"}
@@ -41,7 +43,8 @@ class Pickled:
 @lru_cache(_KEPT_MAX)
 def _digest(content: bytes) -> bytes:
     try:
-        return _Digests().of(_Reader(io.BytesIO(content)).load(), _DEPTH_MAX)
+        looks_max = _LOOKS_LEAST + _LOOKS_MAX * len(content)
+        return _Digests(looks_max).of(_Reader(io.BytesIO(content)).load(), _DEPTH_MAX)
     except Exception:
         return b""  # it contains itself, or is none of what a pickler of this process writes
 
@@ -92,6 +95,10 @@ class _Reader(_Python):  # type: ignore[misc]
     def persistent_load(self, _name: object) -> Any:
         return None  # a tensor or a storage, whose contents are compared elsewhere
 
+    def get_extension(self, code: int) -> None:
+        # Python's own keeps what it finds for all readers of the process.
+        self.append(_Name(*copyreg._inverted_registry[code]))  # type: ignore[attr-defined]
+
     def _load_newobj(self) -> None:
         arguments, kind = self.stack.pop(), self.stack.pop()
         self.append(_Made(kind, arguments))
@@ -111,13 +118,13 @@ class _Reader(_Python):  # type: ignore[misc]
 class _Digests:
     """The working state of one _digest()."""
 
-    def __init__(self) -> None:
-        self._looks = 0
+    def __init__(self, looks_max: int) -> None:
+        self._looks = looks_max
 
     def of(self, value: Any, depth: int) -> bytes:
         """Returns the digest of a part; raises ValueError if there is none."""
-        self._looks += 1
-        if depth == 0 or self._looks > _LOOKS_MAX:
+        self._looks -= 1
+        if depth == 0 or self._looks < 0:
             raise ValueError("it is nested too deeply")
         kind = type(value)
         if kind in (list, tuple):

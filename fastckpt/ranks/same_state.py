@@ -192,7 +192,10 @@ def _bytes_of(value: object) -> bytes:
         return bytes(value.tobytes()[:_VALUE_BYTES_MAX])
     if isinstance(value, str | bytes):
         value = value[:_VALUE_BYTES_MAX]
-    return repr(value).encode(errors="replace")
+    try:
+        return repr(value).encode(errors="replace")
+    except ValueError:  # an int that has more digits than Python writes: nobody can tell
+        return b""
 
 
 def disagreement(

@@ -5,6 +5,7 @@ order of its sets and dicts, and whichever of its parts are one object.
 from __future__ import annotations
 
 import collections
+import copyreg
 import datetime
 import enum
 import functools
@@ -163,9 +164,23 @@ def test_what_cannot_be_told_has_none() -> None:
     wide: Any = [1]
     for _ in range(60):
         wide = [wide, wide]
-    for value in (loop, Plain(a=deep), Plain(a=wide), Plain(a="x" * (64 << 10))):
+    narrow: Any = [1]  # of which a digest of all its parts would cost more than its pickle
+    for _ in range(12):
+        narrow = [narrow, narrow]
+    for value in (loop, Plain(a=deep), Plain(a=wide), Plain(a=narrow), Plain(a="x" * (64 << 10))):
         assert digest(value) == b""
     assert Pickled(b"no pickle").tobytes() == b""
+
+
+def test_a_digest_changes_nothing_of_pickle() -> None:
+    module, name, code = Frozen.__module__, Frozen.__qualname__, 77
+    copyreg.add_extension(module, name, code)
+    try:
+        content = pickle.dumps(Frozen(5), 2)
+        assert Pickled(content).tobytes() == digest(Frozen(5)) != b""
+        assert pickle.loads(content) == Frozen(5)
+    finally:
+        copyreg.remove_extension(module, name, code)
 
 
 def test_one_rank_keeps_no_pickle() -> None:

@@ -393,3 +393,9 @@ def test_the_body_is_the_same_whatever_else_a_rank_holds(make: Callable[[int], C
     assert bodies[0] == bodies[1]
     nbytes, front_nbytes, slots, _ = bodies[0]
     assert MIB < front_nbytes < nbytes and slots
+
+
+def test_values_that_no_text_holds_are_not_compared() -> None:
+    description = Description([])
+    description.aside = {"huge": (10**5000, 1), "n": 1}
+    assert description.own_values().keys() == {"huge", "n"}
