@@ -38,9 +38,11 @@ class Memory:
         rate: the most bytes a second that a rank sends to a neighbour, as a number or a text such
             as "2GB/s". None: no limit.
         address: the address of this node at which its ranks listen for each other. None: the one
-            from which it reaches the job's store, if that is a TCPStore, else 127.0.0.1. Files
-            travel in the clear; who does not know the job's secret, which ranks share by that
-            store, is sent nothing.
+            from which it reaches the job's store, if that is a TCPStore, else 127.0.0.1. So give
+            one if the job's nodes are several machines and its store is a FileStore, if the host
+            of the store has its own name as 127.0.1.1 in /etc/hosts, or if files are to take
+            another network. They travel in the clear; who does not know the job's secret, which
+            ranks share by that store, is sent nothing.
         root_every: the root gets the steps that are multiples of this, and any with a deadline_s;
             the others are in memory alone: result() returns when they are committed there. After a
             crash the newest is copied to the root, whatever its number.
@@ -63,6 +65,10 @@ class Memory:
         check_count("root_every", self.root_every)
         if check_integer("peers", self.peers) < 0:
             raise ValueError(f"peers is {self.peers}, must be at least 0")
+        if self.address is not None and self.address.strip("0.:") == "":
+            raise ValueError(
+                f"address is {self.address!r}, must be one address of this node that others reach"
+            )
         _ = self.path, self.budget_bytes, self.rate_bytes
 
     @property

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -28,6 +29,7 @@ log = logging.getLogger("fastckpt")
 
 HANDSHAKE_S = 5.0  # for a connection to show that it is of the job
 SERVED_MAX = 8  # connections that a rank serves at a time
+_UNPROVEN_MAX = 32  # connections that have not shown it yet; one more ends the oldest of them
 _MESSAGE_BYTES_MAX = 1 << 16
 _SENT_AT_ONCE = 8 << 20
 _PIPE_BYTES = 1 << 20
@@ -92,7 +94,7 @@ class PeerLink:
             raise ConnectionAbortedError(f"a message of {nbytes} bytes is none of this job's")
         try:
             message = json.loads(self.receive_bytes(nbytes))
-        except ValueError:
+        except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
             raise ConnectionAbortedError("a message is none of this job's")
@@ -167,9 +169,18 @@ def connected(address: tuple[str, int], secret: bytes, within_s: float) -> Itera
     """Yields a connection to a rank that listens there. Raises OSError."""
     until = time.monotonic() + within_s
     with socket.create_connection(address, within_s) as peer:
-        link = PeerLink(peer, until)
-        link.prove(secret, is_listening=False)
-        yield link
+        try:
+            link = PeerLink(peer, until)
+            link.prove(secret, is_listening=False)
+            yield link
+        finally:
+            _hang_up(peer)
+
+
+def _hang_up(peer: socket.socket) -> None:
+    """Ends a connection for both sides, even if a child of fork() has the socket as well."""
+    with suppress(OSError):  # it has ended already
+        peer.shutdown(socket.SHUT_RDWR)
 
 
 class Listener:
@@ -187,7 +198,8 @@ class Listener:
         self._socket = socket.create_server((host, 0), family=family, backlog=128)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._free, self._closed = threading.Semaphore(SERVED_MAX), False
-        self._links: set[PeerLink] = set()
+        self._peers: set[socket.socket] = set()
+        self._unproven: list[socket.socket] = []  # the oldest first
         _listeners.add(self)
 
     def start(self, secret: bytes, serve: Callable[[PeerLink], None]) -> None:
@@ -198,38 +210,47 @@ class Listener:
 
     def _accept(self, secret: bytes, serve: Callable[[PeerLink], None]) -> None:
         while not self._closed:
-            if not self._free.acquire(timeout=0.5):
-                continue
             try:
                 peer, _address = self._socket.accept()
             except OSError as error:
-                self._free.release()
                 if not self._closed:
                     log.debug("no connection was accepted: %s", error)
                     time.sleep(0.1)
                 continue
 
-            def run(peer: socket.socket = peer) -> None:
-                try:
-                    self._serve(peer, secret, serve)
-                finally:
-                    self._free.release()
-
+            # Strangers, however many, take no place of the job's ranks.
+            self._unproven.append(peer)
+            for oldest in self._unproven[:-_UNPROVEN_MAX]:
+                self._count_out(oldest)
+                _hang_up(oldest)
+            run = partial(self._serve, peer, secret, serve)
             if not start_thread(run, "fastckpt-peer", daemon=True):
-                run()
+                self._count_out(peer)
+                peer.close()
+
+    def _count_out(self, peer: socket.socket) -> None:
+        """Counts a connection no more among those that have shown nothing."""
+        with suppress(ValueError):  # it had to make room
+            self._unproven.remove(peer)
 
     def _serve(self, peer: socket.socket, secret: bytes, serve: Callable[[PeerLink], None]) -> None:
         with peer:
+            self._peers.add(peer)
+            if self._closed:
+                _hang_up(peer)
             try:
                 link = PeerLink(peer, time.monotonic() + HANDSHAKE_S)
-                self._links.add(link)
                 try:
                     link.prove(secret, is_listening=True)
-                    serve(link)
                 finally:
-                    self._links.discard(link)
+                    self._count_out(peer)
+                with self._free:
+                    serve(link)
             except OSError as error:
                 log.debug("a connection to %s ended: %s", self.address, error)
+            finally:
+                self._peers.discard(peer)
+                _hang_up(peer)
 
     def close(self) -> None:
         """Ends that; connections that are being served break off. Idempotent."""
@@ -237,9 +258,8 @@ class Listener:
         with suppress(OSError):  # it is closed already
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._socket.close()
-        for link in [*self._links]:
-            with suppress(OSError):  # its thread has closed it
-                link._socket.shutdown(socket.SHUT_RDWR)
+        for peer in [*self._peers]:
+            _hang_up(peer)
 
 
 def _forsake_all() -> None:

@@ -353,6 +353,8 @@ class LocalTier:
             is_safe = self._is_safe(item.name)
             is_needed = self.is_due(item.manifest.step) or not of_use or (is_safe and not has_safe)
             is_needed = is_needed and not (is_useless or self._has(item.name, DRAINED))
+            # Its files are still being sent, here or from here.
+            is_needed = is_needed or (self._budget is not None and self._budget.awaits(item.name))
             if not is_useless and not self.steps.known(item.name).is_damaged:
                 of_use.append(Entry(item.name, is_pinned=is_needed))
                 has_safe = has_safe or is_safe

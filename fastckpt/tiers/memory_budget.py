@@ -74,6 +74,10 @@ class MemoryBudget:
                 nbytes += 0 if status is None else status.st_blocks * _BLOCK
         return max(nbytes, self._promised.get(name, 0))
 
+    def awaits(self, name: str) -> bool:
+        """Returns whether files of a step may still arrive."""
+        return name in self._promised
+
     def settle(self, name: str) -> None:
         """Takes back what is left of the bytes promised to a step: all of it has arrived."""
         self._promised.pop(name, None)

@@ -265,14 +265,16 @@ class NodePlace(Place):
     def _replicate(self, parts: Sequence[int]) -> None:
         """Sends this rank's files to its neighbours, and waits until all ranks have done so."""
         tier, stats, name, why = self._tier, self._handle.stats, self._own.name, ""
-        if tier.replicas is not None and self._deadline_s is None:
-            manifest = tier.steps.read(name)
-            others = {OBJECTS_PART, *(writer.rank for writer in manifest.writers)} - {*parts}
-            why = tier.replicas.send(name, manifest, sizes_of(manifest, without=[*others]))
-            stats.replicas_why = why = self._agreed(why)
-            stats.replicated_s = None if why else self._handle.elapsed_s()
-        if self._is_first():
-            tier.settle(name, stats.replicated_s is not None)
+        try:
+            if tier.replicas is not None and self._deadline_s is None:
+                manifest = tier.steps.read(name)
+                others = {OBJECTS_PART, *(writer.rank for writer in manifest.writers)} - {*parts}
+                why = tier.replicas.send(name, manifest, sizes_of(manifest, without=[*others]))
+                stats.replicas_why = why = self._agreed(why)
+                stats.replicated_s = None if why else self._handle.elapsed_s()
+        finally:
+            if self._is_first():
+                tier.settle(name, stats.replicated_s is not None)
         self._handle.mark_memory()
 
     def _agreed(self, why: str) -> str:
@@ -328,6 +330,7 @@ class NodePlace(Place):
 
     def abandon(self) -> None:
         self.step.abandon()
+        self._tier.settle(self._own.name, is_replicated=False)
 
     def fail(self, error: BaseException) -> None:
         self._draining.fail(error)

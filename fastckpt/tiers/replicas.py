@@ -220,6 +220,8 @@ class Replicas:
         """
         storage, path = self._steps.storage, self._steps.path(item.name, file)
         with atomic.temporary(storage, path) as (fd, temporary):
+            with reported("allocate", path):  # who sends it is told of a lack of room
+                storage.allocate(fd, nbytes)
             link.receive_file(fd, nbytes)
             self._verify(item, file, os.path.basename(temporary))
             with reported("rename", path):

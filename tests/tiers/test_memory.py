@@ -100,7 +100,13 @@ def test_what_memory_there_is_is_looked_at_ahead(
         assert "a tmpfs of 64.0 MiB" in told and "needs 1.00 GiB" in told and "--shm-size" in told
     monkeypatch.setattr(memory_budget, "memory_left_bytes", lambda: 32 * MIB)
     assert "is 32.0 MiB by the limits" in refused(Memory(directory=local, budget="1GiB"))
-    for values in ({"keep": 0}, {"root_every": 0}, {"budget": "much"}, {"directory": ""}):
+    for values in (
+        {"keep": 0},
+        {"root_every": 0},
+        {"budget": "much"},
+        {"directory": ""},
+        {"address": "0.0.0.0"},
+    ):
         with pytest.raises(ValueError):
             Memory(**values)
 

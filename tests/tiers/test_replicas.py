@@ -9,13 +9,14 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from fastckpt import Checkpointer, Memory
 from fastckpt.formats.manifest import Manifest
-from fastckpt.ranks.peer_link import connected
+from fastckpt.ranks.peer_link import _UNPROVEN_MAX, connected
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.nodes import RanksByNode, sizes_of
@@ -122,6 +123,21 @@ def test_a_stranger_gets_nothing(pair: tuple[Node, Node]) -> None:
         ):
             link.send(asked)
             assert "CheckpointError" in link.receive()["error"]
+
+
+def test_strangers_take_no_place_of_the_ranks(pair: tuple[Node, Node]) -> None:
+    """However many say nothing, the neighbour is served, and few of them are kept."""
+    a, b = pair
+    with ExitStack() as strangers:
+        peers = [
+            strangers.enter_context(socket.create_connection(b.replicas.address, 3.0))
+            for _ in range(3 * _UNPROVEN_MAX)
+        ]
+        assert a.send() == ""
+        assert len(b.replicas._listener._unproven) <= _UNPROVEN_MAX
+        while _received(peers[0]):
+            pass  # its challenge, and then the end
+    assert directories(b.path) == directories(a.path)
 
 
 def _received(peer: socket.socket) -> bytes:
