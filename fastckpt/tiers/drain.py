@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, Vanished, is_visible
-from fastckpt.formats.manifest import Manifest
+from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.ranks import records
 from fastckpt.ranks.round import HEED_S, Round
 from fastckpt.saving.copied_file import write_portions
@@ -22,6 +22,7 @@ from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
+from fastckpt.steps.root import Committed
 from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
@@ -118,12 +119,14 @@ class Drain(Job):
         self.handle.path = self._place.path()
 
     def _copy(self, manifest: Manifest, pipeline: Pipeline, pace: Pace) -> None:
-        """Copies this rank's parts from this node's directory to the root. Raises CorruptCheckpoint
-        if the local copy is damaged, or StorageError.
+        """Copies this rank's parts from this node's directory to the root; with neighbours, a file
+        that is damaged here is fetched from them first. Raises CorruptCheckpoint if no copy is
+        whole, or StorageError.
         """
         place, options, tier = self._place, self._options, self._tier
         directory = tier.steps.path(self._own_name)
-        source = StepCopies(pipeline.storage, pipeline.staging, [directory])
+        fetch = tier.fetching(Committed(self._own_name, manifest))
+        source = StepCopies(pipeline.storage, pipeline.staging, [directory], fetch=fetch)
 
         def write(name: str, nbytes: int, portions: Iterator[bytearray]) -> None:
             make = partial(place.made, name)
@@ -132,6 +135,8 @@ class Drain(Job):
 
         writers = {writer.rank: writer for writer in manifest.writers}
         for part in self._parts:
+            if fetch is not None:
+                self._fetch_damaged(source, manifest, writers.get(part))
             if part == OBJECTS_PART:
                 with source.stored_objects(manifest) as portions:
                     write(manifest.objects.file, manifest.objects.nbytes, portions)
@@ -140,6 +145,24 @@ class Drain(Job):
             with source.stored_shard(index) as portions:
                 write(index.file, index.file_nbytes, portions)
             place.write(writers[part].index, content, None, options.durable)
+
+    def _fetch_damaged(self, source: StepCopies, manifest: Manifest, writer: Writer | None) -> None:
+        """Verifies the files of a writer, or (None) of the objects, before they are copied."""
+
+        def verify_objects() -> None:
+            with source.body(manifest) as body:
+                body.verify()
+
+        if writer is None:
+            source.whole(manifest.objects.file, verify_objects)
+            return
+        index, _content = source.whole(writer.index, lambda: source.index(writer, manifest.nonce))
+
+        def verify_shard() -> None:
+            with source.shard(index) as body:
+                body.verify()
+
+        source.whole(writer.file, verify_shard)
 
     @property
     def _own_name(self) -> str:

@@ -273,10 +273,11 @@ class LocalTier:
             if item.manifest.nonce == manifest.nonce:
                 with suppress(CheckpointError):  # the step is being removed
                     holding.enter_context(self.steps.hold(item.name))
-                    return [self.steps.path(item.name)], self._fetching(item)
+                    return [self.steps.path(item.name)], self.fetching(item)
         return [], None
 
-    def _fetching(self, item: Committed) -> Fetch | None:
+    def fetching(self, item: Committed) -> Fetch | None:
+        """Returns what fetches files of a step of an earlier job that other nodes have."""
         replicas, copies = self.replicas, self._held.get(item.manifest.nonce)
         if replicas is None or copies is None:
             return None

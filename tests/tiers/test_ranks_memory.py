@@ -114,6 +114,23 @@ def test_a_damaged_copy_is_passed_over_and_named(nursery: Nursery, disk: Path, l
     assert step == 1 and any("skipping" in line and "step-00000002" in line for line in lines)
 
 
+def test_the_root_gets_a_whole_copy_if_one_is_damaged(
+    nursery: Nursery, disk: Path, local: Path
+) -> None:
+    nodes = Nodes(disk, local, 2)
+    with nursery.crew(2) as crew:
+        crew(bodies.save_and_die, str(nodes.root), nodes.locals, [1], SOME)
+    for name in ("rank-00000.safetensors", "rank-00001.json", "objects.pt"):
+        flip(local_step(nodes.each[0], 1) / name, 0.5)
+    with nursery.crew(2) as crew:
+        assert nodes.restored(crew, SOME)[0] == 1
+    for path in nodes.each:
+        shutil.rmtree(path)
+        path.mkdir()
+    with nursery.crew(2) as crew:
+        assert nodes.restored(crew, SOME)[0] == 1, "the root has all of it"
+
+
 def test_a_deleted_step_does_not_come_back_from_neighbours(
     nursery: Nursery, disk: Path, local: Path
 ) -> None:
