@@ -1,4 +1,4 @@
-"""Digests of pickled objects, which are equal where the objects are.
+"""Digests of containers and pickled objects, which are equal where these are.
 
 Pickles of equal objects may differ: by the order of sets and dicts, and by which equal parts are
 one object. So a pickle is read into parts that stand for its objects, which are digested in an
@@ -16,8 +16,10 @@ import pickle
 import sys
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+_ITEMS_MAX = 1 << 17  # of a container; _STEP of them are made a text at a time
+_STEP, _TEXT_MAX = 1000, 16 << 20
 _DEPTH_MAX = 100  # of the objects inside of each other
 # Looks at parts of an object, for each byte of its pickle: one part may stand in it many times.
 _LOOKS_MAX = 4
@@ -27,6 +29,40 @@ _KEPT_MAX = 128  # digests, since most objects are the same from one save to the
 _KNOWN = (sys.stdlib_module_names | {"__builtin__", "numpy"}) - {"weakref", "_weakrefset"}
 _SETS = {"builtins.set", "builtins.frozenset", "__builtin__.set", "__builtin__.frozenset"}
 _OWN_WAYS = ("__reduce_ex__", "__reduce__", "__getstate__", "__getnewargs_ex__", "__getnewargs__")
+
+
+class Container(NamedTuple):
+    """The skeleton of a dict, list or tuple, for a comparison with another process's.
+
+    Attributes:
+        kind: its type's name.
+        length: the number of its items.
+        plain: the keys of a dict, whose order counts for nothing; of others the plain items.
+    """
+
+    kind: str
+    length: int
+    plain: tuple[Any, ...]
+
+    def tobytes(self) -> bytes:
+        """Returns bytes that differ only if the skeletons do: of very long ones the beginning."""
+        plain = self.plain[:_ITEMS_MAX]
+        if self.kind == "dict":  # the beginning of a long one depends on the order
+            plain = tuple(sorted(map(_key_text, plain))) if self.length <= _ITEMS_MAX else ()
+        found, nbytes = hashlib.blake2b(f"{self.kind} {self.length}".encode()), 0
+        for begin in range(0, len(plain), _STEP):
+            if nbytes < _TEXT_MAX:
+                text = repr(plain[begin : begin + _STEP]).encode(errors="replace")
+                nbytes += len(text)
+                found.update(text)
+        return found.digest()
+
+
+def _key_text(key: object) -> str:
+    """Returns a text of a dict's key: of one whose own may differ between processes its type."""
+    parts = key if type(key) is tuple else (key,)
+    is_plain = all(type(each) in (str, bytes, int, float, bool, type(None)) for each in parts)
+    return repr(key) if is_plain else type(key).__name__
 
 
 class Pickled:

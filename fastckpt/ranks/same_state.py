@@ -24,7 +24,7 @@ SAMPLED_BYTES = 64 << 10  # of all tensors together, each save
 _RANGE_BYTES = 128  # ranges are few and long, since each from a GPU is a copy of its own
 _RANGES_MAX = 4  # of one tensor
 _SAMPLED_MAX = SAMPLED_BYTES // _RANGE_BYTES  # tensors
-_VALUE_BYTES_MAX = 64 << 10  # of a value aside
+_VALUE_BYTES_MAX = 16 << 20  # of a value aside
 _VALUES_TOLD_MAX = 10
 _NAMED_MAX = 3  # differences in one message
 _GROUPS_MAX = 4  # of ranks, in one difference
@@ -176,23 +176,24 @@ def _tell_own(
         unlike = [name for name in unlike if name not in told]
         told.update(unlike)
         if unlike:
-            more = len(unlike) - _VALUES_TOLD_MAX
+            more, told_now = len(unlike) - _VALUES_TOLD_MAX, unlike[:_VALUES_TOLD_MAX]
             log.warning(
-                "%r is saved with what rank 0 has of %s, and rank %d has other values there: what "
-                "each rank is to keep for itself belongs into a fastckpt.PerRank",
+                "%r is saved with what rank 0 has of %s, and rank %d has other values or keys "
+                "there: what each rank is to keep for itself belongs into a fastckpt.PerRank",
                 path,
-                ", ".join(map(repr, unlike[:_VALUES_TOLD_MAX])) + f" and {more} more" * (more > 0),
+                ", ".join(repr(name) if name else "the whole state" for name in told_now)
+                + f" and {more} more" * (more > 0),
                 other,
             )
 
 
 def _bytes_of(value: object) -> bytes:
     """Returns bytes that are equal for equal plain values: of long ones the beginning."""
-    if hasattr(value, "tobytes"):
-        return bytes(value.tobytes()[:_VALUE_BYTES_MAX])
     if isinstance(value, str | bytes):
         value = value[:_VALUE_BYTES_MAX]
     try:
+        if hasattr(value, "tobytes"):
+            return bytes(value.tobytes()[:_VALUE_BYTES_MAX])
         return repr(value).encode(errors="replace")
     except ValueError:  # an int that has more digits than Python writes: nobody can tell
         return b""

@@ -17,7 +17,7 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import safetensors
-from fastckpt.formats.object_digests import Pickled
+from fastckpt.formats.object_digests import Container, Pickled
 from fastckpt.formats.record_division import SMALL_BYTES, SMALL_SUM_BYTES_MAX
 from fastckpt.formats.strict_json import check_text, check_texts
 from fastckpt.formats.torch_pickle import pickles
@@ -30,7 +30,6 @@ from fastckpt.state.kinds import PLAIN_TENSORS, is_of_several_ranks, is_sharded
 TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})
 DEPTH_MAX = 200
-_ITEMS_MAX = 1000  # of a list, which are compared between ranks
 _PICKLED_BYTES_MAX = 64 << 10  # of all objects, for that comparison
 _NESTS = (dict, OrderedDict, list, tuple)
 ATOMS = frozenset({int, float, bool, str, bytes, type(None)})  # long lists are made of these
@@ -151,8 +150,9 @@ class Flat:
         objects: the state with placeholders where leaves and values of single ranks were.
         per_rank: this rank's values, by name.
         kinds: the kinds of the tensors that stay in `objects`, but not inside other objects there.
-        aside: plain values, NumPy's arrays and pickles of other objects in `objects`, by name,
-            which never change, and the small tensors among them; only if several ranks save.
+        aside: plain values, skeletons of containers, NumPy's arrays and pickles of other objects in
+            `objects`, by name, which never change, and the small tensors among them; only if
+            several ranks save.
     """
 
     leaves: list[Leaf] = field(default_factory=list)
@@ -316,14 +316,21 @@ class _Flattening:
         self.above[id(value)] = name
         nest: Any
         if type(value) in (dict, OrderedDict):
+            self._set_aside(name, Container("dict", len(value), tuple(value)))
             nest = {k: self.visit(v, below(name, str(k)), depth + 1) for k, v in value.items()}
             nest = {ESCAPED: nest} if nest.keys() & _PLACEHOLDERS else nest
         elif type(value) in (list, tuple):
-            self._set_aside(name, tuple(v for v in value[:_ITEMS_MAX] if type(v) in ATOMS))
-            nest = [
-                v if type(v) in ATOMS else self.visit(v, below(name, str(i)), depth + 1)
-                for i, v in enumerate(value)
-            ]
+            is_plain = {*map(type, value)} <= ATOMS
+            plain = value if is_plain else (v for v in value if type(v) in ATOMS)
+            self._set_aside(name, Container(type(value).__name__, len(value), tuple(plain)))
+            nest = (
+                [*value]
+                if is_plain
+                else [
+                    v if type(v) in ATOMS else self.visit(v, below(name, str(i)), depth + 1)
+                    for i, v in enumerate(value)
+                ]
+            )
             nest = nest if type(value) is list else tuple(nest)
         else:
             nest = self.visit(unwrapped(value).state_dict(), name, depth + 1)
@@ -363,11 +370,13 @@ class _Flattening:
         return value
 
     def _set_aside(self, name: str | None, value: Any) -> None:
-        """Notes a plain value, or a copy of an array of NumPy's, for a comparison between ranks."""
+        """Notes a plain value, a skeleton, or a copy of an array of NumPy's, for a comparison
+        between ranks.
+        """
         if not self.is_one_of_several:
             return
         kind = type(value)
-        if kind in ATOMS or (kind is tuple and value):
+        if kind in ATOMS or kind is Container:
             self.flat.aside[name or ""] = value
             return
         is_small = kind.__module__ == "numpy" and 0 < getattr(value, "nbytes", 0) <= SMALL_BYTES

@@ -227,6 +227,33 @@ def save_values_of_each_rank(member: Member, root: str) -> list[str]:
     return told.lines
 
 
+def save_containers_of_each_rank(member: Member, root: str) -> list[str]:
+    """The warnings of a save of containers that are and are not alike, and of one of another key
+    at the top.
+    """
+    told = Told()
+    logging.getLogger("fastckpt").addHandler(told)
+    rank, order = member.rank, (1 if member.rank else -1)
+    state = {
+        "other": {f"k{rank}": 1, "same": 2},
+        "fewer": [{"a": 1, **({"b": 2} if rank else {})}],
+        "more": {"in": {1: 1} if rank else {1: 1, 2: 2}},
+        "none": None if rank else {"a": {"b": 1}},
+        "empty": {} if rank else {"a": 1},
+        "list": [] if rank else [3, 4],
+        "dicts": [{"a": 1}] * (1 + rank),
+        "number": {rank: "file"},
+        "text": "x" * 100_000 + str(rank),
+        "long": [*range(100_000), rank],
+        "alike": {key: {key: [{}, (1, {"b": ()})]} for key in ["a", 1, None, (2, "b")][::order]},
+    }
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state).result()
+        checkpointer.save(2, {"alike": state["alike"], **({"only": 1} if rank else {})}).result()
+    logging.getLogger("fastckpt").removeHandler(told)
+    return told.lines
+
+
 def save_counts(member: Member, root: str) -> None:
     with Checkpointer(root) as checkpointer:
         samples = PerRank({"samples": 100 + member.rank})

@@ -209,8 +209,26 @@ def test_values_that_differ_are_told_once(crew: Callable[[int], Crew], disk: Pat
     first, *others = crew(3)(bodies.save_values_of_each_rank, str(disk / "run"))
     assert others == [[], []]
     told = "\n".join(line for line in first if "PerRank" in line)
-    found = re.findall(r"rank 0 has of (.*), and rank [12] has other values there", told)
+    found = re.findall(r"rank 0 has of (.*), and rank [12] has other values or keys there", told)
     assert found == ["'seen', 'python/1', 'numpy', 'set', 'object/1', 'rng'", "'late'"]
+
+
+def test_containers_that_differ_are_told(crew: Callable[[int], Crew], disk: Path) -> None:
+    first, other = crew(2)(bodies.save_containers_of_each_rank, str(disk / "run"))
+    found = re.findall(r"rank 0 has of (.*), and rank 1 has other", "\n".join(first))
+    names = [
+        "other",
+        "fewer/0",
+        "more/in",
+        "none",
+        "empty",
+        "list",
+        "dicts",
+        "number",
+        "text",
+        "long",
+    ]
+    assert other == [] and found == [", ".join(map(repr, names)), "the whole state"]
 
 
 # Saves that meet no fault
