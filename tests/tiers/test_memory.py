@@ -17,6 +17,7 @@ from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import memory_budget
 from tests.files.test_faults import mounted
 from tests.interpreters import Program
+from tests.saving.test_handle import wait_until
 from tests.steps.test_checkpointer import assert_holds, directories, state
 from tests.storm import Storm
 from tests.tiers.test_tiers import local, local_steps
@@ -82,6 +83,20 @@ def test_steps_stay_within_the_budget(
         assert stats.local_committed_s is None
         assert "has a budget of 30.0 MiB on this node: the step needs 40" in stats.local_why
         assert checkpointer.restore(model) == 8
+
+
+def test_a_step_whose_copies_are_being_sent_stays(disk: Path, local: Path) -> None:
+    memory = Memory(directory=local, keep=1, root_every=100, budget="400MiB")
+    with Checkpointer(disk / "run", local=memory) as checkpointer:
+        checkpointer.save(1, state(1)).result()
+        tier = checkpointer._tier
+        assert tier is not None and tier.no_room_on_node(*names(1), 0) == ""
+        for step in (2, 3):
+            checkpointer.save(step, state(step)).result()
+        wait_until(lambda: local_steps(local) == names(1, 3))
+        tier.settle(*names(1), is_replicated=False)
+        checkpointer.save(4, state(4)).result()
+    assert local_steps(local) == names(4)
 
 
 @pytest.mark.filesystem
