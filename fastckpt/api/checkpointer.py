@@ -271,7 +271,7 @@ class Checkpointer:
         step = check_integer("step", step)
         optional(check_deadline, "deadline_s", deadline_s)
         by = None if self._coordinator.rank else self._options.keep_best
-        told = retention.checked_metrics(self._steps, metrics, by)
+        told = retention.checked_metrics(self._steps, step, metrics, by)
         current = self._changing()
         self._open.note_save(self._tier is None)  # with a tier, a slow root holds up nobody
         options, label = self._options, f"step {step} of {self.root!r}"

@@ -9,6 +9,7 @@ import argparse
 import ast
 import ctypes
 import json
+import logging
 import mmap
 import os
 import shutil
@@ -39,6 +40,7 @@ from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageError, telling
 from fastckpt.formats import hugging_face, safetensors
+from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.file_list import File
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.value_names import dotted, keys_of
@@ -48,6 +50,8 @@ from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
+
+log = logging.getLogger("fastckpt")
 
 _PART_BYTES, _READERS = 32 << 20, 2  # so much of tensors is read at a time, by so many threads
 _PIECE_BYTES = 16 << 20  # of one write, of whole pages
@@ -234,13 +238,19 @@ def _nested(state: Mapping[str, Any]) -> dict[str, Any]:
     return nest
 
 
-def _read(tensors: fastckpt.LazyTensors, batch: Sequence[tuple[Copy, Any]]) -> list[torch.Tensor]:
-    """Returns the elements of parts, one-dimensional and as bytes."""
+def _read(
+    tensors: fastckpt.LazyTensors, batch: Sequence[tuple[Copy, Any]], lossy: set[str]
+) -> list[torch.Tensor]:
+    """Returns the elements of parts, one-dimensional and as bytes. Adds the new names of those with
+    numbers that their dtype cannot hold to `lossy`.
+    """
     found = tensors.read([(copy.tensor.name, index) for copy, index in batch])
-    return [
-        part.to(copy.dtype).contiguous().view(-1).view(torch.uint8)
-        for (copy, _index), part in zip(batch, found, strict=True)
-    ]
+    for number, ((copy, _index), part) in enumerate(zip(batch, found, strict=True)):
+        if part.dtype != copy.dtype:
+            found[number] = torch.empty(part.shape, dtype=copy.dtype, device="cpu")
+            if put_converted(found[number], part):
+                lossy.add(copy.name)
+    return [part.contiguous().view(-1).view(torch.uint8) for part in found]
 
 
 def _batches(copies: Sequence[Copy]) -> Iterator[list[tuple[Copy, Any]]]:
@@ -269,7 +279,7 @@ def _stream(
     """Yields the bytes of the tensors in order, those of a large one in parts. While the caller
     has one batch, the next ones are read.
     """
-    total = sum(copy.nbytes for copy in copies)
+    total, lossy = sum(copy.nbytes for copy in copies), set[str]()
     with (
         progress(total, "converted") as told,
         ThreadPoolExecutor(_READERS, "fastckpt-convert") as reader,
@@ -283,11 +293,18 @@ def _stream(
                 told(content.numel())
 
         for batch in _batches(copies):
-            ahead.append((batch, reader.submit(_read, tensors, batch)))
+            ahead.append((batch, reader.submit(_read, tensors, batch, lossy)))
             if len(ahead) > _READERS:
                 yield from arrived()
         while ahead:
             yield from arrived()
+    if lossy:
+        log.warning(
+            "%r: numbers of %s are too large for the dtype of the copy, and are not finite there: "
+            "convert with another --dtype",
+            tensors.path,
+            listed(map(shown_name, sorted(lossy))),
+        )
 
 
 def _memory(content: torch.Tensor) -> memoryview:

@@ -19,7 +19,7 @@ from fastckpt.engine.devices import Devices
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.files.place import FilePlace
 from fastckpt.formats import torch_pickle, torch_zip
-from fastckpt.formats.partial_objects import newly_refused
+from fastckpt.formats.partial_objects import how_to_allow, newly_refused
 from fastckpt.formats.record_division import arrange, nbytes_of
 from fastckpt.plan.image import Image
 from fastckpt.plan.rank_intervals import Checksums, Part, bounds
@@ -146,10 +146,10 @@ class FilePlan(Plan):
         refused = [each for pickled in pickles for each in newly_refused(pickled, _met)]
         if refused:
             log.info(
-                "%r: what is at %s needs weights_only=False to be loaded, or before that a call of "
-                "torch.serialization.add_safe_globals with what it is made with",
+                "%r: what is at %s needs weights_only=False to be loaded%s",
                 self._place.path,
                 listed(f"{name!r} (made with {maker})" for name, maker in refused),
+                how_to_allow(refused),
             )
 
     def publish(self, records: list[bytes]) -> None:

@@ -33,6 +33,11 @@ _KEY_DEPTH_MAX = 8  # of tuples in a key or in an item of a set: hash() recurses
 _LOOKS_PER_BYTE = 64  # at parts of objects, for each byte of the pickle
 _NESTS, _MAPPINGS = (dict, list, tuple), (dict, OrderedDict, Counter)
 _GLOBAL = re.compile(rb"c([A-Za-z_][\w.]*)\n([A-Za-z_][\w.]*)\n")  # or text that looks like it
+_NAMES_OF_2 = {"xrange": "range", "long": "int", "unicode": "str", "unichr": "chr"}
+# Of dtypes that safe_numpy refuses, or text that looks like it.
+_NUMPY_KIND = re.compile(rb"X[\x01-\x06]\0\0\0([OMmV]\d{1,5}|>)[qr]")
+# Torch puts no items into these, whether they are allowed or not.
+_NEVER_FILLED = {"collections.deque", "collections.defaultdict"}
 _UNSEEN = (str, bytes, int, float, bool, type(None))  # of which equal ones may be one object
 # Operations that picklers of protocols 2 and 3 write, but for those that _Unpickler redefines.
 _OPCODES = """PROTO STOP MARK POP POP_MARK GLOBAL BINPERSID NONE NEWTRUE NEWFALSE BINFLOAT BININT
@@ -118,7 +123,10 @@ def newly_refused(pickled: bytes, before: set[tuple[str, str]]) -> list[tuple[st
     """
     met = {(m.decode(), n.decode()) for m, n in _GLOBAL.findall(pickled)} - before
     before.update(met)
+    kinds = {("", kind.decode()) for kind in _NUMPY_KIND.findall(pickled)} - before
+    before.update(kinds)
     refused = {left_out(_asked(*each)) for each in met if safe_numpy.found(*each) is None} - {None}
+    refused |= {"numpy.dtype"} if kinds else set()
     if not refused:
         return []
     with suppress(Exception):  # then a restore says it
@@ -126,6 +134,23 @@ def newly_refused(pickled: bytes, before: set[tuple[str, str]]) -> list[tuple[st
         unpickler.persistent_load = lambda _storage: Note("")
         return [each for each in notes_in(unpickler.load(), None) if each[1] in refused]
     return []
+
+
+def how_to_allow(found: Iterable[tuple[str, str]]) -> str:
+    """Returns words, to follow what weights_only=False is needed for, about another way to load
+    values that newly_refused() or notes_in() has found, if there is one.
+    """
+    makers = {maker for _name, maker in found}
+    words = ""
+    if makers - _NEVER_FILLED:
+        words = (
+            ", or before that a call of torch.serialization.add_safe_globals with what it is made "
+            "with"
+        )
+    if makers & _NEVER_FILLED:
+        words += " (which cannot allow a deque or a defaultdict: save a list or a dict instead)"
+        words = words if makers - _NEVER_FILLED else words.replace("which", "add_safe_globals")
+    return words
 
 
 class _Place:
@@ -163,7 +188,8 @@ def _asked(module: str, name: str) -> Any:
     try:
         return torch_load(buffer, weights_only=True)
     except pickle.UnpicklingError:
-        module = "builtins" if module == "__builtin__" else module  # as protocol 2 writes it
+        if module == "__builtin__":  # as protocol 2 writes it
+            module, name = "builtins", _NAMES_OF_2.get(name, name)
         return Note(f"{module}.{name}")
 
 

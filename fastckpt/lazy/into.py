@@ -17,6 +17,7 @@ import torch
 
 from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.arguments.urls import StorageOptions, path_of
+from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.value_names import joined
 from fastckpt.lazy.arranged import ArrangedSource
 from fastckpt.lazy.open import opened
@@ -38,7 +39,7 @@ from fastckpt.state.fit import (
 )
 from fastckpt.state.identity import memory_of
 from fastckpt.state.kinds import is_sharded
-from fastckpt.state.targets import note_overwritten, put_converted, takes_bytes, tell_lossy
+from fastckpt.state.targets import note_overwritten, takes_bytes, tell_lossy
 from fastckpt.state.tree import is_stateful, tensors_in
 
 log = logging.getLogger("fastckpt")

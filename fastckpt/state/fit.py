@@ -18,7 +18,7 @@ from uuid import uuid4
 from fastckpt.arguments.checks import check_choice
 from fastckpt.arguments.near_names import fits_none, listed
 from fastckpt.errors import IncompatibleCheckpoint
-from fastckpt.formats.partial_objects import left_out
+from fastckpt.formats.partial_objects import how_to_allow, left_out
 from fastckpt.formats.value_names import joined, keys_of
 from fastckpt.state.layouts import Join, Named, Split, arranged, check_rule
 from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, unescaped
@@ -174,8 +174,8 @@ def refused(
     return UnpicklingError(
         f"{where!r}: weights_only=True does not load {told}. {restore} with a state "
         "without them or by only= (fastckpt.load_into reads tensors alone). If you trust whoever "
-        "wrote the checkpoint, allow what makes them by torch.serialization.add_safe_globals, or "
-        "pass weights_only=False, which runs code that the file names"
+        "wrote the checkpoint, pass weights_only=False, which runs code that the file names"
+        f"{how_to_allow(found)}"
     )
 
 

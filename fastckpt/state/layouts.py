@@ -139,11 +139,14 @@ def check_rule(pattern: object, rule: object) -> None:
         patterns, rule = tuple(map(_regular, patterns)), rule.into
     names = [rule] if isinstance(rule, str) else rule.names
     for each in patterns:
+        what = f"{each!r}, no regular expression"
         try:
+            re.compile(each)
+            what = f"{rule!r} for {each!r}, no replacement of it"
             for name in names:
                 re.sub(each, name, "")
         except (re.error, IndexError, TypeError) as error:  # IndexError: there is no such group
-            raise ValueError(f"rename has {each!r}, no regular expression: {error}") from None
+            raise ValueError(f"rename has {what}: {error}") from None
 
 
 def _regular(pattern: object) -> str:

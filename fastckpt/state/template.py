@@ -16,6 +16,7 @@ import torch
 
 from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.errors import IncompatibleCheckpoint, retold
+from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.partial_objects import left_out, notes_in
 from fastckpt.formats.value_names import items_in, joined
 from fastckpt.plan.boxes import Box, whole
@@ -29,7 +30,7 @@ from fastckpt.state.fit import (
     renamed,
     unexpected,
 )
-from fastckpt.state.targets import Place, Target, put_converted, tell_lossy
+from fastckpt.state.targets import Place, Target, tell_lossy
 from fastckpt.state.tree import (
     ATOMS,
     DEPTH_MAX,

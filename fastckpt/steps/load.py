@@ -22,6 +22,7 @@ from fastckpt.engine.gds_read_stream import whole_blocks
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError, ensure
 from fastckpt.formats import partial_objects, safetensors
+from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_hold
 from fastckpt.formats.shard_index import Piece, ShardIndex
 from fastckpt.plan.boxes import Box, copies, covers, intersect, span, whole
@@ -32,7 +33,6 @@ from fastckpt.state.targets import (
     Place,
     Target,
     note_overwritten,
-    put_converted,
     takes_bytes,
     tell_lossy,
 )

@@ -23,7 +23,7 @@ from fastckpt.engine.codec import FrameWriter, encoder_of
 from fastckpt.engine.reuse import Cloner
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
-from fastckpt.formats.partial_objects import newly_refused
+from fastckpt.formats.partial_objects import how_to_allow, newly_refused
 from fastckpt.formats.shard_index import index_name, shard_name
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.ranks.per_group import GroupMemo
@@ -144,10 +144,10 @@ class StepPlan(Plan):
         refused = [each for pickled in pickles for each in newly_refused(pickled, _met)]
         if refused:
             log.warning(
-                "%r: what is at %s can be restored by weights_only=False alone, or if what it is "
-                "made with is allowed before, by torch.serialization.add_safe_globals",
+                "%r: what is at %s needs weights_only=False to be restored%s",
                 self._handle.path,
                 listed(f"{name!r} (made with {maker})" for name, maker in refused),
+                how_to_allow(refused),
             )
 
     def record(self) -> bytes:

@@ -90,7 +90,9 @@ def best(steps: Steps, by: KeepBest) -> int | None:
     return next((each.number for each in best_first(entries) if each.counts), None)
 
 
-def checked_metrics(steps: Steps, metrics: object, by: KeepBest | None) -> dict[str, float | str]:
+def checked_metrics(
+    steps: Steps, step: int, metrics: object, by: KeepBest | None
+) -> dict[str, float | str]:
     """Returns what a manifest is to hold of metrics, which may be None. Warns once if they lack the
     one by which steps are kept. Raises ValueError, TypeError.
     """
@@ -100,11 +102,12 @@ def checked_metrics(steps: Steps, metrics: object, by: KeepBest | None) -> dict[
     if found and by and by[0] not in found and not steps.told_metric:
         steps.told_metric = True
         log.warning(
-            "%r: a step whose metrics have no value of %r, by which keep_best chooses, but of %s, "
-            "is none of the best; said once",
+            "%r: the metrics of step %d are %s; without %r, by which keep_best chooses, a step is "
+            "never one of the best (this is said once)",
             steps.root,
-            by[0],
+            step,
             listed(map(repr, found)),
+            by[0],
         )
     return found
 

@@ -84,6 +84,21 @@ def test_every_tensor_arrives(source: str, to: str, disk: Path) -> None:
     assert main(["diff", str(path), str(target)]) == 0
 
 
+def test_numbers_that_a_dtype_cannot_hold_are_told(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {
+        "big": torch.tensor([1.0, 1e30]),
+        "fits": torch.ones(3),
+        "inf": torch.tensor([torch.inf]),
+    }
+    fastckpt.save(state, disk / "a.pt").result(60)
+    options = ["--to", "hf", "--dtype", "fp16"]
+    assert main(["convert", str(disk / "a.pt"), str(disk / "hf"), *options]) == 0
+    (told,) = caplog.messages
+    assert "numbers of big are too large" in told and "--dtype" in told
+
+
 def test_nests_names_and_dtypes(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"layers.0.w": torch.randn(30, 20), "_orig_mod.norm": torch.arange(7)}
     state = {"model": model, "optimizer": {"state": {0: {"m": torch.randn(30, 20)}}}, "step": 3}

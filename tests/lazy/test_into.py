@@ -73,6 +73,7 @@ def test_other_dtypes_and_strides(disk: Path) -> None:
 
 
 LOSSY = {
+    "clipped": (torch.tensor([1e30]), torch.float8_e4m3fn),
     "large": (torch.tensor([16777217], dtype=torch.int32), torch.float32),
     "wide": (torch.tensor([1, 300]), torch.int8),
     "flag": (torch.tensor([0, 5]), torch.bool),
@@ -86,7 +87,7 @@ HELD = {
     "whole": (torch.tensor([1.0]), torch.bool),
     "rounded": (torch.tensor([1.1, torch.inf, torch.nan]), torch.float16),
     "unsigned": (torch.tensor([65535], dtype=torch.uint16), torch.int32),
-    "byte, too": (torch.tensor([1.1]), torch.float8_e4m3fn),
+    "byte, too": (torch.tensor([1.1, 460.0]), torch.float8_e4m3fn),
 }
 
 

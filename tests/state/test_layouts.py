@@ -93,6 +93,7 @@ def test_what_cannot_be_split_or_joined_is_named(what: str) -> None:
         (lambda: Fit(rename={("a", "b"): "c"}), "several patterns"),
         (lambda: Fit(rename={"a": fastckpt.join(0, "b")}), "must be a tuple of patterns"),
         (lambda: Fit(rename={"a(": fastckpt.split(0, ["b"])}), "no regular expression"),
+        (lambda: Fit(rename={"q_proj": r"\1x"}), "'q_proj', no replacement of it: invalid group"),
         (lambda: Fit(rename={"a": 5}), "rename has int for 'a'"),
     ],
 )

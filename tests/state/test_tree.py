@@ -901,6 +901,21 @@ def test_all_objects_that_a_load_would_need_are_named(beside: Checkpointer) -> N
         beside.load()
 
 
+@pytest.mark.parametrize("value", [collections.deque([1]), collections.defaultdict(list, a=[1])])
+def test_what_torch_cannot_be_made_to_load_is_told(
+    disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, value: Any
+) -> None:
+    monkeypatch.setattr("fastckpt.steps.plan._met", set())
+    with Checkpointer(disk / "run", durable=False) as checkpointer:
+        checkpointer.save(1, {"a": value}).result(WAIT_S)
+        allowed = torch.serialization.safe_globals([type(value), list])
+        with allowed, pytest.raises(pickle.UnpicklingError) as caught:
+            checkpointer.restore({"a": None})
+    (warned,) = caplog.messages
+    for told in (warned, str(caught.value)):
+        assert "add_safe_globals cannot allow a deque or a defaultdict: save a list" in told
+
+
 class OfTheUsers:
     """A class that torch does not allow."""
 
@@ -910,8 +925,9 @@ class AnotherOfThem(OfTheUsers):
 
 
 def test_a_save_names_what_its_restore_will_refuse(
-    disk: Path, caplog: pytest.LogCaptureFixture
+    disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("fastckpt.steps.plan._met", set())
     state = {
         "w": torch.ones(600, 600),
         "small": {"t": torch.ones(3), "numpy": numpy.arange(3), "n": collections.OrderedDict(a=1)},
@@ -919,11 +935,19 @@ def test_a_save_names_what_its_restore_will_refuse(
         "users": OfTheUsers(),
         "own": PerRank({"at": [torch.ones(3), AnotherOfThem()]}),
         "text": "cos\nsystem\n",
+        "array": numpy.array([None]),
+        "range": range(3),
     }
     with Checkpointer(disk / "run", durable=False) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state).result(WAIT_S)
-    (told,) = caplog.messages
+        dates = {"plain": numpy.arange(3), "date": numpy.datetime64("2026-01-01")}
+        checkpointer.save(3, dates).result(WAIT_S)
+    told, of_dates = caplog.messages
+    assert "'date' (made with numpy.dtype)" in of_dates and "plain" not in of_dates
+    assert "'array' (made with numpy.dtype)" in told
+    assert "'range' (made with builtins.range)" in told
+    assert "cannot allow a deque" in told and "cannot allow" not in of_dates
     assert "'queue/1/last' (made with collections.deque)" in told and "weights_only=False" in told
     assert f"'users' (made with {__name__}.OfTheUsers)" in told
     assert f"'own/at/1' (made with {__name__}.AnotherOfThem)" in told

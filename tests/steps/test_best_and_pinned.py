@@ -157,7 +157,7 @@ def test_resumed_runs_go_on_with_what_is_there(
         for step in (8, 9):
             checkpointer.save(step, state(step), metrics={"val_los": 1.0}).result(WAIT_S)
     (told,) = caplog.messages
-    assert "no value of 'val_loss', by which keep_best chooses, but of 'val_los'" in told
+    assert "step 8 are 'val_los'; without 'val_loss', by which keep_best chooses" in told
 
 
 def test_the_best_is_told_when_saves_have_ended_and_by_its_own_mode(memory: Path) -> None:
