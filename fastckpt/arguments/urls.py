@@ -45,6 +45,9 @@ def path_of(name: str, value: object, storage_options: StorageOptions | None = N
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
     if isinstance(text, str) and is_mounted(text):
+        mount, bucket, key = divided(text)
+        if mount not in _mounts or not bucket or ".." in key.split("/"):
+            raise ValueError(f"{name} is {text!r}, must be a path, or a URL as s3://bucket/run")
         return text
     match = _URL.match(text) if isinstance(text, str) else None
     if match is None:
@@ -56,7 +59,9 @@ def path_of(name: str, value: object, storage_options: StorageOptions | None = N
             f"{name} is {text!r}, a URL, which needs the package obstore, for Python 3.11 and "
             "later: pip install fastckpt[objects]"
         )
-    parts = [part for part in match["key"].split("/") if part not in ("", ".")]
+    if "@" in match["bucket"]:
+        raise ValueError(f"{name} is a URL with credentials: they belong into storage_options")
+    parts = [part for part in (match["key"] or "").split("/") if part not in ("", ".")]
     if ".." in parts or "\0" in text:
         raise ValueError(f"{name} is {text!r}, must be a URL of an object or of a prefix")
     scheme = match["scheme"].lower()

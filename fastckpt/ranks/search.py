@@ -6,6 +6,7 @@ any of them met damage. It must not know what a candidate is, or what is read of
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -131,6 +132,10 @@ class Search(Generic[T]):
                 problem = GONE
             except CorruptCheckpoint as error:
                 problem = GONE if trial.is_gone() else str(error)
+            except StorageError as error:  # where locks keep nothing, a part may be gone first
+                if error.errno not in (errno.ENOENT, errno.ESTALE) or not trial.is_gone():
+                    raise
+                problem = GONE
             trial.verdict = self._verdict(problem)
             if trial.verdict:
                 return None  # nor keeps this rank what it read of it

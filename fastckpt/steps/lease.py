@@ -140,12 +140,15 @@ class Lease:
                     time.sleep(_PAUSE_S)
                 elif not is_removed(storage, fd, self.path):
                     self._may_come_back |= self._takes_over
-                    with suppress(FileNotFoundError):  # where there are no locks
-                        storage.remove(self.path)
+                    storage.remove(self.path)
             else:
                 is_beside = record is not None and record.space == pid_space()
                 ends_by_age = self._storage.policy(fd)[1].remote and not is_beside
                 raise RootInUse(_refusal(self._root, record, self._age_s(), ends_by_age))
+        except OSError as error:
+            # Where there are no locks, somebody else may have removed or replaced it meanwhile.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
         finally:
             if not kept:
                 close_quietly(storage, fd)

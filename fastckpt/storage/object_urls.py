@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ _REQUEST_S = 60
 # For how long a part is sent again while the server fails or is gone, and other requests are.
 _PATIENCE_S, _SHORT_PATIENCE_S = 180, 15
 _PAUSES = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
+_CREDENTIALS = re.compile(r"//[^/@\s]+@")  # of an endpoint
 _RETRIES = {"max_retries": 1000, "backoff": _PAUSES}
 
 _lock = threading.Lock()
@@ -69,7 +71,8 @@ def _made(mount: str, bucket: str, blocks: int) -> ObjectStore:
         )
         return store
     except Exception as error:  # an unknown option, say: its own text tells
-        raise ValueError(f"{scheme}://{bucket}, with storage_options: {error}") from error
+        said = _CREDENTIALS.sub("//", str(error).split("\n\nDebug source")[0])
+        raise ValueError(f"{scheme}://{bucket}, with storage_options: {said}") from None
 
 
 def client() -> Any:
@@ -93,11 +96,19 @@ def asked(op: str, path: str, call: Callable[..., T], *args: Any, **how: Any) ->
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path) from None
     except StorageError:
         raise
-    except (OSError, ValueError, client().exceptions.BaseError) as error:
+    except BaseException as error:
+        if not _is_the_clients(error):
+            raise
         number = _number(error)
         if number == errno.EEXIST:
             raise FileExistsError(number, os.strerror(number), path) from None
         raise StorageError(op, path, number, detail=_told(error, path, since)) from None
+
+
+def _is_the_clients(error: BaseException) -> bool:
+    kinds = (OSError, ValueError, client().exceptions.BaseError)
+    # A panic of Rust is no Exception, and pyo3 does not export its class.
+    return isinstance(error, kinds) or type(error).__name__ == "PanicException"
 
 
 _FULL = ("QuotaExceeded", "StorageFull", "status code: 507")  # which some servers tell by a 403
@@ -117,7 +128,7 @@ _BY_TEXT = {
 }
 
 
-def _number(error: Exception) -> int:
+def _number(error: BaseException) -> int:
     """Returns the errno that stands for an error of the client."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
@@ -129,9 +140,9 @@ def _number(error: Exception) -> int:
     return next((number for words, number in _BY_TEXT.items() if words in text), errno.EIO)
 
 
-def _told(error: Exception, path: str, since: float) -> str:
+def _told(error: BaseException, path: str, since: float) -> str:
     rank = launched_rank()
     who = "" if rank is None else f"rank {rank[0]}: "
-    said = " ".join(str(error).split("\n\nDebug source")[0].split())[:500]
+    said = _CREDENTIALS.sub("//", " ".join(str(error).split("\n\nDebug source")[0].split()))[:500]
     key = divided(path)[2]
     return f"{who}key {key!r} of {as_url(path)!r}, after {time.monotonic() - since:.1f} s: {said}"

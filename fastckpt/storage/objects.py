@@ -33,6 +33,7 @@ from fastckpt.storage.file_system import (
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.object_upload import CONCURRENCY, WRITERS, Upload
 from fastckpt.storage.object_urls import asked, client, store_of
+from fastckpt.storage.owners import Owner
 from fastckpt.storage.owners import divided as owner_divided
 from fastckpt.storage.policies import Policy
 
@@ -385,9 +386,9 @@ class ObjectStorage:
         bucket = divided(path)[:2]
         if bucket in self._probed:
             return
-        nonce = os.path.join(os.path.dirname(path), f".probe-{secrets.token_hex(8)}")
+        nonce = os.path.join(os.path.dirname(path), ".probe" + Owner.this().suffix())
         try:
-            self._put_new(nonce, nonce.encode())
+            self._put_new(nonce, secrets.token_hex(8).encode())
             with suppress(FileExistsError):  # as it should be
                 self._put("create", nonce, b"", mode="create")
                 detail = (

@@ -19,7 +19,8 @@ from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage.owners import Owner
 from tests.objects import proxy as faults
-from tests.objects.proxy import Backwards, Fault, Proxy, Stall
+from tests.objects.conftest import store_at
+from tests.objects.proxy import Backwards, Fault, Passage, Proxy, Stall
 from tests.objects.states import LARGE, SMALL, blank, state_of, step_of
 from tests.objects.weed import BUCKET, SECRET, Weed, options
 
@@ -248,3 +249,53 @@ def test_a_claim_that_was_lost_before_the_manifest_came(
     with pytest.raises(StorageError, match="another process"):
         storage.rename(name, f"{directory}/manifest.json")
     storage.close(fd)
+
+
+@pytest.mark.parametrize("part", ["objects.pt", ".safetensors"])
+def test_a_step_that_is_removed_while_it_is_read(
+    weed: Weed, proxy: Proxy, root: str, part: str
+) -> None:
+    """Nothing locks it: the newer one, for which it made room, is restored."""
+    with saver_of(root, options(weed.port), keep_last=1) as saver:
+        saver.save(1, state_of(1, LARGE)).result()
+
+        def overtaken(passage: Passage) -> None:
+            saver.save(2, state_of(2, LARGE)).result()
+            status, headers, body = passage.ask()
+            assert status == 404
+            passage.answer(status, body, headers)
+
+        proxy.on("get", overtaken, key=part)
+        assert restored(root, options(proxy.port)) == 2
+
+
+def test_who_takes_a_dead_job_s_lease_may_be_overtaken(weed: Weed, proxy: Proxy, root: str) -> None:
+    """Of two jobs that find it, one removes what the other one is looking at."""
+    with saver_of(root, options(weed.port)) as saver:
+        saver.save(1, state_of(1)).result()
+    store = store_at(weed.port)
+    key = f"{root.partition(BUCKET + '/')[2]}/lease.json"
+    store.put(key, b"the lease of nobody")
+
+    def overtaken(passage: Passage) -> None:
+        store.delete(key)
+        status, headers, body = passage.ask()
+        passage.answer(status, body, headers)
+
+    proxy.on("get", overtaken, key="lease.json", skip=1)
+    with saver_of(root, options(proxy.port)) as other:
+        other.save(2, state_of(2)).result()
+    assert restored(root, options(weed.port), SMALL) == 2
+
+
+def test_urls_that_name_nothing_are_refused(weed: Weed) -> None:
+    told = options(weed.port)
+    for path in ("/s3:/bucket/../other/x", "/s3:nope/bucket/x", "/s3:", "s3://me:secret@bucket/x"):
+        with pytest.raises(ValueError, match=r"must be a path|credentials") as caught:
+            fastckpt.load(path)
+        assert "secret" not in str(caught.value)
+    assert path_of("path", "s3://bucket", told) + "/run" == path_of("path", "s3://bucket/run", told)
+    with pytest.raises(StorageError) as failed:
+        endpoint = "http://me:secret@127.0.0.1:9"
+        fastckpt.load("s3://bucket/x", storage_options={**told, "endpoint": endpoint})
+    assert "secret" not in str(failed.value)
