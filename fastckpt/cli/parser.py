@@ -7,9 +7,11 @@ what a command does lies in a module of its own, which is imported when the comm
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from fastckpt.arguments import quantities
+from fastckpt.arguments.checks import check_path
 from fastckpt.cli import advise
 from fastckpt.cli.shared_arguments import path_argument, quantity_argument
 
@@ -34,15 +36,16 @@ def _command(told: str, description: str, *arguments: Argument) -> Command:
 
 
 def _path(name: str, metavar: str, told: str, **options: Any) -> Argument:
-    return _any(name, type=path_argument, metavar=metavar, help=told, **options)
+    options.setdefault("type", path_argument)
+    return _any(name, metavar=metavar, help=told, **options)
 
 
 def _flag(name: str, told: str) -> Argument:
     return _any(name, action="store_true", help=told)
 
 
-def _directory(told: str) -> Argument:
-    return _path("directory", "DIR", told, nargs="?", default=".")
+def _directory(told: str, **options: Any) -> Argument:
+    return _path("directory", "DIR", told, nargs="?", default=".", **options)
 
 
 def _local(what: str) -> Argument:
@@ -232,7 +235,9 @@ _MEASURED = (
     " All that is written to DIR is removed again. The exit status is 0; 1 if it could not be "
     "measured, or if bytes came back other than they were written; 130 if it was interrupted."
 )
-_ON = _directory("on the file system that is measured; default: .")
+_ON = _directory(
+    "on the file system that is measured; default: .", type=partial(path_argument, check=check_path)
+)
 _DEVICE = _any(
     "--device", choices=("cpu", "cuda"), help="where the state lies; default: a GPU if there is one"
 )

@@ -17,10 +17,10 @@ from fastckpt.arguments.urls import path_of
 from fastckpt.errors import CheckpointError
 
 
-def path_argument(text: str) -> str:
+def path_argument(text: str, check: Callable[[str, str], str] = path_of) -> str:
     """Returns a checked path for argparse, which ends the process with status 2 if it is wrong."""
     try:
-        return path_of("it", text)
+        return check("it", text)
     except (ValueError, ImportError) as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.paths import ROOT
 
-NEED_A_GPU = "checks tests bench-ram probe gds bench-disk sanitizer small-budget malloc-async"
+NEED_A_GPU = "checks tests bench-ram probe gds sanitizer small-budget malloc-async bench-disk"
 pytestmark = pytest.mark.multiprocess
 
 
