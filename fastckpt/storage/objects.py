@@ -86,7 +86,7 @@ class ObjectStorage:
         self._reading = threading.BoundedSemaphore(CONCURRENCY)
         self._claims: dict[str, Any] = {}  # of directories that were made here
         self._listed_now: dict[str, tuple[Any, float]] = {}  # with when they were
-        self._probed: set[tuple[str, str]] = set()
+        self._clocks_s: dict[tuple[str, str], float] = {}  # by how much ours is ahead, by bucket
         self._policy = _POLICY._replace(transfer=self._transfer, writers=WRITERS)
 
     # Objects.
@@ -297,9 +297,9 @@ class ObjectStorage:
         if key:
             listed, when = self._listed_now.pop(path, (None, 0.0))
             if listed is not None and time.monotonic() - when < _LISTED_S:
-                return _status(listed)
+                return self._status(path, listed)
             with suppress(FileNotFoundError):  # it may be a directory
-                return _status(self._head(path))
+                return self._status(path, self._head(path))
             pages = client().list(store_of(path), key, chunk_size=1)
             with suppress(FileNotFoundError):  # there is not even a bucket
                 if asked("list", path, next, iter(pages), []):
@@ -307,10 +307,21 @@ class ObjectStorage:
             return None
         return _DIRECTORY
 
+    def _status(self, path: str, found: Any) -> os.stat_result:
+        digest = hashlib.blake2b(str(found["e_tag"]).encode(), digest_size=7).digest()
+        mode, number = stat.S_IFREG | 0o644, int.from_bytes(digest, "big")
+        return _result(mode, number, found["size"], self._made_at(path, found))
+
+    def _made_at(self, path: str, found: Any) -> float:
+        """Returns when an object was made, by our clock if the store's is known."""
+        return float(found["last_modified"].timestamp()) + self._clocks_s.get(
+            divided(path)[:2], 0.0
+        )
+
     def fstat(self, fd: int) -> os.stat_result:
         opened = self.open_now[fd]
         if opened.found is not None and "size" in opened.found:
-            return _status(opened.found)
+            return self._status(opened.path, opened.found)
         return _result(stat.S_IFREG | 0o644, opened.number, self._size(opened), time.time())
 
     def _size(self, opened: _Open) -> int:
@@ -339,7 +350,8 @@ class ObjectStorage:
         if not objects and not below:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
         claim = objects.pop(CLAIM, None)
-        if claim is not None and not objects and not below and _age_s(claim) < _CLAIMED_S:
+        is_alone = claim is not None and not objects and not below
+        if is_alone and time.time() - self._made_at(directory, claim) < _CLAIMED_S:
             return [CLAIM]
         return [*objects, *below]
 
@@ -382,9 +394,11 @@ class ObjectStorage:
         raise StorageError("rename", directory, errno.ESTALE, detail=detail)
 
     def _probe(self, path: str) -> None:
-        """Finds out, once for each bucket, that the store heeds conditions. Raises StorageError."""
+        """Finds out, once for each bucket, that the store heeds conditions, and how late it is
+        there. Raises StorageError.
+        """
         bucket = divided(path)[:2]
-        if bucket in self._probed:
+        if bucket in self._clocks_s:
             return
         nonce = os.path.join(os.path.dirname(path), ".probe" + Owner.this().suffix())
         try:
@@ -396,10 +410,11 @@ class ObjectStorage:
                     "they have it (If-None-Match), so no checkpoint is safe there"
                 )
                 raise StorageError("probe", os.path.dirname(path), errno.EOPNOTSUPP, detail=detail)
+            made = self._head(nonce)["last_modified"].timestamp()
+            self._clocks_s[bucket] = time.time() - made
         finally:
             with suppress(OSError):  # the first error counts
                 self.remove(nonce)
-        self._probed.add(bucket)
 
     def remove_directory(self, path: str, *, content: bool = False) -> None:
         if content:
@@ -483,19 +498,9 @@ def _version(found: Any) -> dict[str, str]:
     return {key: found[key] for key in ("e_tag", "version") if found.get(key)}
 
 
-def _age_s(found: Any) -> float:
-    return time.time() - float(found["last_modified"].timestamp())
-
-
 def _result(mode: int, number: int, nbytes: int, when: float) -> os.stat_result:
     times = {"st_atime_ns": int(when * 1e9), "st_mtime_ns": int(when * 1e9), "st_mtime": when}
     return os.stat_result((mode, number, 0, 1, 0, 0, nbytes, when, when, when), times)
-
-
-def _status(found: Any) -> os.stat_result:
-    digest = hashlib.blake2b(str(found["e_tag"]).encode(), digest_size=7).digest()
-    when = found["last_modified"].timestamp()
-    return _result(stat.S_IFREG | 0o644, int.from_bytes(digest, "big"), found["size"], when)
 
 
 _DIRECTORY = _result(stat.S_IFDIR | 0o755, 0, 0, 0.0)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -15,7 +16,7 @@ import pytest
 
 import fastckpt
 from fastckpt.arguments.urls import path_of
-from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.errors import CheckpointError, RootInUse, StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage.owners import Owner
 from tests.objects import proxy as faults
@@ -23,6 +24,7 @@ from tests.objects.conftest import store_at
 from tests.objects.proxy import Backwards, Fault, Passage, Proxy, Stall
 from tests.objects.states import LARGE, SMALL, blank, state_of, step_of
 from tests.objects.weed import BUCKET, SECRET, Weed, options
+from tests.steps.test_lease import record
 
 KINDS = ("begin", "part", "complete", "put", "create", "get", "head", "list", "delete")
 TIMEOUT_S, GRACE_S = 1.0, 30.0  # of a save that has to fail; what a busy machine may add to that
@@ -299,3 +301,18 @@ def test_urls_that_name_nothing_are_refused(weed: Weed) -> None:
         endpoint = "http://me:secret@127.0.0.1:9"
         fastckpt.load("s3://bucket/x", storage_options={**told, "endpoint": endpoint})
     assert "secret" not in str(failed.value)
+
+
+def test_a_lease_ages_by_the_store_s_clock(
+    weed: Weed, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of this machine may be hours ahead."""
+    key = f"{root.partition(BUCKET + '/')[2]}/lease.json"
+    far = record(space="of another machine", pid=7).to_bytes()
+    store_at(weed.port).put(key, far)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 3 * record().lasts_s)
+    told = {**options(weed.port), "client_options": {"allow_http": True, "user_agent": "ahead"}}
+    with saver_of(root, told) as saver:
+        error = saver.save(1, state_of(1)).exception(GRACE_S)
+    assert type(error) is RootInUse
