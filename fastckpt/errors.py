@@ -185,7 +185,7 @@ _HINTS = {
     errno_names.EPERM: "check the file's attributes and owner, and whether a ticket expired",
     errno_names.EKEYREJECTED: "the store refuses the credentials, or what they may do: renew them",
     errno_names.EKEYEXPIRED: "a ticket expired: renew it (kinit)",
-    errno_names.ESTALE: "the server no longer knows the file: it restarted, or a ticket expired",
+    errno_names.ESTALE: "the file was replaced, its server restarted, or a ticket expired",
     errno_names.EISDIR: "give the path of a file",
     errno_names.ENOMEM: "free memory, or raise the limit on address space (ulimit -v)",
     errno_names.ETIMEDOUT: "see whether the server, or the disk, answers",

@@ -62,7 +62,7 @@ def path_of(name: str, value: object, storage_options: StorageOptions | None = N
     if "@" in match["bucket"]:
         raise ValueError(f"{name} is a URL with credentials: they belong into storage_options")
     parts = [part for part in (match["key"] or "").split("/") if part not in ("", ".")]
-    if ".." in parts or "\0" in text:
+    if ".." in parts or "\0" in text or "\\" in text:  # which some stores take for a slash
         raise ValueError(f"{name} is {text!r}, must be a URL of an object or of a prefix")
     scheme = match["scheme"].lower()
     mount = f"/{scheme}:" if storage_options is None else _mount(scheme, dict(storage_options))

@@ -296,6 +296,9 @@ def test_urls_that_name_nothing_are_refused(weed: Weed) -> None:
         with pytest.raises(ValueError, match=r"must be a path|credentials") as caught:
             fastckpt.load(path)
         assert "secret" not in str(caught.value)
+    for path in ("s3://bucket/../x", "s3://bucket/a\\b"):
+        with pytest.raises(ValueError, match="must be a URL"):
+            fastckpt.load(path)
     assert path_of("path", "s3://bucket", told) + "/run" == path_of("path", "s3://bucket/run", told)
     with pytest.raises(StorageError) as failed:
         endpoint = "http://me:secret@127.0.0.1:9"
