@@ -29,10 +29,11 @@ def tidy(steps: Steps, keep: str, options: StepOptions) -> None:
         return
     try:
         found, _faults = steps.committed()
+        nonces = {item.name: item.manifest.nonce for item in found}
         left: set[int] = set()  # of which an older attempt stays: it would come back
         for name in reversed(superfluous(steps, found, keep, options)):
             try:
-                is_gone = step_of(name) not in left and steps.remove_unread(name)
+                is_gone = step_of(name) not in left and steps.remove_unread(name, nonces[name])
             except StorageError as error:  # others may go all the same
                 log.warning("an old step could not be removed: %s", error)
                 is_gone = False

@@ -488,24 +488,33 @@ class Steps:
         with self._removing:
             return [name for name in self.incomplete() if self.remove_if_dead(name)]
 
-    def remove_unread(self, name: str) -> bool:
-        """Removes a committed step unless somebody holds it or it is pinned; returns whether.
-        Raises StorageError.
+    def remove_unread(self, name: str, nonce: str | None = None) -> bool:
+        """Removes a committed step unless somebody holds it or it is pinned; returns whether it is
+        gone. Raises StorageError.
+
+        Args:
+            name, nonce: of the step. Without a nonce, of whichever has the name by now: of two
+                threads that remove one, the second may come after a save that has taken the name.
         """
         path = self.path(name, MANIFEST)
-        try:
-            fd = self.storage.open(path, "lock")
-        except OSError:
-            return False  # removed by somebody else
         # Held until the directory is empty, so that no save that begins takes its name before.
         with self._removing:
+            known = self.known(name).manifest
+            if nonce is not None and (known is None or known.nonce != nonce):
+                return True
+            try:
+                fd = self.storage.open(path, "lock")
+            except FileNotFoundError:
+                return True  # removed by somebody else
+            except OSError:
+                return False
             try:
                 with reported("lock", path):
                     if not self.storage.lock(fd):
                         return False
-                    entries = self.storage.names(self.path(name))
-                    if PINNED in entries:
-                        return False
+                entries = self.storage.names(self.path(name))
+                if PINNED in entries:
+                    return False
                 self._remove_manifest(name)
             except StorageError:
                 raise

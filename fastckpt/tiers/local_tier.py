@@ -349,7 +349,9 @@ class LocalTier:
         first rank of a node calls it.
         """
         going, of_use, has_safe = list[str](), list[Entry](), False
-        for item in readable(self.steps):
+        found = readable(self.steps)
+        nonces = {item.name: item.manifest.nonce for item in found}
+        for item in found:
             is_useless = item.manifest.nonce in self._useless
             is_safe = self._is_safe(item.name)
             is_needed = self.is_due(item.manifest.step) or not of_use or (is_safe and not has_safe)
@@ -363,12 +365,12 @@ class LocalTier:
                 going.append(item.name)
         beyond = may_go(of_use, self.keep)
         for name in [*going, *beyond]:
-            self._remove(name)
+            self._remove(name, nonces[name])
         for entry in reversed(of_use):
             if self._budget is None or nbytes_max is None or self._budget.used() <= nbytes_max:
                 break
             if not entry.is_pinned and entry.name not in beyond:
-                self._remove(entry.name)
+                self._remove(entry.name, nonces[entry.name])
         with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
             self.steps.remove_dead()
 
@@ -376,9 +378,9 @@ class LocalTier:
         """Returns whether a step outlives this node, or none does."""
         return self.replicas is None or self._has(name, REPLICATED) or self._has(name, DRAINED)
 
-    def _remove(self, name: str) -> None:
+    def _remove(self, name: str, nonce: str) -> None:
         try:
-            self.steps.remove_unread(name)
+            self.steps.remove_unread(name, nonce)
         except (StorageError, OSError) as error:
             log.warning("%s could not be removed: %s", name, error)
 
@@ -415,7 +417,7 @@ class LocalTier:
             self.note_drained(there[nonce].name)
         self._useless = there.keys() & set(told["useless"])
         for nonce in there.keys() & set(told["deleted"]):
-            self._remove(there[nonce].name)
+            self._remove(there[nonce].name, nonce)
         self._step_of = {nonce: step for nonce, (step, _copies) in told["held"].items()}
         self._held = {
             nonce: {int(first): (name, parts) for first, (name, parts) in copies.items()}

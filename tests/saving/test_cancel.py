@@ -23,7 +23,7 @@ from fastckpt.saving.pipeline import Pipeline
 from tests.crews import cancel_bodies as bodies
 from tests.crews.group_crew import Crew
 from tests.doubles import Delay, save_through
-from tests.saving.test_handle import HeldTensor
+from tests.saving.test_handle import HeldTensor, wait_until
 
 WAIT_S = 60.0
 SLOW = 1000.0  # bytes a second: such a save takes hours
@@ -70,7 +70,8 @@ def test_nothing_of_an_export_is_left_when_it_is_told(disk: Path) -> None:
     with HeldTensor() as held:
         handle = fastckpt.export({"w": held.tensor}, disk / "a", fence="step")
         held.wait_reached()
-        assert os.listdir(disk) and handle.cancel()
+        wait_until(lambda: os.listdir(disk) != [])  # its thread makes the directory
+        assert handle.cancel()
         handle.add_done_callback(lambda _: left.put(os.listdir(disk)))
         held.release()
         cancelled(handle)

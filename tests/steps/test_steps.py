@@ -786,6 +786,19 @@ class BeginsWhileRemoved(Storage):
             self.thread.join(0.2)  # it may have to wait
 
 
+def test_a_save_that_has_taken_the_name_is_not_removed(root: Path) -> None:
+    """Of two saves that remove what they replace, one comes late."""
+    with Checkpointer(root) as checkpointer:
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        steps = checkpointer._steps
+        (replaced,), _faults = steps.committed()
+        assert steps.remove_unread(replaced.name, replaced.manifest.nonce)
+        assert steps.remove_unread(replaced.name, replaced.manifest.nonce), "it is gone"
+        checkpointer.save(1, state(1)).result(WAIT_S)
+        assert steps.remove_unread(replaced.name, replaced.manifest.nonce), "it is gone"
+    assert directories(root) == [replaced.name] and restored(root) == 1
+
+
 def test_a_save_keeps_its_directory_while_an_old_one_of_that_name_is_removed(root: Path) -> None:
     saved(root, 1)
     storage, begun = BeginsWhileRemoved(), []
