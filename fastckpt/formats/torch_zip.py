@@ -133,8 +133,8 @@ class _Builder(ImageBuilder):
     def __init__(self, alignment: int) -> None:
         super().__init__()
         self.alignment = alignment
-        # What central_header() takes, of each record, and how long these are in all: they are made
-        # when the CRCs are there, for until then copies wait, and whoever waits for these.
+        # The arguments of central_header() for each record, and the size of all headers. They are
+        # made when the CRCs are there: made before, they would delay the copies.
         self.rows: list[tuple[bytes, int, int, int]] = []
         self.directory_nbytes = 0
         # Numbers of the rows that wait for a CRC, in the order of the slots.

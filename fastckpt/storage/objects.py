@@ -44,8 +44,8 @@ _STREAM_BYTES = 1 << 20  # what the client holds of one read at a time
 _LISTED_S = 1.0  # for how long a listing answers
 _PAGE = 1000  # objects of a listing, as S3 has it
 _ANY = 1 << 62
-# What other methods of the seam return: an object has its size and durability at once, and nobody
-# locks it.
+# The other methods of the seam have these answers: an object has its size and durability at once,
+# and nobody locks it.
 _ANSWERS = {
     **dict.fromkeys(("allocate", "truncate", "touch", "sync_directory", "set_permissions")),
     **{"lock": True, "look_again": False, "shares": False, "free_bytes": _ANY},
@@ -432,7 +432,7 @@ class ObjectStorage:
         if is_claimed:
             self.remove(os.path.join(path, CLAIM))
 
-    # What is not as it is in a file system.
+    # Differences from a file system.
 
     def policy(self, fd: int) -> tuple[str, Policy]:
         return "objects", self._policy

@@ -1,4 +1,4 @@
-"""Which ranks of a job share a node, and which parts of a step and which steps the nodes hold.
+"""The nodes of a job: the ranks that share each, and the steps and parts of steps that it holds.
 
 The module must not know how that was found out.
 """

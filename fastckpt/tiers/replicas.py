@@ -35,7 +35,7 @@ _LOCK_POLL_S = 0.02
 
 
 class Replicas:
-    """What one rank sends to its neighbours and has them send, and how it serves them.
+    """One rank's exchange of files with its neighbours: it sends, fetches, and serves them.
 
     Args:
         memory: the caller's argument.
