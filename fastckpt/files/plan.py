@@ -13,13 +13,11 @@ from typing import NamedTuple
 
 import torch
 
-from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.options import WriteOptions
 from fastckpt.engine.devices import Devices
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.files.place import FilePlace
 from fastckpt.formats import torch_pickle, torch_zip
-from fastckpt.formats.partial_objects import how_to_allow, newly_refused
 from fastckpt.formats.record_division import arrange, nbytes_of
 from fastckpt.plan.image import Image
 from fastckpt.plan.rank_intervals import Checksums, Part, bounds
@@ -29,6 +27,7 @@ from fastckpt.ranks.same_state import Description, Sampled, compare
 from fastckpt.saving.mutation_check import WatchedTensors, named_tensors
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan
+from fastckpt.state.fit import refused_later
 from fastckpt.state.kinds import is_sharded
 from fastckpt.storage.file_system import reported
 from fastckpt.storage.lustre_layout import Purpose, grain_bytes
@@ -142,15 +141,9 @@ class FilePlan(Plan):
         """Logs what weights_only=True will refuse, once of each class that is needed. It is no
         warning: who saves objects by torch.save is used to load them so.
         """
-        pickles, self._pickled = self._pickled, []
-        refused = [each for pickled in pickles for each in newly_refused(pickled, _met)]
-        if refused:
-            log.info(
-                "%r: what is at %s needs weights_only=False to be loaded%s",
-                self._place.path,
-                listed(f"{name!r} (made with {maker})" for name, maker in refused),
-                how_to_allow(refused),
-            )
+        if told := refused_later(self._place.path, self._pickled, _met):
+            log.info("%s", told)
+        self._pickled = []
 
     def publish(self, records: list[bytes]) -> None:
         self._place.publish()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -18,7 +18,7 @@ from uuid import uuid4
 from fastckpt.arguments.checks import check_choice
 from fastckpt.arguments.near_names import fits_none, listed
 from fastckpt.errors import IncompatibleCheckpoint
-from fastckpt.formats.partial_objects import how_to_allow, left_out
+from fastckpt.formats.partial_objects import how_to_allow, left_out, newly_refused
 from fastckpt.formats.value_names import joined, keys_of
 from fastckpt.state.layouts import Join, Named, Split, arranged, check_rule
 from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, unescaped
@@ -177,6 +177,17 @@ def refused(
         "wrote the checkpoint, pass weights_only=False, which runs code that the file names"
         f"{how_to_allow(found)}"
     )
+
+
+def refused_later(where: str, pickles: Iterable[bytes], before: set[tuple[str, str]]) -> str:
+    """Returns a sentence about the values in pickles of torch.save that weights_only=True will
+    refuse, with another way to load them; "" if all of their makers were met before.
+    """
+    found = [each for pickled in pickles for each in newly_refused(pickled, before)]
+    if not found:
+        return ""
+    told = listed(f"{name!r} (made with {maker})" for name, maker in found)
+    return f"{where!r}: what is at {told} needs weights_only=False to be read{how_to_allow(found)}"
 
 
 def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[str]]:

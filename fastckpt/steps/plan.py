@@ -18,12 +18,10 @@ from functools import partial
 
 import torch
 
-from fastckpt.arguments.near_names import listed
 from fastckpt.engine.codec import FrameWriter, encoder_of
 from fastckpt.engine.reuse import Cloner
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
-from fastckpt.formats.partial_objects import how_to_allow, newly_refused
 from fastckpt.formats.shard_index import index_name, shard_name
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.ranks.per_group import GroupMemo
@@ -32,6 +30,7 @@ from fastckpt.ranks.same_state import Description, compare
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile
+from fastckpt.state.fit import refused_later
 from fastckpt.state.tree import comparable
 from fastckpt.steps.capture import Content
 from fastckpt.steps.options import StepOptions
@@ -141,14 +140,8 @@ class StepPlan(Plan):
         if self._content.per_rank:
             with zipfile.ZipFile(io.BytesIO(self._content.per_rank)) as archive:
                 pickles += [archive.read(n) for n in archive.namelist() if n.endswith("/data.pkl")]
-        refused = [each for pickled in pickles for each in newly_refused(pickled, _met)]
-        if refused:
-            log.warning(
-                "%r: what is at %s needs weights_only=False to be restored%s",
-                self._handle.path,
-                listed(f"{name!r} (made with {maker})" for name, maker in refused),
-                how_to_allow(refused),
-            )
+        if told := refused_later(self._handle.path, pickles, _met):
+            log.warning("%s", told)
 
     def record(self) -> bytes:
         """Returns the manifest's entry for this writer; b"" if it has no file."""
