@@ -1,6 +1,7 @@
-"""torch.distributed.checkpoint with the S3StorageWriter of s3torchconnector, in one process.
+"""torch.distributed.checkpoint with s3torchconnector's writer and reader, in one process.
 
-Its documents call dcp.save(state, storage_writer=S3StorageWriter(region, path)). The endpoint of
+Its documents call dcp.save(state, storage_writer=S3StorageWriter(region, path)), and dcp.load with
+S3StorageReader. The endpoint of
 another server than Amazon's is an argument of its client alone.
 """
 
@@ -19,10 +20,11 @@ from rivals.peer import Peer, Save, State, already
 
 
 class DcpToS3(Peer):
-    """dcp.save through S3StorageWriter."""
+    """dcp.save through S3StorageWriter, and dcp.load through S3StorageReader."""
 
     name = "dcp, s3torchconnector"
     contract = "sync"
+    fills_template = True
     modules = ("torch.distributed.checkpoint", "s3torchconnector.dcp")
 
     def __init__(self, options: dict[str, Any], root: str) -> None:
@@ -30,19 +32,28 @@ class DcpToS3(Peer):
 
     def save(self, state: State, target: Path) -> Save:
         import torch.distributed.checkpoint as dcp
+        from s3torchconnector.dcp import S3StorageWriter
+
+        writer = S3StorageWriter(self._options["region"], f"{self._root}/{target.name}")
+        writer.fs._client = self._client()
+        dcp.save(state, storage_writer=writer, no_dist=True)
+        return Save(already, already)
+
+    def load(self, target: Path, template: State) -> Any:
+        import torch.distributed.checkpoint as dcp
+        from s3torchconnector.dcp import S3StorageReader
+
+        reader = S3StorageReader(self._options["region"], f"{self._root}/{target.name}")
+        reader.fs._client = self._client()
+        dcp.load(template, storage_reader=reader, no_dist=True)
+        return template
+
+    def _client(self) -> Any:
         from s3torchconnector import S3ClientConfig
         from s3torchconnector._s3client import S3Client
-        from s3torchconnector.dcp import S3StorageWriter
 
         told = self._options
         os.environ["AWS_ACCESS_KEY_ID"] = told["access_key_id"]
         os.environ["AWS_SECRET_ACCESS_KEY"] = told["secret_access_key"]
         config = S3ClientConfig(force_path_style=True)
-        client = S3Client(told["region"], endpoint=told["endpoint"], s3client_config=config)
-        writer = S3StorageWriter(told["region"], f"{self._root}/{target.name}")
-        writer.fs._client = client
-        dcp.save(state, storage_writer=writer, no_dist=True)
-        return Save(already, already)
-
-    def load(self, target: Path, template: State) -> Any:
-        raise NotImplementedError
+        return S3Client(told["region"], endpoint=told["endpoint"], s3client_config=config)

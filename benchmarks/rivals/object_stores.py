@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from saving import blank_like
 
-from fastckpt.cli.bench.state import flat_tensors, gpt_state
+from fastckpt.cli.bench.state import flat_tensors, gpt_state, nbytes_of
 from rivals.peer import Peer, Save, State, already
 
-SAVES = 3  # of a process; the last is measured
+SAVES, LOADS = 3, 2  # of a process; the last is measured
+IDLE_S, IDLE_CPU_S, IDLE_WAITS = 0.05, 0.002, 100
 PART_BYTES, CONCURRENCY = 8 << 20, 16
 
 
@@ -84,15 +88,40 @@ class Obstore(Peer):
         return Save(already, already)
 
     def load(self, target: Path, template: State) -> Any:
-        raise NotImplementedError
+        """Gets the bytes, several ranges at a time, and drops them."""
+        import obstore
+        from obstore.store import S3Store
+
+        store = S3Store(self._bucket, **self._options)
+        get = partial(obstore.get_range, store, f"{self._prefix}/{target.name}")
+        nbytes = nbytes_of(template)
+        with ThreadPoolExecutor(CONCURRENCY) as threads:
+            begins = range(0, nbytes, PART_BYTES)
+            parts = [threads.submit(get, start=at, length=PART_BYTES) for at in begins]
+            assert sum(len(part.result()) for part in parts) == nbytes
+        return template
 
 
-def one_turn(peer: Peer, nbytes: int, directory: Path) -> dict[str, float]:
-    """Saves a state; returns the clocks of the last save, and the CPU seconds that it took."""
+def settle() -> None:
+    """Waits until this process is idle: after its first save, fastckpt takes the pages that later
+    saves stage in, which a process pays for once.
+    """
+    for _ in range(IDLE_WAITS):
+        cpu_s = time.process_time()
+        time.sleep(IDLE_S)
+        if time.process_time() - cpu_s < IDLE_CPU_S:
+            return
+
+
+def one_turn(peer: Peer, nbytes: int, directory: Path, loads: bool) -> dict[str, float]:
+    """Saves a state, and loads it if asked to; returns the clocks of the last save and load, and
+    the CPU seconds that each took.
+    """
     torch.set_num_threads(1)
     state, row = gpt_state(nbytes), dict[str, float]()
     with peer.opened():
         for turn in range(SAVES):
+            settle()
             cpu_s, begun = time.process_time(), time.perf_counter()
             save = peer.save(state, directory / f"save-{turn}")
             save.wait_staged()
@@ -101,4 +130,11 @@ def one_turn(peer: Peer, nbytes: int, directory: Path) -> dict[str, float]:
             committed = time.perf_counter() - begun
             used = time.process_time() - cpu_s
             row = {"stall_s": stalled, "committed_s": committed, "cpu_s": used}
+        template = blank_like(state) if loads else {}
+        for _ in range(LOADS if loads else 0):
+            settle()
+            cpu_s, begun = time.process_time(), time.perf_counter()
+            peer.load(directory / f"save-{SAVES - 1}", template)
+            row["load_s"] = time.perf_counter() - begun
+            row["load_cpu_s"] = time.process_time() - cpu_s
     return row

@@ -22,9 +22,9 @@ import objects
 pytest.importorskip("obstore", reason="obstore is not installed")
 
 
-def rows(ways: list[str]) -> list[dict[str, object]]:
+def rows(ways: list[str], obstore: float = 0.5) -> list[dict[str, object]]:
     clocks = {"stall_s": 0.5, "committed_s": 2.0, "cpu_s": 1.0}
-    times = {"fastckpt": 1.0, "obstore": 0.5, "fastckpt, directory": 1.0}
+    times = {"fastckpt": 1.0, "obstore": obstore, "fastckpt, directory": 1.0}
     return [
         {"way": way, "round": number}
         | {key: value * times.get(way, 3.0) * (1 + number) for key, value in clocks.items()}
@@ -37,6 +37,13 @@ def test_medians_and_the_bars() -> None:
     lines = objects.lines_of(rows(["fastckpt", "obstore", "fastckpt, directory"]), 4.0)
     assert [line.passed for line in lines] == [True, False, None, True]
     assert lines[0].measured == "0.50 s" and lines[1].measured.startswith("2.00 x")
+
+
+def test_no_client_is_to_be_faster_than_the_server_lets_it() -> None:
+    ways = ["fastckpt", "obstore", "dcp, s3torchconnector"]
+    for obstore, passed, what in ((0.5, True, "0.33 x"), (2.0, None, "no bar, obstore alone")):
+        dcp = objects.lines_of(rows(ways, obstore), 4.0)[2]
+        assert dcp.passed is passed and what in dcp.measured
 
 
 @pytest.mark.multiprocess
