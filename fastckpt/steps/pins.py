@@ -16,6 +16,8 @@ from fastckpt.storage import atomic
 from fastckpt.storage.file_system import NEW_MODE, reported
 from fastckpt.storage.vanishing import listed_anew
 
+_NOTES_MAX = 1000  # of deleted steps, in a root
+
 
 def pin(steps: Steps, step: int) -> None:
     """Keeps a step from being removed, durably.
@@ -58,7 +60,7 @@ def delete(shelves: Sequence[Steps], step: int) -> None:
     root, *others = shelves
     found = [(steps, name) for steps in (*others, root) for name in _attempts(steps, step)[::-1]]
     if not found:
-        raise _none(root, step)
+        raise _none(shelves, step)
     for steps, name in found:
         if is_pinned(steps, name):
             raise CheckpointError(f"{steps.path(name)!r} is pinned: call unpin({step}) first")
@@ -91,9 +93,22 @@ def _note_deleted(root: Steps, nonces: set[str]) -> None:
         root.make_root()
         for nonce in nonces:
             _make(root, root.path(DELETED + nonce))
+        _forget_deleted(root, nonces)
         with reported("sync directory", root.root):
             root.storage.sync_directory(root.root)
         root.sync_grown()
+
+
+def _forget_deleted(root: Steps, noted: set[str]) -> None:
+    """Removes the older half of very many notes: nodes keep few steps, and have removed those."""
+    old = [root.path(DELETED + nonce) for nonce in deleted(root) - noted]
+    if len(old) < _NOTES_MAX:
+        return
+    with suppress(OSError):  # the next deletion does it
+        found = [(root.storage.status(path), path) for path in old]
+        made = sorted((each.st_mtime_ns, path) for each, path in found if each is not None)
+        for _when, path in made[: _NOTES_MAX // 2]:
+            root.storage.remove(path)
 
 
 def _make(steps: Steps, path: str) -> None:
@@ -118,7 +133,7 @@ def _change(steps: Steps, step: int, change: Callable[[str], None], count: int |
         return bool(attempts)
 
     if not listed_anew(changed):  # retention may remove it meanwhile
-        raise _none(steps, step)
+        raise _none([steps], step)
 
 
 def _attempts(steps: Steps, step: int) -> list[str]:
@@ -126,8 +141,9 @@ def _attempts(steps: Steps, step: int) -> list[str]:
     return [item.name for item in steps.survey(step)[0] if item.manifest.step == step]
 
 
-def _none(steps: Steps, step: int) -> CheckpointError:
-    known = sorted({item.manifest.step for item in steps.survey()[0]})
-    return CheckpointError(
-        f"{steps.root!r} holds no committed step {step}: there are {known[-10:]}"
-    )
+def _none(shelves: Sequence[Steps], step: int) -> CheckpointError:
+    known = sorted({item.manifest.step for steps in shelves for item in steps.survey()[0]})
+    told = f"{shelves[0].root!r} holds no committed step {step}: there are {known[-10:]}"
+    if len(shelves) > 1:
+        told += " there and on this node; what other nodes alone have is known after a restore"
+    return CheckpointError(told)

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import threading
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -162,6 +163,7 @@ class LocalTier:
             told = [json.loads(record) for record in meeting.gather("identity")]
             shared = [first.setdefault(identity, rank) for rank, (identity, _at) in enumerate(told)]
             listening = [at for _identity, at in told]
+            _warn_of_loopback(told)
             secret = None if replicas is None else secrets.token_hex(32)
             meeting.put("nodes", json.dumps([shared, listening, secret]).encode())
         shared, listening, secret = json.loads(meeting.get("nodes"))
@@ -504,6 +506,22 @@ class LocalTier:
                 safe = max(safe, one["sequence"])
                 told["undrained"].append([one["step"], nonce, names, parts, is_newer])
         return told
+
+
+def _warn_of_loopback(told: Sequence[tuple[str, Sequence[Any] | None]]) -> None:
+    """Warns of a rank that others cannot reach where it listens, given identities and addresses."""
+    machines = {identity.partition(" ")[0] for identity, _at in told} - {"rank"}
+    if len(machines) < 2:
+        return
+    for rank, (_identity, at) in enumerate(told):
+        if at is not None and (at[0] == "::1" or at[0].startswith("127.")):
+            log.warning(
+                "rank %d listens for its neighbours at %s, which other machines do not reach: on "
+                "each node pass Memory(address=...) with one of its own, such as `hostname -I` "
+                "shows",
+                *(rank, at[0]),
+            )
+            return
 
 
 def _last_of(found: list[Committed]) -> dict[int, int]:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastckpt.arguments.memory import Memory
+from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest
 from fastckpt.ranks.peer_link import Listener, PeerLink, connected
@@ -128,8 +129,11 @@ class Replicas:
         """Sends files of a step, given with their sizes, to the neighbours, to each within a third
         of the timeout; returns which of them did not take one, and why, in words, or "".
         """
+        near = self.neighbours(self._nodes.first(self._rank))
+        if too_slow := self._too_slow(sum(files.values()), len(near)):
+            return too_slow
         troubles, until = [], time.monotonic() + self._within_s
-        for rank in map(self._rank_on, self.neighbours(self._nodes.first(self._rank))):
+        for rank in map(self._rank_on, near):
             try:
                 if time.monotonic() > until:
                     raise TimeoutError("those before it took all the time")
@@ -139,6 +143,18 @@ class Replicas:
             if why:
                 troubles.append(f"{self._named(rank)}: {why}")
         return "; ".join(troubles)
+
+    def _too_slow(self, nbytes: int, count: int) -> str:
+        """Returns why so many bytes do not come to `count` neighbours in time, in words, or ""."""
+        rate = self._memory.rate_bytes
+        takes_s = 0.0 if rate is None else nbytes * max(1, count - 1) / rate
+        if takes_s <= self._within_s:
+            return ""
+        return (
+            f"{count} neighbours: {shown_size(nbytes)} for each take {takes_s:.0f} s at "
+            f"Memory(rate={self._memory.rate!r}), and a third of timeout_s is "
+            f"{self._within_s:.0f} s: raise one of them"
+        )
 
     def _sent(self, rank: int, name: str, nonce: str, files: Mapping[str, int]) -> str:
         steps, storage = self._steps, self._steps.storage

@@ -14,6 +14,8 @@ import threading
 from typing import Any
 
 from fastckpt import Checkpointer, Memory
+from fastckpt.ranks.peer_link import PeerLink
+from fastckpt.storage import machine
 from fastckpt.tiers.replicas import Replicas
 from tests.crews.group_crew import Member, Outcome, Told, attempt
 from tests.crews.steps_bodies import found_in, meet
@@ -59,6 +61,34 @@ def save_and_die(
         saving.delete(deleted)
         meet(member)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def save_and_close(
+    member: Member, root: str, locals_: list[str], step: int, options: dict[str, Any]
+) -> float | None:
+    """Closes as soon as save() returns; returns when the neighbours had the step."""
+    with Checkpointer(
+        root, group=member.group, local=memory(member, locals_, options), timeout_s=30
+    ) as saving:
+        handle = saving.save(step, stamped(member, step))
+    return handle.stats.replicated_s
+
+
+def delete(
+    member: Member,
+    root: str,
+    locals_: list[str],
+    step: int,
+    options: dict[str, Any],
+    restores: bool,
+) -> Exception | None:
+    """Deletes a step, after a restore or without; returns the error."""
+    with Checkpointer(
+        root, group=member.group, local=memory(member, locals_, options), timeout_s=30
+    ) as checkpointer:
+        if restores:
+            found_in(member, checkpointer)
+        return attempt(lambda: checkpointer.delete(step)).error
 
 
 def restore(
@@ -110,3 +140,39 @@ def save_beside_who_hangs(
         assert found_in(member, saving) == steps[-1]
     meet(member)
     return told
+
+
+def save_beside_who_is_stopped(
+    member: Member, root: str, locals_: list[str], stopped: int, how: int, timeout_s: float
+) -> tuple[BaseException | None, bool]:
+    """One rank gets a signal while a file comes to it; returns what the others are told, and
+    whether the nodes have the step.
+    """
+    if member.rank == stopped:
+
+        def receive(*_: Any) -> None:
+            os.kill(os.getpid(), how)
+
+        PeerLink.receive_file = receive  # type: ignore[method-assign]
+    saving = Checkpointer(
+        root, group=member.group, local=memory(member, locals_, {}), timeout_s=timeout_s
+    )
+    handle = saving.save(1, stamped(member, 1))
+    return attempt(handle.result).error, handle.wait_local(0)
+
+
+def meet_as_machines(member: Member, root: str, locals_: list[str], machines: int) -> list[str]:
+    """Ranks meet, some of them on another machine by what the kernel says; returns warnings."""
+    machine._BOOT_ID = f"{locals_[member.rank]}.boot"
+    with open(machine._BOOT_ID, "w", encoding="ascii") as file:
+        print(f"machine{member.rank % machines}", file=file)
+    told = Told()
+    logging.getLogger("fastckpt").addHandler(told)
+    try:
+        with Checkpointer(
+            root, group=member.group, local=memory(member, locals_, {}), timeout_s=30
+        ) as checkpointer:
+            assert checkpointer._tier is not None and checkpointer._tier.nodes() is not None
+    finally:
+        logging.getLogger("fastckpt").removeHandler(told)
+    return told.lines

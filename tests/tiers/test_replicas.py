@@ -37,10 +37,12 @@ class Node:
         root: its directory of steps.
     """
 
-    def __init__(self, rank: int, root: Path, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, rank: int, root: Path, timeout_s: float = 30.0, memory: Memory | None = None
+    ) -> None:
         self.path = root / NAME
         self.steps = Steps(Storage(), str(root))
-        self.replicas = Replicas(Memory(), self.steps, rank, "127.0.0.1", timeout_s)
+        self.replicas = Replicas(memory or Memory(), self.steps, rank, "127.0.0.1", timeout_s)
 
     @property
     def manifest(self) -> Manifest:
@@ -164,6 +166,18 @@ def test_who_hangs_is_passed_over(
         assert "was not taken from rank 0" in caplog.text
         for node in (hung, c):
             node.replicas.close()
+
+
+def test_a_rate_at_which_nothing_arrives_in_time_is_told(
+    pair: tuple[Node, Node], disk: Path
+) -> None:
+    """Before a byte is sent."""
+    slow, b = Node(0, disk / "a", 3.0, Memory(rate="10KB/s")), pair[1]
+    joined(slow, b)
+    told = slow.send()
+    assert "s at Memory(rate='10KB/s'), and a third of timeout_s is 1 s" in told, told
+    assert "objects.pt" not in directories(b.path)
+    slow.replicas.close()
 
 
 def test_copies_go_to_the_next_nodes_of_other_groups(disk: Path) -> None:

@@ -26,8 +26,10 @@ from fastckpt import Checkpointer, SaveCancelled
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.engine.codec import FrameWriter
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
+from fastckpt.formats.step_names import step_name
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.saving import pipeline
+from fastckpt.steps import pins
 from fastckpt.steps.newest_whole import candidates
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
@@ -395,6 +397,20 @@ def test_a_deleted_step_does_not_come_back_from_the_nodes(disk: Path, local: Pat
     assert [name for name in directories(disk / "run") if "deleted-" not in name] == local_steps(
         local
     )
+
+
+def test_notes_of_deleted_steps_do_not_grow_for_ever(
+    disk: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pins, "_NOTES_MAX", 4)
+    with Checkpointer(disk / "run", local=local) as checkpointer:
+        for step in range(9):
+            checkpointer.save(step, {"step": step}).result()
+            nonce = checkpointer._steps.read(step_name(step)).nonce
+            checkpointer.delete(step)
+            notes = pins.deleted(checkpointer._steps)
+            assert nonce in notes and len(notes) <= 4 + 1
+    assert len(notes) > 2
 
 
 def test_a_step_that_is_asked_for_by_number(disk: Path, local: Path) -> None:
