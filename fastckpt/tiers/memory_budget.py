@@ -7,6 +7,7 @@ anything is written there. It must not know which steps may go.
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 from contextlib import suppress
 
@@ -37,23 +38,30 @@ class MemoryBudget:
         self._steps = steps
         self._promised: dict[str, int] = {}  # bytes of steps that are being written, by name
         self._lock = threading.Lock()  # held where they are looked at and changed
-        path = memory.path
+        path, asked = memory.path, memory.budget_bytes
+        at, size_text = shlex.quote(path), "64g" if asked is None else f"{-(-asked >> 20)}m"
         kind = recognised(magic_of(path), None) if os.path.isdir(path) else "missing"
         if kind != "tmpfs":
             raise ValueError(
-                f"Memory(directory={path!r}): it is {kind}, must be on a tmpfs, such as one made "
-                "by `mount -t tmpfs -o size=64g tmpfs DIRECTORY`; for storage of the node pass "
-                f"local={path!r}"
+                f"Memory(directory={path!r}): it is {kind}, must be on a tmpfs: make one by "
+                f"`mkdir -p {at} && mount -t tmpfs -o size={size_text} tmpfs {at}` before the job, "
+                f"or a volume with medium: Memory; for storage of the node pass local={path!r}"
             )
         found = os.statvfs(path)
         size, own = found.f_blocks * found.f_frsize, self.used()
         granted = memory_left_bytes() + own
-        self.nbytes = memory.budget_bytes or min(size, granted) // 2
+        self.nbytes = asked or min(size, granted) // 2
+        self._told = shown_size(self.nbytes)
+        if asked is None:
+            self._told += f" (half of what {path!r}, a tmpfs of {shown_size(size)}, or memory has)"
         if self.nbytes > size:
+            while not os.path.ismount(path):
+                path = os.path.dirname(path)
             raise ValueError(
                 f"Memory(budget={memory.budget!r}): {path!r} is a tmpfs of {shown_size(size)}, "
-                f"the budget needs {shown_size(self.nbytes)}: enlarge it (`mount -o remount,"
-                f"size=...`; of a container --shm-size, or a volume with medium: Memory)"
+                f"the budget needs {shown_size(self.nbytes)}: enlarge it by `mount -o remount,"
+                f"size={size_text} {shlex.quote(path)}`, that of a container by --shm-size or a "
+                "volume with medium: Memory"
             )
         if self.nbytes > granted:
             raise ValueError(
@@ -92,6 +100,6 @@ class MemoryBudget:
                 self._promised = kept | {name: nbytes}
                 return ""
         return (
-            f"has a budget of {shown_size(self.nbytes)} on this node: the step needs "
+            f"has a budget of {self._told} on this node: the step needs "
             f"{shown_size(nbytes)}, and steps that have to stay take {shown_size(used)}"
         )

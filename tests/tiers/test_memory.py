@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import select
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -109,10 +110,20 @@ def test_what_memory_there_is_is_looked_at_ahead(
         return str(caught.value)
 
     assert "must be on a tmpfs" in refused(Memory(directory="/proc"))
-    assert "it is missing" in refused(Memory(directory=local / "nothing"))
+    missing = local / "not here"
+    told = refused(Memory(directory=missing, budget="1GiB"))
+    assert f"mkdir -p '{missing}' && mount -t tmpfs -o size=1024m tmpfs '{missing}'`" in told
+    assert "it is missing" in told
     with mounted("tmpfs", disk, 64 * MIB) as small:
-        told = refused(Memory(directory=small, budget="1GiB"))
+        (inner := small / "inner").mkdir()
+        with Checkpointer(disk / "run", local=Memory(directory=inner)) as checkpointer:
+            why = checkpointer.save(1, {"w": torch.zeros(6 << 20)}).result().local_why
+            assert f"32.0 MiB (half of what {str(inner)!r}, a tmpfs of 64.0 MiB, or" in why, why
+        told = refused(Memory(directory=inner, budget="1GiB"))
         assert "a tmpfs of 64.0 MiB" in told and "needs 1.00 GiB" in told and "--shm-size" in told
+        subprocess.run(told.split("`")[1], shell=True, check=True)
+        with Checkpointer(disk / "run", local=Memory(directory=inner, budget="1GiB")):
+            pass
     monkeypatch.setattr(memory_budget, "memory_left_bytes", lambda: 32 * MIB)
     assert "is 32.0 MiB by the limits" in refused(Memory(directory=local, budget="1GiB"))
     for values in (
