@@ -40,7 +40,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test setup-other test-other torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-objects bench-megatron bench-torchtitan bench-scale asan tsan clean
+.PHONY: help setup build test setup-other test-other torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-objects bench-megatron bench-torchtitan bench-dlio bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -142,6 +142,9 @@ bench-megatron: build  ## measure Megatron-core; BENCH_ARGS goes to benchmarks/m
 
 bench-torchtitan: build  ## measure torchtitan; BENCH_ARGS goes to benchmarks/torchtitan_saves.py
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/torchtitan_saves.py $(BENCH_ARGS)
+
+bench-dlio: build  ## measure DLIO's Llama checkpoints; DLIO=CHECKOUT of argonne-lcf/dlio_benchmark
+	@$(BIN)/python benchmarks/dlio_saves.py --dlio "$(DLIO)" $(BENCH_ARGS)
 
 bench-scale: build  ## measure planning for 10,240 ranks; BENCH_ARGS goes to benchmarks/scale.py
 	@$(BIN)/python benchmarks/scale.py $(BENCH_ARGS)
