@@ -189,8 +189,8 @@ def in_memory(directory: str | None, root_every: int, rank: Rank) -> fastckpt.Me
 def sources(checkpointer: fastckpt.Checkpointer) -> str:
     """Returns, in words, where the files of the last restore came from."""
     paths = [*checkpointer.restored_from.values()]
-    root = sum(path.startswith(checkpointer.root) for path in paths)
-    others = sum(not path.startswith("/") for path in paths)
+    root = sum(path.startswith(f"{checkpointer.root}/") for path in paths)
+    others = sum(not path.startswith(("/", checkpointer.root)) for path in paths)
     here = len(paths) - root - others
     return f"{here} files from memory, {others} from another node's, {root} from the root"
 

@@ -206,9 +206,14 @@ def optional(check: Callable[[str, object], T], name: str, value: object) -> T |
     return None if value is None else check(name, value)
 
 
-def check_path(name: str, value: object) -> str:
+def check_path(
+    name: str,
+    value: object,
+    instead: str = "the path of a file or directory in a mounted file system",
+) -> str:
     """Returns an absolute path as text, so that all messages name it alike; with the home directory
-    in the place of "~" and "~/...". Links stay as they are.
+    in the place of "~" and "~/...". Links stay as they are. Who is refused a URL is told to give
+    `instead`.
 
     Raises:
         TypeError: the value is not a path.
@@ -222,8 +227,8 @@ def check_path(name: str, value: object) -> str:
         raise ValueError(f'{name} is {path!r}, must be a path ("." for the working directory)')
     if _URL.match(path) or _COLLAPSED_URL.match(path):
         raise ValueError(
-            f"{name} is {shown(path)}, a URL, which is not taken here: give the path of a file or "
-            "directory in a mounted file system, and copy from or to the URL by other means"
+            f"{name} is {shown(path)}, a URL, which is not taken here: give {instead}, and copy "
+            "from or to the URL by other means"
         )
     if "\0" in path:
         raise ValueError(f"{name} is {shown(path)}, must be a path, without a null character")

@@ -53,11 +53,11 @@ def path_of(name: str, value: object, storage_options: StorageOptions | None = N
     if match is None:
         if storage_options is not None:
             raise ValueError(f"storage_options are for URLs, and {name} is {text!r}")
-        return check_path(name, value)
+        return check_path(name, value, "a path, or a URL as s3://bucket/run, gs:// or az://")
     if importlib.util.find_spec("obstore") is None:
         raise ImportError(
             f"{name} is {text!r}, a URL, which needs the package obstore, for Python 3.11 and "
-            "later: pip install fastckpt[objects]"
+            "later: pip install obstore"
         )
     if "@" in match["bucket"]:
         raise ValueError(f"{name} is a URL with credentials: they belong into storage_options")

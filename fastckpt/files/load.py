@@ -102,7 +102,8 @@ def _load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any
     opened = _open_regular(asked.f)
     if opened is None:
         if isinstance(asked.f, str) and is_mounted(asked.f):
-            raise NoPath("open", asked.f, errno.ENOENT, detail="there is no such object")
+            detail = "there is no such object; steps are for Checkpointer, open and load_into"
+            raise NoPath("open", asked.f, errno.ENOENT, detail=detail)
         return asked.read(asked.f)
     fd, path = opened
     current = pipeline.current()
@@ -291,6 +292,8 @@ def _is_regular(storage: Storage, path: str) -> bool:
             return False  # torch.load raises its own error
         op = "open" if error.errno == errno.ESTALE else "stat"
         raise StorageError(op, path, error.errno or errno.EIO) from error
-    except ValueError:  # no file can have this path
+    except ValueError:  # no file can have this path; or the client of a URL refuses its options
+        if is_mounted(path):
+            raise
         return False
     return status is not None and stat.S_ISREG(status.st_mode)

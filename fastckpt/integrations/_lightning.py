@@ -91,7 +91,7 @@ class BackgroundCheckpointIO:
             raise TypeError(f"{type(self).__name__} takes no storage_options, give None")
         local = _local(path)
         if local is None:
-            raise ValueError(f"{path!r} is not on a file system: fastckpt saves to no URLs")
+            raise ValueError(f"{path!r} is not on a file system: give the path of a mounted one")
         if self.is_saving:  # a signal handler calls this: the save it interrupts holds locks
             self._stock.save_checkpoint(self, checkpoint, path)
             return
@@ -111,7 +111,7 @@ class BackgroundCheckpointIO:
         """
         local = _local(path)
         if local is None:
-            raise ValueError(f"{path!r} is not on a file system: fastckpt saves to no URLs")
+            raise ValueError(f"{path!r} is not on a file system: give the path of a mounted one")
         from fastckpt.integrations import dcp  # which needs a newer torch than files do
 
         def fill(draft: Draft) -> None:

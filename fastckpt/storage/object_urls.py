@@ -144,5 +144,13 @@ def _told(error: BaseException, path: str, since: float) -> str:
     rank = launched_rank()
     who = "" if rank is None else f"rank {rank[0]}: "
     said = _CREDENTIALS.sub("//", " ".join(str(error).split("\n\nDebug source")[0].split()))[:500]
-    key = divided(path)[2]
-    return f"{who}key {key!r} of {as_url(path)!r}, after {time.monotonic() - since:.1f} s: {said}"
+    key, took_s = divided(path)[2], time.monotonic() - since
+    cure = next((f"{told}; " for words, told in _CURES.items() if words in said), "")
+    return f"{cure}{who}key {key!r} of {as_url(path)!r}, after {took_s:.1f} s: {said}"
+
+
+_CURES = {
+    "NoSuchBucket": "there is no such bucket",
+    "HTTP error: builder error": "where the endpoint is http, not https, the client needs "
+    'AWS_ALLOW_HTTP=true, or client_options={"allow_http": True}',
+}

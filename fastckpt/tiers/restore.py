@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fastckpt.errors import StorageError
+from fastckpt.errors import StorageError, as_url
 from fastckpt.formats.step_names import step_name
 from fastckpt.ranks.round import Round
 from fastckpt.saving.handle import InnerHandle
@@ -75,7 +75,7 @@ def first_whole_of_tiers(
 
     found = first_whole(agreement, current, shelves, step, noting, tier.near, required)
     if found is not None:
-        own, far = os.path.join(tier.steps.root, ""), os.path.join(tier.root.root, "")
+        own, far = (os.path.join(as_url(each.root), "") for each in (tier.steps, tier.root))
         local, rest = (sum(path.startswith(at) for path in taken.values()) for at in (own, far))
         told = f"{local} files read from {own}, {rest} from the root"
         told += f", {len(taken) - local - rest} from other nodes" if tier.replicas else ""

@@ -44,7 +44,8 @@ TAKES_A_PATH: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize("call", TAKES_A_PATH)
 def test_urls_are_refused(call: str, url: Any, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(disk)
-    with pytest.raises(ValueError, match=r"a URL, which is not taken here"):
+    taken = "the path of a" if call == "local" else "a path, or a URL as s3://bucket/run"
+    with pytest.raises(ValueError, match=f"a URL, which is not taken here: give {taken}"):
         TAKES_A_PATH[call](url)
     assert [*disk.iterdir()] == []
 

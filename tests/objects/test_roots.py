@@ -95,9 +95,14 @@ def test_what_is_kept(weed: Weed, root: str, bare: Any) -> None:
 
 
 def test_a_tier_on_the_node_is_drained_to_the_bucket(
-    weed: Weed, root: str, disk: Path, assert_same: Callable[[Any, Any], None]
+    weed: Weed,
+    root: str,
+    disk: Path,
+    assert_same: Callable[[Any, Any], None],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     told: dict[str, Any] = {"storage_options": options(weed.port), "local": disk / "tier"}
+    caplog.set_level("INFO", "fastckpt")
     with fastckpt.Checkpointer(root, keep_last=2, **told) as saver:
         for step in (1, 2, 3):
             handle = saver.save(step, state_of(step))
@@ -112,6 +117,28 @@ def test_a_tier_on_the_node_is_drained_to_the_bucket(
         assert reader.restore(into) == 3 and reader.steps() == [2, 3]
         assert all(path.startswith("s3://") for path in reader.restored_from.values())
         assert_same(into, state_of(3))
+    told_from = [each for each in caplog.messages if "files read from" in each]
+    assert [re.findall(r"\d+ (?=files read|from)", each) for each in told_from] == [
+        ["1 ", "0 "],
+        ["0 ", "1 "],
+    ]
+
+
+def test_options_that_cannot_be_are_told(client: Any, weed: Weed, root: str) -> None:
+    """Never as an object that is not there, which a job that resumes may take for a first start."""
+    url = f"{root}/a.pt"
+    unknown, no_http = {"regoin": "x"}, {"client_options": {}}
+    calls: list[Callable[[dict[str, Any]], Any]] = [
+        lambda told: fastckpt.load(url, storage_options=told),
+        lambda told: fastckpt.open(url, storage_options=told),
+        lambda told: fastckpt.save({}, url, storage_options=told).result(),
+        lambda told: fastckpt.Checkpointer(root, storage_options=told).save(1, {}).result(),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="regoin"):
+            call(options(weed.port) | unknown)
+        with pytest.raises(StorageError, match="the client needs AWS_ALLOW_HTTP=true"):
+            call(options(weed.port) | no_http)
 
 
 def test_requests_of_a_save(proxy: Proxy, root: str) -> None:
