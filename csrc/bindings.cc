@@ -306,6 +306,7 @@ void bind_jobs(py::module_& m) {
             },
             py::arg("fd"), py::arg("file_offset"), py::arg("sink"), py::arg("direct"),
             py::arg("patience_s") = 0.0, py::arg("bucket") = nullptr, nogil)
+        .def("land", &WriteJob::land, nogil)
         .def("nbytes_written", reported(&JobReport::nbytes_written))
         .def("writes", reported(&JobReport::writes))
         .def("tokens_waited_s", reported(&JobReport::tokens_waited_s))
@@ -416,6 +417,13 @@ void bind_sinks(py::module_& m) {
 
 void bind_engine(py::module_& m) {
     const py::call_guard<WithoutGil> nogil;
+    py::class_<Arena, std::shared_ptr<Arena>>(m, "Landing",
+                                              py::release_gil_before_calling_cpp_dtor())
+        .def(py::init([](int fd, size_t nbytes, size_t block_bytes) {
+                 return std::make_shared<Arena>(fd, nbytes, block_bytes);
+             }),
+             py::arg("fd"), py::arg("nbytes"), py::arg("block_bytes"), nogil)
+        .def_property_readonly("nbytes", &Arena::nbytes);
     py::class_<Allowance, std::shared_ptr<Allowance>>(m, "Allowance")
         .def(py::init<size_t>(), py::arg("blocks"))
         .def_property_readonly("blocks", &Allowance::blocks);
@@ -429,17 +437,17 @@ void bind_engine(py::module_& m) {
                std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
                std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
                const py::buffer& numbers, const py::buffer& conversions,
-               std::shared_ptr<Cloner> known) {
+               std::shared_ptr<Cloner> known, std::shared_ptr<Arena> landing) {
                 Image image{rows<Segment>(segments), rows<Slot>(slots), std::move(devices),
                             rows<NumberRun>(numbers), rows<Conversion>(conversions)};
                 WithoutGil release;
                 return engine.stage(std::move(image), std::move(allowance), stagers_limit,
-                                    std::move(gds), std::move(known));
+                                    std::move(gds), std::move(known), std::move(landing));
             },
             py::arg("segments"), py::arg("slots"), py::arg("allowance"), py::arg("stagers_limit"),
             py::arg("devices") = std::vector<DeviceRange>(), py::arg("gds") = nullptr,
             py::arg("numbers") = py::bytes(), py::arg("conversions") = py::bytes(),
-            py::arg("known") = nullptr)
+            py::arg("known") = nullptr, py::arg("landing") = nullptr)
         .def(
             "read",
             [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,

@@ -7,16 +7,22 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <functional>
 #include <new>
 #include <system_error>
 #include <thread>
 
 #include "check.h"
+#include "engine/backend.h"
 
 namespace fastckpt {
 
 namespace {
+
+#ifndef MADV_POPULATE_WRITE
+constexpr int MADV_POPULATE_WRITE = 23;  // of Linux 5.14
+#endif
 
 // Touches each page, which changes no content. A fault in user mode holds the lock of this mapping
 // alone (Linux 6.4 and later), whereas madvise(MADV_POPULATE_WRITE) holds that of the process's
@@ -41,27 +47,51 @@ void prefer_node(void* memory, size_t nbytes, int node) {
 }  // namespace
 
 Arena::Arena(size_t budget_bytes, size_t block_bytes)
-    : block_bytes_(block_bytes), blocks_(std::max<size_t>(1, budget_bytes / block_bytes)) {
+    : block_bytes_(block_bytes),
+      blocks_(std::max<size_t>(1, budget_bytes / block_bytes)),
+      nbytes_(blocks_ * block_bytes_) {
     CHECK(block_bytes_ >= 4096 && block_bytes_ % 4096 == 0);
-    const size_t nbytes = blocks_ * block_bytes_;
-    void* mapped = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE,
+    void* mapped = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     base_ = static_cast<std::byte*>(mapped);
     // Huge pages cost some forty times fewer faults when a block is first touched. Advice only.
-    madvise(base_, nbytes, MADV_HUGEPAGE);
+    madvise(base_, nbytes_, MADV_HUGEPAGE);
     // A child of fork() lacks the engine's threads and cannot use these pages. If it had them, a
     // copy-on-write during a direct write could corrupt data (open(2), NOTES).
-    madvise(base_, nbytes, MADV_DONTFORK);
+    madvise(base_, nbytes_, MADV_DONTFORK);
     free_.reserve(blocks_);
     for (size_t i = 0; i < blocks_; ++i) free_.push_back(base_ + i * block_bytes_);
     pins_.resize((blocks_ + kPinnedBlocks - 1) / kPinnedBlocks);
 }
 
+Arena::Arena(int fd, size_t nbytes, size_t block_bytes)
+    : block_bytes_(block_bytes),
+      blocks_((nbytes + block_bytes - 1) / block_bytes),
+      nbytes_(page_from(nbytes)) {
+    CHECK(nbytes > 0);
+    void* mapped = mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (mapped == MAP_FAILED) throw std::system_error(errno, std::generic_category());
+    base_ = static_cast<std::byte*>(mapped);
+    madvise(base_, nbytes_, MADV_DONTFORK);
+    // The kernel enters a file's pages at a third of what a fault for each costs. It holds the lock
+    // of the process's memory meanwhile, so it gets little at a time. Linux 5.14; before, they fault.
+    constexpr size_t kAtOnce = size_t{1} << 20;
+    for (size_t at = 0; at < nbytes_; at += kAtOnce) {
+        if (madvise(base_ + at, std::min(kAtOnce, nbytes_ - at), MADV_POPULATE_WRITE) == 0) continue;
+        const int error = errno;
+        if (error == EINVAL) break;
+        munmap(base_, nbytes_);
+        throw std::system_error(error, std::generic_category());
+    }
+    pins_.resize((blocks_ + kPinnedBlocks - 1) / kPinnedBlocks);
+}
+
 Arena::~Arena() {
-    CHECK(free_.size() == blocks_);
+    CHECK(in_use_max_ == 0 || free_.size() == blocks_);
+    if (getpid() != pid_) return;  // a child of fork() does not have these pages
     unpin();
-    munmap(base_, blocks_ * block_bytes_);
+    munmap(base_, nbytes_);
 }
 
 std::byte* Arena::acquire() {
@@ -102,11 +132,11 @@ int Arena::pin(const std::byte* block, const std::shared_ptr<Pinner>& pinner) {
     if (pins_[part] == Pin::done || pin_error_ != 0) return pin_error_;
     pins_[part] = Pin::under_way;
     const size_t first = part * kPinnedBlocks;
-    const size_t nbytes = std::min(kPinnedBlocks, blocks_ - first) * block_bytes_;
-    std::byte* memory = base_ + first * block_bytes_;
+    std::byte* memory = at(first);
+    const size_t nbytes = std::min(kPinnedBlocks * block_bytes_, nbytes_ - first * block_bytes_);
     if (pinner_ == nullptr) {
         pinner_ = pinner;
-        prefer_node(base_, blocks_ * block_bytes_, pinner->node());
+        prefer_node(base_, nbytes_, pinner->node());
     }
     const auto chosen = pinner_;
     lock.unlock();

@@ -1,6 +1,9 @@
-// The staging arena: one anonymous mapping cut into equal blocks, with a hard budget in bytes. It
-// knows which blocks are free; it does not know what is staged in them, and its owner locks it.
+// An arena: one mapping cut into equal blocks, in anonymous memory with a hard budget in bytes, or in
+// a file that blocks are staged in at their places. It knows which blocks are free; it does not know
+// what is staged in them, and its owner locks it.
 #pragma once
+
+#include <unistd.h>
 
 #include <condition_variable>
 #include <cstddef>
@@ -30,6 +33,9 @@ class Arena {
     // Reserves address space only; a block gets pages when it is first used. budget_bytes is
     // rounded down to whole blocks, at least one. Throws std::bad_alloc.
     Arena(size_t budget_bytes, size_t block_bytes);
+    // Maps the first bytes of a file in memory, which has all their pages and keeps them for as
+    // long; blocks are found by at(). Throws std::system_error.
+    Arena(int fd, size_t nbytes, size_t block_bytes);
     ~Arena();
     Arena(const Arena&) = delete;
     Arena& operator=(const Arena&) = delete;
@@ -37,6 +43,8 @@ class Arena {
     // The free block with the lowest address, or nullptr when the budget is spent.
     std::byte* acquire();
     void release(std::byte* block);
+    // The memory of a block by its number.
+    std::byte* at(size_t index) const { return base_ + index * block_bytes_; }
 
     // Backs bytes [begin, end) of the arena, cut to whole blocks and to its size, with pages, by
     // `threads` threads. Callable without the owner's lock, since it changes no content.
@@ -57,6 +65,7 @@ class Arena {
     // Unpins everything; no device may copy to or from it any more.
     void unpin();
 
+    size_t nbytes() const { return nbytes_; }
     size_t block_bytes() const { return block_bytes_; }
     size_t blocks() const { return blocks_; }
     size_t blocks_in_use() const { return blocks_ - free_.size(); }
@@ -67,6 +76,8 @@ class Arena {
 
     const size_t block_bytes_;
     const size_t blocks_;
+    const size_t nbytes_;  // mapped, of whole pages
+    const pid_t pid_ = getpid();
     std::byte* base_ = nullptr;
     std::vector<std::byte*> free_;  // a heap, the lowest address first
     size_t in_use_max_ = 0;

@@ -25,10 +25,11 @@ Engine::~Engine() { close(); }
 
 std::shared_ptr<WriteJob> Engine::stage(Image image, std::shared_ptr<Allowance> allowance,
                                         unsigned stagers_limit, std::shared_ptr<GdsStage> gds,
-                                        std::shared_ptr<Cloner> known) {
+                                        std::shared_ptr<Cloner> known,
+                                        std::shared_ptr<Arena> landing) {
     std::shared_ptr<WriteJob> job(new WriteJob(*this, std::move(image), std::move(gds),
                                                std::move(allowance), stagers_limit,
-                                               std::move(known)));
+                                               std::move(known), std::move(landing)));
     {
         const EngineLock lock(mu_);
         CHECK(!closing_);
@@ -179,11 +180,11 @@ bool Engine::stage_one(EngineLock& lock) {
 // ends with an event, of which a stream takes few, so their size doubles with every 4 that wait: of
 // 8,192 blocks, 44 batches wait at most. A part that is not pinned yet is one stager's, so that
 // others pin the next ones meanwhile.
-size_t Engine::batch_blocks(const std::byte* first) {
+size_t Engine::batch_blocks(Arena& arena, const std::byte* first) {
     constexpr size_t kBatchesOfOneSize = 4, kDoublingsMax = 16;
     const size_t doublings = std::min(arriving_.size() / kBatchesOfOneSize, kDoublingsMax);
     const size_t blocks = size_t{1} << doublings;
-    return arena_.needs_pin(first) ? std::max(blocks, Arena::kPinnedBlocks) : blocks;
+    return arena.needs_pin(first) ? std::max(blocks, Arena::kPinnedBlocks) : blocks;
 }
 
 bool Engine::arrive_one(EngineLock& lock) {

@@ -33,10 +33,13 @@ class Engine {
     // `stagers_limit` threads serve the job. It holds at most the blocks that `allowance` has left;
     // where jobs share one, write_to() must not wait for another job's blocks, or both may wait for
     // ever. The image's memory stays valid until all is staged. `gds` and `known` are as Source's;
-    // write_to()'s sink can write the blocks of the one, and clones what the other has.
+    // write_to()'s sink can write the blocks of the one, and clones what the other has. A `landing`
+    // has room for all of the image, whose blocks are then staged there, at their places; nobody
+    // else changes it until the job has ended.
     std::shared_ptr<WriteJob> stage(Image image, std::shared_ptr<Allowance> allowance,
                                     unsigned stagers_limit, std::shared_ptr<GdsStage> gds = nullptr,
-                                    std::shared_ptr<Cloner> known = nullptr);
+                                    std::shared_ptr<Cloner> known = nullptr,
+                                    std::shared_ptr<Arena> landing = nullptr);
 
     // Begins to read [0, nbytes) of fd, which stays open until close(). crcs holds the CRC-32 of
     // every block, or nothing; `wanted` the ascending numbers of the blocks that will be asked for,
@@ -86,7 +89,7 @@ class Engine {
         REQUIRES(engine_state);
     void submit_due() REQUIRES(engine_state);
     void rest(EngineLock& lock) REQUIRES(engine_state);
-    size_t batch_blocks(const std::byte* first) REQUIRES(engine_state);
+    size_t batch_blocks(Arena& arena, const std::byte* first) REQUIRES(engine_state);
 
     const unsigned stagers_;
     std::vector<std::thread> threads_;

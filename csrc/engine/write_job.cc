@@ -26,14 +26,19 @@ Image checked(Image image, uint64_t block_bytes) {
 
 WriteJob::WriteJob(Engine& engine, Image image, std::shared_ptr<GdsStage> gds,
                    std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
-                   std::shared_ptr<Cloner> known)
+                   std::shared_ptr<Cloner> known, std::shared_ptr<Arena> landing)
     : engine_(engine),
       image_(checked(std::move(image), engine.block_bytes())),
       gds_(std::move(gds)),
       allowance_(std::move(allowance)),
       stagers_limit_(std::max(1U, stagers_limit)),
+      landing_(std::move(landing)),
+      arena_(landing_ == nullptr ? engine.arena_ : *landing_),
       sums_(image_, (image_.nbytes() + engine.block_bytes() - 1) / engine.block_bytes()),
-      source_(image_, sums_, engine.arena_, engine.queueing_mu_, gds_, std::move(known)) {
+      source_(image_, sums_, arena_, engine.queueing_mu_, gds_, std::move(known)) {
+    CHECK(arena_.block_bytes() == engine.block_bytes());
+    CHECK(landing_ == nullptr ||
+          (gds_ == nullptr && page_from(image_.nbytes()) == landing_->nbytes()));
     blocks_.resize(sums_.of_blocks().size());
     report_.non_finite.assign(image_.numbers.size(), 0);
 }
@@ -67,7 +72,7 @@ std::shared_ptr<Batch> WriteJob::take_batch() {
     ++stagers_;
     const auto batch = std::make_shared<Batch>();
     batch->blocks.push_back(block);
-    const size_t most = is_batch ? engine_.batch_blocks(block->memory) : 1;
+    const size_t most = is_batch ? engine_.batch_blocks(arena_, block->memory) : 1;
     while (batch->blocks.size() < most && !has_used_allowance() && joins_batch() &&
            (block = claim()) != nullptr)
         batch->blocks.push_back(block);
@@ -83,13 +88,14 @@ Block* WriteJob::claim() {
     if (source_.is_direct(block->begin))
         block->direct = gds_->acquire();
     else
-        block->memory = engine_.arena_.acquire();
+        block->memory = landing_ == nullptr ? arena_.acquire() : arena_.at(block->index);
     if (block->memory == nullptr && !block->is_direct()) return nullptr;
     if (no_memory_since_) memory_waited_ += Clock::now() - *no_memory_since_;
     no_memory_since_.reset();
     ++blocks_under_way_;
     ++blocks_held_;
-    allowance_->held_max_ = std::max(allowance_->held_max_, ++allowance_->held_);
+    if (landing_ == nullptr)
+        allowance_->held_max_ = std::max(allowance_->held_max_, ++allowance_->held_);
     blocks_[next_claim_] = std::move(block);
     return blocks_[next_claim_++].get();
 }
@@ -150,6 +156,14 @@ void WriteJob::write_to(int fd, uint64_t file_offset, std::shared_ptr<Sink> sink
     engine_.changed_.notify_all();
 }
 
+void WriteJob::land() {
+    const EngineLock lock(engine_.mu_);
+    CHECK(sink_ == nullptr && landing_ != nullptr);
+    is_landed_ = true;
+    submit_ready_blocks();
+    engine_.changed_.notify_all();
+}
+
 // Submits sealed blocks once there is a sink, as far as there are tokens; frees them if the job
 // failed.
 void WriteJob::submit_ready_blocks() {
@@ -160,6 +174,13 @@ void WriteJob::submit_ready_blocks() {
             block.submitted = block.nbytes();
             ++next_submit_;
             if (block.parts_under_way == 0) on_written(block);
+            continue;
+        }
+        if (is_landed_) {
+            block.submitted = block.nbytes();
+            ++next_submit_;
+            report_.nbytes_written += block.nbytes();
+            on_written(block);
             continue;
         }
         if (sink_ == nullptr) break;
@@ -251,10 +272,12 @@ void WriteJob::release(Block& block) {
     CHECK(block.memory != nullptr || block.is_direct());
     if (block.is_direct())
         gds_->release(std::exchange(block.direct, GdsStage::kNone));
-    else
-        engine_.arena_.release(std::exchange(block.memory, nullptr));
-    CHECK(blocks_held_ > 0 && allowance_->held_ > 0);
+    else if (std::byte* memory = std::exchange(block.memory, nullptr); landing_ == nullptr)
+        arena_.release(memory);
+    CHECK(blocks_held_ > 0);
     --blocks_held_;
+    if (landing_ != nullptr) return;
+    CHECK(allowance_->held_ > 0);
     --allowance_->held_;
 }
 

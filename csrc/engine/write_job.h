@@ -83,6 +83,9 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     void write_to(int fd, uint64_t file_offset, std::shared_ptr<Sink> sink, bool direct,
                   std::chrono::nanoseconds patience = {},
                   std::shared_ptr<TokenBucket> bucket = nullptr);
+    // Says instead that the image begins at the begin of the file that it lands in: each block
+    // counts as written once it is sealed. Called once, of a job with a `landing`.
+    void land();
     // Returns false if the stage was not reached within `timeout`.
     bool wait(Stage stage, std::chrono::duration<double> timeout);
     Failure failure();
@@ -103,14 +106,14 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
 
     WriteJob(Engine& engine, Image image, std::shared_ptr<GdsStage> gds,
              std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
-             std::shared_ptr<Cloner> known);
+             std::shared_ptr<Cloner> known, std::shared_ptr<Arena> landing);
     bool has_reached(Stage stage) const REQUIRES(engine_state);
     // Whether no further block will be staged.
     bool is_claimed() const REQUIRES(engine_state) {
         return failure_.error != 0 || next_claim_ == blocks_.size();
     }
     bool has_used_allowance() const REQUIRES(engine_state) {
-        return allowance_->held_ >= allowance_->blocks_;
+        return landing_ == nullptr && allowance_->held_ >= allowance_->blocks_;
     }
     void note_no_memory() REQUIRES(engine_state);
     // Takes blocks for a stager, with memory for them; null if there are none, or no memory.
@@ -135,6 +138,9 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     const std::shared_ptr<GdsStage> gds_;
     const std::shared_ptr<Allowance> allowance_;
     const unsigned stagers_limit_;
+    // Has the memory of each block, which takes none of the engine's; null: the engine has.
+    const std::shared_ptr<Arena> landing_;
+    Arena& arena_;
 
     // These are used under engine_state, but for what they do to a block that a stager has.
     Checksums sums_;
@@ -147,6 +153,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     int fd_ GUARDED_BY(engine_state) = -1;
     uint64_t file_offset_ GUARDED_BY(engine_state) = 0;
     std::shared_ptr<Sink> sink_ GUARDED_BY(engine_state);  // null until write_to()
+    bool is_landed_ GUARDED_BY(engine_state) = false;
     bool direct_ GUARDED_BY(engine_state) = false;
     Patience patience_;
     std::shared_ptr<TokenBucket> bucket_ GUARDED_BY(engine_state);  // null: nothing limits the rate

@@ -18,6 +18,7 @@ from operator import add
 from fastckpt import _engine
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
+from fastckpt.engine.landing import Landing
 from fastckpt.engine.reuse import Cloner
 from fastckpt.engine.save_stats import WRITE_SIZES, SaveStats
 from fastckpt.engine.staging import Allowance, Route, Staging
@@ -110,6 +111,7 @@ class ImageTransfer:
         reads: says which of its memory is on devices.
         direct: writes blocks of a GPU straight to the file where it can.
         known: has what need not be staged, and sees to it when the rest is written.
+        landing: a file in memory to stage it in; it is given back when nothing is in flight.
         timeout_s: for how long writes may be under way, or memory be lacking, without any that gets
             on. After that waits fail; so do those of leaving the context, which leaves to
             Staging.stranded what the kernel holds. inf: there is no limit.
@@ -132,6 +134,7 @@ class ImageTransfer:
         reads: DeviceSources | None = None,
         direct: GdsDevice | None = None,
         known: Cloner | None = None,
+        landing: Landing | None = None,
         timeout_s: float = inf,
     ) -> None:
         self._path = path
@@ -141,7 +144,7 @@ class ImageTransfer:
         self._gds = staging.gds
         self._storage = staging.storage
         self._fd: int | None = None
-        self._direct = direct
+        self._direct, self._landing = direct, landing
         self._registered: _engine.GdsSink | None = None
         self._way = ""
         self._stats: SaveStats | None = None
@@ -159,6 +162,7 @@ class ImageTransfer:
                 image.numbers,
                 image.conversions,
                 None if known is None else known.of_engine,
+                None if landing is None else landing.of_engine,
             )
 
     def __enter__(self) -> ImageTransfer:
@@ -186,6 +190,12 @@ class ImageTransfer:
                 self._stranded.add(self._fd, self._has_returned)
         self._image = None
 
+    def land(self, fd: int, path: str) -> None:
+        """Says that the landing, open as `fd`, is the file that the image is to be in."""
+        assert self._job is not None
+        self._fd, self._path = fd, path
+        self._job.land()
+
     def cancel(self) -> None:
         """Stages and writes nothing more."""
         if self._job is not None:
@@ -196,6 +206,9 @@ class ImageTransfer:
         if self._job is None or not self._job.wait_written(wait_s):
             return False
         self._end_file()
+        landing, self._landing = self._landing, None
+        if landing is not None:
+            landing.release()
         return True
 
     def _awaited(self) -> str:

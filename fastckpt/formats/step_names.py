@@ -15,6 +15,7 @@ PINNED = "pinned"  # a file in a step's directory: it is not to be removed
 DRAINED, REPLICATED = "drained", "replicated"
 # The file in a root which says that a step was deleted, by its nonce: nodes do not bring it back.
 DELETED = "deleted-"
+SPARES = ".spares"  # the directory in a tier in memory of files whose pages are used again
 NAME = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?\Z", re.ASCII)
 # The files that a save puts into a step's directory: a removal takes no others out of it.
 OURS = re.compile(

@@ -15,6 +15,7 @@ from typing import Any
 from fastckpt.arguments.options import WriteOptions
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
+from fastckpt.engine.landing import Landing
 from fastckpt.engine.reuse import Cloner
 from fastckpt.engine.save_stats import SaveStats
 from fastckpt.engine.scattered_writes import Scatterer
@@ -61,6 +62,7 @@ class ImageFile:
         direct: writes what it can from a GPU straight to the file.
         stats: the save's numbers, which get the route.
         known: as ImageTransfer's; it is given to clone_by(), too, before begin().
+        landing: as ImageTransfer's; also an attribute.
 
     Attributes:
         transfer: the transfer of the body.
@@ -81,6 +83,7 @@ class ImageFile:
         direct: GdsDevice | None = None,
         stats: SaveStats | None = None,
         known: Cloner | None = None,
+        landing: Landing | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._image = image
@@ -90,8 +93,9 @@ class ImageFile:
         self._stats = stats
         self._pace: Pace | None = None
         self._files = ExitStack()
-        self.is_open = False
-        how = (stagers, reads, direct, known, timeout_s)
+        self.is_open = self._has_landed = False
+        self.landing = landing
+        how = (stagers, reads, direct, known, landing, timeout_s)
         self.transfer = ImageTransfer(pipeline.staging, image, path, allowance, *how)
 
     def __enter__(self) -> ImageFile:
@@ -168,8 +172,15 @@ class ImageFile:
         route = self._pipeline.staging.route(fd, path, backend, writing=writing, offset=offset)
         self._take(fd, route)
 
+    def land(self, fd: int, path: str) -> None:
+        """Takes the landing as the file, of which `fd` is another descriptor, as join() does."""
+        self.join(fd, path, offset=None)
+        self._has_landed = True
+        if self._stats is not None:
+            self._stats.why += "; copied straight into it"
+
     def _take(self, fd: int, route: Route) -> None:
-        self.fd, self.route, self.is_open = fd, route, True
+        self.fd, self.route, self.is_open, self._has_landed = fd, route, True, False
         stats = self._stats
         if stats is not None:
             stats.backend, stats.direct, stats.why = route.sink.name, route.direct, route.why
@@ -230,6 +241,9 @@ class ImageFile:
     def begin(self, offset: int = 0, pace: Pace | None = None) -> None:
         """Begins to write what is staged, from an offset in the file on, at this pace."""
         self._pace = pace
+        if self._has_landed:
+            self.transfer.land(self.fd, self._path)
+            return
         if pace is not None:
             self.route = pace.route(self.route)
         self.transfer.write_to(self.fd, offset, self.route, self._path)
@@ -252,7 +266,7 @@ class ImageFile:
 
     def transfer_of(self, image: Image) -> ImageTransfer:
         """Returns a transfer of another image into this file."""
-        how = (self._allowance, 1, None, None, None, self._timeout_s)
+        how = (self._allowance, 1, None, None, None, None, self._timeout_s)
         return ImageTransfer(self._pipeline.staging, image, self._path, *how)
 
     def wait_written(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastckpt.arguments.options import Pacing
+from fastckpt.engine.landing import Landing
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
@@ -40,6 +41,10 @@ class Place:
     def pacing(self, asked: Pacing) -> Pacing:
         """Returns the pacing that this place needs, given what the caller asked for."""
         return asked
+
+    def landing(self, output: Output) -> Landing | None:
+        """Returns a file among those of this place to stage an output in, if there is one."""
+        return None
 
     def begin(self) -> None:
         """Makes what the files go into. The fence opens only after this, so that several saves of

@@ -26,11 +26,14 @@ class Output:
         names: of the tensors in the runs of image.numbers, if there are any.
         is_small: whether more threads or GPUDirect would not pay. Small files are copied first, and
             completed while the others are still copied.
+        lands_as: the name of the file, if it can be staged in a file in memory of that name, which
+            it is then; else "".
         file: brings the image to the disk; set when the image is staged.
         begin: the offset of the body in the file; known when the file is open.
     """
 
     is_small = False
+    lands_as = ""
     file: ImageFile
 
     def __init__(self, image: Image, path: str) -> None:

@@ -117,8 +117,6 @@ class Save(Job):
         """Begins to copy everything: the bytes of the files, and the samples beside them."""
         staging, options = pipeline.staging, self.options
         allowance = staging.allowance(options.limit_bytes)
-        blocks = sum(block_count(output.image.nbytes, BLOCK_BYTES) for output in outputs)
-        self.staging_nbytes = min(allowance.blocks, blocks + 1) * BLOCK_BYTES
         # With the step fence one CPU is left to the training that goes on meanwhile.
         stagers = max(1, stager_count() - (self.fence == "step"))
         samples, path = plan.samples(), self.handle.path
@@ -128,15 +126,19 @@ class Save(Job):
         direct, why = staging.gds.way(plan.way or options.staging, queue)
         if direct is None and why:
             self.handle.stats.staging_why = why
+        blocks = 1
         for output in sorted(outputs, key=_is_small, reverse=True):
+            landing = None if direct else self.place.landing(output)
+            blocks += 0 if landing else block_count(output.image.nbytes, BLOCK_BYTES)
             how = (
                 (1, self.reads)
                 if output.is_small
-                else (stagers, self.reads, direct, self.handle.stats, output.known(moving))
+                else (stagers, self.reads, direct, self.handle.stats, output.known(moving), landing)
             )
             what = (output.image, output.path, options, allowance, self.agreement.timeout_s)
             output.file = ImageFile(pipeline, *what, *how)
             self.copying.transfers.append(moving.enter_context(output.file).transfer)
+        self.staging_nbytes = min(allowance.blocks, blocks) * BLOCK_BYTES
         return fetch
 
     def _complete(self, output: Output) -> None:

@@ -212,6 +212,7 @@ class _ShardOutput(Output):
         self._reuse = reuse
         self._rank = agreement.rank
         self._name = shard_name(agreement.rank, options.compression)
+        self.lands_as = "" if shard.is_empty or options.codec is not None else self._name
         self._writer: FrameWriter | None = None
 
     def known(self, files: ExitStack) -> Cloner | None:
@@ -226,6 +227,9 @@ class _ShardOutput(Output):
         if shard.is_empty:
             return
         path, make = step.path(self._name), partial(step.made, self._name)
+        if file.landing is not None and step.has_beside(file.landing.path):
+            file.land(step.adopt(self._name, file.landing.path), path)
+            return
         purpose = Purpose(shard.nbytes, 1, self._options.striping, self._place.directory)
         if self._reuse is not None:
             make_file = partial(file.make, make, purpose, path)

@@ -12,6 +12,7 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import NamedTuple
 
@@ -106,6 +107,8 @@ class Steps:
         self.told_metric = False  # whether it was told that metrics lack the one of keep_best
         self.is_uncloned = False  # whether the file system has refused to clone ranges
         self.own_index: ShardIndex | None = None  # with hashes, of a shard that was written here
+        # Takes files out of a directory that is being removed; returns the names that it leaves.
+        self.keep_files: Callable[[str, list[str]], list[str]] | None = None
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
 
     def path(self, name: str, *parts: str) -> str:
@@ -444,6 +447,8 @@ class Steps:
         """Removes those of the entries that a save makes, and then the directory."""
         # Temporary manifests last: they tell who owns the directory.
         ours = sorted(filter(OURS.fullmatch, entries), key=lambda entry: entry.startswith("."))
+        if ours and self.keep_files is not None:
+            ours = self.keep_files(self.path(name), ours)
         if ours:
             self.storage.remove_all(self.path(name), ours)
         try:

@@ -107,6 +107,24 @@ class UncommittedStep:
                 raise
         return fd
 
+    def has_beside(self, path: str) -> bool:
+        """Returns whether a file lies in the directory of the steps, and not of others."""
+        return path.startswith(os.path.join(self.steps.root, ""))
+
+    def adopt(self, name: str, source: str) -> int:
+        """Makes a file of what lies beside the step's directory; returns a new descriptor."""
+        path, storage = self.path(name), self._storage
+        with reported("rename", path):
+            storage.rename(source, path)
+        with reported("open", path):
+            fd = storage.open(path, "write")
+            try:
+                self._made.append((path, storage.fstat(fd)))
+            except BaseException:
+                close_quietly(storage, fd)
+                raise
+        return fd
+
     @contextmanager
     def made(self, name: str, purpose: Purpose | None = None) -> Iterator[tuple[int, str]]:
         """Makes a file and yields (descriptor, path); the file is open while the body runs."""

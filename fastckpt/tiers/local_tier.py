@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from fastckpt.arguments.memory import Memory
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
-from fastckpt.formats.step_names import DRAINED, REPLICATED, tier_name
+from fastckpt.formats.step_names import DRAINED, REPLICATED, SPARES, tier_name
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
+from fastckpt.saving.spares import Spares
 from fastckpt.steps.copies import Fetch
 from fastckpt.steps.newest_whole import readable, survey_of_copy
 from fastckpt.steps.pins import deleted
@@ -99,6 +100,11 @@ class LocalTier:
         self.steps = Steps(storage, os.path.join(self._directory, tier_name(root.root)))
         self.root, self.keep, self.memory = root, keep, memory
         self._budget = None if memory is None else MemoryBudget(memory, self.steps)
+        self.spares: Spares | None = None
+        if self._budget is not None:
+            self.spares = Spares(storage, self.steps.path(SPARES))
+            self.steps.keep_files = self.spares.keep
+            self._step_bytes = self._budget.nbytes  # of the last step here, or what it may have
         self._rank = coordinator.rank
         self._coordinator, self._timeout_s = coordinator, timeout_s
         self.replicas: Replicas | None = None
@@ -136,6 +142,10 @@ class LocalTier:
         self._meeting.close(linger_s=0.0)
         if self.replicas is not None:
             self.replicas.close()
+        if self.spares is not None:
+            if self._nodes is not None and self._nodes.first(self._rank) == self._rank:
+                self.spares.trim(0)
+            self.spares.close()
 
     # ---- whether it can be used
 
@@ -229,15 +239,16 @@ class LocalTier:
         if left < needed:
             raise StorageError("allocate", root, errno.ENOSPC, detail=room_text(needed, left))
 
-    def no_room_on_node(self, name: str, nbytes: int) -> str:
-        """Returns why a step that this node writes would exceed the tier's budget, in words; "" if
-        it would not, once older ones are removed. Only the first rank of a node calls it.
+    def no_room_on_node(self, name: str, nbytes: int, landed: int = 0) -> str:
+        """Returns why a step that this node writes, `landed` bytes of it in spares, would exceed
+        the tier's budget, in words; "" if it would not, once spares and older steps are removed.
+        Only the first rank of a node calls it.
         """
         if self._budget is None:
             return ""
-        nbytes += SPARE_BYTES
-        self.evict(max(0, self._budget.nbytes - nbytes))
-        return self._budget.take(name, nbytes)
+        self._step_bytes = nbytes = nbytes + SPARE_BYTES
+        self.evict(max(0, self._budget.nbytes - nbytes + landed))
+        return self._budget.take(name, nbytes, landed)
 
     def settle(self, name: str, is_replicated: bool) -> None:
         """Notes that all files of a step which this node is to have are there. Only the first rank
@@ -368,13 +379,22 @@ class LocalTier:
         beyond = may_go(of_use, self.keep)
         for name in [*going, *beyond]:
             self._remove(name, nonces[name])
+        with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
+            self.steps.remove_dead()
+        if self._budget is None or self.spares is None:
+            return
+        budget, most = self._budget, self._budget.nbytes if nbytes_max is None else nbytes_max
+
+        def is_over() -> bool:
+            return budget.used() > most
+
+        self.spares.trim(self._step_bytes, is_over)
         for entry in reversed(of_use):
-            if self._budget is None or nbytes_max is None or self._budget.used() <= nbytes_max:
+            if nbytes_max is None or not is_over():
                 break
             if not entry.is_pinned and entry.name not in beyond:
                 self._remove(entry.name, nonces[entry.name])
-        with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
-            self.steps.remove_dead()
+                self.spares.trim(self._step_bytes, is_over)
 
     def _is_safe(self, name: str) -> bool:
         """Returns whether a step outlives this node, or none does."""

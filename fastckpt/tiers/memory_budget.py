@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from fastckpt.arguments.memory import Memory
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.formats.step_names import SPARES
 from fastckpt.steps.root import Steps
 from fastckpt.storage.machine import memory_left_bytes
 from fastckpt.storage.policies import magic_of, recognised
@@ -71,8 +72,10 @@ class MemoryBudget:
             )
 
     def used(self) -> int:
-        """Returns how many bytes the steps take, with those promised to steps being written."""
-        return sum(map(self._size_of, self._steps.names()))
+        """Returns how many bytes the steps and spares take, with those promised to steps that are
+        being written.
+        """
+        return sum(map(self._size_of, [*self._steps.names(), SPARES]))
 
     def _size_of(self, name: str) -> int:
         storage, path, nbytes = self._steps.storage, self._steps.path(name), 0
@@ -90,11 +93,13 @@ class MemoryBudget:
         """Takes back what is left of the bytes promised to a step: all of it has arrived."""
         self._promised.pop(name, None)
 
-    def take(self, name: str, nbytes: int) -> str:
-        """Promises bytes to a step that is being written; or says in words why not."""
+    def take(self, name: str, nbytes: int, landed: int = 0) -> str:
+        """Promises bytes to a step that is being written, `landed` of them in spares that it has
+        taken; or says in words why not.
+        """
         with self._lock:
             used = self.used()
-            if used + nbytes <= self.nbytes:
+            if used - landed + nbytes <= self.nbytes:
                 there = {*self._steps.names()}
                 kept = {each: its for each, its in self._promised.items() if each in there}
                 self._promised = kept | {name: nbytes}

@@ -24,6 +24,7 @@ from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.saving.place import Place
 from fastckpt.saving.plan import Output
+from fastckpt.saving.spares import Landing, Spares
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import StepPlace
 from fastckpt.steps.uncommitted_step import UncommittedStep
@@ -69,7 +70,7 @@ class NodePlace(Place):
         self._deadline_s = deadline_s
         self._own = UncommittedStep(tier.steps, agreement)
         self._past: StepPlace | None = None  # the root's, once the step goes past the tier
-        self._trouble = ""
+        self._trouble = self._lands_as = ""
         self._opened_s = 0.0
         self._wrote_shard = False
         self._is_committed = False
@@ -96,6 +97,12 @@ class NodePlace(Place):
             self._tier.refuse("cannot be drained with staging memory of one block")
         awaited, self._awaited = self._awaited, None
         return () if awaited is None else (awaited,)
+
+    def landing(self, output: Output) -> Landing | None:
+        spares, self._lands_as = self._tier.spares, output.lands_as
+        if spares is None or not output.lands_as:
+            return None
+        return spares.take(output.lands_as, output.image.nbytes)
 
     # ---- the directories on the nodes, or the step's way straight to the root
 
@@ -131,8 +138,8 @@ class NodePlace(Place):
         """Opens the files in the local tier if every rank can, else in the root."""
         # This is the last moment to go past the tier: what was written is no longer in memory.
         self._trouble = self._trouble or self._tier.refusal() or self._too_late()
-        if self._tier.memory is not None:
-            no_room = self._no_room(sum(output.image.nbytes for output in outputs))
+        if self._tier.spares is not None:
+            no_room = self._no_room(outputs, self._tier.spares)
             self._trouble = self._trouble or no_room
         try:
             if self._own.name and not self._trouble:
@@ -152,21 +159,30 @@ class NodePlace(Place):
         self._go_past(why, pace, sum(output.image.nbytes for output in outputs))
         super().open(outputs, pace)
 
-    def _no_room(self, nbytes: int) -> str:
-        """Returns why the ranks of this node may not write these bytes each, in words; "" if they
-        may. The first of them says so for all.
+    def _no_room(self, outputs: Sequence[Output], spares: Spares) -> str:
+        """Returns why the ranks of this node may not write these each, in words; "" if they may.
+        The first of them says so for all.
         """
         agreement, nodes = self._agreement, self._tier.nodes()
         first = nodes.first(agreement.rank)
-        agreement.put("bytes", b"%d" % nbytes)
+        nbytes = [output.image.nbytes for output in outputs]
+        landed = [output.image.nbytes for output in outputs if output.file.landing is not None]
+        agreement.put("bytes", json.dumps([sum(nbytes), sum(landed)]).encode())
         if first == agreement.rank:
             ranks = nodes.beside(first)
             if self._tier.replicas is not None:
                 ranks = ranks + self._tier.replicas.sources(first)
-            needed = sum(int(agreement.get("bytes", rank)) for rank in ranks)
-            why = self._trouble or self._tier.no_room_on_node(self._own.name, needed)
+            told = {rank: json.loads(agreement.get("bytes", rank)) for rank in ranks}
+            needed = sum(all_of_it for all_of_it, _landed in told.values())
+            there = sum(told[rank][1] for rank in nodes.beside(first))
+            why = self._trouble or self._tier.no_room_on_node(self._own.name, needed, there)
             agreement.put("room", why.encode(errors="replace"))
-        return agreement.get("room", first).decode()
+        why = agreement.get("room", first).decode()
+        spares.sweep()  # the memory of removed files is free before any rank takes more
+        agreement.put("swept", b"")
+        for rank in nodes.beside(first):
+            agreement.get("swept", rank)
+        return why
 
     def _too_late(self) -> str:
         """Returns why the job ends too soon for the local tier, in words; "" if it does not. The
@@ -356,3 +372,5 @@ class NodePlace(Place):
             drain, self._drain = self._drain, None
             if drain is not None:
                 drain.end(pipeline)
+            if self._tier.spares is not None and self._lands_as:
+                self._tier.spares.prepare(self._lands_as)

@@ -38,6 +38,7 @@ from fastckpt import Checkpointer, PerRank, SaveHandle
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StagingConflict, StorageError
 from fastckpt.formats import lease_record
+from fastckpt.formats.step_names import SPARES
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks import coordinator
 from fastckpt.saving.pipeline import Pipeline
@@ -98,7 +99,8 @@ def restored(root: Path, elements: int = BIG) -> int | None:
 
 
 def directories(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != lease_record.NAME)
+    found = {path.name for path in root.iterdir()}
+    return sorted(found - {lease_record.NAME, SPARES})
 
 
 @contextmanager

@@ -1,0 +1,93 @@
+"""Landing: a file in memory that an image is staged in, each block where it belongs in the file.
+
+The file has all of its pages already: new ones cost several times what the copy does. The module
+must not know whose file it was, nor what becomes of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from contextlib import suppress
+
+from fastckpt import _engine
+from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.storage.atomic import close_quietly
+from fastckpt.storage.file_system import Storage
+
+
+class Landing:
+    """A file that stays mapped here from its first use on, be it this one's or a step's meanwhile.
+
+    Args:
+        path: of the file, which nobody opens by this name but to take it.
+
+    Attributes:
+        path: as it was named when it was last taken.
+
+    Raises:
+        OSError: it cannot be opened or mapped.
+    """
+
+    def __init__(self, storage: Storage, path: str, nbytes: int) -> None:
+        self._storage, self.path = storage, path
+        self._lock: int | None = None  # a descriptor, as long as the file is taken
+        self._fd = storage.open(path, "write")
+        try:
+            # The one descriptor that the mapping has, too: see _is_alone().
+            self.of_engine = _engine.Landing(self._fd, nbytes, BLOCK_BYTES)
+        except (RuntimeError, MemoryError) as error:
+            close_quietly(storage, self._fd)
+            raise OSError(str(error)) from error
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether something is staged there, or was, and is still to be written."""
+        return self._lock is not None
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether the file has no name any more, so that only this mapping keeps its memory."""
+        return self._storage.fstat(self._fd).st_nlink == 0
+
+    def take(self, path: str, nbytes: int) -> bool:
+        """Takes the file, by its name, for an image of as many pages; returns False, with nothing
+        changed, if anybody may see what it holds: who has it open may have opened a step.
+        """
+        storage = self._storage
+        if self.is_taken or not _is_alone(self._fd):
+            return False
+        lock = storage.open(path, "lock")
+        with suppress(OSError):
+            own, named = storage.fstat(self._fd), storage.status(path)
+            is_there = named is not None and os.path.samestat(own, named) and own.st_nlink == 1
+            if is_there and storage.lock(lock):
+                storage.truncate(self._fd, nbytes)  # within its last page
+                self.path, self._lock = path, lock
+                return True
+        close_quietly(storage, lock)
+        return False
+
+    def release(self) -> None:
+        """Gives the file back: nothing of what is staged there is needed any more. Idempotent."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            close_quietly(self._storage, lock)
+
+    def close(self) -> None:
+        """Forgets the file, and its memory if it was removed."""
+        del self.of_engine
+        close_quietly(self._storage, self._fd)
+
+
+def _is_alone(fd: int) -> bool:
+    """Returns whether no other open file, nor a mapping by way of one, leads to what fd does."""
+    try:
+        # Whoever opens it meanwhile waits a moment; this one is told by a signal that nobody needs.
+        fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    except OSError:
+        return False
+    return True
