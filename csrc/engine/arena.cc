@@ -75,10 +75,11 @@ Arena::Arena(int fd, size_t nbytes, size_t block_bytes)
     base_ = static_cast<std::byte*>(mapped);
     madvise(base_, nbytes_, MADV_DONTFORK);
     // The kernel enters a file's pages at a third of what a fault for each costs. It holds the lock
-    // of the process's memory meanwhile, so it gets little at a time. Linux 5.14; before, they fault.
+    // of the process's memory meanwhile, so it gets few at a time. Before Linux 5.14 they fault.
     constexpr size_t kAtOnce = size_t{1} << 20;
     for (size_t at = 0; at < nbytes_; at += kAtOnce) {
-        if (madvise(base_ + at, std::min(kAtOnce, nbytes_ - at), MADV_POPULATE_WRITE) == 0) continue;
+        const size_t n = std::min(kAtOnce, nbytes_ - at);
+        if (madvise(base_ + at, n, MADV_POPULATE_WRITE) == 0) continue;
         const int error = errno;
         if (error == EINVAL) break;
         munmap(base_, nbytes_);

@@ -1,6 +1,6 @@
-// An arena: one mapping cut into equal blocks, in anonymous memory with a hard budget in bytes, or in
-// a file that blocks are staged in at their places. It knows which blocks are free; it does not know
-// what is staged in them, and its owner locks it.
+// An arena: one mapping cut into equal blocks, of anonymous memory with a hard budget in bytes, or
+// of a file in which blocks are staged at their places. It knows which blocks are free; it does not
+// know what is staged in them, and its owner locks it.
 #pragma once
 
 #include <unistd.h>

@@ -59,7 +59,7 @@ class Landing:
         if self.is_taken or not _is_alone(self._fd):
             return False
         lock = storage.open(path, "lock")
-        with suppress(OSError):
+        with suppress(OSError):  # then it is somebody else's
             own, named = storage.fstat(self._fd), storage.status(path)
             is_there = named is not None and os.path.samestat(own, named) and own.st_nlink == 1
             if is_there and storage.lock(lock):

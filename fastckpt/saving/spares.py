@@ -73,7 +73,7 @@ class Spares:
         """Maps the spares of a file's name, so that no save has to wait for that."""
         with self._lock:
             for path, status in self._found(file):
-                with suppress(OSError):
+                with suppress(OSError):  # a save that needs it finds out
                     self._mapped(path, status)
 
     def sweep(self) -> None:
@@ -101,7 +101,7 @@ class Spares:
     def _found(self, file: str) -> list[tuple[str, os.stat_result]]:
         """Returns spares of a file's name, or of any, that nobody uses; the newest first."""
         found = []
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # what cannot be looked at is not used
             for name in self._storage.names(self._directory):
                 if name.startswith(f"{file}.") or not file:
                     status = self._storage.status(self._path(name), link=True)
@@ -113,7 +113,7 @@ class Spares:
         landing = self._landings.get(inode)
         if landing is not None and landing.is_taken:
             return True
-        with suppress(OSError):
+        with suppress(OSError):  # it is gone, or not ours to touch
             fd = self._storage.open(self._path(name), "lock")
             try:
                 return not self._storage.lock(fd)
@@ -142,9 +142,10 @@ class Spares:
 
     def _sweep(self, all_of_them: bool = False) -> None:
         for inode, landing in [*self._landings.items()]:
-            if not landing.is_taken and (all_of_them or landing.is_removed):
-                del self._landings[inode]
-                landing.close()
+            with suppress(OSError):  # then a later call looks again
+                if not landing.is_taken and (all_of_them or landing.is_removed):
+                    del self._landings[inode]
+                    landing.close()
 
 
 def _pages(nbytes: int) -> int:
