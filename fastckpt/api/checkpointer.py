@@ -59,12 +59,12 @@ from fastckpt.steps.options import Local, StepOptions
 from fastckpt.steps.place import StepPlace
 from fastckpt.steps.plan import StepPlan
 from fastckpt.steps.shared_reads import Spread
+from fastckpt.storage.calls import real_path
 from fastckpt.tiers.local_tier import LocalTier
 from fastckpt.tiers.place import NodePlace
 from fastckpt.tiers.restore import first_whole_of_tiers
 
 log = logging.getLogger("fastckpt")
-
 T = TypeVar("T")
 
 _NO_DIFFERENCES = Differences((), (), {}, ())
@@ -140,8 +140,8 @@ class Checkpointer:
             max_writers it delays writing, never the copy that save() waits for (but see
             staging_bytes); all ranks pass the same.
         max_writers: the most ranks that write at a time; None: all. timeout_s includes the wait.
-        timeout_s: the most seconds that ranks wait for each other in one call, and that a save
-            waits for a server or disk that does not answer a write, sync or rename. Default: 600.
+        timeout_s: the most seconds that ranks wait for each other in one call, a save for a server
+            or disk that does not answer, and any call for an object store's answer. Default: 600.
         log: whether the first rank appends a line of JSON about each save, with the clocks of all
             ranks, to `saves.jsonl` in the root, for `fastckpt report`.
         export: a HuggingFace, which says where steps are exported to, and which ones. save() begins
@@ -192,7 +192,8 @@ class Checkpointer:
         before_commit: Veto | None = None,
         on_error: OnError = "raise",
     ) -> None:
-        self._root = os.path.realpath(path_of("root", root, storage_options))
+        check_seconds("timeout_s", timeout_s)
+        self._root = real_path(path_of("root", root, storage_options, timeout_s), timeout_s)
         self.root = as_url(self._root)
         self.group = default_group() if group is None else group
         with ExitStack() as opened:  # if anything below fails, the other ranks hear why
@@ -201,24 +202,23 @@ class Checkpointer:
             check_choice("fence", fence, FENCES)
             check_choice("on_error", on_error, ON_ERROR)
             check_flag("log", log)
-            check_seconds("timeout_s", timeout_s)
             optional(check_callable, "before_commit", before_commit)
-            written = (backend, durable, staging_bytes, staging)
-            kept = (keep_last, keep_every, keep_best, local)
-            pacing = Pacing(drain_rate, max_writers)
-            self._options = StepOptions(*written, "auto", pacing, codec, *kept, check_finite)
+            written = (backend, durable, staging_bytes, staging, "auto")
+            kept = (codec, keep_last, keep_every, keep_best, local, check_finite)
+            self._options = StepOptions(*written, Pacing(drain_rate, max_writers), *kept)
             refuse_for_url(local or self._root, codec=codec, staging=staging, backend=backend)
             self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
-            self._open = OpenRoot(pipeline.current().storage, self._root)
+            self._open = OpenRoot(pipeline.current().storage, self._root, timeout_s)
             self._steps = self._open.steps
             self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES
             self._reader: StepReader | None = None  # of the restore that is running
             self._logs, self._before_commit, self._handles = log, before_commit, list[InnerHandle]()
             self._exports, self.exported = list[InnerHandle](), None
-            self._steps.is_step, self._closed, self._ended = is_step(self._root), False, False
+            self._steps.is_step = is_step(self._root, timeout_s)
             self._tier: LocalTier | None = None
-            self._memo = per_group.GroupMemo(self._coordinator)
+            self._closed = self._ended = False
             self._export = checked_export(export, self._root, self._coordinator.rank == 0)
+            self._memo = per_group.GroupMemo(self._coordinator)
             self._rank_of = ranks_within(self.group)
             if (tier := self._options.tier) is not None:
                 self._tier = LocalTier(*tier, self._steps, self._coordinator, timeout_s)

@@ -150,7 +150,7 @@ def save(
     how = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
     asked = TorchSave(obj, *how, _disable_byteorder_record)
     given = (fence, group, timeout_s, before_commit, on_error)
-    path = _checked_path(f, storage_options)
+    path = _checked_path(f, storage_options, timeout_s)
     refuse_for_url(path or "", staging=staging, backend=backend)
     return begin_save(asked, f, path, options, *given, started)
 
@@ -171,12 +171,12 @@ def prepare(nbytes: int | str) -> None:
     pipeline.current().prepare(check_size("nbytes", nbytes))
 
 
-def _checked_path(f: Any, storage_options: StorageOptions | None) -> str | None:
+def _checked_path(f: Any, storage_options: StorageOptions | None, timeout_s: float) -> str | None:
     """Returns f as a checked path; None if it is a file-like object, or nothing torch takes."""
     if isinstance(f, str | os.PathLike) and isinstance(path := os.fspath(f), str):
         if not path:  # torch raises no ValueError for it
             raise NoPath("open", path, errno.ENOENT, detail="f is '', must be a path")
-        return path_of("f", f, storage_options)
+        return path_of("f", f, storage_options, timeout_s)
     if storage_options is not None:
         raise ValueError("storage_options are for URLs, and f is no path")
     return None
@@ -216,7 +216,8 @@ def load(
             of it and they broadcast the blocks over the group, which nothing else may use
             meanwhile. Not with mmap=True or a file-like object.
         timeout_s: with group, how many seconds ranks wait for each other to begin at most; default:
-            600. After that the group's own timeout applies.
+            600. After that the group's own timeout applies. Of a URL also how long to wait for an
+            answer.
         storage_options: as Checkpointer's, where f is a URL.
 
     Returns:
@@ -233,7 +234,7 @@ def load(
     check_choice("staging", staging, STAGINGS)
     check_flag("verify", verify)
     check_seconds("timeout_s", timeout_s)
-    path = _checked_path(f, storage_options)
+    path = _checked_path(f, storage_options, timeout_s)
     if path is not None and path != str(f):  # torch's messages tell the types of paths apart
         f = path
     options = {"weights_only": weights_only, "mmap": mmap, **pickle_load_args}

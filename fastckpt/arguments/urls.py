@@ -15,6 +15,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
+from math import inf
 from typing import Any
 
 from fastckpt.arguments.checks import check_path
@@ -29,15 +30,23 @@ _PREFIXES = ("/s3:", "/gs:", "/az:")
 
 _lock = threading.Lock()
 _mounts: dict[str, dict[str, Any]] = {mount: {} for mount in _PREFIXES}  # their options
+_timeouts_s: dict[str, float] = {}  # by path: those that are shorter than a client's patience
+_PATIENCE_S = 450.0
 
 
-def path_of(name: str, value: object, storage_options: StorageOptions | None = None) -> str:
+def path_of(
+    name: str,
+    value: object,
+    storage_options: StorageOptions | None = None,
+    timeout_s: float | None = None,
+) -> str:
     """Returns the absolute path that stands for a path or URL.
 
     Args:
         name: the argument's, for messages.
         value: a path, a URL, or what this has returned for one.
         storage_options: the options of the client of a URL; None: by its own conventions.
+        timeout_s: see timeout_s_of(); None: as is known.
 
     Raises:
         TypeError, ValueError: as check_path(); or there are options, and the value is no URL.
@@ -66,7 +75,21 @@ def path_of(name: str, value: object, storage_options: StorageOptions | None = N
         raise ValueError(f"{name} is {text!r}, must be a URL of an object or of a prefix")
     scheme = match["scheme"].lower()
     mount = f"/{scheme}:" if storage_options is None else _mount(scheme, dict(storage_options))
-    return "/".join((mount, match["bucket"], *parts))
+    path = "/".join((mount, match["bucket"], *parts))
+    if timeout_s is not None:
+        _timeouts_s.pop(path, None)
+        if timeout_s < _PATIENCE_S:
+            _timeouts_s[path] = timeout_s
+    return path
+
+
+def timeout_s_of(path: str) -> float:
+    """Returns for how long the caller who has named a path last, or one above it, waits for an
+    answer; inf if that was not said.
+    """
+    while path and path not in _timeouts_s:
+        path = path.rpartition("/")[0]
+    return _timeouts_s.get(path, inf)
 
 
 def is_mounted(path: str) -> bool:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal
 
 from fastckpt.arguments.checks import (
@@ -35,7 +34,7 @@ from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.save import Save
 from fastckpt.storage import atomic
-from fastckpt.storage.calls import looked_up
+from fastckpt.storage.calls import real_path
 from fastckpt.storage.file_system import is_directory, reported
 
 log = logging.getLogger("fastckpt")
@@ -100,7 +99,7 @@ def save_directory(
         return InnerHandle(path, time.perf_counter(), kind=os.path.dirname(path), on_error=on_error)
 
     try:
-        path = looked_up(partial(os.path.realpath, given), given, timeout_s)
+        path = real_path(given, timeout_s)
     except StorageError as error:
         if on_error == "raise":
             raise

@@ -209,10 +209,10 @@ class Lease:
                 self._write(self._record())
         self.take()
 
-    def release(self) -> None:
+    def release(self, within_s: float = SERVER_S) -> None:
         """Gives the lease up, if this process has it and the server answers soon. Idempotent."""
         with suppress(OSError):  # it counts for nothing once this process has ended
-            within(SERVER_S, self._release)
+            within(within_s, self._release)
 
     def _release(self) -> None:
         with self._lock:

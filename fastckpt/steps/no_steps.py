@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
+from math import inf
 
 from fastckpt.errors import StorageError
 from fastckpt.formats import file_list, lease_record
@@ -16,6 +18,7 @@ from fastckpt.formats.manifest import MANIFEST, is_manifest
 from fastckpt.formats.step_names import DELETED, NAME
 from fastckpt.saving import pipeline
 from fastckpt.steps.root import Steps
+from fastckpt.storage.calls import looked_up
 from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")
@@ -67,11 +70,14 @@ def steps_at(storage: Storage, root: str) -> Steps:
     return steps
 
 
-def is_step(root: str) -> bool:
-    """Returns whether the root is a step itself. Raises ValueError if it is no directory."""
+def is_step(root: str, timeout_s: float = inf) -> bool:
+    """Returns whether the root is a step itself; False if that is not found out in timeout_s.
+    Raises ValueError if it is no directory.
+    """
+    path, storage = os.path.join(root, MANIFEST), pipeline.current().storage
     try:
-        storage = pipeline.current().storage
-        return is_manifest(storage.read_file(os.path.join(root, MANIFEST), _HEAD_BYTES))
+        read = partial(storage.read_file, path, _HEAD_BYTES)
+        return is_manifest(looked_up(read, root, timeout_s))
     except NotADirectoryError:
         why = "which is no directory: there is a file at this path or above it"
         raise ValueError(f"root is {root!r}, {why}") from None

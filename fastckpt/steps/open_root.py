@@ -30,13 +30,14 @@ class OpenRoot:
 
     Args:
         storage, root: as Steps'.
+        timeout_s: for how long at most it waits for a server.
 
     Attributes:
         steps: the steps under the root.
     """
 
-    def __init__(self, storage: Storage, root: str) -> None:
-        self._pid = os.getpid()
+    def __init__(self, storage: Storage, root: str, timeout_s: float) -> None:
+        self._pid, self._wait_s = os.getpid(), min(SERVER_S, timeout_s)
         self._saves = self._has_warned = False
         known = [each.steps for each in _others(root) if each.steps.storage is storage]
         self.steps: Steps = known[0] if known else Steps(storage, root, Lease(storage, root))
@@ -48,7 +49,7 @@ class OpenRoot:
         """
         if makes_root and not self._saves:
             with suppress(OSError):  # the save tries again, and fails if it has to
-                within(SERVER_S, self.steps.make_root)
+                within(self._wait_s, self.steps.make_root)
         self._saves = True
         if not self._has_warned and any(
             each._saves for each in _others(self.steps.root) if each is not self
@@ -65,7 +66,7 @@ class OpenRoot:
         self._saves = False
         lease = self.steps.lease
         if lease and not any(each._saves for each in _others(self.steps.root)):
-            lease.release()
+            lease.release(self._wait_s)
         _open.difference_update([each for each in _open.copy() if each() is self])
 
 

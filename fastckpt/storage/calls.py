@@ -233,8 +233,13 @@ def looked_up(look: Callable[[], T], path: str, timeout_s: float) -> T:
             if outcome.done():
                 return outcome.result()
         if bound.is_over(time.monotonic() - since, awaited):
-            detail = f"{awaited()} (timeout_s), and no save was begun: save again when it answers"
+            detail = f"{awaited()} (timeout_s), and nothing was begun: call again when it answers"
             raise StorageError("look up", path, errno.ETIMEDOUT, detail=detail)
+
+
+def real_path(path: str, timeout_s: float) -> str:
+    """Returns a path without symbolic links; raises as looked_up()."""
+    return looked_up(lambda: os.path.realpath(path), path, timeout_s)
 
 
 os.register_at_fork(after_in_child=names.clear)

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastckpt.arguments.environment import client_options, launched_rank
-from fastckpt.arguments.urls import divided, options_of
+from fastckpt.arguments.urls import divided, options_of, timeout_s_of
 from fastckpt.errors import StorageError, as_url
 from fastckpt.plan.image import BLOCK_BYTES
 
@@ -27,12 +27,14 @@ T = TypeVar("T")
 _REQUEST_S = 60
 # For how long a part is sent again while the server fails or is gone, and other requests are.
 _PATIENCE_S, _SHORT_PATIENCE_S = 180, 15
-_PAUSES = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=5), "base": 2}
+_PAUSE_S, _PAUSE_S_MAX = 0.1, 5.0
+# Of a caller's timeout_s: a request, half as long a pause, and the last request take all of it.
+_SHARE = 0.4
 _CREDENTIALS = re.compile(r"//[^/@\s]+@")  # of an endpoint
-_RETRIES = {"max_retries": 1000, "backoff": _PAUSES}
 
 _lock = threading.Lock()
-_stores: dict[tuple[str, str, int], ObjectStore] = {}  # by mount, bucket and blocks of a part
+# By mount, bucket, blocks of a part, and its user's timeout_s.
+_stores: dict[tuple[str, str, int, float], ObjectStore] = {}
 _pid = 0  # of the process that has clients: those of its parent would hang
 
 
@@ -40,12 +42,12 @@ def store_of(path: str, part_bytes: int = 0) -> ObjectStore:
     """Returns the client for the bucket of a path. Raises StorageError in a child of fork()."""
     global _pid
     mount, bucket, _key = divided(path)
-    known = mount, bucket, part_bytes // BLOCK_BYTES
+    known = mount, bucket, part_bytes // BLOCK_BYTES, timeout_s_of(path)
     with _lock:
         if _pid not in (0, os.getpid()):
             raise StorageError("open", path, errno.ENOTSUP, detail=_FORKED)
         if known not in _stores:
-            _stores[known] = _made(mount, bucket, known[2])
+            _stores[known] = _made(*known)
             _pid = os.getpid()
         return _stores[known]
 
@@ -56,12 +58,23 @@ _FORKED = (
 )
 
 
-def _made(mount: str, bucket: str, blocks: int) -> ObjectStore:
-    options = options_of(mount)
-    patience = timedelta(seconds=_PATIENCE_S if blocks else _SHORT_PATIENCE_S)
-    options.setdefault("retry_config", {**_RETRIES, "retry_timeout": patience})
-    scheme = mount[1:].partition(":")[0]
-    timing = {"timeout": f"{_REQUEST_S * max(1, blocks)}s", **client_options(scheme)}
+def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore:
+    options, scheme = options_of(mount), mount[1:].partition(":")[0]
+    most_s = timeout_s if blocks else _SHARE * timeout_s  # whoever waits for a part gives it up
+    pauses_s = {
+        "init_backoff": min(_PAUSE_S, most_s / 2),
+        "max_backoff": min(_PAUSE_S_MAX, most_s / 2),
+    }
+    retries = {
+        "max_retries": 1000,
+        "retry_timeout": timedelta(
+            seconds=min(_PATIENCE_S if blocks else _SHORT_PATIENCE_S, most_s)
+        ),
+        "backoff": {"base": 2, **{key: timedelta(seconds=each) for key, each in pauses_s.items()}},
+    }
+    options.setdefault("retry_config", retries)
+    request_s = min(_REQUEST_S * max(1, blocks), most_s)
+    timing = {"timeout": f"{int(1000 * request_s)}ms", **client_options(scheme)}
     timing |= options.pop("client_options", {})
     if scheme == "s3":  # every block has a CRC-32 of our own, and SHA-256 costs as much as the rest
         options.setdefault("unsigned_payload", True)
@@ -125,6 +138,7 @@ _BY_TEXT = {
     "ExpiredToken": errno.EKEYREJECTED,
     "error sending request": errno.ETIMEDOUT,
     "timed out": errno.ETIMEDOUT,
+    r"after [1-9]\d* retries": errno.ETIMEDOUT,  # what it asked for may have been done
 }
 
 
@@ -137,7 +151,7 @@ def _number(error: BaseException) -> int:
         return errno.EDQUOT
     if type(error).__name__ in _BY_NAME:
         return _BY_NAME[type(error).__name__]
-    return next((number for words, number in _BY_TEXT.items() if words in text), errno.EIO)
+    return next((number for words, number in _BY_TEXT.items() if re.search(words, text)), errno.EIO)
 
 
 def _told(error: BaseException, path: str, since: float) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 
 from fastckpt.arguments.urls import divided, is_mounted
 from fastckpt.errors import StorageError
+from fastckpt.latch import start_thread
 from fastckpt.storage import calls
 from fastckpt.storage.file_system import (
     Opening,
@@ -44,6 +45,11 @@ _STREAM_BYTES = 1 << 20  # what the client holds of one read at a time
 _LISTED_S = 1.0  # for how long a listing answers
 _PAGE = 1000  # objects of a listing, as S3 has it
 _ANY = 1 << 62
+DROPPING = "fastckpt-drop"  # the name of a thread
+_MARK = "fastckpt"  # metadata of an object: which put has made it
+# If the answer to a put was lost, the client asks again, and is told that the object is there, or
+# that there is no such upload. ETIMEDOUT tells by itself that the put may have been carried out.
+_UNSURE = (errno.EEXIST, errno.ESTALE, errno.ENOENT, errno.EIO)
 # The other methods of the seam have these answers: an object has its size and durability at once,
 # and nobody locks it.
 _ANSWERS = {
@@ -147,46 +153,40 @@ class ObjectStorage:
         its own, since a missing file is none.
         """
         store = store_of(path, how.get("chunk_size", 0))
-        try:
-            if "max_concurrency" not in how:
-                how["use_multipart"] = False
-            return asked(op, path, client().put, store, _key(path), content, **how)
-        except FileNotFoundError:
-            detail = f"there is no bucket {divided(path)[1]!r}, or no way to write to it"
-            raise StorageError(op, path, errno.ENOENT, detail=detail) from None
-
-    def _put_new(self, path: str, content: bytes, claimed: str = "") -> Any:
-        """Puts an object that is not there yet; raises FileExistsError if it is.
-
-        If an answer was lost, the client asks again, and is told that it is there: then its bytes
-        tell whose it is, or if others may put the same, the claim of this directory.
-        """
+        if "max_concurrency" not in how:
+            how["use_multipart"] = False
+        mark = {_MARK: secrets.token_hex(8)}
         for last in (False, False, True):
             try:
-                return self._put("create", path, content, mode="create")
-            except FileExistsError:
-                with suppress(FileNotFoundError):  # a conflict with what was not made after all
-                    if self.read_file(path, _ANY) != content:
-                        raise
-                    if claimed:
-                        self._check_claim(claimed)
-                    return _version(self._head(path))
-                if last:
+                put = client().put
+                return asked(op, path, put, store, _key(path), content, attributes=mark, **how)
+            except OSError as error:
+                if error.errno not in _UNSURE:
+                    raise
+                with suppress(FileNotFoundError):
+                    there = self._get(path, head=True)
+                    if there.attributes.get(_MARK) == mark[_MARK]:
+                        return _version(there.meta)
+                    raise
+                if error.errno == errno.ENOENT:
+                    detail = (
+                        f"there is no bucket {divided(path)[1]!r}, or somebody ended the upload"
+                    )
+                    raise StorageError(op, path, errno.ENOENT, detail=detail) from None
+                if last or error.errno != errno.EEXIST:  # a conflict with what was not made at last
                     raise
         raise AssertionError
 
-    def _put_again(self, opened: _Open, content: bytes) -> None:
-        """Replaces an object that was made here, unless somebody else has replaced it."""
-        mode = _version(opened.found)
-        try:
-            opened.found = self._put("write", opened.path, content, mode=mode)
-        except StorageError as error:  # by a lost answer, or by somebody else
-            if error.errno != errno.ESTALE or self.read_file(opened.path, _ANY) != content:
-                raise
-            opened.found = _version(self._head(opened.path))
+    def _put_new(self, path: str, content: bytes) -> Any:
+        """Puts an object that is not there yet; raises FileExistsError if it is."""
+        return self._put("create", path, content, mode="create")
+
+    @staticmethod
+    def _get(path: str, **options: Any) -> Any:
+        return asked("read", path, client().get, store_of(path), _key(path), options=options)
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
-        found = asked("read", path, client().get, store_of(path), _key(path))
+        found = self._get(path)
         if found.meta["size"] <= nbytes_max:
             return bytes(asked("read", path, found.bytes))
         return self._range(path, None, 0, nbytes_max)
@@ -197,8 +197,7 @@ class ObjectStorage:
     def _stream(self, path: str, etag: str | None, begin: int, end: int) -> Any:
         """Returns an iterator of the bytes of a range, of the version that was opened."""
         options = {"range": (begin, end), **({"if_match": etag} if etag else {})}
-        get = asked("read", path, client().get, store_of(path), _key(path), options=options)
-        return get.stream(min_chunk_size=_STREAM_BYTES)
+        return self._get(path, **options).stream(min_chunk_size=_STREAM_BYTES)
 
     def read_at(self, fd: int, nbytes: int, offset: int) -> bytes:
         opened = self.open_now[fd]
@@ -251,7 +250,8 @@ class ObjectStorage:
         elif opened.is_new:
             content = self._content(opened)
             if content != opened.has:
-                self._put_again(opened, content)
+                mode = _version(opened.found)  # unless somebody else has replaced it
+                opened.found = self._put("write", opened.path, content, mode=mode)
             opened.has, opened.is_new = b"", False
 
     flush = sync
@@ -275,16 +275,33 @@ class ObjectStorage:
         content, directory = self._content(opened), os.path.dirname(target)
         if directory in self._claims:
             self._check_claim(directory)
-            opened.found = self._put_new(target, content, directory)
+            try:
+                opened.found = self._put_new(target, content)
+            except FileExistsError:
+                self._check_claim(directory)
+                raise
         else:
             opened.found = self._put("rename", target, content)
         opened.path, opened.is_new = target, False
-        with suppress(OSError):  # what stays is debris
-            self.remove(source)
+        self._drop(source)
 
     def remove(self, path: str) -> None:
         self._listed_now.pop(path, None)
+        self._remove(path)
+
+    @staticmethod
+    def _remove(path: str) -> None:
         asked("remove", path, client().delete, store_of(path), _key(path))
+
+    def _drop(self, path: str) -> None:
+        """Removes what nobody needs any more, but for exit nobody waits; what stays is debris."""
+
+        def drop() -> None:
+            with suppress(OSError):
+                self._remove(path)
+
+        if not start_thread(drop, DROPPING):
+            drop()
 
     def remove_all(self, directory: str, names: Sequence[str]) -> None:
         keys = [_key(os.path.join(directory, name)) for name in names]
@@ -402,7 +419,7 @@ class ObjectStorage:
             return
         nonce = os.path.join(os.path.dirname(path), ".probe" + Owner.this().suffix())
         try:
-            self._put_new(nonce, secrets.token_hex(8).encode())
+            self._put_new(nonce, b"")
             with suppress(FileExistsError):  # as it should be
                 self._put("create", nonce, b"", mode="create")
                 detail = (
@@ -413,8 +430,7 @@ class ObjectStorage:
             made = self._head(nonce)["last_modified"].timestamp()
             self._clocks_s[bucket] = time.time() - made
         finally:
-            with suppress(OSError):  # the first error counts
-                self.remove(nonce)
+            self._drop(nonce)
 
     def remove_directory(self, path: str, *, content: bool = False) -> None:
         if content:

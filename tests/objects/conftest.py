@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from fastckpt.storage.objects import DROPPING
 from tests.objects.lax import Lax
 from tests.objects.proxy import Proxy
 from tests.objects.weed import BUCKET, Weed, binary, options
@@ -57,6 +59,13 @@ def root() -> str:
 def bare(client: Any, weed: Weed) -> Any:
     """The bucket as any other client sees it."""
     return store_at(weed.port)
+
+
+def settle() -> None:
+    """Waits until what was left over is removed, for which no save waits."""
+    for thread in threading.enumerate():
+        if thread.name == DROPPING:
+            thread.join()
 
 
 def store_at(port: int, bucket: str = BUCKET) -> Any:

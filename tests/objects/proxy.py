@@ -125,6 +125,11 @@ def error_in_200(passage: Passage) -> None:
     passage.answer(200, error_text("InternalError", "We encountered an internal error."))
 
 
+def no_such_upload(passage: Passage) -> None:
+    """404, as some servers answer who completes an upload again."""
+    passage.answer(404, error_text("NoSuchUpload", "The upload does not exist."))
+
+
 def expired(passage: Passage) -> None:
     """403: the token has expired."""
     passage.answer(403, error_text("ExpiredToken", "The provided token has expired."))

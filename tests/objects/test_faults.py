@@ -5,6 +5,7 @@ does not is an error in words, in time; and what was there before stays.
 from __future__ import annotations
 
 import errno
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +18,12 @@ import pytest
 import fastckpt
 from fastckpt.arguments.urls import path_of
 from fastckpt.errors import CheckpointError, RootInUse, StorageError
+from fastckpt.latch import asked
 from fastckpt.saving import pipeline
+from fastckpt.steps import open_root
 from fastckpt.storage.owners import Owner
 from tests.objects import proxy as faults
-from tests.objects.conftest import store_at
+from tests.objects.conftest import settle, store_at
 from tests.objects.proxy import Backwards, Fault, Passage, Proxy, Stall
 from tests.objects.states import LARGE, SMALL, blank, state_of, step_of
 from tests.objects.weed import BUCKET, SECRET, Weed, options
@@ -142,6 +145,77 @@ def test_nothing_waits_longer_than_timeout_s(
     with saver_of(root, told) as saver:
         saver.save(3, state_of(3, LARGE)).result(timeout=GRACE_S)
     assert restored(root, options(weed.port)) == 3
+
+
+def test_no_call_waits_longer_than_timeout_s(
+    client: Any, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a server that accepts and never answers; all of them at once."""
+    monkeypatch.setattr(open_root, "SERVER_S", 1000.0)
+    how: dict[str, Any] = {"timeout_s": TIMEOUT_S}
+
+    def of_saver(name: str, *given: Any) -> Callable[[], Any]:
+        def call() -> None:
+            with saver_of(f"{root}/{name}", how["storage_options"], timeout_s=TIMEOUT_S) as saver:
+                answer = getattr(saver, name)(*given)
+                return answer.result() if name == "save" else answer
+
+        return call
+
+    calls: dict[str, Callable[[], Any]] = {
+        "save": of_saver("save", 1, state_of(1)),
+        "restore": of_saver("restore", blank()),
+        **{name: of_saver(name) for name in ("load", "steps", "latest")},
+        "best": of_saver("best", "loss"),
+        **{name: of_saver(name, 1) for name in ("delete", "pin", "unpin")},
+        "save_file": lambda: fastckpt.save(state_of(1), f"{root}/a.pt", **how).result(),
+        "load_file": lambda: fastckpt.load(f"{root}/b.pt", **how),
+    }
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        how["storage_options"] = options(silent.getsockname()[1])
+        ended = {name: asked(call) for name, call in calls.items()}
+        errors = {name: each.exception(TIMEOUT_S + GRACE_S) for name, each in ended.items()}
+    assert not [name for name, error in errors.items() if not isinstance(error, StorageError)], (
+        errors
+    )
+    assert all(root in str(error) for error in errors.values()), errors
+
+
+def test_what_is_left_over_delays_no_commit(weed: Weed, proxy: Proxy, root: str) -> None:
+    """The temporary manifest, which is removed when the step is there."""
+    stall = Stall()
+    with saver_of(root, options(proxy.port)) as saver:
+        saver.save(1, state_of(1)).result()
+        proxy.on("delete", stall, times=ALWAYS)
+        for step in (2, 3):
+            saver.save(step, state_of(step)).result(GRACE_S)
+        assert stall.met.wait(GRACE_S)
+        proxy.heal()
+        stall.over.set()
+        settle()
+    assert restored(root, options(weed.port), SMALL) == 3
+
+
+@pytest.mark.parametrize("kind", ["put", "complete"])
+def test_a_file_whose_answer_is_lost(weed: Weed, proxy: Proxy, root: str, kind: str) -> None:
+    """It is there, and the client is told at its next attempt that there is no such upload: what
+    lies there tells whose it is. If no answer comes at all, the error says that it may be there.
+    """
+    url, told = f"{root}/a.pt", options(proxy.port)
+    size = LARGE if kind == "complete" else SMALL
+    proxy.on(kind, faults.lost)
+    proxy.on(kind, faults.no_such_upload)
+    fastckpt.save(state_of(1, size), url, storage_options=told).result()
+    assert step_of(fastckpt.load(url, storage_options=told)) == 1
+    proxy.on(kind, faults.no_such_upload)
+    error = fastckpt.save(state_of(2, size), url, storage_options=told).exception()
+    assert isinstance(error, StorageError) and not error.visible
+    assert step_of(fastckpt.load(url, storage_options=told)) == 1
+    proxy.on(kind, faults.lost, times=ALWAYS)
+    told = impatient(proxy.port)
+    error = fastckpt.save(state_of(3, size), url, storage_options=told).exception()
+    assert isinstance(error, StorageError) and error.visible and error.in_doubt
+    assert step_of(fastckpt.load(url, storage_options=told)) == 3
 
 
 @pytest.mark.parametrize("skip", [0, 1])
@@ -284,7 +358,7 @@ def test_who_takes_a_dead_job_s_lease_may_be_overtaken(weed: Weed, proxy: Proxy,
         status, headers, body = passage.ask()
         passage.answer(status, body, headers)
 
-    proxy.on("get", overtaken, key="lease.json", skip=1)
+    proxy.on("get", overtaken, key="lease.json")
     with saver_of(root, options(proxy.port)) as other:
         other.save(2, state_of(2)).result()
     assert restored(root, options(weed.port), SMALL) == 2
@@ -302,7 +376,8 @@ def test_urls_that_name_nothing_are_refused(weed: Weed) -> None:
     assert path_of("path", "s3://bucket", told) + "/run" == path_of("path", "s3://bucket/run", told)
     with pytest.raises(StorageError) as failed:
         endpoint = "http://me:secret@127.0.0.1:9"
-        fastckpt.load("s3://bucket/x", storage_options={**told, "endpoint": endpoint})
+        told = {**told, "endpoint": endpoint}
+        fastckpt.load("s3://bucket/x", storage_options=told, timeout_s=TIMEOUT_S)
     assert "secret" not in str(failed.value)
 
 

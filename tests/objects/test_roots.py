@@ -21,6 +21,7 @@ import fastckpt
 from fastckpt.errors import StorageError
 from tests.interpreters import run
 from tests.objects.azure import AzureHandler
+from tests.objects.conftest import settle
 from tests.objects.lax import Lax, S3Handler
 from tests.objects.proxy import Proxy
 from tests.objects.states import LARGE, blank, state_of, step_of
@@ -54,6 +55,7 @@ def test_steps_come_back_bit_by_bit(
             assert found == (step or 2)
             assert_same(into, state_of(found, LARGE))
             assert_same(reader.load(found), state_of(found, LARGE))
+    settle()
     assert not [key for key in keys(bare, root) if key.endswith(".tmp") or ".probe" in key]
 
 
@@ -147,6 +149,7 @@ def test_requests_of_a_save(proxy: Proxy, root: str) -> None:
     with fastckpt.Checkpointer(root, storage_options=options(proxy.port)) as saver:
         for step in range(6):
             saver.save(step, state_of(step, LARGE)).result()
+            settle()
             requests = proxy.count().requests
             assert requests.pop("part") == 2
             counted.append(requests)
