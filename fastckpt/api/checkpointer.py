@@ -53,7 +53,7 @@ from fastckpt.steps import pins, retention
 from fastckpt.steps.capture import captured
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
-from fastckpt.steps.no_steps import is_step, it_is_a_step
+from fastckpt.steps.no_steps import it_is_a_step
 from fastckpt.steps.open_root import OpenRoot
 from fastckpt.steps.options import Local, StepOptions
 from fastckpt.steps.place import StepPlace
@@ -203,9 +203,10 @@ class Checkpointer:
             check_choice("on_error", on_error, ON_ERROR)
             check_flag("log", log)
             optional(check_callable, "before_commit", before_commit)
-            written = (backend, durable, staging_bytes, staging, "auto")
-            kept = (codec, keep_last, keep_every, keep_best, local, check_finite)
-            self._options = StepOptions(*written, Pacing(drain_rate, max_writers), *kept)
+            written = (backend, durable, staging_bytes, staging)
+            kept = (keep_last, keep_every, keep_best, local)
+            pacing = Pacing(drain_rate, max_writers)
+            self._options = StepOptions(*written, "auto", pacing, codec, *kept, check_finite)
             refuse_for_url(local or self._root, codec=codec, staging=staging, backend=backend)
             self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
             self._open = OpenRoot(pipeline.current().storage, self._root, timeout_s)
@@ -214,7 +215,6 @@ class Checkpointer:
             self._reader: StepReader | None = None  # of the restore that is running
             self._logs, self._before_commit, self._handles = log, before_commit, list[InnerHandle]()
             self._exports, self.exported = list[InnerHandle](), None
-            self._steps.is_step = is_step(self._root, timeout_s)
             self._tier: LocalTier | None = None
             self._closed = self._ended = False
             self._export = checked_export(export, self._root, self._coordinator.rank == 0)

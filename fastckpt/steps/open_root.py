@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from fastckpt.latch import SERVER_S, within
 from fastckpt.steps.lease import Lease
+from fastckpt.steps.no_steps import is_step
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 
@@ -32,6 +33,9 @@ class OpenRoot:
         storage, root: as Steps'.
         timeout_s: for how long at most it waits for a server.
 
+    Raises:
+        ValueError: the root is no directory.
+
     Attributes:
         steps: the steps under the root.
     """
@@ -41,6 +45,7 @@ class OpenRoot:
         self._saves = self._has_warned = False
         known = [each.steps for each in _others(root) if each.steps.storage is storage]
         self.steps: Steps = known[0] if known else Steps(storage, root, Lease(storage, root))
+        self.steps.is_step = is_step(root, timeout_s)
         _open.add(weakref.ref(self, _open.discard))
 
     def note_save(self, makes_root: bool) -> None:
