@@ -22,7 +22,6 @@ from typing import Any
 
 from fastckpt.arguments.urls import divided, is_mounted
 from fastckpt.errors import StorageError
-from fastckpt.latch import start_thread
 from fastckpt.storage import calls
 from fastckpt.storage.file_system import (
     Opening,
@@ -163,7 +162,7 @@ class ObjectStorage:
             except OSError as error:
                 if error.errno not in _UNSURE:
                     raise
-                with suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):  # none is there
                     there = self._get(path, head=True)
                     if there.attributes.get(_MARK) == mark[_MARK]:
                         return _version(there.meta)
@@ -297,10 +296,12 @@ class ObjectStorage:
         """Removes what nobody needs any more, but for exit nobody waits; what stays is debris."""
 
         def drop() -> None:
-            with suppress(OSError):
+            with suppress(OSError):  # as said
                 self._remove(path)
 
-        if not start_thread(drop, DROPPING):
+        try:
+            threading.Thread(target=drop, name=DROPPING).start()
+        except RuntimeError:  # no thread can be started
             drop()
 
     def remove_all(self, directory: str, names: Sequence[str]) -> None:

@@ -224,6 +224,7 @@ def test_a_store_that_ignores_conditions_is_refused(lax: Lax) -> None:
     ):
         saver.save(1, state_of(1)).result()
     assert "s3://lax/run" in str(raised.value)
+    settle()
     assert not [key for key in lax.objects if "manifest" in key or "probe" in key]
 
 
