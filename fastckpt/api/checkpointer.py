@@ -54,12 +54,11 @@ from fastckpt.steps.capture import captured
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.no_steps import it_is_a_step
-from fastckpt.steps.open_root import OpenRoot
+from fastckpt.steps.open_root import OpenRoot, real_path
 from fastckpt.steps.options import Local, StepOptions
 from fastckpt.steps.place import StepPlace
 from fastckpt.steps.plan import StepPlan
 from fastckpt.steps.shared_reads import Spread
-from fastckpt.storage.calls import real_path
 from fastckpt.tiers.local_tier import LocalTier
 from fastckpt.tiers.place import NodePlace
 from fastckpt.tiers.restore import first_whole_of_tiers

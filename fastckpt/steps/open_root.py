@@ -14,6 +14,7 @@ from fastckpt.latch import SERVER_S, within
 from fastckpt.steps.lease import Lease
 from fastckpt.steps.no_steps import is_step
 from fastckpt.steps.root import Steps
+from fastckpt.storage.calls import real_path as real_path
 from fastckpt.storage.file_system import Storage
 
 log = logging.getLogger("fastckpt")
