@@ -494,6 +494,7 @@ class Staging:
 
 Allowance = _engine.Allowance
 combine_crcs = _engine.crc32_combine  # (crc of a, crc of b, len(b)) -> crc of a + b
+crc32 = _engine.crc32  # (data, crc of what is before it) -> crc
 crc32_kernel = _engine.crc32_kernel  # () -> name of the fastest one on this CPU
 
 

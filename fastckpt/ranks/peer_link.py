@@ -7,7 +7,6 @@ what is asked for, nor what a file holds.
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import json
 import logging
@@ -30,12 +29,13 @@ log = logging.getLogger("fastckpt")
 HANDSHAKE_S = 5.0  # for a connection to show that it is of the job
 SERVED_MAX = 8  # connections that a rank serves at a time
 _UNPROVEN_MAX = 32  # connections that have not shown it yet; one more ends the oldest of them
+PART_BYTES = 1 << 20  # of a file that comes: it is in the processor's cache until it is written
 _MESSAGE_BYTES_MAX = 1 << 16
 _SENT_AT_ONCE = 8 << 20
-_PIPE_BYTES = 1 << 20
 _PACING = 47  # SO_MAX_PACING_RATE of socket(7), which the socket module does not name
 _PACING_MAX = (1 << 32) - 1  # what a 32-bit option can say; means: none
 _LENGTH = struct.Struct("<I")
+_TIME = struct.Struct("ll")  # a timeval
 _CHALLENGE_BYTES = _DIGEST_BYTES = 32
 
 _listeners: WeakSet[Listener] = WeakSet()
@@ -73,14 +73,29 @@ class PeerLink:
     def receive_bytes(self, nbytes: int) -> bytes:
         """Returns so many bytes, as the other side sends them."""
         content = bytearray(nbytes)
-        view, at = memoryview(content), 0
-        while at < nbytes:
-            self._socket.settimeout(self._left_s())
-            got = self._socket.recv_into(view[at:])
-            if not got:
-                raise ConnectionResetError("it closed the connection")
-            at += got
+        self._receive_into(memoryview(content))
         return bytes(content)
+
+    def receive_parts(self, nbytes: int) -> Iterator[memoryview]:
+        """Yields so many bytes in parts of PART_BYTES; the next one takes the same memory."""
+        part = memoryview(bytearray(min(nbytes, PART_BYTES)))
+        for at in range(0, nbytes, PART_BYTES):
+            part = part[: nbytes - at]
+            self._receive_into(part)
+            yield part
+
+    def _receive_into(self, memory: memoryview) -> None:
+        # The kernel waits until all of it is there, which takes half the time of many small reads.
+        self._socket.settimeout(None)
+        while memory:
+            left_s = max(self._left_s(), 1e-3)
+            time_value = _TIME.pack(int(left_s), int(left_s % 1 * 1e6))
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, time_value)
+            with suppress(BlockingIOError):  # the time is over
+                got = self._socket.recv_into(memory, 0, socket.MSG_WAITALL)
+                if not got:
+                    raise ConnectionResetError("it closed the connection")
+                memory = memory[got:]
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends a message."""
@@ -102,44 +117,18 @@ class PeerLink:
 
     def send_file(self, fd: int, nbytes: int) -> None:
         """Sends the first bytes of a file, which nobody changes meanwhile."""
-        at = 0
+        at, poll = 0, select.poll()
+        poll.register(self._socket, select.POLLOUT)
         while at < nbytes:
-            self._wait(select.POLLOUT)
+            left_s = self._left_s()
+            self._socket.settimeout(0.0)
+            if not poll.poll(left_s * 1000):
+                raise TimeoutError("timed out")
             with suppress(BlockingIOError):  # poll(2) promised too much
                 sent = os.sendfile(self._socket.fileno(), fd, at, min(_SENT_AT_ONCE, nbytes - at))
                 if not sent:
                     raise ConnectionAbortedError(f"the file has {at} bytes, not {nbytes}")
                 at += sent
-
-    def receive_file(self, fd: int, nbytes: int) -> None:
-        """Writes the next bytes to a file, without a copy to this process."""
-        reading, writing = os.pipe()
-        try:
-            with suppress(OSError):  # the user has large pipes enough
-                fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-            at = 0
-            while at < nbytes:
-                self._wait(select.POLLIN)
-                with suppress(BlockingIOError):  # poll(2) promised too much
-                    wanted = min(_PIPE_BYTES, nbytes - at)
-                    left = os.splice(self._socket.fileno(), writing, wanted)
-                    if not left:
-                        raise ConnectionResetError("it closed the connection")
-                    while left:
-                        moved = os.splice(reading, fd, left, offset_dst=at)
-                        at, left = at + moved, left - moved
-        finally:
-            os.close(reading)
-            os.close(writing)
-
-    def _wait(self, events: int) -> None:
-        """Waits until something can be sent or received, and leaves the socket not blocking."""
-        left_s = self._left_s()
-        self._socket.settimeout(0.0)
-        poll = select.poll()
-        poll.register(self._socket, events)
-        if not poll.poll(left_s * 1000):
-            raise TimeoutError("timed out")
 
     def prove(self, secret: bytes, is_listening: bool) -> None:
         """Shows the other side that this one knows the secret, and has it show the same: first the

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
 from fastckpt.arguments.near_names import listed
 from fastckpt.engine.codec import FrameReader
-from fastckpt.engine.staging import Staging
+from fastckpt.engine.staging import Staging, crc32
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, as_url
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import Manifest, Writer
@@ -266,3 +266,17 @@ def _stored(body: Body, frames: dict[int, bytes] | None) -> Iterator[bytearray]:
             body.check(stream, stream.readinto(portion, begin))
         begin, number = begin + len(portion), wanted.stop
         yield portion if frames is None else bytearray().join(map(frames.pop, wanted))
+
+
+def write_parts(storage: Storage, fd: int, path: str, parts: Iterable[memoryview]) -> list[int]:
+    """Writes a file in parts, of which some make a block; returns the CRC-32 of each block. Raises
+    StorageError, and what the parts do.
+    """
+    at, crcs = 0, list[int]()
+    for part in parts:
+        crc = crcs.pop() if at % BLOCK_BYTES else 0
+        crcs.append(crc32(part, crc))
+        with reported("write", path):
+            storage.write_at(fd, part, at)
+        at += len(part)
+    return crcs

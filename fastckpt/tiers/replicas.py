@@ -22,7 +22,7 @@ from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest
 from fastckpt.ranks.peer_link import Listener, PeerLink, connected
 from fastckpt.saving.pipeline import current
-from fastckpt.steps.copies import StepCopies
+from fastckpt.steps.copies import StepCopies, write_parts
 from fastckpt.steps.newest_whole import readable
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage import atomic
@@ -238,12 +238,13 @@ class Replicas:
         with atomic.temporary(storage, path) as (fd, temporary):
             with reported("allocate", path):  # who sends it is told of a lack of room
                 storage.allocate(fd, nbytes)
-            link.receive_file(fd, nbytes)
-            self._verify(item, file, os.path.basename(temporary))
+            crcs = write_parts(storage, fd, path, link.receive_parts(nbytes))
+            self._verify(item, file, os.path.basename(temporary), crcs)
             with reported("rename", path):
                 storage.rename(temporary, path)
 
-    def _verify(self, item: Committed, file: str, temporary: str) -> None:
+    def _verify(self, item: Committed, file: str, temporary: str, crcs: list[int]) -> None:
+        """Raises CorruptCheckpoint if a file is damaged, given the CRC-32 of each of its blocks."""
         manifest, directory = item.manifest, self._steps.path(item.name)
         copies = StepCopies(self._steps.storage, current().staging, [directory])
         if file == manifest.objects.file:
@@ -255,6 +256,8 @@ class Replicas:
                 copies.index(replace(writer, index=temporary), manifest.nonce)
             elif file == writer.file:
                 index, _content = copies.index(writer, manifest.nonce)
+                if index.codec is None and (*crcs,) == index.block_crcs:
+                    return  # else it is read, for an error with names
                 with copies.shard(replace(index, file=temporary)) as body:
                     body.verify()
 

@@ -153,7 +153,7 @@ def save_beside_who_is_stopped(
         def receive(*_: Any) -> None:
             os.kill(os.getpid(), how)
 
-        PeerLink.receive_file = receive  # type: ignore[method-assign]
+        PeerLink.receive_parts = receive  # type: ignore[method-assign]
     saving = Checkpointer(
         root, group=member.group, local=memory(member, locals_, {}), timeout_s=timeout_s
     )
