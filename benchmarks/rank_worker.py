@@ -50,6 +50,12 @@ class Rank:
     def ready(self) -> None:
         """Answer, for all is set up."""
 
+    def memory_part(self, part: str, **arguments: Any) -> Any:
+        """Do one part of the benchmark of memory."""
+        import memory_parts
+
+        return getattr(memory_parts, part)(**arguments)
+
     def hold_gpt(self, nbytes: int) -> None:
         """Hold a training state of a GPT, the same on every rank."""
         self._state = gpt_state(nbytes)
