@@ -31,6 +31,7 @@ namespace py = pybind11;
 namespace fastckpt {
 
 void bind_gds(py::module_& m);            // bindings_gds.cc
+void bind_parts(py::module_& m);          // bindings_parts.cc
 void bind_python_frames(py::module_& m);  // bindings_python_frames.cc
 
 namespace {
@@ -568,6 +569,7 @@ PYBIND11_MODULE(_engine, m) {
     bind_cloning(m);
     bind_scattered_writes(m);
     bind_gds(m);
+    bind_parts(m);
     bind_python_frames(m);
     m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
     m.def("clone_range", &clone_range, "ioctl_ficlonerange(2); raises OSError");

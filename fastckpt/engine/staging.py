@@ -181,7 +181,10 @@ class Staging:
             if requested == "io_uring":
                 raise BackendUnavailable("backend 'io_uring' is for files, and this is an object")
             make = partial(_engine.callback_backend, policy.transfer, policy.writers)
-            sink = self._backend("transfer", self._mount(fd), make)
+            sink: _engine.Sink = self._backend("transfer", self._mount(fd), make)
+            if writing and policy.sink is not None:
+                assert isinstance(sink, _engine.Backend)
+                sink = policy.sink(fd, sink)
             return self._decided(Route(sink, False, why), path)
         patience_s = PATIENCE_S if policy.remote else 0.0
         wanted = policy.backend if requested == "auto" else requested

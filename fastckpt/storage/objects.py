@@ -13,13 +13,13 @@ import itertools
 import os
 import secrets
 import stat
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from fastckpt import _engine
 from fastckpt.arguments.urls import divided, is_mounted
 from fastckpt.errors import StorageError
 from fastckpt.storage import calls
@@ -31,7 +31,7 @@ from fastckpt.storage.file_system import (
     scratch,
 )
 from fastckpt.storage.lustre_layout import Purpose
-from fastckpt.storage.object_upload import CONCURRENCY, WRITERS, Upload
+from fastckpt.storage.object_upload import CONCURRENCY, Upload
 from fastckpt.storage.object_urls import asked, client, store_of
 from fastckpt.storage.owners import Owner
 from fastckpt.storage.owners import divided as owner_divided
@@ -86,13 +86,12 @@ class ObjectStorage:
 
     def __init__(self) -> None:
         self.open_now: dict[int, _Open] = {}
-        # Threads that may wait for their parts: never all of them, so that the next part comes.
-        self._waiting = threading.BoundedSemaphore(WRITERS - 1)
-        self._reading = threading.BoundedSemaphore(CONCURRENCY)
         self._claims: dict[str, Any] = {}  # of directories that were made here
         self._listed_now: dict[str, tuple[Any, float]] = {}  # with when they were
         self._clocks_s: dict[tuple[str, str], float] = {}  # by how much ours is ahead, by bucket
-        self._policy = _POLICY._replace(transfer=self._transfer, writers=WRITERS)
+        self._policy = _POLICY._replace(
+            transfer=self._transfer, writers=CONCURRENCY, sink=self._sink
+        )
 
     # Objects.
 
@@ -113,7 +112,7 @@ class ObjectStorage:
             return self._noted(_Open(path, self._put("create", path, b"")))
         target = path if owner is None else os.path.join(os.path.dirname(path), name[1:])
         put = partial(self._put, "write", target)
-        opened = _Open(path, upload=Upload(put, purpose.nbytes, self._waiting))
+        opened = _Open(path, upload=Upload(put, purpose.nbytes))
         opened.target = target
         return self._noted(opened)
 
@@ -212,7 +211,7 @@ class ObjectStorage:
     def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
         opened, view = self.open_now[fd], memoryview(data).cast("B")
         if opened.upload is not None:
-            opened.upload.write(memoryview(bytes(view)), offset)
+            opened.upload.write(view, offset)
             return
         opened.is_new = True
         while view:
@@ -223,15 +222,16 @@ class ObjectStorage:
         """Moves a block for the engine, on one of its threads."""
         opened = self.open_now[fd]
         if kind == "write":
-            if opened.upload is None:
-                self.write_at(fd, memory, offset)
-                return len(memory)
-            return opened.upload.write(memory, offset)
+            self.write_at(fd, memory, offset)
+            return len(memory)
         nbytes = max(0, min(len(memory), self._size(opened) - offset))
         if nbytes:
-            with self._reading:
-                asked("read", opened.path, self._fill, opened, memory[:nbytes], offset)
+            asked("read", opened.path, self._fill, opened, memory[:nbytes], offset)
         return nbytes
+
+    def _sink(self, fd: int, threads: _engine.Backend) -> _engine.Sink:
+        upload = self.open_now[fd].upload
+        return threads if upload is None else upload.sink(threads)
 
     def _fill(self, opened: _Open, memory: memoryview, offset: int) -> None:
         at, end = 0, offset + len(memory)

@@ -16,6 +16,8 @@ import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
+from fastckpt._engine import Backend, Sink
+
 LUSTRE_MAGIC = 0x0BD00BD0
 
 
@@ -42,6 +44,7 @@ class Policy(NamedTuple):
             for an old file, after another machine has changed that.
         transfer, writers: the function that moves bytes in place of the kernel, as a double's
             Storage.transfer, and how many threads call it.
+        sink: returns the way of what is written to a descriptor, given these threads.
     """
 
     backend: str
@@ -56,6 +59,7 @@ class Policy(NamedTuple):
     caches_names: bool = True
     transfer: Callable[[str, int, memoryview, int], int] | None = None
     writers: int = 1
+    sink: Callable[[int, Backend], Sink] | None = None
 
     def text(self) -> str:
         """Returns the policy in words."""
