@@ -13,6 +13,7 @@ import itertools
 import os
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
