@@ -48,6 +48,7 @@ PYTHON_BINDINGS = {
     "bindings.cc",
     "bindings_gds.cc",
     "bindings_gil.h",
+    "bindings_parts.cc",
     "bindings_python_frames.cc",
 }
 PYTHON_HEADER = re.compile(r"^(pybind11/|Python\.h)")
