@@ -25,6 +25,7 @@ class Landing:
 
     Attributes:
         path: as it was named when it was last taken.
+        fd: by which it can be written while it is taken.
 
     Raises:
         OSError: it cannot be opened or mapped.
@@ -33,12 +34,12 @@ class Landing:
     def __init__(self, storage: Storage, path: str, nbytes: int) -> None:
         self._storage, self.path = storage, path
         self._lock: int | None = None  # a descriptor, as long as the file is taken
-        self._fd = storage.open(path, "write")
+        self.fd = storage.open(path, "write")
         try:
             # The one descriptor that the mapping has, too: see _is_alone().
-            self.of_engine = _engine.Landing(self._fd, nbytes, BLOCK_BYTES)
+            self.of_engine = _engine.Landing(self.fd, nbytes, BLOCK_BYTES)
         except (RuntimeError, MemoryError) as error:
-            close_quietly(storage, self._fd)
+            close_quietly(storage, self.fd)
             raise OSError(str(error)) from error
 
     @property
@@ -49,21 +50,21 @@ class Landing:
     @property
     def is_removed(self) -> bool:
         """Whether the file has no name any more, so that only this mapping keeps its memory."""
-        return self._storage.fstat(self._fd).st_nlink == 0
+        return self._storage.fstat(self.fd).st_nlink == 0
 
     def take(self, path: str, nbytes: int) -> bool:
         """Takes the file, by its name, for an image of as many pages; returns False, with nothing
         changed, if anybody may see what it holds: who has it open may have opened a step.
         """
         storage = self._storage
-        if self.is_taken or not _is_alone(self._fd):
+        if self.is_taken or not _is_alone(self.fd):
             return False
         lock = storage.open(path, "lock")
         with suppress(OSError):  # then it is somebody else's
-            own, named = storage.fstat(self._fd), storage.status(path)
+            own, named = storage.fstat(self.fd), storage.status(path)
             is_there = named is not None and os.path.samestat(own, named) and own.st_nlink == 1
             if is_there and storage.lock(lock):
-                storage.truncate(self._fd, nbytes)  # within its last page
+                storage.truncate(self.fd, nbytes)  # within its last page
                 self.path, self._lock = path, lock
                 return True
         close_quietly(storage, lock)
@@ -78,7 +79,7 @@ class Landing:
     def close(self) -> None:
         """Forgets the file, and its memory if it was removed."""
         del self.of_engine
-        close_quietly(self._storage, self._fd)
+        close_quietly(self._storage, self.fd)
 
 
 def _is_alone(fd: int) -> bool:

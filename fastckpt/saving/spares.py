@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TypeGuard
 
 from fastckpt.engine.landing import Landing
@@ -68,6 +68,21 @@ class Spares:
                     if landing.take(path, nbytes):
                         return landing
         return None
+
+    @contextmanager
+    def lent(self, file: str, nbytes: int, path: str) -> Iterator[int | None]:
+        """Yields a descriptor of what take() returns, to be written meanwhile, which has the name
+        `path` from now on, in the place of what had it; or None.
+        """
+        landing = self.take(file, nbytes)
+        if landing is None:
+            yield None
+            return
+        try:
+            self._storage.rename(landing.path, path)
+            yield landing.fd
+        finally:
+            landing.release()
 
     def prepare(self, file: str) -> None:
         """Maps the spares of a file's name, so that no save has to wait for that."""

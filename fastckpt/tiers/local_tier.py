@@ -108,9 +108,10 @@ class LocalTier:
         self._rank = coordinator.rank
         self._coordinator, self._timeout_s = coordinator, timeout_s
         self.replicas: Replicas | None = None
-        if memory is not None and memory.peers and coordinator.world_size > 1:
+        if memory and self.spares and memory.peers and coordinator.world_size > 1:
             host = memory.address or coordinator.own_address()
-            self.replicas = Replicas(memory, self.steps, self._rank, host, timeout_s)
+            own = (self.steps, self.spares, self._rank)
+            self.replicas = Replicas(memory, *own, host, timeout_s)
         self._meeting = self._begin("local tier")
         self._lock = threading.Lock()
         self._nodes: RanksByNode | None = None  # under _lock

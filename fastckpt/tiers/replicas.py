@@ -22,6 +22,7 @@ from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest
 from fastckpt.ranks.peer_link import Listener, PeerLink, connected
 from fastckpt.saving.pipeline import current
+from fastckpt.saving.spares import Spares
 from fastckpt.steps.copies import StepCopies, write_parts
 from fastckpt.steps.newest_whole import readable
 from fastckpt.steps.root import Committed, Steps
@@ -41,6 +42,7 @@ class Replicas:
     Args:
         memory: the caller's argument.
         steps: the steps of this node.
+        spares: files of removed ones.
         rank: this rank.
         host: the address at which it listens.
         timeout_s: for how long ranks wait for each other.
@@ -50,9 +52,9 @@ class Replicas:
     """
 
     def __init__(
-        self, memory: Memory, steps: Steps, rank: int, host: str, timeout_s: float
+        self, memory: Memory, steps: Steps, spares: Spares, rank: int, host: str, timeout_s: float
     ) -> None:
-        self._memory, self._steps, self._rank = memory, steps, rank
+        self._memory, self._steps, self._spares, self._rank = memory, steps, spares, rank
         self._within_s = timeout_s / _PART_OF_TIMEOUT
         try:
             self._listener = Listener(host)
@@ -235,10 +237,13 @@ class Replicas:
         CorruptCheckpoint: it is not the file that the manifest names, or is damaged.
         """
         storage, path = self._steps.storage, self._steps.path(item.name, file)
-        with atomic.temporary(storage, path) as (fd, temporary):
-            with reported("allocate", path):  # who sends it is told of a lack of room
-                storage.allocate(fd, nbytes)
-            crcs = write_parts(storage, fd, path, link.receive_parts(nbytes))
+        with atomic.temporary(storage, path) as (new, temporary):
+            with self._spares.lent(file, nbytes, temporary) as spare:
+                if spare is None:
+                    with reported("allocate", path):  # who sends it is told of a lack of room
+                        storage.allocate(new, nbytes)
+                fd = new if spare is None else spare
+                crcs = write_parts(storage, fd, path, link.receive_parts(nbytes))
             self._verify(item, file, os.path.basename(temporary), crcs)
             with reported("rename", path):
                 storage.rename(temporary, path)

@@ -10,14 +10,16 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
 
 from fastckpt import Checkpointer, Memory
 from fastckpt.formats.manifest import Manifest
+from fastckpt.formats.step_names import SPARES
 from fastckpt.ranks.peer_link import _UNPROVEN_MAX, PART_BYTES, PeerLink, connected
+from fastckpt.saving.spares import Spares
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.nodes import RanksByNode, sizes_of
@@ -43,7 +45,10 @@ class Node:
     ) -> None:
         self.path = root / NAME
         self.steps = Steps(Storage(), str(root))
-        self.replicas = Replicas(memory or Memory(), self.steps, rank, "127.0.0.1", timeout_s)
+        self.spares = Spares(self.steps.storage, str(root / SPARES))
+        self.replicas = Replicas(
+            memory or Memory(), self.steps, self.spares, rank, "127.0.0.1", timeout_s
+        )
 
     @property
     def manifest(self) -> Manifest:
@@ -90,6 +95,28 @@ def test_a_neighbour_gets_the_files(pair: tuple[Node, Node]) -> None:
     (b.path / "objects.pt").unlink()
     assert b.fetch("objects.pt", [0]) == f"127.0.0.1:{a.path}/objects.pt"
     assert b.fetch("objects.pt", [0]) == f"{b.path}/objects.pt", "another rank has fetched it"
+
+
+def test_what_comes_is_written_to_the_file_of_a_removed_step(
+    pair: tuple[Node, Node], disk: Path
+) -> None:
+    """Unless somebody still reads that, who then goes on seeing what it held."""
+    a, b = pair
+    assert a.send() == ""
+    for reads in (False, True):
+        shard = b.path / "rank-00000.safetensors"
+        number, held = shard.stat().st_ino, shard.read_bytes()
+        flip(shard, 0.5)
+        b.steps.keep_files = b.spares.keep
+        with shard.open("rb") if reads else nullcontext() as reader:
+            damaged = shard.read_bytes()
+            assert b.steps.remove_unread(NAME, b.manifest.nonce)
+            assert b.replicas.adopt(3, a.manifest.nonce, [0]) == NAME
+            assert a.send() == ""
+            assert reader is None or reader.read() == damaged
+        assert (shard.stat().st_ino == number) == (not reads)
+        assert shard.read_bytes() == held
+    b.spares.close()
 
 
 @pytest.mark.parametrize("file", ["rank-00000.json", "rank-00000.safetensors", "objects.pt"])
