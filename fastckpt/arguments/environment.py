@@ -54,6 +54,12 @@ def client_options(scheme: str) -> dict[str, str]:
     return {key.lower(): os.environ[told[key]] for key in _HTTP & told.keys()}
 
 
+def is_told(scheme: str, key: str) -> bool:
+    """Returns whether a variable such as AWS_DEFAULT_REGION tells such a client a "region"."""
+    begin = _OF_CLIENTS[scheme]
+    return any(name.startswith(begin) and key.upper() in name for name in os.environ)
+
+
 def launched_rank() -> tuple[int, int] | None:
     """Returns this process's rank and the number of ranks, if a launcher (torchrun) set them."""
     rank, ranks = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")

@@ -20,6 +20,7 @@ from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.ranks.search import Candidate, Search, Trial
 from fastckpt.reading.verified import opened_regular, read_small
+from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage, is_directory, persistently, reported
 from fastckpt.storage.vanishing import listed_anew
 
@@ -37,7 +38,7 @@ def check(path: str, storage: Storage | None = None, rank: int = 0, world_size: 
         CorruptCheckpoint: a file is missing, has another size, or other bytes; the message says
             which. IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: a read failed.
     """
-    storage = storage or Storage()
+    storage = storage or pipeline.current().storage
     with reported("open", path):
         if not is_directory(storage, os.path.realpath(path)):
             raise NotADirectoryError(errno.ENOTDIR, "not a directory")

@@ -10,10 +10,10 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastckpt.arguments.environment import client_options, launched_rank
+from fastckpt.arguments.environment import client_options, is_told, launched_rank
 from fastckpt.arguments.urls import divided, options_of, timeout_s_of
 from fastckpt.errors import StorageError, as_url
 from fastckpt.plan.image import BLOCK_BYTES
@@ -28,8 +28,10 @@ _REQUEST_S = 60
 # For how long a part is sent again while the server fails or is gone, and other requests are.
 _PATIENCE_S, _SHORT_PATIENCE_S = 180, 15
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 5.0
+_KNOWN_S = 300  # for how long credentials of a profile are used before they are asked for again
 # Of a caller's timeout_s: a request, half as long a pause, and the last request take all of it.
 _SHARE = 0.4
+_KEYS = re.compile("access_key|credential|skip_signature", re.IGNORECASE)  # options about them
 _CREDENTIALS = re.compile(r"//[^/@\s]+@")  # of an endpoint
 
 _lock = threading.Lock()
@@ -79,6 +81,8 @@ def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore
     if scheme == "s3":  # every block has a CRC-32 of our own, and SHA-256 costs as much as the rest
         options.setdefault("unsigned_payload", True)
     try:
+        if scheme == "s3" and not _KEYS.search(" ".join(options)):
+            options = {**_of_profile(), **options}
         store: ObjectStore = client().store.from_url(
             f"{scheme}://{bucket}", client_options=timing, **options
         )
@@ -86,6 +90,30 @@ def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore
     except Exception as error:  # an unknown option, say: its own text tells
         said = _CREDENTIALS.sub("//", str(error).split("\n\nDebug source")[0])
         raise ValueError(f"{scheme}://{bucket}, with storage_options: {said}") from None
+
+
+def _of_profile() -> dict[str, Any]:
+    """Returns the options that the user's files of profiles give (~/.aws, AWS_PROFILE), which the
+    client does not read, and the environment does not: by botocore, if that is installed.
+    """
+    try:
+        import botocore.session
+    except ImportError:
+        return {}
+    session = botocore.session.get_session()
+    found = session.get_credentials() if session.available_profiles else None
+    if found is None or found.method == "env":
+        return {}
+
+    def provide() -> dict[str, Any]:
+        now = found.get_frozen_credentials()  # renewed ten minutes before they expire
+        expires_at = datetime.now(timezone.utc) + timedelta(seconds=_KNOWN_S)
+        keys = {"access_key_id": now.access_key, "secret_access_key": now.secret_key}
+        return {**keys, "token": now.token, "expires_at": expires_at}
+
+    profile, names = session.get_scoped_config(), {"region": "region", "endpoint_url": "endpoint"}
+    told = {names[key]: profile[key] for key in names.keys() & profile if not is_told("s3", key)}
+    return {**told, "credential_provider": provide}
 
 
 def client() -> Any:

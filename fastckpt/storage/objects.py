@@ -38,7 +38,7 @@ from fastckpt.storage.owners import Owner
 from fastckpt.storage.owners import divided as owner_divided
 from fastckpt.storage.policies import Policy
 
-CLAIM = ".claim"  # in a directory: it was made, and by whom
+CLAIM, _CLAIM_BYTES = ".claim", 255  # in a directory: it was made, and by whom
 # For how long a directory that has nothing but its claim counts as one that is just being made.
 _CLAIMED_S = 24 * 3600.0
 _STREAM_BYTES = 1 << 20  # what the client holds of one read at a time
@@ -360,8 +360,8 @@ class ObjectStorage:
         return objects, [each[cut:].rstrip("/") for each in found["common_prefixes"]]
 
     def names(self, directory: str, *, directories: bool = False) -> list[str]:
-        """As Storage's. A claim is told of only while it is the only thing there and new: then the
-        directory is just being made, though it has nothing yet that tells its owner.
+        """As Storage's. A claim is told of only while it is the only thing there, new, and not of a
+        process that is surely gone: then the directory is just being made.
         """
         if directories:
             return self._prefixes(directory)
@@ -371,7 +371,10 @@ class ObjectStorage:
         claim = objects.pop(CLAIM, None)
         is_alone = claim is not None and not objects and not below
         if is_alone and time.time() - self._made_at(directory, claim) < _CLAIMED_S:
-            return [CLAIM]
+            told = os.fsdecode(self.read_file(os.path.join(directory, CLAIM), _CLAIM_BYTES))
+            owner = owner_divided(told)[1]
+            if owner is None or not (owner.is_beside_this and owner.is_gone):
+                return [CLAIM]
         return [*objects, *below]
 
     def _prefixes(self, path: str) -> list[str]:
@@ -400,9 +403,8 @@ class ObjectStorage:
         if parents:
             return
         self._probe(path)
-        self._claims[path] = self._put_new(
-            os.path.join(path, CLAIM), secrets.token_hex(16).encode()
-        )
+        content = os.fsencode(CLAIM + Owner.this().suffix())
+        self._claims[path] = self._put_new(os.path.join(path, CLAIM), content)
 
     def _check_claim(self, directory: str) -> None:
         claim = os.path.join(directory, CLAIM)

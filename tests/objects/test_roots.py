@@ -184,7 +184,12 @@ def test_commands_take_urls(weed: Weed, root: str, disk: Path, bare: Any) -> Non
     with fastckpt.Checkpointer(root, storage_options=options(weed.port), **told) as saver:
         for step in (1, 2):
             saver.save(step, state_of(step)).result()
-    assert (disk / "exports" / "step-00000002" / "model.safetensors").exists()
+    for file in (disk / "exports" / "step-00000002").iterdir():
+        for name in ("copied", "damaged"):
+            content = file.read_bytes()
+            if name == "damaged" and file.suffix == ".safetensors":
+                content = content[:-1] + bytes([content[-1] ^ 1])
+            bare.put(f"{root.partition(BUCKET + '/')[2]}-{name}/{file.name}", content)
     url = f"{root}/a.pt"
     fastckpt.save(state_of(1), url, storage_options=options(weed.port)).result()
     one, two = (f"{root}/step-{step:08d}" for step in (1, 2))
@@ -192,6 +197,8 @@ def test_commands_take_urls(weed: Weed, root: str, disk: Path, bare: Any) -> Non
         f"ls {root}": 0,
         f"verify {root}": 0,
         f"verify {url}": 0,
+        f"verify {root}-copied": 0,
+        f"verify {root}-damaged": 1,
         f"inspect {one}": 0,
         f"inspect {url}": 0,
         f"diff {one} {one}": 0,
@@ -303,6 +310,26 @@ def test_credentials_from_a_function(weed: Weed, root: str) -> None:
     fastckpt.save(state_of(1), f"{root}/a.pt", storage_options=told).result()
     assert step_of(fastckpt.load(f"{root}/a.pt", storage_options=told)) == 1
     assert asked
+
+
+def test_credentials_of_a_profile(
+    weed: Weed, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the user's own file, by a program, with the server that it names."""
+    pytest.importorskip("botocore", reason="botocore is not installed")
+    keys = {"Version": 1, "AccessKeyId": KEY_ID, "SecretAccessKey": SECRET}
+    (tmp_path / "keys").write_text(json.dumps(keys))
+    (tmp_path / "config").write_text(
+        f"[profile mine]\ncredential_process = cat {tmp_path}/keys\nregion = us-east-1\n"
+        f"endpoint_url = http://127.0.0.1:{weed.port}\n"
+    )
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    told = {"client_options": {"allow_http": True, "user_agent": "profile"}}
+    fastckpt.save(state_of(1), f"{root}/a.pt", storage_options=told).result()
+    assert step_of(fastckpt.load(f"{root}/a.pt", storage_options=told)) == 1
 
 
 def google(port: int) -> dict[str, Any]:

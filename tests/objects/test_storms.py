@@ -18,7 +18,7 @@ from fastckpt.errors import CheckpointError
 from tests.interpreters import Program
 from tests.objects.proxy import Proxy, expired
 from tests.objects.states import LARGE, blank, state_of, step_of
-from tests.objects.weed import Weed, environment, options
+from tests.objects.weed import BUCKET, Weed, environment, options
 from tests.storm import Storm
 
 pytestmark = pytest.mark.multiprocess
@@ -46,8 +46,10 @@ def number(line: str, word: str, program: Program) -> int:
     return int(line.split()[1])
 
 
-def test_a_process_that_is_killed(weed: Weed, storm: Storm, root: str) -> None:
-    """At any moment; the next one finds what was committed last, or what was about to be."""
+def test_a_process_that_is_killed(weed: Weed, storm: Storm, root: str, bare: Any) -> None:
+    """At any moment; the next one finds what was committed last, or what was about to be, and
+    removes what the dead one has left.
+    """
     last = -1
     for rng in storm.rounds(2, 300):
         with Program(LIFE, root, variables={**environment(weed.port)}) as life:
@@ -69,6 +71,10 @@ def test_a_process_that_is_killed(weed: Weed, storm: Storm, root: str) -> None:
             saver.save(step, state_of(step, LARGE)).result()
     with fastckpt.Checkpointer(root, storage_options=told) as reader:
         assert reader.steps() == [last + 2, last + 3]
+    key = root.partition(f"{BUCKET}/")[2]
+    paths = [each["path"].removeprefix(f"{key}/") for each in bare.list(key).collect()]
+    directories = {path.partition("/")[0] for path in paths if path.startswith("step-")}
+    assert directories == {f"step-{step:08d}" for step in (last + 2, last + 3)}
 
 
 @contextmanager
