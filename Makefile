@@ -40,7 +40,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test setup-other test-other torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-objects bench-memory bench-megatron bench-torchtitan bench-dlio bench-scale asan tsan clean
+.PHONY: help setup build test setup-other test-other torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-objects bench-network bench-memory bench-megatron bench-torchtitan bench-dlio bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -139,6 +139,9 @@ bench-objects: build  ## measure saves to an object store; BENCH_ARGS goes to be
 
 bench-memory: build  ## measure steps in memory; BENCH_ARGS goes to benchmarks/memory.py
 	@$(BIN)/python benchmarks/memory.py $(BENCH_ARGS)
+
+bench-network: build  ## measure network file systems, as root; BENCH_ARGS goes to benchmarks/network.py
+	@$(BIN)/python benchmarks/network.py $(BENCH_ARGS)
 
 bench-megatron: build  ## measure Megatron-core; BENCH_ARGS goes to benchmarks/megatron_saves.py
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/megatron_saves.py $(BENCH_ARGS)

@@ -1,14 +1,14 @@
 #!/bin/bash
 # Mounts one shared file system for two clients and tries fastckpt's promises on it:
 #
-#     tests/shared/run.sh sshfs|gluster|moosefs|nfs [arguments of promises.py]
+#     tests/shared/run.sh sshfs|gluster|moosefs|nfs|9p [arguments of promises.py]
 #
 # Needs root and Debian's packages, which it names where they are missing. The servers run in
 # network, mount and process namespaces of their own: nothing listens outside of them, and whatever
 # ran or was mounted is gone when this ends. The volume lies below ${TMPDIR:-/var/tmp}. Use
 # PYTHON=... for another interpreter than .venv's.
 set -euo pipefail
-kind=${1:?which file system: sshfs, gluster, moosefs or nfs}
+kind=${1:?which file system: sshfs, gluster, moosefs, nfs or 9p}
 shift
 here=$(cd "$(dirname "$0")" && pwd)
 export root=${here%/tests/shared} PYTHON=${PYTHON:-${here%/tests/shared}/.venv/bin/python}
@@ -47,7 +47,8 @@ awaits() {  # a command that succeeds as soon as a server is there
     exit 2
 }
 
-try() { "$PYTHON" "$here/promises.py" a b "$@"; }
+trial=${TRIAL:-$here/promises.py}
+try() { SERVED=$WORK/${served:-volume} "$PYTHON" "$trial" a b "$@"; }
 
 on_sshfs() {
     needs sshfs sshfs
@@ -75,6 +76,7 @@ on_sshfs() {
 on_gluster() {
     needs glusterd glusterfs-server glusterfs-client
     mkdir glusterd log brick
+    served=brick
     cp -a /var/lib/glusterd/. glusterd 2> /dev/null || true
     mount --bind glusterd /var/lib/glusterd
     mount --bind log /var/log/glusterfs
@@ -111,17 +113,29 @@ WORKING_GROUP = root"
 }
 
 # Linux under User Mode Linux is server and client, for the kernel that runs here may be neither.
-# Its root is this system, read-only.
-on_nfs() {
+# Its root is this system, read-only. Standard input has the commands that mount /tmp/a and /tmp/b.
+in_uml() {
     needs linux.uml user-mode-linux
-    needs exportfs nfs-kernel-server nfs-common
     needs modprobe kmod
     truncate -s 4G disk.img
     mkfs.ext4 -q disk.img
-    cat > init <<- END
+    { cat && cat <<- END; } > init
+		"$PYTHON" "$trial" /tmp/a /tmp/b $* && echo all held
+		poweroff -f
+	END
+    chmod +x init
+    linux.uml mem=3G root=/dev/root rootfstype=hostfs rootflags=/ ro init="$WORK/init" \
+        ubd0="$WORK/disk.img" con0=null,fd:1 con=null quiet < /dev/null | tee uml.log
+    grep -q '^all held' uml.log
+}
+
+uml_begin() {
+    cat <<- END
 		#!/bin/bash
-		export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp PYTHONPATH=$PYTHONPATH
+		export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp PYTHONPATH=$PYTHONPATH SERVED=/tmp/volume
 		export PYTHONDONTWRITEBYTECODE=1 FASTCKPT_STAGING_BYTES=268435456
+		# A page that is touched for the first time costs 50 us here, so memory is used again.
+		export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296
 		mount -t proc proc /proc
 		mount -t sysfs sysfs /sys
 		for each in /tmp /run; do mount -t tmpfs tmpfs \$each; done
@@ -129,10 +143,16 @@ on_nfs() {
 		mount -t tmpfs tmpfs /dev/shm
 		ip link set lo up
 		ln -s /usr/lib/uml/modules/* /tmp/modules/lib/modules
+		mount -t ext4 /dev/ubda /tmp/volume
+	END
+}
+
+on_nfs() {
+    needs exportfs nfs-kernel-server nfs-common
+    { uml_begin; cat <<- END; } | in_uml "$@"
 		for each in sunrpc lockd nfsd nfs nfsv4; do modprobe -d /tmp/modules \$each; done
 		mount --bind /tmp/state /var/lib/nfs
 		touch /tmp/state/{etab,rmtab}
-		mount -t ext4 /dev/ubda /tmp/volume
 		mount -t nfsd nfsd /proc/fs/nfsd
 		for each in lease grace; do echo 10 > /proc/fs/nfsd/nfsv4\${each}time; done
 		exportfs -o rw,no_root_squash,insecure,fsid=0,no_subtree_check 127.0.0.1:/tmp/volume
@@ -141,16 +161,20 @@ on_nfs() {
 		for each in a b; do
 		    mount -t nfs4 -o vers=4.2,nosharecache 127.0.0.1:/ /tmp/\$each
 		done
-		"$PYTHON" "$here/promises.py" /tmp/a /tmp/b $* && echo all held
-		poweroff -f
 	END
-    chmod +x init
-    linux.uml mem=3G root=/dev/root rootfstype=hostfs rootflags=/ ro init="$WORK/init" \
-        ubd0="$WORK/disk.img" con0=null,fd:1 con=null quiet < /dev/null | tee nfs.log
-    grep -q '^all held' nfs.log
+}
+
+on_9p() {
+    needs diod diod
+    { uml_begin; cat <<- END; } | in_uml "$@"
+		for each in 9pnet 9pnet_fd 9p; do modprobe -d /tmp/modules \$each; done
+		diod --no-auth --no-userdb --listen 127.0.0.1:5640 --export /tmp/volume --nwthreads 4
+		options=trans=tcp,port=5640,version=9p2000.L,aname=/tmp/volume,uname=root,access=user
+		for each in a b; do mount -t 9p -o \$options,msize=1048576 127.0.0.1 /tmp/\$each; done
+	END
 }
 
 case $kind in
-    sshfs | gluster | moosefs | nfs) "on_$kind" "$@" ;;
+    sshfs | gluster | moosefs | nfs | 9p) "on_$kind" "$@" ;;
     *) echo "which file system is $kind?" >&2; exit 2 ;;
 esac
