@@ -13,11 +13,14 @@ DLIO's PyTorch part imports, and an MPI; its own list has TensorFlow and DALI, t
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from dlio_benchmark.checkpointing.pytorch_checkpointing import PyTorchCheckpointing
 
 import fastckpt
+
+READERS = 4  # files of a rank that are read at a time
 
 
 class TorchSaveSynced(PyTorchCheckpointing):
@@ -47,14 +50,16 @@ class FastckptBehind(TorchSaveSynced):
     def __init__(self) -> None:
         super().__init__()
         self._begun: list[fastckpt.SaveHandle] = []
+        self._readers: ThreadPoolExecutor
+        self._read: list[Future[Any]] = []
 
     def save_state(self, suffix: str, state: Any, fsync: bool = False) -> None:
         """Begin one file."""
         self._begun.append(fastckpt.save(state, self.get_name(suffix)))
 
     def load_state(self, suffix: str, state: Any) -> None:
-        """Read one file, verified; as DLIO's own does, it drops what it has read."""
-        assert fastckpt.load(self.get_name(suffix))
+        """Begin to read one file, verified."""
+        self._read.append(self._readers.submit(fastckpt.load, self.get_name(suffix)))
 
     def wait(self) -> None:
         """Wait until all that was begun is durable; raises the error of a save that failed."""
@@ -67,9 +72,12 @@ class FastckptBehind(TorchSaveSynced):
         super().save_checkpoint(epoch, step_number)
 
     def load_checkpoint(self, epoch: int, step_number: int) -> None:
-        """Read all files of this rank."""
+        """Read all files of this rank; as DLIO's own does, it drops what it has read."""
         self.wait()
-        super().load_checkpoint(epoch, step_number)
+        with ThreadPoolExecutor(READERS) as self._readers:
+            super().load_checkpoint(epoch, step_number)
+        while self._read:
+            assert self._read.pop(0).result()
 
     def finalize(self) -> None:
         """End, with nothing in flight."""
