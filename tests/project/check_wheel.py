@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINE = """
 import importlib.metadata, importlib.util, json, shutil
 assert not any(map(shutil.which, ("cc", "c++", "gcc", "g++", "clang")))
-package = importlib.metadata.distribution("fastckpt")
+package = importlib.metadata.distribution("fastckpt-torch")
 (path,) = (package.locate_file(file) for file in package.files if file.suffix == ".so")
 spec = importlib.util.spec_from_file_location("fastckpt._engine", path)
 engine = importlib.util.module_from_spec(spec)

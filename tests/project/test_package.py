@@ -73,12 +73,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 def test_the_version_is_written_in_one_place(built: Built) -> None:
-    assert built.sources.name == f"fastckpt-{VERSION}.tar.gz"
+    assert built.sources.name == f"fastckpt_torch-{VERSION}.tar.gz"
     assert f"\nVersion: {VERSION}\n" in built.metadata
 
 
 def test_the_source_distribution_is_the_project(built: Built) -> None:
-    generated = {name for name in built.packed if name.startswith("fastckpt.egg-info/")}
+    generated = {name for name in built.packed if name.startswith("fastckpt_torch.egg-info/")}
     generated |= {"PKG-INFO", "setup.cfg"}
     assert built.packed - generated == built.tracked - UNPUBLISHED
 
