@@ -18,28 +18,32 @@ from fastckpt.storage.file_system import Storage
 
 
 class Landing:
-    """A file that stays mapped here from its first use on, be it this one's or a step's meanwhile.
+    """A file that stays mapped here once it was, be it a landing or of a step meanwhile.
 
     Args:
         path: of the file, which nobody opens by this name but to take it.
 
     Attributes:
         path: as it was named when it was last taken.
-        fd: by which it can be written while it is taken.
+        fd: a descriptor, the one that the mapping has, too: see _is_alone().
+        of_engine: the mapping, once there is one.
 
     Raises:
-        OSError: it cannot be opened or mapped.
+        OSError: it cannot be opened.
     """
 
-    def __init__(self, storage: Storage, path: str, nbytes: int) -> None:
+    of_engine: _engine.Landing
+
+    def __init__(self, storage: Storage, path: str) -> None:
         self._storage, self.path = storage, path
         self._lock: int | None = None  # a descriptor, as long as the file is taken
         self.fd = storage.open(path, "write")
+
+    def map(self, nbytes: int) -> None:
+        """Maps so many bytes, all that the file has; raises OSError."""
         try:
-            # The one descriptor that the mapping has, too: see _is_alone().
             self.of_engine = _engine.Landing(self.fd, nbytes, BLOCK_BYTES)
         except (RuntimeError, MemoryError) as error:
-            close_quietly(storage, self.fd)
             raise OSError(str(error)) from error
 
     @property
@@ -78,7 +82,7 @@ class Landing:
 
     def close(self) -> None:
         """Forgets the file, and its memory if it was removed."""
-        del self.of_engine
+        self.__dict__.pop("of_engine", None)
         close_quietly(self._storage, self.fd)
 
 

@@ -9,7 +9,7 @@ import os
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeGuard
 
 from fastckpt.engine.landing import Landing
@@ -60,29 +60,37 @@ class Spares:
         """Returns a spare of a file's name that has as many pages, to be staged in; or None."""
         with self._lock:
             self._sweep()
-            for path, status in self._found(file):
-                if _pages(status.st_size) != _pages(nbytes):
-                    continue
+            for path, status in self._found(file, nbytes):
                 with suppress(OSError):  # somebody else was faster
                     landing = self._mapped(path, status)
                     if landing.take(path, nbytes):
                         return landing
         return None
 
+    def has(self, file: str, nbytes: int) -> bool:
+        """Returns whether there is a spare that take() would look at."""
+        return bool(self._found(file, nbytes))
+
     @contextmanager
     def lent(self, file: str, nbytes: int, path: str) -> Iterator[int | None]:
-        """Yields a descriptor of what take() returns, to be written meanwhile, which has the name
-        `path` from now on, in the place of what had it; or None.
+        """Gives the path to a spare of a file's name that has as many pages, and yields its
+        descriptor; or None, without spares of that name, instead of which a new file may be made.
         """
-        landing = self.take(file, nbytes)
-        if landing is None:
-            yield None
-            return
-        try:
-            self._storage.rename(landing.path, path)
-            yield landing.fd
-        finally:
-            landing.release()
+        with ExitStack() as lending:
+            fd = None
+            for found, _status in self._found(file, nbytes):
+                with suppress(OSError):  # somebody else was faster
+                    landing = Landing(self._storage, found)
+                    lending.callback(landing.close)
+                    if landing.take(found, nbytes):
+                        lending.callback(landing.release)
+                        self._storage.rename(found, path)
+                        fd = landing.fd
+                        break
+            if fd is None:
+                for found, _status in self._found(file):
+                    self._remove(found)
+            yield fd
 
     def prepare(self, file: str) -> None:
         """Maps the spares of a file's name, so that no save has to wait for that."""
@@ -113,14 +121,18 @@ class Spares:
     def _path(self, name: str) -> str:
         return os.path.join(self._directory, name)
 
-    def _found(self, file: str) -> list[tuple[str, os.stat_result]]:
-        """Returns spares of a file's name, or of any, that nobody uses; the newest first."""
+    def _found(self, file: str, nbytes: int | None = None) -> list[tuple[str, os.stat_result]]:
+        """Returns spares of a file's name, or of any, that nobody uses, with as many pages if a
+        size is given; the newest first.
+        """
         found = []
         with suppress(OSError):  # what cannot be looked at is not used
             for name in self._storage.names(self._directory):
                 if name.startswith(f"{file}.") or not file:
                     status = self._storage.status(self._path(name), link=True)
-                    if _is_whole(status) and not self._is_used(status.st_ino, name):
+                    if not _is_whole(status) or self._is_used(status.st_ino, name):
+                        continue
+                    if nbytes is None or _pages(status.st_size) == _pages(nbytes):
                         found.append((self._path(name), status))
         return sorted(found, key=lambda pair: -pair[1].st_ctime_ns)
 
@@ -142,7 +154,12 @@ class Spares:
             landing.close()
             landing = None
         if landing is None:
-            landing = Landing(self._storage, path, status.st_size)
+            landing = Landing(self._storage, path)
+            try:
+                landing.map(status.st_size)
+            except OSError:
+                landing.close()
+                raise
             self._landings[status.st_ino] = landing
         return landing
 

@@ -165,16 +165,19 @@ class NodePlace(Place):
         """
         agreement, nodes = self._agreement, self._tier.nodes()
         first = nodes.first(agreement.rank)
-        nbytes = [output.image.nbytes for output in outputs]
-        landed = [output.image.nbytes for output in outputs if output.file.landing is not None]
-        agreement.put("bytes", json.dumps([sum(nbytes), sum(landed)]).encode())
+        nbytes = sum(output.image.nbytes for output in outputs)
+        landed = {out.lands_as: out.image.nbytes for out in outputs if out.file.landing is not None}
+        agreement.put("bytes", json.dumps([nbytes, landed]).encode())
         if first == agreement.rank:
-            ranks = nodes.beside(first)
-            if self._tier.replicas is not None:
-                ranks = ranks + self._tier.replicas.sources(first)
-            told = {rank: json.loads(agreement.get("bytes", rank)) for rank in ranks}
+            near, far, replicas = nodes.beside(first), list[int](), self._tier.replicas
+            if replicas is not None:
+                far = replicas.sources(first)
+            told = {rank: json.loads(agreement.get("bytes", rank)) for rank in (*near, *far)}
             needed = sum(all_of_it for all_of_it, _landed in told.values())
-            there = sum(told[rank][1] for rank in nodes.beside(first))
+            there = sum(size for rank in near for size in told[rank][1].values())
+            # What neighbours send goes to spares as well, if they are of that size.
+            its = [pair for rank in far for pair in told[rank][1].items()]
+            there += sum(size for file, size in its if spares.has(file, size))
             why = self._trouble or self._tier.no_room_on_node(self._own.name, needed, there)
             agreement.put("room", why.encode(errors="replace"))
         why = agreement.get("room", first).decode()

@@ -93,7 +93,7 @@ def test_a_lost_node_is_restored_from_its_neighbour(
         assert checkpointer.steps() == [3], "it is in the root when the job has ended"
 
 
-@pytest.mark.parametrize(("before", "after", "lost"), [(3, 2, 0), (2, 3, 0)])
+@pytest.mark.parametrize(("before", "after", "lost"), [(3, 2, 0), (2, 3, 0), (2, 1, 0)])
 def test_a_job_goes_on_with_other_nodes(
     nursery: Nursery, disk: Path, local: Path, before: int, after: int, lost: int
 ) -> None:
