@@ -66,7 +66,7 @@ class Turns(Fastckpt):
         for file in self._files[self._way]:
             removed(Path(file))
         self._files[self._way], self._step[self._way] = {}, step_number
-        self._rest()
+        self._rest(1)
         begun = time.perf_counter()
         FastckptBehind.save_checkpoint(self, epoch, step_number)
         blocked_s = time.perf_counter() - begun
@@ -78,7 +78,7 @@ class Turns(Fastckpt):
         self._turn(step_number)
         for file in self._files[self._way]:
             make_cold(Path(file))
-        self._rest()
+        self._rest(2)
         begun = time.perf_counter()
         super().load_checkpoint(epoch, self._step[self._way])
         self._row("read", seconds=time.perf_counter() - begun)
@@ -102,13 +102,15 @@ class Turns(Fastckpt):
         self._round, place = divmod(step_number - 1, len(WAYS))
         self._way = rotated(WAYS, self._round)[place]
 
-    def _rest(self) -> None:
-        """Come to rest on all ranks; memory is touched last, as a host takes it back in seconds."""
+    def _rest(self, copies: int) -> None:
+        """Come to rest on all ranks, with memory for so many copies of the state: page cache, and
+        what is loaded. It is touched last, as a host takes it back in seconds.
+        """
         self.comm.barrier()
         if self.comm.rank == 0:
             os.sync()
         self.comm.barrier()
-        touch(2 * self._nbytes)
+        touch(copies * self._nbytes)
         self.comm.barrier()
 
     def _row(self, what: str, **clocks: float) -> None:
