@@ -8,13 +8,12 @@ import argparse
 import os
 import stat
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import NotAQuantity
 from fastckpt.arguments.urls import path_of
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, StorageError
 
 
 def path_argument(text: str, check: Callable[[str, str], str] = path_of) -> str:
@@ -29,9 +28,12 @@ def status_of(path: str, *, link: bool = False) -> os.stat_result | None:
     """Returns what lies at a path, if that can be told; `link` is as Storage.status()'s."""
     from fastckpt.saving import pipeline  # which imports torch
 
-    with suppress(OSError):  # nobody can tell
+    try:
         return pipeline.current().storage.status(path, link=link)
-    return None
+    except StorageError:  # of a store that does not answer, or refuses: that is not nothing
+        raise
+    except OSError:  # nobody can tell
+        return None
 
 
 def is_there(path: str, *, link: bool = False) -> bool:

@@ -71,8 +71,8 @@ def steps_at(storage: Storage, root: str) -> Steps:
 
 
 def is_step(root: str, timeout_s: float = inf) -> bool:
-    """Returns whether the root is a step itself; False if that is not found out in timeout_s.
-    Raises ValueError if it is no directory.
+    """Returns whether the root is a step itself. Raises ValueError if it is no directory, and
+    StorageError if its store says nothing, or nobody does in timeout_s.
     """
     path, storage = os.path.join(root, MANIFEST), pipeline.current().storage
     try:
@@ -81,6 +81,8 @@ def is_step(root: str, timeout_s: float = inf) -> bool:
     except NotADirectoryError:
         why = "which is no directory: there is a file at this path or above it"
         raise ValueError(f"root is {root!r}, {why}") from None
+    except StorageError:  # of a store
+        raise
     except OSError:  # the root does not exist yet, or a save or restore will raise this again
         return False
 

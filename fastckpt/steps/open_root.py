@@ -10,6 +10,7 @@ import os
 import weakref
 from contextlib import suppress
 
+from fastckpt.errors import StorageError
 from fastckpt.latch import SERVER_S, within
 from fastckpt.steps.lease import Lease
 from fastckpt.steps.no_steps import is_step
@@ -46,7 +47,8 @@ class OpenRoot:
         self._saves = self._has_warned = False
         known = [each.steps for each in _others(root) if each.steps.storage is storage]
         self.steps: Steps = known[0] if known else Steps(storage, root, Lease(storage, root))
-        self.steps.is_step = is_step(root, timeout_s)
+        with suppress(StorageError):  # a save or restore will raise it again
+            self.steps.is_step = is_step(root, timeout_s)
         _open.add(weakref.ref(self, _open.discard))
 
     def note_save(self, makes_root: bool) -> None:

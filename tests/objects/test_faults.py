@@ -17,6 +17,7 @@ import pytest
 
 import fastckpt
 from fastckpt.arguments.urls import path_of
+from fastckpt.cli import main
 from fastckpt.errors import CheckpointError, RootInUse, StorageError
 from fastckpt.latch import asked
 from fastckpt.saving import pipeline
@@ -26,7 +27,7 @@ from tests.objects import proxy as faults
 from tests.objects.conftest import settle, store_at
 from tests.objects.proxy import Backwards, Fault, Passage, Proxy, Stall
 from tests.objects.states import LARGE, SMALL, blank, state_of, step_of
-from tests.objects.weed import BUCKET, SECRET, Weed, options
+from tests.objects.weed import BUCKET, SECRET, Weed, environment, options
 from tests.steps.test_lease import record
 
 KINDS = ("begin", "part", "complete", "put", "create", "get", "head", "list", "delete")
@@ -267,6 +268,21 @@ def test_what_cannot_be_reached_is_said(weed: Weed, root: str) -> None:
         if url == root:
             with pytest.raises(StorageError, match=words):
                 fastckpt.load(f"{url}/a.pt", storage_options=told)
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "inspect", "repair", "report", "doctor"])
+def test_commands_do_not_take_silence_for_nothing(
+    client: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    with Proxy(0) as gone:
+        told = environment(gone.port)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    url = "s3://of-nobody/run"
+    path_of("path", url, timeout_s=TIMEOUT_S)
+    assert main([command, url]) == (3 if command == "verify" else 1)
+    said = capsys.readouterr()
+    assert "ETIMEDOUT" in said.out + said.err and url in said.out + said.err
 
 
 def attempt(action: Callable[[], Any]) -> Exception | None:
