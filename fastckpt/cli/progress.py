@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 @contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
-    """Shows how many bytes are done, if stderr is a terminal and tqdm is installed.
+    """Shows how many bytes are done, if stderr is a terminal; by tqdm, or else as a percentage.
 
     Args:
         total: how many bytes there are.
@@ -21,8 +22,29 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
     try:
         bar = importlib.import_module("tqdm").tqdm
     except ImportError:  # it is no dependency
-        yield lambda nbytes: None
+        with _percentage(total, what) as told:
+            yield told
         return
     size = {"total": total, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
     with bar(**size, desc=what, delay=1, leave=False, disable=None) as shown:
         yield shown.update
+
+
+@contextmanager
+def _percentage(total: int, what: str) -> Iterator[Callable[[int], None]]:
+    done, shown = 0, -1
+
+    def moved(nbytes: int) -> None:
+        nonlocal done, shown
+        done += nbytes
+        share = 100 * done // max(total, 1)
+        if share != shown and sys.stderr.isatty():
+            shown = share
+            print(f"\r{what} {share}%", end="", file=sys.stderr, flush=True)
+
+    moved(0)
+    try:
+        yield moved
+    finally:
+        if shown >= 0:
+            print(file=sys.stderr)

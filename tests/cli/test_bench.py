@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from fastckpt.cli import main
-from fastckpt.cli.bench import COMMANDS, fio, machine, saves
+from fastckpt.cli.bench import COMMANDS, benchmark, fio, machine, saves, train
 from fastckpt.cli.bench.benchmark import in_turn
 from fastckpt.cli.bench.state import differing, gpt_state, nbytes_of
 from fastckpt.engine.timed_engine import Cell, TimedEngine
@@ -302,3 +302,19 @@ def test_wrong_arguments_are_told(
 def test_contestants_take_turns() -> None:
     assert [*in_turn("abc", 2)] == [(0, "a"), (0, "b"), (0, "c"), (1, "b"), (1, "c"), (1, "a")]
     assert [name for _, name in in_turn("ab", 0, first=-1)] == ["b", "a"]
+
+
+def test_training_ends_after_the_round_in_which_its_time_is_over(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train, "_MEASURED_S", 0.0)
+    found = bench("train", "--every", "1", "--saves", "1")
+    assert found["rounds"] == 1 and {len(its) for its in found["lost_s_by_round"].values()} == {1}
+
+
+def test_memory_is_touched_before_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    touched: list[int] = []
+    monkeypatch.setattr(benchmark, "touch_memory", touched.append)
+    assert len([*in_turn("ab", 1, 0, MIB)]) == len(touched) == 2
+    monkeypatch.setattr(machine, "memory_left_bytes", lambda: 3 * MIB)
+    machine.touch_memory(1 << 40)  # no more than there is

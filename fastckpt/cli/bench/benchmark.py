@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fastckpt.cli.bench.machine import touch_memory
+
 T = TypeVar("T")
 Result = dict[str, Any]
 
@@ -39,13 +41,24 @@ def rotated(items: Sequence[T], by: int) -> list[T]:
     return [*items[by:], *items[:by]]
 
 
-def in_turn(names: Sequence[T], rounds: int, first: int = 0) -> Iterator[tuple[int, T]]:
-    """Yields (round, name), in each round as rotated() has them."""
+def before_clock(nbytes: int) -> None:
+    """Comes before each part that is timed, whoever's: leaves no garbage and no work of a GPU, and
+    touches the memory that saving or loading so many bytes takes, for tensors or copies of them and
+    for the page cache.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    touch_memory(2 * nbytes)
+
+
+def in_turn(
+    names: Sequence[T], rounds: int, first: int = 0, nbytes: int = 0
+) -> Iterator[tuple[int, T]]:
+    """Yields (round, name), in each round as rotated() has them, for a turn that moves nbytes."""
     for number in range(first, rounds):
         for name in rotated(names, number):
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
+            before_clock(nbytes)
             yield number, name
 
 

@@ -154,7 +154,7 @@ def _compared(
     wrong, nbytes, rounds = set(), nbytes_of(state), arguments.rounds
     with progress(nbytes * len(peers) * (rounds + 1), arguments.what) as moved:
         # The first round is not counted: in it each takes memory that later ones use again.
-        for number, name in in_turn([*peers], rounds, first=-1):
+        for number, name in in_turn([*peers], rounds, -1, nbytes):
             with failures_told(name):
                 clocks, bad = turn(peers[name])
             if bad:

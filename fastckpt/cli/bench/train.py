@@ -25,6 +25,7 @@ from fastckpt.formats.torch_pickle import torch_save
 _LAYERS, _BATCH = 4, 64
 _BYTES_PER_PARAMETER = 12  # a weight and Adam's two moments, fp32
 _NONE, _FASTCKPT = "no saves", "fastckpt, step fence"
+_MEASURED_S = 90.0  # no further round is begun that would end later; one there is in any case
 Wait = Callable[[], object]
 Waits = tuple[Wait, Wait]  # before the next update, and until a save is durable
 
@@ -93,12 +94,17 @@ _SAVES = {_NONE: no_save, TORCH: _by_torch, _FASTCKPT: _by_fastckpt}
 def _measured(own: Path, arguments: argparse.Namespace) -> Result:
     training, path = Training(arguments.size, arguments.device), own / "saved"
     saves, every, rounds = arguments.saves, arguments.every, arguments.rounds
+    begun = time.monotonic()
     training.step(_nothing)
     nbytes = nbytes_of(training.state())
     windows: dict[str, list[float]] = {name: [] for name in _SAVES}
     wrong = []
     with progress(nbytes * len(_SAVES) * (rounds + 1), "trained") as moved:
-        for number, name in in_turn([*_SAVES], rounds, first=-1):
+        for turn, (number, name) in enumerate(in_turn([*_SAVES], rounds, -1, nbytes)):
+            if turn % len(_SAVES) == 0 and number > 0:
+                each_s = sum(map(sum, windows.values())) / number
+                if time.monotonic() - begun + each_s > _MEASURED_S:
+                    break
             with failures_told(name):
                 if number >= 0:
                     windows[name].append(training.window(saves, every, _SAVES[name], path))
@@ -118,7 +124,7 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
     return {
         "nbytes": nbytes,
         "device": arguments.device,
-        "rounds": rounds,
+        "rounds": len(quiet),
         "every": every,
         "saves": saves,
         "step_s": median(quiet) / (saves * every),
