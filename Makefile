@@ -14,6 +14,8 @@ WORKERS ?= 4
 SECONDS ?= 600
 SEED ?=
 BENCH_ARGS ?=
+# Of an environment with another torch, of the Python that the extension was built for.
+BENCH_PYTHON ?= $(BIN)/python
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -115,6 +117,10 @@ demo: build  ## train a small GPT, kill it, resume it
 
 bench: build  ## measure against the alternatives; BENCH_ARGS goes to benchmarks/bench.py
 	@$(BIN)/python benchmarks/bench.py $(BENCH_ARGS)
+
+.PHONY: bench-all
+bench-all: build  ## measure all of it, and write the tables of the documents (half an hour)
+	@$(BENCH_PYTHON) benchmarks/bench_all.py $(BENCH_ARGS)
 
 bench-ranks: build  ## measure several ranks; BENCH_ARGS goes to benchmarks/ranks.py
 	@$(BIN)/python benchmarks/ranks.py $(BENCH_ARGS)

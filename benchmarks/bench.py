@@ -34,7 +34,7 @@ from rivals.process import in_process_of, reason_of
 from rivals.torch_save import TorchSave
 from saving import run_saves, run_small
 
-WORKLOADS = ("stall", "drain", "load", "drag", "small", "crc", "codec")
+WORKLOADS = ("stall", "drain", "load", "drag", "many", "small", "crc", "codec")
 SAVE_WORKLOADS = {"stall", "drain", "load"}
 DRAG_BYTES = 1 << 30
 SMALL_ROUNDS = 60
@@ -81,8 +81,10 @@ def run(options: argparse.Namespace, directory: Path) -> tuple[dict[str, Any], d
         ceiling = Ceiling(directory, nbytes)
         if ceiling.missing:
             missing["fio"] = ceiling.missing
-        saves = run_saves(peers, nbytes, directory, rounds, loading, ceiling)
+        saves = run_saves("saves", peers, nbytes, directory, rounds, loading, ceiling)
         results["saves"] = {**saves, "limit": ceiling.name}
+    if "many" in chosen:
+        results["many"] = run_saves("many", peers, nbytes, directory, rounds, True, None)
     if "drag" in chosen:
         size = min(nbytes, DRAG_BYTES)
         results["drag"] = run_drag(beside_training(peers), size, directory, rounds)
@@ -115,9 +117,10 @@ def main() -> None:
     record["notes"] = [f"Rivals: {', '.join(rivals)}"]
     record["lines"], record["tables"], record["summary"] = {}, {}, {}
     for name, result in results.items():
-        summarize, title, show = SECTIONS[name]
-        record["summary"][name] = summary = summarize(result)
-        record["lines"][title(result)], record["tables"][title(result)] = [], show(result, summary)
+        section = SECTIONS[name]
+        record["summary"][name] = summary = section.summarize(result)
+        title, lines = section.title(result), harness.recorded({"": section.lines(result)})
+        record["lines"][title], record["tables"][title] = lines[""], section.tables(result, summary)
     harness.write(record, options.out, "bench")
     print(json.dumps(record, indent=1) if options.json else harness.text(record))
     if any(line.startswith(Fastckpt.name) for line in record["failures"]):

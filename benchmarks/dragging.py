@@ -18,7 +18,7 @@ from rivals.process import in_process_of
 from saving import WARM_UPS, attempted
 from storage import remove
 
-from fastckpt.cli.bench.benchmark import in_turn
+from fastckpt.cli.bench.benchmark import before_clock, in_turn
 from fastckpt.cli.bench.state import nbytes_of
 from fastckpt.cli.bench.train import Training, Waits, no_save
 
@@ -42,8 +42,10 @@ def one_turn(peer: Peer, nbytes: int, directory: Path) -> Row:
         return before_update, begun_save.wait_durable
 
     with peer.opened():
-        for _ in range(WARM_UPS + 1):
-            quiet_s = training.window(1, STEPS, no_save, target)
+        for number in range(WARM_UPS + 1):
+            before_clock(nbytes)
+            quiet_s = training.window(1, STEPS if number == WARM_UPS else 1, no_save, target)
+            before_clock(nbytes)
             with_save_s = training.window(1, STEPS, save, target)
             remove(target)
     return {

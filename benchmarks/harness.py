@@ -30,6 +30,8 @@ import torch  # noqa: E402
 from fastckpt.cli.bench import machine  # noqa: E402
 
 HIDDEN_OPTIONS = ("--dir", "--out")
+# What results and the documents made of them say does not change what is measured.
+CODE = (".", ":!benchmarks/results", ":!docs", ":!*.md")
 STARTED = time.monotonic()
 Row = dict[str, Any]
 
@@ -125,7 +127,7 @@ def commit() -> str:
             subprocess.run(
                 ["git", *told], cwd=ROOT, capture_output=True, text=True, check=True
             ).stdout.strip()
-            for told in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+            for told in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno", "--", *CODE])
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
@@ -144,24 +146,40 @@ def arguments_without_paths(argv: list[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Line:
-    """A measurement and what it is held against; `passed` is None where there is no bar."""
+    """A measurement and what it is held against; `passed` is None where there is no bar, `spread`
+    is empty where there is one value.
+    """
 
     what: str
     bar: str
     measured: str
     passed: bool | None = None
+    spread: str = ""
+
+
+Values = float | Sequence[float]  # one, or those of all rounds, of which the median counts
+
+
+def told_values(value: Values, form: str) -> tuple[float, str]:
+    """Return the median of values, and the smallest and largest in words if there are several."""
+    values = [value] if isinstance(value, (int, float)) else sorted(value)
+    spread = f"{values[0]:{form}} to {values[-1]:{form}}" if len(values) > 1 else ""
+    return statistics.median(values), spread
 
 
 def at_most(
-    what: str, value: float, bar: float, form: str = ".3g", unit: str = "", note: str = ""
+    what: str, value: Values, bar: float, form: str = ".3g", unit: str = "", note: str = ""
 ) -> Line:
     """Hold a value against what it may not exceed; `unit` follows both numbers."""
-    return Line(what, f"<= {bar:{form}}{unit}", f"{value:{form}}{unit}{note}", value <= bar)
+    middle, spread = told_values(value, form)
+    shown = f"{middle:{form}}{unit}{note}"
+    return Line(what, f"<= {bar:{form}}{unit}", shown, middle <= bar, spread)
 
 
-def at_least(what: str, value: float, bar: float, form: str = ".3g", unit: str = "") -> Line:
+def at_least(what: str, value: Values, bar: float, form: str = ".3g", unit: str = "") -> Line:
     """Hold a value against what it must reach; `unit` follows both numbers."""
-    return Line(what, f">= {bar:{form}}{unit}", f"{value:{form}}{unit}", value >= bar)
+    middle, spread = told_values(value, form)
+    return Line(what, f">= {bar:{form}}{unit}", f"{middle:{form}}{unit}", middle >= bar, spread)
 
 
 def holds(what: str, passed: bool) -> Line:
@@ -169,9 +187,12 @@ def holds(what: str, passed: bool) -> Line:
     return Line(what, "yes", "yes" if passed else "NO", passed)
 
 
-def told(what: str, measured: str) -> Line:
-    """Show a measurement that nobody set a bar for."""
-    return Line(what, "", measured)
+def told(what: str, measured: str | Values, form: str = ".3g", unit: str = "") -> Line:
+    """Show a measurement that nobody set a bar for, as text or as a value or values."""
+    if isinstance(measured, str):
+        return Line(what, "", measured)
+    middle, spread = told_values(measured, form)
+    return Line(what, "", f"{middle:{form}}{unit}", None, spread)
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -183,8 +204,8 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def markdown(lines: Sequence[Line]) -> str:
     """Return lines as a Markdown table."""
     words = {True: "PASS", False: "**FAIL**", None: ""}
-    rows = [[line.what, line.bar, line.measured, words[line.passed]] for line in lines]
-    return table(["what", "bar", "measured", "verdict"], rows)
+    rows = [[line.what, line.bar, line.measured, line.spread, words[line.passed]] for line in lines]
+    return table(["what", "bar", "median", "min to max", "verdict"], rows)
 
 
 def median_of(rows: Sequence[Row], key: str) -> float | None:
@@ -196,6 +217,15 @@ def median_of(rows: Sequence[Row], key: str) -> float | None:
 def middle(rows: Sequence[Row], key: str) -> float:
     """Return the median of a column that every row has."""
     return statistics.median(row[key] for row in rows)
+
+
+def spread_of(rows: Sequence[Row], key: str, form: str = ".3f", scale: float = 1.0) -> str:
+    """Return the median of one column and in brackets its extremes, a dash where it has none."""
+    values = [scale * row[key] for row in rows if row.get(key) is not None]
+    if not values:
+        return "-"
+    middle, spread = told_values(values, form)
+    return f"{middle:{form}}{f' ({spread})' if spread else ''}"
 
 
 def number(value: float | None, form: str = ".3f", suffix: str = "") -> str:

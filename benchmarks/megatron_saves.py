@@ -21,6 +21,8 @@ import torch.distributed as dist
 from harness import Line, at_most, told
 from megatron_cpu import on_cpu
 
+from fastckpt.cli.bench.benchmark import before_clock
+
 
 def slowest(seconds: float) -> float:
     """Of all ranks."""
@@ -37,11 +39,14 @@ def compare(directory: Path, hidden: int, rounds: int) -> list[Line]:
     optimizers.allocate(optimizer)
     stock, blocked, committed = [], [], []
     saves, ours = Saves(), str(directory / "ours")
+    held = 8 * sum(parameter.nbytes for parameter in parallel.parameters())
     for number in range(1, rounds + 2):
+        before_clock(held)
         dist.barrier()
         stock.append(
             slowest(megatron_gpt.save_as_megatron(parallel, optimizer, directory / "theirs"))
         )
+        before_clock(held)
         dist.barrier()
         begun = time.perf_counter()
         handle = save_checkpoint(
@@ -52,13 +57,18 @@ def compare(directory: Path, hidden: int, rounds: int) -> list[Line]:
         committed.append(slowest(handle.stats.committed_s or 0.0))
     stored = directory / "ours" / f"iter_{rounds + 1:07d}"
     nbytes = sum(path.stat().st_size for path in stored.iterdir())
-    sync, stall, done = (statistics.median(each[1:]) for each in (stock, blocked, committed))
+    stock, blocked, committed = (each[1:] for each in (stock, blocked, committed))
+
+    def of_stock(what: str, seconds: list[float], bar: float) -> Line:
+        ratios = [mine / theirs for mine, theirs in zip(seconds, stock, strict=True)]
+        return at_most(what, ratios, bar, ".2f", " x", f" ({statistics.median(seconds):.3f} s)")
+
     dist.barrier()
     return [
         told("checkpoint", f"{nbytes / 1e6:.0f} MB"),
-        told("Megatron, synchronous", f"{sync:.3f} s"),
-        at_most("fastckpt, blocked", stall / sync, 0.15, ".2f", " x", f" ({stall:.3f} s)"),
-        at_most("fastckpt, committed", done / sync, 0.5, ".2f", " x", f" ({done:.3f} s)"),
+        told("Megatron, synchronous", stock, ".3f", " s"),
+        of_stock("fastckpt, blocked", blocked, 0.15),
+        of_stock("fastckpt, committed", committed, 0.5),
     ]
 
 

@@ -6,7 +6,6 @@ each round, so that ratios are those of one round. It must not know what is meas
 
 from __future__ import annotations
 
-import gc
 import shutil
 import sys
 import tempfile
@@ -26,6 +25,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from fastckpt.cli.bench.benchmark import before_clock
+
 MATRIX = 2048  # rows and columns of every matrix
 
 
@@ -39,6 +40,7 @@ class RankBench(ABC):
 
     def __init__(self, nbytes: int, directory: Path) -> None:
         self.directory = directory
+        self.own_bytes = nbytes // dist.get_world_size()
         self.rank = dist.get_rank()
         self.model = sharded_model(nbytes)
         generator = torch.Generator().manual_seed(self.rank)
@@ -62,8 +64,8 @@ class RankBench(ABC):
         return all(told_all)
 
     def meet(self) -> None:
-        """Returns when all ranks are here, with nothing left to collect."""
-        gc.collect()
+        """Returns when all ranks are here, ready for what is timed."""
+        before_clock(self.own_bytes)
         dist.barrier()
 
     def note(self, name: str, number: int, **seconds: float) -> None:
@@ -102,11 +104,11 @@ def against(
 ) -> Line:
     """Hold a way against another one: the median of the rounds' ratios."""
     mine, theirs = ([row[key] for row in rows if row["name"] == way] for way in (name, base))
-    value = median(a / b for a, b in zip(mine, theirs, strict=True))
-    seconds = f" ({median(mine):.3f} s; {median(theirs):.3f} s)"
+    ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+    seconds = f" x ({median(mine):.3f} s; {median(theirs):.3f} s)"
     if bar is None:
-        return told(what, f"{value:.2f} x{seconds}")
-    return at_most(what, value, bar, ".2f", " x", note=seconds)
+        return told(what, ratios, ".2f", seconds)
+    return at_most(what, ratios, bar, ".2f", " x", note=seconds.removeprefix(" x"))
 
 
 def measure(

@@ -6,7 +6,6 @@ know how ranks save, how they are started, or what becomes of the lines.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ceiling import Ceiling
-from harness import Line, Row, at_least, at_most, holds, middle, progress, told
+from harness import Line, Row, at_least, at_most, holds, progress, told
 from rank_crew import Crew, crew
 from storage import drop_page_cache, remove, size_of
 
@@ -59,9 +58,9 @@ def longest(rows: Iterable[Row], key: str) -> float:
     return max(float(row[key]) for row in rows)
 
 
-def seconds(rows: list[Row], key: str) -> str:
-    """Return the median of times for a table."""
-    return f"{middle(rows, key):.3f} s"
+def seconds(what: str, rows: list[Row], key: str) -> Line:
+    """Tell times."""
+    return told(what, [row[key] for row in rows], ".3f", " s")
 
 
 def one_file(here: Surroundings) -> tuple[Row, list[Line]]:
@@ -92,11 +91,11 @@ def one_file(here: Surroundings) -> tuple[Row, list[Line]]:
     limit = f"rate of {here.ceiling.name}"
     return {"rows": rows}, [
         told("saved object", f"{rows[0]['nbytes'] / 2**30:.2f} GiB"),
-        told("save(group=), committed", seconds(rows, "fastckpt_s")),
-        told("the call, fence call", seconds(rows, "returned_s")),
-        told("rank 0 torch.save + fsync + barrier", seconds(rows, "torch_s")),
-        at_most("committed of torch.save", statistics.median(ratios), 0.45, ".3f", " x"),
-        at_least(limit, statistics.median(shares), 0.9, ".2f", " x"),
+        seconds("save(group=), committed", rows, "fastckpt_s"),
+        seconds("the call, fence call", rows, "returned_s"),
+        seconds("rank 0 torch.save + fsync + barrier", rows, "torch_s"),
+        at_most("committed of torch.save", ratios, 0.45, ".3f", " x"),
+        at_least(limit, shares, 0.9, ".2f", " x"),
     ]
 
 
@@ -131,10 +130,9 @@ def call(here: Surroundings) -> tuple[Row, list[Line]]:
             ("together", "4 ranks in turn: rank 0"),
             ("alone", "rank 0 alone"),
         ):
-            shown = f"{statistics.median(row[f'{key}_{way}'] for row in rows) * 1e3:.2f} ms"
-            lines.append(told(f"{what}: {name}", shown))
-        added = [row[f"{key}_together"] - row[f"{key}_alone"] for row in rows]
-        more = statistics.median(added) * 1e3
+            calls = [1e3 * row[f"{key}_{way}"] for row in rows]
+            lines.append(told(f"{what}: {name}", calls, ".2f", " ms"))
+        more = [1e3 * (row[f"{key}_together"] - row[f"{key}_alone"]) for row in rows]
         lines.append(
             at_most(f"{what}: rank 0, with the others less alone", more, 2.0, ".2f", " ms")
         )
@@ -191,19 +189,19 @@ def restore(here: Surroundings) -> tuple[Row, list[Line]]:
             rows.append(row)
         ranks("close_steps", name="steps")
     remove(root)
-    excess = statistics.median(row["bytes_read"] / needed for row in rows)
+    excess = [row["bytes_read"] / needed for row in rows]
     rates = [needed / row["restored_s"] for row in rows]
     lines = [
         told("restored", f"{needed / 2**30:.2f} GiB on 2 ranks, saved by 4"),
         holds("every byte is right", all(row["right"] for row in rows)),
-        told("cold restore", seconds(rows, "restored_s")),
-        told("rate", f"{statistics.median(rates) / 1e9:.2f} GB/s"),
+        seconds("cold restore", rows, "restored_s"),
+        told("rate", [rate / 1e9 for rate in rates], ".2f", " GB/s"),
     ]
     if any(row["bytes_read"] for row in rows):  # a file system in memory reads no device
         lines.append(at_most("bytes read from the device of needed", excess, 1.1, ".3f", " x"))
     shares = [rate / row["limit_bps"] for rate, row in zip(rates, rows, strict=True)]
     limit = f"rate of {here.ceiling.name}"
-    lines.append(at_least(limit, statistics.median(shares), 0.8, ".2f", " x"))
+    lines.append(at_least(limit, shares, 0.8, ".2f", " x"))
     return {"needed": needed, "rows": rows}, lines
 
 

@@ -6,7 +6,6 @@ against.
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import sys
@@ -27,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
+from fastckpt.cli.bench.benchmark import before_clock
 from fastckpt.cli.bench.state import gpt_state
 
 WAIT_S = 600
@@ -44,6 +44,7 @@ class Rank:
         self._mesh: DeviceMesh = init_device_mesh("cpu", (size,))
         self._alone = [dist.new_group([each]) for each in range(size)][rank]
         self._state: Any = None
+        self._nbytes = 0  # of the state, on this rank
         self._checkpointers: dict[str, fastckpt.Checkpointer] = {}
         self._handle: fastckpt.SaveHandle | None = None
 
@@ -58,10 +59,11 @@ class Rank:
 
     def hold_gpt(self, nbytes: int) -> None:
         """Hold a training state of a GPT, the same on every rank."""
-        self._state = gpt_state(nbytes)
+        self._state, self._nbytes = gpt_state(nbytes), nbytes // self._size
 
     def hold_part(self, nbytes: int) -> None:
         """Hold so many bytes of tensors that are as many times as large as there are ranks."""
+        self._nbytes = nbytes
         generator = torch.Generator().manual_seed(self._rank)
         count = max(1, nbytes // PART_BYTES)
         rows = max(1, nbytes // count // 4 // MATRIX)
@@ -80,6 +82,7 @@ class Rank:
         for local, expected in self._matrices():
             local.copy_(expected) if filled else local.zero_()
             held += local.nbytes
+        self._nbytes = held
         return held
 
     def _matrices(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -170,7 +173,7 @@ class Rank:
         shutil.rmtree(directory, ignore_errors=True)
 
     def _begin(self, in_turn: bool = False) -> float:
-        gc.collect()
+        before_clock(self._nbytes if not in_turn else 0)
         if not in_turn:
             dist.barrier()
         return time.perf_counter()

@@ -9,8 +9,13 @@ import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from harness import Row, median_of, number, table
+from harness import Line, Row, at_most, median_of, number, spread_of, table
 from rivals import BASELINE, PEERS
+from rivals.fastckpt_save import Fastckpt, FastckptStep
+
+OURS = (Fastckpt.name, FastckptStep.name)
+# Told of the first save and load of a process; the others are those that follow two.
+FIRST = {"stall_s": "may mutate", "durable_s": "durable", "load_s": "cold load"}
 
 
 def measured(rows: list[Row]) -> list[Row]:
@@ -75,33 +80,74 @@ def summarize_saves(result: Row) -> Row:
     return {"peers": peers, "limits": {key: median_of(limits, key) for key in keys}}
 
 
+def of_best(rows: list[Row], ours: str, key: str, what: str, bar: float) -> list[Line]:
+    """Hold one of ours against the best of the others: the ratios of each round."""
+    groups = by_peer(rows)
+    medians = {name: median_of(its, key) for name, its in groups.items() if name not in OURS}
+    known = {name: value for name, value in medians.items() if value is not None}
+    if not known or ours not in groups:
+        return []
+    best = min(known, key=lambda name: known[name])
+    theirs = {row["round"]: row[key] for row in groups[best]}
+    both = [row for row in groups[ours] if row["round"] in theirs]
+    ratios = [row[key] / theirs[row["round"]] for row in both]
+    return [at_most(f"{what}, of the best peer ({best})", ratios, bar, ".2f", " x")]
+
+
+def saves_lines(result: Row) -> list[Line]:
+    """Hold saves and loads of fastckpt against their bars."""
+    rows = result["rows"]
+    lines = of_best(rows, Fastckpt.name, "durable_s", "durable, call fence", 0.5)
+    lines += of_best(rows, FastckptStep.name, "durable_s", "durable, step fence", 0.5)
+    groups = by_peer(rows)
+    base = {row["round"]: row["load_s"] for row in groups.get(BASELINE, []) if "load_s" in row}
+    loads = [row for row in groups.get(Fastckpt.name, []) if row["round"] in base]
+    if loads:
+        ratios = [row["load_s"] / base[row["round"]] for row in loads if "load_s" in row]
+        lines.append(at_most("cold load, of torch.load", ratios, 0.8, ".2f", " x"))
+    return lines
+
+
 def saves_tables(result: Row, summary: Row) -> list[str]:
-    """Return the table of stall, drain and load."""
-    nbytes, limits, limit = result["bytes"], summary["limits"], result["limit"]
+    """Return the table of stall, drain and load, and of those that came first in a process."""
+    nbytes, limits, limit = result["bytes"], summary["limits"], result.get("limit", "fio")
     contracts = {kind.name: kind.contract for kind in PEERS}
-    rows = []
+    groups, rows = by_peer(result["rows"]), []
     for name, row in summary["peers"].items():
+        its = groups[name]
         speed = row["durable_s"] and nbytes / row["durable_s"] / 1e9
-        cells = [number(row["returned_s"]), number(row["stall_s"])]
-        cells += [number(row["stall_speedup"], ".2f"), number(row["durable_s"])]
-        cells += [number(speed, ".2f"), number(row["durable_speedup"], ".2f")]
-        cells += [number(row["write_of_limit"], ".0%"), number(row["load_s"])]
-        cells += [number(row["load_speedup"], ".2f"), number(row["read_of_limit"], ".0%")]
+        cells = [spread_of(its, "returned_s"), spread_of(its, "stall_s")]
+        cells += [spread_of(its, "durable_s"), number(speed, ".2f")]
+        cells += [number(row["durable_speedup"], ".2f"), spread_of(its, "load_s")]
+        cells += [number(row["load_speedup"], ".2f")]
+        first = [its["warm_ups"][0] for its in groups[name] if its.get("warm_ups")]
+        cells += [spread_of(first, key) for key in FIRST]
         wrong = "" if row["all_bytes_right"] else " **WRONG BYTES LOADED**"
-        rows.append([name, *cells, contracts[name] + wrong])
+        rows.append([name, *cells, contracts.get(name, "") + wrong])
     for label, key in (("memmove, 1 thread", "memmove_s"), ("Tensor.copy_", "torch_copy_s")):
-        rows.append([label, number(limits[key]), number(limits[key])] + ["-"] * 8 + ["a copy"])
-    for key in ("write", "read"):
         if limits[key]:
-            speed, seconds = number(limits[key] / 1e9, ".2f"), number(nbytes / limits[key])
-            cells = [seconds, speed, "-", "-", "-"] if key == "write" else ["-"] * 4 + [seconds]
-            notes = f"{speed} GB/s, the best cell"
-            rows.append([f"{limit} {key}", "-", "-", "-", *cells, "-", "-", notes])
-    heads = ["peer", "returns s", "may mutate s", "x torch.save", "durable s", "GB/s"]
-    heads += ["x torch.save", "of the limit", "cold load s", "x torch.save", "of the limit"]
-    first = result["warm_ups"] + 1
-    note = f"Each is save and load number {first} of a process of its own, the first that is timed."
-    return [note, table([*heads, "contract"], rows)]
+            seconds = spread_of(result["limits"], key)
+            rows.append([label, seconds, seconds, *["-"] * (5 + len(FIRST)), "a copy"])
+    for key, column in (("write", 2), ("read", 5)):
+        if limits[key]:
+            speed, cells = number(limits[key] / 1e9, ".2f"), ["-"] * (7 + len(FIRST))
+            cells[column] = number(nbytes / limits[key])
+            rows.append([f"{limit} {key}", *cells, f"{speed} GB/s, the best cell"])
+    heads = ["peer", "returns s", "may mutate s", "durable s", "GB/s", "faster than torch.save"]
+    heads += ["cold load s", "faster than torch.load"]
+    heads += [f"{head} s, the first of a process" for head in FIRST.values()]
+    return [table([*heads, "contract"], rows)]
+
+
+def many_tables(result: Row, _summary: Row) -> list[str]:
+    """Return the table of saves of many tensors."""
+    clocks = ("returned_s", "stall_s", "durable_s", "load_s")
+    rows = [
+        [name, *(spread_of(its, key) for key in clocks)]
+        for name, its in by_peer(result["rows"]).items()
+    ]
+    heads = ["peer", "returns s", "may mutate s", "durable s", "cold load s"]
+    return [table(heads, rows)]
 
 
 def summarize_drag(result: Row) -> Row:
@@ -112,10 +158,20 @@ def summarize_drag(result: Row) -> Row:
     }
 
 
-def drag_tables(_result: Row, summary: Row) -> list[str]:
+def drag_lines(result: Row) -> list[Line]:
+    """Hold the lost time against the best peer's."""
+    what = "training lost per save, step fence"
+    return of_best(result["rows"], FastckptStep.name, "lost_s", what, 0.5)
+
+
+def drag_tables(result: Row, _summary: Row) -> list[str]:
     """Return the table of what a save costs the training beside it."""
-    heads = ["peer", "lost s a save", "stall s", "quiet step s"]
-    return [table(heads, [[name, *map(number, row.values())] for name, row in summary.items()])]
+    heads, clocks = ["peer", "lost s a save", "stall s", "quiet step s"], ("lost_s", "stall_s")
+    rows = [
+        [name, *(spread_of(its, key) for key in (*clocks, "quiet_step_s"))]
+        for name, its in by_peer(result["rows"]).items()
+    ]
+    return [table(heads, rows)]
 
 
 def summarize_small(result: Row) -> Row:
@@ -130,13 +186,19 @@ def summarize_small(result: Row) -> Row:
     }
 
 
-def small_tables(_result: Row, summary: Row) -> list[str]:
+def small_tables(result: Row, summary: Row) -> list[str]:
     """Return the table of small durable saves."""
     rows = [
-        [name, number(row["median_s"] * 1e3, ".2f"), number(row["speedup"], ".2f")]
+        [name, quartiles(result["seconds"][name], 1e3), number(row["speedup"], ".2f")]
         for name, row in summary.items()
     ]
-    return [table(["way", "median ms", "x first row"], rows)]
+    return [table(["way", "median ms (quartiles)", "faster than the first row"], rows)]
+
+
+def quartiles(values: list[float], scale: float) -> str:
+    """Return the median and in brackets the first and third quartile."""
+    low, middle, high = (scale * value for value in statistics.quantiles(values, n=4))
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 def summarize_crc(result: Row) -> Row:
@@ -147,19 +209,28 @@ def summarize_crc(result: Row) -> Row:
     }
 
 
-def crc_tables(_result: Row, summary: Row) -> list[str]:
+def crc_tables(result: Row, summary: Row) -> list[str]:
     """Return the table of CRC-32 speeds."""
-    names = next(iter(summary.values()))
-    rows = [[name, *(number(its[name] / 1e9, ".2f") for its in summary.values())] for name in names]
+    names, seen = next(iter(summary.values())), result["bytes_per_s"]
+    rows = [[name, *(speeds(its[name]) for its in seen.values())] for name in names]
     return [table(["kernel", *(f"GB/s, {size}" for size in summary)], rows)]
+
+
+def speeds(bytes_per_s: list[float]) -> str:
+    """Return the median and the extremes in GB/s."""
+    return spread_of([{"speed": value} for value in bytes_per_s], "speed", ".2f", 1e-9)
 
 
 def codec_tables(result: Row, summary: Row) -> list[str]:
     """Return the table of encoders."""
     rows = [
-        [f"{kind}, {codec}", number(result["shares"][f"{kind}, {codec}"]), number(bps / 1e9, ".2f")]
+        [
+            f"{kind}, {codec}",
+            number(result["shares"][f"{kind}, {codec}"]),
+            speeds(result["bytes_per_s"][kind][codec]),
+        ]
         for kind, its in summary.items()
-        for codec, bps in its.items()
+        for codec in its
     ]
     return [table(["normal numbers", "stored, of all", "GB/s"], rows)]
 
@@ -169,20 +240,34 @@ def gib(result: Row) -> str:
     return f"{result['bytes'] / 2**30:.2f} GiB"
 
 
+def nothing(_result: Row) -> list[Line]:
+    """Return no line, for what has no bar."""
+    return []
+
+
 class Section(NamedTuple):
-    """How a workload is told: its medians, and of them the title and tables."""
+    """How a workload is told: its medians, and of them the title, the bars and the tables."""
 
     summarize: Callable[[Row], Any]
     title: Callable[[Row], str]
     tables: Callable[[Row, Any], list[str]]
+    lines: Callable[[Row], list[Line]] = nothing
 
 
 SECTIONS = {
     "saves": Section(
-        summarize_saves, lambda it: f"Saves and cold loads of {gib(it)}, medians", saves_tables
+        summarize_saves, lambda it: f"Saves and cold loads of {gib(it)}", saves_tables, saves_lines
     ),
     "drag": Section(
-        summarize_drag, lambda it: f"Training time lost to a save of {gib(it)}", drag_tables
+        summarize_drag,
+        lambda it: f"Training time lost to a save of {gib(it)}",
+        drag_tables,
+        drag_lines,
+    ),
+    "many": Section(
+        summarize_saves,
+        lambda it: f"Saves of {gib(it)} in tensors of 66 KiB",
+        many_tables,
     ),
     "small": Section(
         summarize_small,

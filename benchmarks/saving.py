@@ -7,7 +7,6 @@ a peer works or how results are shown.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import sys
 import time
@@ -23,11 +22,12 @@ from rivals.peer import Peer, State
 from rivals.process import in_process, in_process_of, reason_of
 from storage import drop_page_cache, fsync_path, fsync_tree, remove, size_of
 
-from fastckpt.cli.bench.benchmark import in_turn, rotated
+from fastckpt.cli.bench.benchmark import before_clock, in_turn, rotated
 from fastckpt.cli.bench.state import differing, flat_tensors, gpt_state, nbytes_of, touch
 
 # The third save of a process is the first whose times those after it repeat.
 WARM_UPS = 2
+SMALL_BYTES = 66 << 10
 CLOCKS = {
     "returned": "returned_s",
     "staged": "stall_s",
@@ -54,7 +54,7 @@ def timed_save(peer: Peer, state: State, target: Path) -> Row:
     """Save once into the new directory `target`; returns seconds since the call for each clock."""
     target.mkdir()
     fsync_path(target.parent)
-    gc.collect()
+    before_clock(nbytes_of(state))
     started = time.perf_counter()
     save = peer.save(state, target)
     returned = time.perf_counter()
@@ -78,6 +78,7 @@ def timed_load(peer: Peer, state: State, target: Path, template: State) -> Row:
         for tensor in flat_tensors(template).values():
             tensor.zero_()
     cold = drop_page_cache(target)
+    before_clock(nbytes_of(state))
     started = time.perf_counter()
     loaded = peer.load(target, template)
     touch(loaded)
@@ -94,19 +95,35 @@ def save_and_load(peer: Peer, state: State, target: Path, template: State | None
     return row
 
 
-def one_turn(peer: Peer, nbytes: int, directory: Path, loading: bool) -> Row:
+def many_state(nbytes: int) -> State:
+    """Return tensors of a little more bytes than a save copies at the call, named as those of a
+    transformer.
+    """
+    names = (f"transformer.h.{i // 12}.part.{i % 12}.weight" for i in range(nbytes // SMALL_BYTES))
+    return {"model": {name: torch.randn(SMALL_BYTES // 4) for name in names}}
+
+
+STATES: dict[str, Callable[[int], State]] = {"saves": gpt_state, "many": many_state}
+
+
+def one_turn(peer: Peer, kind: str, nbytes: int, directory: Path, loading: bool) -> Row:
     """Make a state, and save (and load) it in this process as often as it takes to time it once.
 
     The first saves and loads of a process allocate what later ones reuse; the row has them apart.
     """
-    state = gpt_state(nbytes)
+    state = STATES[kind](nbytes)
     template = (blank_like(state) if peer.fills_template else {}) if loading else None
     with peer.opened():
         rows = [
-            save_and_load(peer, state, directory / "save", template) for _ in range(WARM_UPS + 1)
+            # The first and the last save are loaded, too.
+            save_and_load(
+                peer, state, directory / "save", template if number in (0, WARM_UPS) else None
+            )
+            for number in range(WARM_UPS + 1)
         ]
     clocks = [{key: row[key] for key in CLOCKS.values() if key in row} for row in rows[:-1]]
-    return {**rows[-1], "warm_ups": clocks}
+    wrong = sorted({name for row in rows for name in row.get("wrong_tensors", ())})
+    return {**rows[-1], "warm_ups": clocks, "wrong_tensors": wrong}
 
 
 def attempted(peer: str, measure: Callable[[], Row]) -> Row:
@@ -124,21 +141,23 @@ def attempted(peer: str, measure: Callable[[], Row]) -> Row:
 
 
 def run_saves(
+    kind: str,
     peers: list[Peer],
     nbytes: int,
     directory: Path,
     rounds: int,
     loading: bool,
-    ceiling: Ceiling,
+    ceiling: Ceiling | None,
 ) -> Row:
     """Time every peer's save (and cold load) once a round, the limits in every round, too."""
     rows: list[Row] = []
     limits: list[Row] = []
     for number in range(rounds):
-        copies = in_process(Path(sys.executable), memory_copies, nbytes)
-        limits.append({"round": number, **copies, **ceiling.measure(reading=loading)})
+        if ceiling is not None:
+            copies = in_process(Path(sys.executable), memory_copies, nbytes)
+            limits.append({"round": number, **copies, **ceiling.measure(reading=loading)})
         for peer in rotated(peers, number):
-            turn = partial(in_process_of, peer, one_turn, nbytes, directory, loading)
+            turn = partial(in_process_of, peer, one_turn, kind, nbytes, directory, loading)
             row = {"round": number, **attempted(peer.name, turn)}
             remove(directory / "save")  # what a peer that failed has left
             rows.append(row)
@@ -146,7 +165,8 @@ def run_saves(
             progress(f"round {number + 1}/{rounds} {peer.name}: {', '.join(told) or 'failed'}")
             if row.get("wrong_tensors"):
                 progress(f"{peer.name} LOADED WRONG BYTES: {row['wrong_tensors'][:5]}")
-    nbytes = limits[0]["copied_bytes"]
+    if limits:
+        nbytes = limits[0]["copied_bytes"]
     return {"bytes": nbytes, "warm_ups": WARM_UPS, "rows": rows, "limits": limits}
 
 

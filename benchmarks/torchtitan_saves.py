@@ -25,6 +25,8 @@ import torchtitan_cpu
 from harness import Line, at_most, told
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from fastckpt.cli.bench.benchmark import before_clock
+
 STEPS = 8  # of training behind a save, over which it may cost time
 NONE, OURS, DCP, DCP_ASYNC = "no save", "fastckpt", "DCP, disabled", "DCP, async"
 
@@ -33,7 +35,7 @@ class Way:
     """Checkpoints of one Trainer, by one manager; clocks are those of the slowest rank."""
 
     def __init__(self, trainer: Any, config: Any, ballast: Any) -> None:
-        self.trainer = trainer
+        self.trainer, self.nbytes = trainer, ballast.to_local().nbytes
         self.checkpointer = (
             None
             if config is None
@@ -53,6 +55,7 @@ class Way:
         """Trains for STEPS steps, behind a save if there is a manager."""
         trainer, checkpointer, finished = self.trainer, self.checkpointer, list[float]()
         trainer.checkpointer = checkpointer or Nothing()
+        before_clock(self.nbytes)
         dist.barrier()
         begun = time.perf_counter()
         if checkpointer is not None:
@@ -73,14 +76,15 @@ class Way:
 
     def loaded(self) -> float:
         """Returns how long the load of the newest checkpoint takes."""
+        before_clock(self.nbytes)
         dist.barrier()
         begun = time.perf_counter()
         assert self.checkpointer is not None and self.checkpointer.load()
         return slowest(time.perf_counter() - begun)
 
-    def median(self, name: str) -> float:
-        """Returns the median of all rounds but the first."""
-        return statistics.median(self.clocks[name][1:])
+    def seconds(self, name: str) -> list[float]:
+        """Returns a clock of all rounds but the first."""
+        return self.clocks[name][1:]
 
 
 class Nothing:
@@ -96,7 +100,12 @@ def slowest(seconds: float) -> float:
     return float(found)
 
 
-def compare(directory: Path, ballast_mib: int, rounds: int) -> list[Line]:
+def shown(line: Line) -> str:
+    """Returns a median and its extremes."""
+    return f"{line.measured} ({line.spread})" if line.spread else line.measured
+
+
+def compare(directory: Path, ballast_mib: int, rounds: int) -> tuple[list[Line], list[str]]:
     args = Namespace(steps=10_000, context=64, root=directory, tp=1, manager="fastckpt")
     trainer = torchtitan_cpu.Logging(
         torchtitan_cpu.configured(Namespace(**vars(args), every=1, exclude=[]))
@@ -121,22 +130,27 @@ def compare(directory: Path, ballast_mib: int, rounds: int) -> list[Line]:
     for _ in range(rounds + 1):
         for way in ways.values():
             way.round(batches)
-    base = ways.pop(NONE).median("total")
-    lines = [told("training alone", f"{base:.3f} s for {STEPS} steps")]
-    lost = {name: way.median("total") - base for name, way in ways.items()}
-    for name, way in ways.items():
-        stall, committed = way.median("stall"), way.median("committed")
-        lines += [
-            told(f"{name}: blocked", f"{stall:.3f} s"),
-            told(f"{name}: lost", f"{lost[name]:.3f} s ({lost[name] / base * STEPS:.2f} steps)"),
-            told(f"{name}: committed", f"{committed:.3f} s"),
-            told(f"{name}: load, cached", f"{way.loaded():.3f} s"),
-        ]
-    better = min(lost[DCP], lost[DCP_ASYNC])
-    lines.append(at_most("lost, of DCP's better", lost[OURS] / better, 0.5, ".2f", " x"))
+    quiet = ways.pop(NONE).seconds("total")
+    for way in ways.values():
+        totals = zip(way.seconds("total"), quiet, strict=True)
+        way.clocks["lost"] = [0.0, *(total - alone for total, alone in totals)]
+        way.clocks["load, cached"] = [0.0, *(way.loaded() for _ in range(3))]
+    mine, *others = (
+        statistics.median(ways[name].seconds("lost")) for name in (OURS, DCP, DCP_ASYNC)
+    )
+    lines = [
+        told(f"training alone, {STEPS} steps", quiet, ".3f", " s"),
+        at_most("lost, of DCP's better: medians", mine / min(others), 0.5, ".2f", " x"),
+    ]
+    heads = ["stall", "lost", "committed", "load, cached"]
+    cells = [
+        [name, *(shown(told("", way.seconds(head), ".3f")) for head in heads)]
+        for name, way in ways.items()
+    ]
+    tables = [harness.table(["manager", *(f"{head} s" for head in heads)], cells)]
     for way in ways.values():
         way.checkpointer.close()
-    return lines
+    return lines, tables
 
 
 def main() -> int:
@@ -146,17 +160,16 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     directory, environment = options.dir / "torchtitan", harness.environment(options.dir)
-    lines = compare(directory, options.ballast, options.rounds)
+    lines, tables = compare(directory, options.ballast, options.rounds)
     dist.barrier()
     is_first = dist.get_rank() == 0
     dist.destroy_process_group()
     if not is_first:
         return 0
     shutil.rmtree(directory)
-    sections = harness.recorded({f"torchtitan, {options.rounds} rounds": lines})
-    return harness.concluded(
-        {"environment": environment, "lines": sections}, options.out, "torchtitan"
-    )
+    title = f"torchtitan, {options.rounds} rounds"
+    record = {"environment": environment, "lines": harness.recorded({title: lines})}
+    return harness.concluded(record | {"tables": {title: tables}}, options.out, "torchtitan")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from saving import blank_like
 
+from fastckpt.cli.bench.benchmark import before_clock
 from fastckpt.cli.bench.state import flat_tensors, gpt_state, nbytes_of
 from rivals.peer import Peer, Save, State, already
 
@@ -122,6 +123,7 @@ def one_turn(peer: Peer, nbytes: int, directory: Path, loads: bool) -> dict[str,
     with peer.opened():
         for turn in range(SAVES):
             settle()
+            before_clock(nbytes)
             cpu_s, begun = time.process_time(), time.perf_counter()
             save = peer.save(state, directory / f"save-{turn}")
             save.wait_staged()
@@ -133,6 +135,7 @@ def one_turn(peer: Peer, nbytes: int, directory: Path, loads: bool) -> dict[str,
         template = blank_like(state) if loads else {}
         for _ in range(LOADS if loads else 0):
             settle()
+            before_clock(nbytes)
             cpu_s, begun = time.process_time(), time.perf_counter()
             peer.load(directory / f"save-{SAVES - 1}", template)
             row["load_s"] = time.perf_counter() - begun

@@ -1,0 +1,325 @@
+"""The tables and the picture in the documents, made of the records in results/.
+
+    python benchmarks/documents.py          # after a record has changed; make bench-all does it
+
+A document has a table between `<!-- results: NAME -->` and `<!-- results end -->`; NAME is a part
+of parts.py or a view of this file. A test compares what stands there with the records. The module
+must not measure anything.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import harness
+from harness import ROOT, Line, Row, spread_of, table
+from parts import RESULTS
+from report import SECTIONS, by_peer
+
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("benchmarks.md", "scale.md")))
+PICTURE = ROOT / "docs" / "images" / "saves"
+MARKED = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- results end -->)", re.DOTALL)
+OLD = RESULTS.parent
+# Records from before there was `make bench-all`, whose own take their place.
+OLDER = {
+    "saves": "bench-20261121T004448Z.json",
+    "training": "bench-20261121T005426Z.json",
+    "ranks": "ranks-20261121T221443Z.json",
+    "dcp": "dcp-20261122T102306Z.json",
+    "export": "export-20261125T225742Z.json",
+    "torchtitan": "torchtitan-20261126T155940Z.json",
+    "objects": "objects-20261126T213946Z.json",
+    "burst": "burst-20261122T103159Z.json",
+    "scale": "scale-20261121T222042Z.json",
+}
+LABELS = {
+    "torch.save": "torch.save + fsync",
+    "safetensors": "safetensors + fsync",
+    "dcp-async": "DCP async_save, default",
+    "dcp-async-stager": "DCP async_save, stager",
+    "torchsnapshot-async": "torchsnapshot async_take",
+    "torch_checkpointing": "torch_checkpointing async",
+    "deepspeed": "DeepSpeed FastFileWriter",
+    "fastckpt": "**fastckpt, call fence**",
+    "fastckpt-step": "**fastckpt, step fence**",
+}
+NOTHING = "Not measured yet; `make bench-all` does."
+
+
+@cache
+def record_of(name: str) -> Row | None:
+    """Return the record of a part, None if there is none."""
+    for file in (RESULTS / f"{name}.json", OLD / OLDER.get(name, "none")):
+        if file.exists():
+            found: Row = json.loads(file.read_text())
+            return {"command": older_command(file, found)} | found
+    return None
+
+
+def older_command(file: Path, record: Row) -> str:
+    """Return how a record was made that does not say it."""
+    told = " ".join(record["environment"]["argv"])
+    kind, options = name_of(file), re.sub(r" ?--(dir|out) \.\.\.", "", told).strip()
+    target = "make bench" if kind == "bench" else f"make bench-{kind}"
+    return f'{target} BENCH_ARGS="{options}"' if options else target
+
+
+def name_of(file: Path) -> str:
+    """Return the kind of a benchmark from the name of its record."""
+    return file.stem.split("-")[0]
+
+
+def filled(text: str) -> str:
+    """Return text in lines as long as those of the documents."""
+    return textwrap.fill(text, 100, break_long_words=False, break_on_hyphens=False)
+
+
+def machine(record: Row) -> str:
+    """Return where a record was made, in words."""
+    env = record["environment"]
+    cpus = env.get("cpus", env.get("cores"))
+    gpus = "".join(f"{name}, " for name in env.get("gpus", ()))
+    kernel = env["kernel"].removeprefix("Linux ").split("-")[0]
+    return (
+        f"{gpus}{env['cpu']}, {cpus} cores, {env['memory_bytes'] / 2**30:.0f} GiB; Linux {kernel}, "
+        f"{env['filesystem']}; Python {env['python']}, torch {env['torch']}"
+    )
+
+
+def source(record: Row, beside: Row | None = None) -> str:
+    """Return commit, machine and command of a record, in one sentence.
+
+    Args:
+        beside: a record above it, whose machine is named already.
+    """
+    env = record["environment"]
+    commit, _, changed = env["commit"].partition(" ")
+    told = record["command"]
+    is_same = beside is not None and machine(beside) == machine(record)
+    where = "the same machine" if is_same else machine(record)
+    name = f"{commit[:9]} {changed}".strip()
+    return f"Commit {name}, {env['date'][:10]}; {where}; `{told}`."
+
+
+def lines_of(record: Row) -> list[Line]:
+    """Return the lines of a record that have a bar, sections under their names."""
+    sections = record["lines"]
+    sections = {"": sections} if isinstance(sections, list) else sections
+    lines = []
+    for title, found in sections.items():
+        barred = [Line(**line) for line in found if line["bar"]]
+        if barred and len(sections) > 1:
+            lines.append(Line(f"*{record.get('titles', {}).get(title, title)}*", "", ""))
+        lines += barred
+    return lines
+
+
+def bars(names: Sequence[str]) -> str:
+    """Return the lines of several parts as one table, each under what its record is of."""
+    lines = []
+    for name in names:
+        if record := record_of(name):
+            told = source(record, record_of("saves"))
+            if missing := [*record.get("missing", {})]:
+                told += f" Not measured: {'; '.join(missing)}."
+            lines += [Line(f"**{name}.** {told}", "", ""), *lines_of(record)]
+        else:
+            lines.append(Line(f"**{name}.** {NOTHING}", "", ""))
+    return harness.markdown(lines)
+
+
+def tables(names: Sequence[str]) -> str:
+    """Return the tables of several parts."""
+    found = []
+    for name in names:
+        if (record := record_of(name)) and record.get("tables"):
+            found += [f"**{name}**", *merged(record["tables"])]
+    return "\n\n".join(found) or NOTHING
+
+
+def merged(tables: dict[str, list[str]]) -> list[str]:
+    """Return tables, those with the same heads as one that has a row for each title."""
+    found: dict[str, list[str]] = {}
+    for title, text in ((title, text) for title, its in tables.items() for text in its):
+        heads, rule, *rows = text.splitlines()
+        titled = [f"| **{title}** |{' |' * (heads.count('|') - 2)}"] if len(tables) > 1 else []
+        found.setdefault(f"{heads}\n{rule}", []).extend([*titled, *rows])
+    return ["\n".join([heads, *rows]) for heads, rows in found.items()]
+
+
+def by_workload(record: Row) -> list[str]:
+    """Return what a record of bench.py has, from its rows."""
+    found = []
+    for name, result in record["results"].items():
+        if name in SECTIONS:
+            section = SECTIONS[name]
+            found.append(f"**{section.title(result)}**")
+            if lines := section.lines(result):
+                found.append(harness.markdown(lines))
+            found += section.tables(result, section.summarize(result))
+    return found
+
+
+def part(name: str) -> str:
+    """Return all that a part of bench.py has measured."""
+    record = record_of(name)
+    if record is None:
+        return NOTHING
+    beside = record_of("saves") if name != "saves" else None
+    notes = [f"{note.removesuffix('.')}." for note in record.get("notes", ()) if not beside]
+    found = [filled(" ".join([source(record, beside), *notes])), *by_workload(record)]
+    if missing := [*record.get("missing", {})]:
+        found.append(filled(f"Not measured in this run: {'; '.join(missing)}."))
+    if failures := record.get("failures"):
+        told = (line.split(": ", 2)[:2] for line in failures)
+        found.append(
+            filled(f"Failed in this run: {'; '.join(': '.join(words) for words in told)}.")
+        )
+    return "\n\n".join(found)
+
+
+def readme() -> str:
+    """Return the table of saves and loads, and what they cost a training loop, for the README."""
+    saves, training = record_of("saves"), record_of("training")
+    if saves is None or training is None:
+        return NOTHING
+    result, drag, rows = saves["results"]["saves"], training["results"]["drag"], []
+    groups, trained = by_peer(result["rows"]), by_peer(drag["rows"])
+    for name, label in LABELS.items():
+        if name in groups:
+            cells = [spread_of(groups[name], key, ".2f") for key in ("stall_s", "durable_s")]
+            if name == "fastckpt-step":
+                cells[0] = f"returns after {spread_of(groups[name], 'returned_s')}"
+            cells += [spread_of(groups[name], "load_s", ".2f")]
+            rows.append([label, *cells, spread_of(trained.get(name, []), "lost_s", ".2f")])
+    heads = ["seconds, median (all rounds)", "blocked", "durable", "cold load", "training lost"]
+    told = (
+        f"State: {result['bytes'] / 2**30:.2g} GiB; in the last column "
+        f"{drag['bytes'] / 2**30:.2g} GiB, beside a loop on one thread. {source(saves)} "
+        f"Last column: {source(training, saves)}"
+    )
+    return f"{table(heads, rows)}\n\n{filled(told)}"
+
+
+GPU_RUNS = ("first", "second", "third")
+
+
+def gpu() -> str:
+    """Return the lines of the three runs on a GPU, failures in bold."""
+    found: dict[str, dict[str, str]] = {}
+    bars, environments = {}, {}
+    for run in GPU_RUNS:
+        for file in sorted((OLD / "gpu-2026-11-26" / run).rglob("*.json")):
+            record = json.loads(file.read_text())
+            environments[run] = record["environment"]
+            for line in (line for lines in record["lines"].values() for line in lines):
+                text = (
+                    line["measured"] if line["passed"] is not False else f"**{line['measured']}**"
+                )
+                found.setdefault(line["what"], {})[run] = text
+                bars[line["what"]] = line["bar"]
+    rows = [
+        [what, bars[what], *(cells.get(run, "-") for run in GPU_RUNS)]
+        for what, cells in found.items()
+        if bars[what] and {*cells.values()} != {"yes"}  # bytes that came back as they were saved
+    ]
+    env = environments["third"]
+    heads = ["what", "bar", *(f"{run}, {environments[run]['commit'][:7]}" for run in GPU_RUNS)]
+    told = (
+        f"{env['gpus'][0]}, {env['cpu']}, {env['cpus']} cores; torch {env['torch']}, Python "
+        f"{env['python']}; {env['date'][:10]}. `make gpu-proof`, medians of two or three rounds "
+        "(the records have each round); what failed its bar is bold."
+    )
+    return f"{filled(told)}\n\n{table(heads, rows)}"
+
+
+def gpu_training() -> str:
+    """Return what saves cost a training loop on a GPU."""
+    (file,) = (OLD / "gpu-2026-11-26" / "third" / "ram").glob("*.json")
+    record = json.loads(file.read_text())
+    record["command"] = older_command(file, record)
+    (told,) = record["tables"]["train"]
+    note, found = told.split("\n\n")
+    return f"{filled(f'{note} {source(record)}')}\n\n{found}"
+
+
+VIEWS: dict[str, Callable[[], str]] = {"readme": readme, "gpu": gpu, "gpu-training": gpu_training}
+LISTS: dict[str, Callable[[list[str]], str]] = {"bars": bars, "tables": tables}
+
+
+def made(text: str) -> str:
+    """Return a document with its tables as the records have them."""
+
+    def between(match: re.Match[str]) -> str:
+        kind, _, names = match[2].partition(":")
+        if kind in LISTS:
+            found = LISTS[kind](harness.words(names))
+        else:
+            found = VIEWS[kind]() if kind in VIEWS else part(kind)
+        return f"{match[1]}{found}\n\n{match[3]}"
+
+    return MARKED.sub(between, text)
+
+
+def draw() -> None:
+    """Draw until when the state may not change, and until when it is not durable, by peer."""
+    import matplotlib
+
+    record = record_of("saves")
+    assert record is not None
+    matplotlib.use("Agg")
+    matplotlib.rcParams.update({"svg.hashsalt": "fastckpt", "font.size": 10})
+    from matplotlib import pyplot
+
+    groups = by_peer(record["results"]["saves"]["rows"])
+    names = [name for name in LABELS if name in groups][::-1]
+    figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(names) + 1.2))
+    for key, offset, label, color in (
+        ("durable_s", -0.2, "until it is durable", "#9db8d2"),
+        ("stall_s", 0.2, "until the state may change", "#c2452d"),
+    ):
+        values = [harness.middle(groups[name], key) for name in names]
+        places = [place + offset for place in range(len(names))]
+        bars = axes.barh(places, values, 0.38, label=label, color=color)
+        axes.bar_label(bars, fmt="%.2f s", padding=3, fontsize=8)
+    axes.set_yticks(range(len(names)), [LABELS[name].strip("*") for name in names])
+    axes.set_xlabel(f"seconds, {harness.number(size_of(record), '.2g')} GiB; less is better")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="lower right", frameon=False)
+    figure.tight_layout()
+    PICTURE.parent.mkdir(parents=True, exist_ok=True)
+    told = origin(record)
+    figure.savefig(PICTURE.with_suffix(".svg"), metadata={"Date": None, "Description": told})
+    figure.savefig(PICTURE.with_suffix(".png"), dpi=110, metadata={"Description": told})
+    pyplot.close(figure)
+
+
+def origin(record: Row) -> str:
+    """Return the commit and the time of a record."""
+    return f"commit {record['environment']['commit']}, {record['environment']['date']}"
+
+
+def size_of(record: Row) -> float:
+    """Return the GiB of the state that a record of saves is of."""
+    return float(record["results"]["saves"]["bytes"] / 2**30)
+
+
+def write(documents: tuple[Path, ...] = DOCUMENTS) -> None:
+    """Write the tables into the documents, and draw the picture where matplotlib is installed."""
+    record_of.cache_clear()
+    for document in documents:
+        document.write_text(made(document.read_text()))
+        harness.progress(f"wrote {document.name}")
+    try:
+        draw()
+    except ImportError:
+        harness.progress("no picture: matplotlib is not installed")
+
+
+if __name__ == "__main__":
+    write()
