@@ -31,7 +31,7 @@ from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, may_go
 from fastckpt.storage.machine import this_machine
 from fastckpt.tiers.memory_budget import MemoryBudget
-from fastckpt.tiers.nodes import OBJECTS_PART, NodesSteps, RanksByNode, sizes_of
+from fastckpt.tiers.nodes import NodesSteps, RanksByNode, parts_of
 from fastckpt.tiers.replicas import Replicas
 
 log = logging.getLogger("fastckpt")
@@ -295,12 +295,13 @@ class LocalTier:
         replicas, copies = self.replicas, self._held.get(item.manifest.nonce)
         if replicas is None or copies is None:
             return None
-        own, parts = self.nodes().first(self._rank), {item.manifest.objects.file: OBJECTS_PART}
-        for writer in item.manifest.writers:
-            parts |= {writer.file: writer.rank, writer.index: writer.rank}
+        own, parts = self.nodes().first(self._rank), parts_of(item.manifest).items()
+        part_of = {file: part for part, files in parts for file in files}
 
         def fetch(file: str, is_damaged: bool) -> str:
-            there = [at for at, (_name, its) in copies.items() if parts[file] in its and at != own]
+            there = [
+                at for at, (_name, its) in copies.items() if part_of[file] in its and at != own
+            ]
             return replicas.fetch(item, there, file, is_damaged)
 
         return fetch
@@ -339,8 +340,9 @@ class LocalTier:
             name = name or replicas.adopt(self._step_of[nonce], nonce, [*copies])
             with suppress(CheckpointError):  # it was removed meanwhile, or there is none
                 manifest = self.steps.read(name)
-                missing = sizes_of(manifest, without=parts)
-                if budget is not None and budget.used() + sum(missing.values()) <= budget.nbytes:
+                of = parts_of(manifest)
+                needed = sum(sum(of[part].values()) for part in of.keys() - {*parts})
+                if budget is not None and budget.used() + needed <= budget.nbytes:
                     names[nonce] = name
         return names
 
@@ -459,20 +461,16 @@ class LocalTier:
 
     def _listed(self, item: Committed) -> dict[str, Any]:
         """Returns what a node tells the others of its copy of a step."""
-        manifest, parts = item.manifest, []
-        for writer in manifest.writers:
-            files = {writer.file: writer.nbytes, writer.index: writer.index_nbytes}
-            if all(self._has(item.name, file, nbytes) for file, nbytes in files.items()):
-                parts.append(writer.rank)
-        if self._has(item.name, manifest.objects.file, manifest.objects.nbytes):
-            parts.append(OBJECTS_PART)
+        manifest = item.manifest
+        of = parts_of(manifest)
+        parts = [part for part in of if all(self._has(item.name, *its) for its in of[part].items())]
         return {
             "name": item.name,
             "step": manifest.step,
             "nonce": manifest.nonce,
             "sequence": manifest.sequence,
             "parts": parts,
-            "of": len(manifest.writers) + 1,
+            "of": len(of),
             "drained": self._has(item.name, DRAINED),
         }
 

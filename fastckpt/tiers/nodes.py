@@ -5,8 +5,6 @@ The module must not know how that was found out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fastckpt.formats.manifest import Manifest
 from fastckpt.steps.known import Known
 from fastckpt.steps.root import Steps
@@ -60,14 +58,15 @@ class NodesSteps(Steps):
         return self._steps.path(self._own.get(name, name), *parts)
 
 
-def sizes_of(manifest: Manifest, without: Sequence[int] = ()) -> dict[str, int]:
-    """Returns the size of each file of a step but the manifest's, an index before its shard,
-    without those of some parts.
-    """
-    sizes = dict[str, int]()
-    for writer in manifest.writers:
-        if writer.rank not in without:
-            sizes |= {writer.index: writer.index_nbytes, writer.file: writer.nbytes}
-    if OBJECTS_PART not in without:
-        sizes[manifest.objects.file] = manifest.objects.nbytes
-    return sizes
+def parts_of(manifest: Manifest) -> dict[int, dict[str, int]]:
+    """Returns the files of each part of a step, with their sizes; an index before its shard."""
+    shards = {
+        writer.rank: {writer.index: writer.index_nbytes, writer.file: writer.nbytes}
+        for writer in manifest.writers
+    }
+    return shards | {OBJECTS_PART: {manifest.objects.file: manifest.objects.nbytes}}
+
+
+def sizes_of(manifest: Manifest) -> dict[str, int]:
+    """Returns the size of each file of a step but the manifest's."""
+    return {file: size for files in parts_of(manifest).values() for file, size in files.items()}

@@ -30,7 +30,7 @@ from fastckpt.steps.place import StepPlace
 from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.tiers.local_tier import SLOW_S, LocalTier
-from fastckpt.tiers.nodes import OBJECTS_PART, sizes_of
+from fastckpt.tiers.nodes import OBJECTS_PART, parts_of
 
 log = logging.getLogger("fastckpt")
 
@@ -287,8 +287,9 @@ class NodePlace(Place):
         try:
             if tier.replicas is not None and self._deadline_s is None:
                 manifest = tier.steps.read(name)
-                others = {OBJECTS_PART, *(writer.rank for writer in manifest.writers)} - {*parts}
-                why = tier.replicas.send(name, manifest, sizes_of(manifest, without=[*others]))
+                of = parts_of(manifest)
+                files = {file: size for part in parts for file, size in of[part].items()}
+                why = tier.replicas.send(name, manifest, files)
                 stats.replicas_why = why = self._agreed(why)
                 stats.replicated_s = None if why else self._handle.elapsed_s()
         finally:
