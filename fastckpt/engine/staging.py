@@ -199,7 +199,8 @@ class Staging:
             if requested == "io_uring":
                 raise BackendUnavailable(f"backend 'io_uring' does not work here: {ring}")
             why = f"{why}; but {ring}"
-        threads = self._threads("threads", fd, IO_THREADS)
+        count = IO_THREADS if writing else policy.readers
+        threads = self._threads(f"{count} threads", fd, count)
         return self._decided(Route(threads, direct, why, patience_s), path)
 
     def _direct(

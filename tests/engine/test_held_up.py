@@ -116,7 +116,7 @@ def test_each_mount_has_backends_of_its_own(
         stack.callback(storage.close, fds[2])
         fds.append(stack.enter_context(opened(Path("/dev/null"), os.O_RDWR)))
         first, second, other, beyond = [
-            made.route(fd, "a", requested, writing=False).sink for fd in fds
+            made.route(fd, "a", requested, writing=True, offset=None).sink for fd in fds
         ]
     assert first is second and other is not first
     assert beyond is other, "mounts beyond the bound share backends"

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
 import fastckpt
+from fastckpt.engine.staging import Staging
 from fastckpt.storage import direct_trial, policies
 from fastckpt.storage.direct_trial import SAMPLES, TIMED_BYTES, VALID_S, DirectTrial
 from fastckpt.storage.file_system import Storage
@@ -144,6 +146,17 @@ def test_saves_try_both_ways_and_tell(on_fuse: DirectTrial, disk: Path, name: st
     assert "measured: direct" in stats[4].why and "MB/s, buffered" in stats[4].why
     if name == "a.pt":
         assert bool((fastckpt.load(disk / name)["w"] == 1).all())
+
+
+@pytest.mark.parametrize("writing, count", [(False, 16), (True, 4)])
+def test_a_daemon_is_read_by_more_threads(
+    on_fuse: DirectTrial, disk: Path, writing: bool, count: int
+) -> None:
+    staging = Staging(Storage(), 1 << 20)
+    with closing(staging), open(disk / "a", "w+b") as file:
+        before = len(os.listdir("/proc/self/task"))
+        staging.route(file.fileno(), "a", "auto", writing=writing)
+        assert len(os.listdir("/proc/self/task")) - before == count
 
 
 def test_saves_that_cannot_be_timed_are_not(on_fuse: DirectTrial, disk: Path) -> None:
