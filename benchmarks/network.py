@@ -123,6 +123,22 @@ def table_of(rows: list[Row]) -> str:
     return harness.table(["way", *(f"{op}, {mib} MiB" for op, mib in cases)], cells)
 
 
+def summary(results: dict[str, list[Row]]) -> str:
+    """The table of docs/filesystems.md: every ratio of every file system, small states last."""
+    rows = []
+    for kind, told_rows in results.items():
+        for mib in dict.fromkeys(row["mib"] for row in told_rows if "mib" in row):
+            cells = [f"{kind}, {mib} MiB", version(kind) if kind in SYSTEMS else ""]
+            for op in ("save", "load"):
+                its = [row for row in told_rows if row["op"] == op and row["mib"] == mib]
+                best = best_of_shell(its)
+                cells.append(number(ratio(its, BASE), ".2f"))
+                cells.append(number(ratio(its, best) if best else None, ".2f", f" ({best})"))
+            rows.append(cells)
+    heads = ("file system", "version", "save x torch.save", "x best of cp, dd")
+    return harness.table([*heads, "load x torch.save", "x best of cp, dd"], rows)
+
+
 def main() -> int:
     """Run what the command line asks for; returns 1 when a bar was missed."""
     parser = harness.options_of("Benchmark saves and loads on network file systems.")
@@ -147,6 +163,7 @@ def main() -> int:
         results[kind] = rows
         sections[kind] = lines_of(rows)
         tables[kind] = [table_of(rows)]
+    sections["summary"], tables["summary"] = [], [summary(results)]
     record = {
         "environment": environment,
         "titles": {kind: f"{kind} ({version(kind)})" for kind in results if kind in SYSTEMS},
