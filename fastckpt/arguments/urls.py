@@ -15,7 +15,6 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from math import inf
 from typing import Any
 
 from fastckpt.arguments.checks import check_path
@@ -31,7 +30,7 @@ _PREFIXES = ("/s3:", "/gs:", "/az:")
 _lock = threading.Lock()
 _mounts: dict[str, dict[str, Any]] = {mount: {} for mount in _PREFIXES}  # their options
 _timeouts_s: dict[str, float] = {}  # by path: those that are shorter than a client's patience
-_PATIENCE_S = 450.0
+_PATIENCE_S = 512.0
 
 
 def path_of(
@@ -85,11 +84,11 @@ def path_of(
 
 def timeout_s_of(path: str) -> float:
     """Returns for how long the caller who has named a path last, or one above it, waits for an
-    answer; inf if that was not said.
+    answer; a long time if that was not said.
     """
     while path and path not in _timeouts_s:
         path = path.rpartition("/")[0]
-    return _timeouts_s.get(path, inf)
+    return _timeouts_s.get(path, _PATIENCE_S)
 
 
 def is_mounted(path: str) -> bool:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
+from math import frexp
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastckpt.arguments.environment import client_options, is_told, launched_rank
@@ -35,7 +36,7 @@ _KEYS = re.compile("access_key|credential|skip_signature", re.IGNORECASE)  # opt
 _CREDENTIALS = re.compile(r"//[^/@\s]+@")  # of an endpoint
 
 _lock = threading.Lock()
-# By mount, bucket, blocks of a part, and its user's timeout_s.
+# By mount, bucket, blocks of a part, and for how long its users wait.
 _stores: dict[tuple[str, str, int, float], ObjectStore] = {}
 _pid = 0  # of the process that has clients: those of its parent would hang
 
@@ -44,7 +45,9 @@ def store_of(path: str, part_bytes: int = 0) -> ObjectStore:
     """Returns the client for the bucket of a path. Raises StorageError in a child of fork()."""
     global _pid
     mount, bucket, _key = divided(path)
-    known = mount, bucket, part_bytes // BLOCK_BYTES, timeout_s_of(path)
+    # There are few clients, however many values callers pass: for each power of two.
+    timeout_s = 2.0 ** (frexp(timeout_s_of(path))[1] - 1)
+    known = mount, bucket, part_bytes // BLOCK_BYTES, timeout_s
     with _lock:
         if _pid not in (0, os.getpid()):
             raise StorageError("open", path, errno.ENOTSUP, detail=_FORKED)
@@ -63,20 +66,19 @@ _FORKED = (
 def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore:
     options, scheme = options_of(mount), mount[1:].partition(":")[0]
     most_s = timeout_s if blocks else _SHARE * timeout_s  # whoever waits for a part gives it up
-    pauses_s = {
-        "init_backoff": min(_PAUSE_S, most_s / 2),
-        "max_backoff": min(_PAUSE_S_MAX, most_s / 2),
-    }
+    patience_s = min(_PATIENCE_S if blocks else _SHORT_PATIENCE_S, most_s)
     retries = {
         "max_retries": 1000,
-        "retry_timeout": timedelta(
-            seconds=min(_PATIENCE_S if blocks else _SHORT_PATIENCE_S, most_s)
-        ),
-        "backoff": {"base": 2, **{key: timedelta(seconds=each) for key, each in pauses_s.items()}},
+        "retry_timeout": timedelta(seconds=patience_s),
+        "backoff": {
+            "init_backoff": timedelta(seconds=min(_PAUSE_S, most_s / 2)),
+            "max_backoff": timedelta(seconds=min(_PAUSE_S_MAX, most_s / 2)),
+            "base": 2,
+        },
     }
     options.setdefault("retry_config", retries)
     request_s = min(_REQUEST_S * max(1, blocks), most_s)
-    timing = {"timeout": f"{int(1000 * request_s)}ms", **client_options(scheme)}
+    timing = {"timeout": f"{max(1, int(1000 * request_s))}ms", **client_options(scheme)}
     timing |= options.pop("client_options", {})
     if scheme == "s3":  # every block has a CRC-32 of our own, and SHA-256 costs as much as the rest
         options.setdefault("unsigned_payload", True)

@@ -107,7 +107,7 @@ class ObjectStorage:
             self._probe(path)
             opened = _Open(path)
             opened.has = first or secrets.token_hex(16).encode()
-            opened.found = self._put_new(path, opened.has)
+            opened.found = self._put("create", path, opened.has, mode="create")
             return self._noted(opened)
         if purpose is None:
             return self._noted(_Open(path, self._put("create", path, b"")))
@@ -175,10 +175,6 @@ class ObjectStorage:
                 if last or error.errno != errno.EEXIST:  # a conflict with what was not made at last
                     raise
         raise AssertionError
-
-    def _put_new(self, path: str, content: bytes) -> Any:
-        """Puts an object that is not there yet; raises FileExistsError if it is."""
-        return self._put("create", path, content, mode="create")
 
     @staticmethod
     def _get(path: str, **options: Any) -> Any:
@@ -276,7 +272,7 @@ class ObjectStorage:
         if directory in self._claims:
             self._check_claim(directory)
             try:
-                opened.found = self._put_new(target, content)
+                opened.found = self._put("create", target, content, mode="create")
             except FileExistsError:
                 self._check_claim(directory)
                 raise
@@ -404,7 +400,7 @@ class ObjectStorage:
             return
         self._probe(path)
         content = os.fsencode(CLAIM + Owner.this().suffix())
-        self._claims[path] = self._put_new(os.path.join(path, CLAIM), content)
+        self._claims[path] = self._put("create", os.path.join(path, CLAIM), content, mode="create")
 
     def _check_claim(self, directory: str) -> None:
         claim = os.path.join(directory, CLAIM)
@@ -423,7 +419,7 @@ class ObjectStorage:
             return
         nonce = os.path.join(os.path.dirname(path), ".probe" + Owner.this().suffix())
         try:
-            self._put_new(nonce, b"")
+            self._put("create", nonce, b"", mode="create")
             with suppress(FileExistsError):  # as it should be
                 self._put("create", nonce, b"", mode="create")
                 detail = (
