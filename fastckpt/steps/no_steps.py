@@ -12,6 +12,7 @@ import os
 from functools import partial
 from math import inf
 
+from fastckpt.arguments.urls import is_mounted
 from fastckpt.errors import StorageError
 from fastckpt.formats import file_list, lease_record
 from fastckpt.formats.manifest import MANIFEST, is_manifest
@@ -36,7 +37,7 @@ def what_is_there(steps: Steps) -> str:
     root, storage = steps.root, steps.storage
     with reported("list", root):
         if storage.status(root) is None:
-            return "there is no such directory"
+            return f"there is no {'object below it' if is_mounted(root) else 'such directory'}"
         told = (lease_record.NAME, DELETED)
         entries = sorted(name for name in storage.names(root) if not name.startswith(told))
     saves = [name for name in entries if NAME.match(name)]

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt.errors import StorageError
+from fastckpt.errors import CheckpointError, StorageError
 from tests.interpreters import run
 from tests.objects.azure import AzureHandler
 from tests.objects.conftest import settle
@@ -141,6 +141,9 @@ def test_options_that_cannot_be_are_told(client: Any, weed: Weed, root: str) -> 
             call(options(weed.port) | unknown)
         with pytest.raises(StorageError, match="the client needs AWS_ALLOW_HTTP=true"):
             call(options(weed.port) | no_http)
+    reader = fastckpt.Checkpointer(root, storage_options=options(weed.port))
+    with reader, pytest.raises(CheckpointError, match="there is no object below it"):
+        reader.restore({}, required=True)
 
 
 def test_requests_of_a_save(proxy: Proxy, root: str) -> None:
