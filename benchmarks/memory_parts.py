@@ -5,7 +5,6 @@ It takes the times, and must not know what they are held against.
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
 import shutil
@@ -23,6 +22,7 @@ from harness import Row
 from storage import drop_page_cache
 
 from fastckpt import Checkpointer, Memory
+from fastckpt.cli.bench.machine import touch_memory
 
 MIB = 1 << 20
 SETTLE_S = 0.05  # from a commit to the end of what retention does after it
@@ -35,12 +35,6 @@ def spent() -> float:
     """Return the CPU seconds of this process, its threads included."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
-
-
-def touch(nbytes: int) -> None:
-    """Have the host give this machine so much memory: what is free for long it takes away."""
-    torch.ones(max(1, nbytes), dtype=torch.uint8)
-    gc.collect()
 
 
 def state_of(nbytes: int, tensors: int = 8) -> dict[str, torch.Tensor]:
@@ -91,7 +85,7 @@ def steps(nbytes: int, local: Path | None, root: Path, fence: str) -> Row:
     tier = {} if local is None else {"local": memory(local, budget)}
     with Checkpointer(root, keep_last=2, fence=fence, **tier) as saving:
         for step in range(WARM_UPS + SAVES):
-            touch(2 * nbytes if local is None or step < WARM_UPS else MIB)
+            touch_memory(2 * nbytes if local is None or step < WARM_UPS else MIB)
             for tensor in state.values():
                 tensor.add_(1.0)
             begun_cpu, begun = spent(), time.perf_counter()
@@ -151,11 +145,13 @@ def training(nbytes: int, step_s: float, local: Path, root: Path, rounds: int) -
     local.mkdir()
     with Checkpointer(root, local=memory(local, 4 * nbytes + 64 * MIB), fence="step") as saving:
         for number in range(rounds + 1):  # the first takes memory
+            touch_memory(2 * nbytes)
             begun, begun_cpu = time.perf_counter(), spent()
             for _ in range(STEPS):
                 work.step()
             without_s = (time.perf_counter() - begun) / STEPS
             own_cpu_s = spent() - begun_cpu
+            touch_memory(2 * nbytes)
             begun, begun_cpu = time.perf_counter(), spent()
             for _ in range(STEPS):
                 handle = saving.save(step, work.state)
@@ -188,7 +184,7 @@ def restores(nbytes: int, local: Path, root: Path, rounds: int) -> list[Row]:
     for _ in range(rounds):
         row: Row = {}
         for way in ("own memory", "root"):
-            touch(2 * nbytes)
+            touch_memory(2 * nbytes)
             if way == "root":
                 drop_page_cache(root)
             with Checkpointer(root, local=tier if way == "own memory" else None) as restoring:
@@ -241,7 +237,7 @@ def peer_restores(locals_: list[Path], root: Path, nbytes: int, rounds: int) -> 
     for _ in range(rounds):
         row: Row = {}
         for way in ("peer", "root"):
-            touch(nbytes)
+            touch_memory(nbytes)
             if rank == 1:
                 for path in local.iterdir():
                     shutil.rmtree(path)

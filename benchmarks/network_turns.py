@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # an installed fastck
 import torch
 
 import fastckpt
-from fastckpt.cli.bench.benchmark import rotated
+from fastckpt.cli.bench.benchmark import before_clock, rotated
 
 ROW = "ROW "  # begins the lines that are meant for who started this
 TENSORS = 16
@@ -97,14 +97,9 @@ def make_cold(files: list[Path], served: Path) -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
-def touch(nbytes: int) -> None:
-    """Take memory that the host of a virtual machine may have to find first, and free it."""
-    torch.empty(nbytes, dtype=torch.uint8).fill_(1)
-
-
 def timed(way: Way, path: Path, nbytes: int) -> tuple[float, Any]:
     """Return the seconds that a way takes, and what it returns."""
-    touch(2 * nbytes)
+    before_clock(nbytes)
     begun = time.perf_counter()
     result = way(path)
     return time.perf_counter() - begun, result

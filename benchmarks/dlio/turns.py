@@ -8,7 +8,6 @@ have given it back to its host. Must not know what the clocks are held against.
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import time
 from pathlib import Path
@@ -20,20 +19,11 @@ from dlio_benchmark.checkpointing.pytorch_checkpointing import PyTorchCheckpoint
 import fastckpt
 from dlio.mechanisms import Fastckpt, FastckptBehind
 from fastckpt.cli.bench.benchmark import rotated
-from fastckpt.cli.bench.machine import make_cold, removed
+from fastckpt.cli.bench.machine import make_cold, removed, touch_memory
 from fastckpt.cli.bench.state import differing, nbytes_of
 
 OWN, OURS = "torch.save", "fastckpt"
 WAYS = (OWN, OURS)
-
-
-def touch(nbytes: int) -> None:
-    """Write to memory and free it: in huge pages, which split where small ones are asked for, while
-    small ones would leave whoever asks for huge ones with memory that the host has to find first.
-    """
-    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
 
 
 class Turns(Fastckpt):
@@ -110,7 +100,7 @@ class Turns(Fastckpt):
         if self.comm.rank == 0:
             os.sync()
         self.comm.barrier()
-        touch(copies * self._nbytes)
+        touch_memory(copies * self._nbytes)
         self.comm.barrier()
 
     def _row(self, what: str, **clocks: float) -> None:

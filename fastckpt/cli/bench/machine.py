@@ -63,7 +63,9 @@ def touch_memory(nbytes: int) -> None:
     2.5 s a GiB.
     """
     nbytes = min(nbytes, memory_left_bytes() // 2)
-    with mmap.mmap(-1, max(nbytes, _PAGE)) as memory:
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with mmap.mmap(-1, max(nbytes, _PAGE), flags=private) as memory:
+        # In huge pages, which split where small ones are asked for; small ones do not join.
         memory.madvise(mmap.MADV_HUGEPAGE)
         torch.frombuffer(memory, dtype=torch.uint8)[::_PAGE].fill_(1)
 
