@@ -13,6 +13,7 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -107,15 +108,14 @@ def source(record: Row, beside: Row | None = None) -> str:
 
 
 def lines_of(record: Row) -> list[Line]:
-    """Return the lines of a record that have a bar, sections under their names."""
+    """Return the lines of a record that have a bar, with the names of sections if it has some."""
     sections = record["lines"]
     sections = {"": sections} if isinstance(sections, list) else sections
     lines = []
     for title, found in sections.items():
+        where = f"*{record.get('titles', {}).get(title, title)}*: " if len(sections) > 1 else ""
         barred = [Line(**line) for line in found if line["bar"]]
-        if barred and len(sections) > 1:
-            lines.append(Line(f"*{record.get('titles', {}).get(title, title)}*", "", ""))
-        lines += barred
+        lines += [replace(line, what=f"{where}{line.what}") for line in barred]
     return lines
 
 
