@@ -334,7 +334,7 @@ class LocalTier:
         """Returns this node's names of the steps that the nodes hold together and whose files all
         fit into its budget.
         """
-        names, budget = dict[str, str](), self._budget
+        names = dict[str, str]()
         for nonce, copies in self._held.items():
             name, parts = copies.get(self._rank, ("", []))
             name = name or replicas.adopt(self._step_of[nonce], nonce, [*copies])
@@ -342,9 +342,23 @@ class LocalTier:
                 manifest = self.steps.read(name)
                 of = parts_of(manifest)
                 needed = sum(sum(of[part].values()) for part in of.keys() - {*parts})
-                if budget is not None and budget.used() + needed <= budget.nbytes:
+                if self.has_room(needed):
                     names[nonce] = name
         return names
+
+    def has_room(self, nbytes: int) -> bool:
+        """Returns whether files of so many bytes fit into the budget; removes spares for that. Only
+        the first rank of a node calls it.
+        """
+        budget = self._budget
+        if budget is None or self.spares is None:
+            return False
+
+        def is_over() -> bool:
+            return budget.used() + nbytes > budget.nbytes
+
+        self.spares.trim(self._step_bytes, is_over)
+        return not is_over()
 
     def note_drained(self, name: str) -> None:
         """Notes on disk that a step may be removed here from now on."""

@@ -45,6 +45,10 @@ from tests.saving.test_handle import (
 )
 from tests.saving.test_process import run_python
 from tests.storm import Storm
+from tests.tiers.test_one_copy import await_spares, has_landed, memory, shard
+from tests.tiers.test_tiers import local
+
+__all__ = ["local"]
 
 # A PCIe 5 link of 16 lanes, as it is measured: 8 microseconds to begin, then 55 GB/s.
 LATENCY_US, BYTES_PER_US = 8.0, 55_000.0
@@ -1058,3 +1062,21 @@ def test_a_save_in_flight_outlives_the_program_and_is_not_the_child_s(
     assert loaded["w"].eq(1).all() and len(loaded["w"]) == 3_000_000
     if program is FORK:
         assert fastckpt.load(disk / "a.pt.child")["on"] == [1]
+
+
+def test_pages_of_a_file_are_pinned_once(gpu: CudaStub, disk: Path, local: Path) -> None:
+    """A device copies into the mapped file itself, which stays registered while it is recycled."""
+    state = {"w": octets(20 * MIB)}
+    with fastckpt.Checkpointer(disk / "run", local=memory(local)) as checkpointer:
+        registered = []
+        for step in range(1, 10):
+            fill(state["w"], step, gpu)
+            stats = checkpointer.save(step, state).result()
+            assert stats.staging == "pinned" and has_landed(stats.why) is (step > 3)
+            await_spares(local, step > 2)
+            registered.append(gpu.calls("cuMemHostRegister_v2"))
+        assert registered[5] > registered[2] and registered[8] == registered[5]
+        assert shard(local, 9).read_bytes().count(9) >= 20 * MIB
+        fill(state["w"], 0, gpu)
+        assert checkpointer.restore(state) == 9
+        assert content(state["w"]) == bytes([9]) * (20 * MIB)

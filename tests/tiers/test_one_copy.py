@@ -202,6 +202,17 @@ def test_a_step_that_goes_past_the_memory_is_written_from_there(disk: Path, loca
         assert_holds(found, 4, ELEMENTS)
 
 
+def test_spares_make_room_for_what_neighbours_send(disk: Path, local: Path) -> None:
+    with Checkpointer(disk / "run", local=memory(local, budget=100 * MIB)) as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, local, step)
+        tier = checkpointer._tier
+        assert tier is not None
+        assert tier.has_room(20 * MIB) and spares(local) == 1
+        assert tier.has_room(60 * MIB) and spares(local) == 0
+        assert not tier.has_room(70 * MIB)
+
+
 def test_two_checkpointers_of_one_process_do_not_share_a_file(disk: Path, local: Path) -> None:
     """Each has mapped it, and so does not take it while the other one has."""
     model = {"w": torch.zeros(ELEMENTS)}
