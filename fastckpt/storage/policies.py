@@ -59,8 +59,8 @@ class Policy(NamedTuple):
     measured: bool = False
     caches_names: bool = True
     # A buffered read waits for each piece of read-ahead (FUSE: 128 KiB), so only threads keep a
-    # server busy: 16 took 0.64, 0.67 and 0.87 x the time of 4 to load 128 MiB from MooseFS, Gluster
-    # and sshfs. More writers gained on Gluster and lost on sshfs.
+    # server busy: 16 took 0.64 and 0.92 x the time of 4 to load from MooseFS, 0.87 and 0.94 x from
+    # sshfs, 0.67 and 1.06 x from Gluster. More writers gained on Gluster and lost on sshfs.
     readers: int = 16
     transfer: Callable[[str, int, memoryview, int], int] | None = None
     writers: int = 1
