@@ -107,6 +107,8 @@ class Sink {
     // those in the kernel that it can still cancel. The others end when the kernel is done.
     virtual void withdraw(const Patience* job) = 0;
     virtual const char* name() const = 0;
+    // Whether its ops take the cores that staging needs, so that they had better come after it.
+    virtual bool takes_cores() const { return false; }
     // The backends whose threads its ops use.
     virtual std::vector<std::shared_ptr<Backend>> backends() = 0;
 };

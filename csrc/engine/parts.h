@@ -86,6 +86,8 @@ class PartsSink final : public FileSink {
         : FileSink(threads), parts_(std::move(parts)) {}
     void submit(Op* op) override;
     void withdraw(const Patience* job) override;
+    // A client divides bytes, and may encrypt them, and copies them to a socket.
+    bool takes_cores() const override { return true; }
     Again handle(Op& op) override;
 
   private:

@@ -55,6 +55,7 @@ bool WriteJob::has_reached(Stage stage) const {
 
 // Begins to count the time until claim(), if no thread copies for this job.
 void WriteJob::note_no_memory() {
+    if (!std::exchange(has_lacked_memory_, true)) submit_ready_blocks();
     if (stagers_ == 0 && !no_memory_since_) no_memory_since_ = Clock::now();
 }
 
@@ -183,7 +184,7 @@ void WriteJob::submit_ready_blocks() {
             on_written(block);
             continue;
         }
-        if (sink_ == nullptr) break;
+        if (sink_ == nullptr || is_held_back()) break;
         const uint64_t begin = block.submitted;
         const uint64_t end = part_end(block);
         if (bucket_ != nullptr) later = bucket_->take(end - begin, Clock::now());

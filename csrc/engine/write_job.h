@@ -116,6 +116,10 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
         return landing_ == nullptr && allowance_->held_ >= allowance_->blocks_;
     }
     void note_no_memory() REQUIRES(engine_state);
+    // Whether what is staged waits until all is: callers wait for that, and there is memory.
+    bool is_held_back() const REQUIRES(engine_state) {
+        return sink_->takes_cores() && !has_lacked_memory_ && !is_claimed();
+    }
     // Takes blocks for a stager, with memory for them; null if there are none, or no memory.
     std::shared_ptr<Batch> take_batch() REQUIRES(engine_state);
     Block* claim() REQUIRES(engine_state);
@@ -162,6 +166,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     Clock::time_point waits_since_ GUARDED_BY(engine_state);
     Clock::duration tokens_waited_ GUARDED_BY(engine_state){};
     std::optional<Clock::time_point> no_memory_since_ GUARDED_BY(engine_state);
+    bool has_lacked_memory_ GUARDED_BY(engine_state) = false;
     Clock::duration memory_waited_ GUARDED_BY(engine_state){};
     size_t stagers_ GUARDED_BY(engine_state) = 0;
     size_t arriving_ GUARDED_BY(engine_state) =

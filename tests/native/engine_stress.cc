@@ -386,6 +386,47 @@ void refuse_together(const std::shared_ptr<Backend>& backend, const Queues& queu
     std::printf("engine_stress: devices that refuse, %d failed jobs\n", refused);
 }
 
+// A sink whose ops take cores: those of `threads`. It looks how much of an image is in memory when
+// the first op comes, that of the first block.
+class Client final : public fastckpt::FileSink {
+  public:
+    Client(Backend& threads, const Bytes& image, size_t blocks)
+        : FileSink(threads), image_(image), nbytes_(blocks * kBlockBytes) {}
+    bool takes_cores() const override { return true; }
+    void submit(Op* op) override {
+        if (!has_begun_)
+            expect(std::memcmp(op->data, image_.data(), nbytes_) == 0,
+                   "what is staged waits until all is, or memory lacks");
+        has_begun_ = true;
+        FileSink::submit(op);
+    }
+    fastckpt::Again handle(Op& op) override {
+        op.done = op.nbytes;
+        finish(op);
+        return std::nullopt;
+    }
+
+  private:
+    const Bytes& image_;
+    const size_t nbytes_;
+    bool has_begun_ = false;  // under the engine's lock
+};
+
+// A job whose writes take cores, with memory for some of its four blocks.
+void hold_back(const std::shared_ptr<Backend>& threads, size_t blocks) {
+    Engine engine(blocks * kBlockBytes, kBlockBytes, 1);
+    Random random(static_cast<unsigned>(blocks));
+    Plan plan;
+    plan.add(random, 4 * kBlockBytes);
+    const File file;
+    auto job = engine.stage(plan.described(), std::make_shared<Allowance>(4), 1);
+    job->write_to(file.fd(), 0, std::make_shared<Client>(*threads, plan.image, blocks), false);
+    expect(job->wait(fastckpt::WriteJob::Stage::written, kLongest), "a job is written in time");
+    expect(job->report().nbytes_written == plan.image.size(), "all bytes are written");
+    engine.close();
+    std::printf("engine_stress: held back, %zu blocks of memory\n", blocks);
+}
+
 std::shared_ptr<Backend> ring_or_nothing() {
     // What the kernel writes is invisible to the thread sanitizer, and would look like a race.
     if (UNDER_TSAN) return nullptr;
@@ -431,6 +472,9 @@ int main() {
     Queues queues;
     for (int device = 0; device < 2; ++device)
         queues.push_back(std::make_shared<fastckpt::DeviceQueue>(driver, device));
+    run("held back", [&] {
+        for (const size_t blocks : {1, 2, 4}) hold_back(threads, blocks);
+    });
     run("devices", [&] { work_together({threads}, 1.0, queues); });
     run("devices that refuse", [&] { refuse_together(threads, queues); });
     for (const auto& queue : queues) queue->close();
