@@ -283,9 +283,15 @@ class NodePlace(Place):
 
     def _replicate(self, parts: Sequence[int]) -> None:
         """Sends this rank's files to its neighbours, and waits until all ranks have done so."""
-        tier, stats, name, why = self._tier, self._handle.stats, self._own.name, ""
+        tier, stats, name = self._tier, self._handle.stats, self._own.name
         try:
-            if tier.replicas is not None and self._deadline_s is None:
+            if tier.memory is None or tier.memory.peers == 0:
+                pass
+            elif self._deadline_s is not None:
+                stats.replicas_why = "a step with a deadline is not sent"
+            elif tier.replicas is None:
+                stats.replicas_why = "there are no ranks on other nodes that listen"
+            else:
                 manifest = tier.steps.read(name)
                 of = parts_of(manifest)
                 files = {file: size for part in parts for file, size in of[part].items()}

@@ -86,6 +86,20 @@ def test_steps_stay_within_the_budget(
         assert checkpointer.restore(model) == 8
 
 
+@pytest.mark.parametrize(
+    ("peers", "deadline_s", "why"),
+    [(0, None, ""), (1, None, "no ranks on other nodes"), (1, 60.0, "with a deadline")],
+)
+def test_who_has_no_neighbours_is_told(
+    peers: int, deadline_s: float | None, why: str, disk: Path, local: Path
+) -> None:
+    memory = Memory(directory=local, budget="64MiB", peers=peers)
+    with Checkpointer(disk / "run", local=memory) as saving:
+        handle = saving.save(1, {"x": torch.zeros(10)}, deadline_s=deadline_s)
+        assert handle.wait_memory(60) == (not why)
+        assert why in handle.result().replicas_why
+
+
 def test_a_step_whose_copies_are_being_sent_stays(disk: Path, local: Path) -> None:
     memory = Memory(directory=local, keep=1, root_every=100, budget="400MiB")
     with Checkpointer(disk / "run", local=memory) as checkpointer:
