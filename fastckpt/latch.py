@@ -328,12 +328,16 @@ def asked(call: Callable[[], T]) -> SignalSafeFuture[T]:
     waited for at exit.
     """
     outcome = SignalSafeFuture[T]()
+    to_be_told = [outcome]
 
     def run() -> None:
+        told = to_be_told.pop()
         try:
-            outcome.set_result(call())
+            told.set_result(call())
         except BaseException as error:
-            outcome.set_exception(error)
+            told.set_exception(error)
+        finally:
+            del told  # which keeps the error, which keeps this frame
 
     if not start_thread(run, "fastckpt-call", daemon=True):
         run()

@@ -67,6 +67,10 @@ def path_of(
             f"{name} is {text!r}, a URL, which needs the package obstore, for Python 3.11 and "
             "later: pip install obstore"
         )
+    told: object = storage_options
+    names = told.keys() if isinstance(told, Mapping) else [None] * (told is not None)
+    if not all(isinstance(each, str) for each in names):
+        raise TypeError(f"storage_options is {told!r}, must have a value for each name")
     if "@" in match["bucket"]:
         raise ValueError(f"{name} is a URL with credentials: they belong into storage_options")
     parts = [part for part in (match["key"] or "").split("/") if part not in ("", ".")]

@@ -226,15 +226,18 @@ def looked_up(look: Callable[[], T], path: str, timeout_s: float) -> T:
     def awaited() -> str:
         return f"the look-up of {path!r} has not returned for {time.monotonic() - since:.0f} s"
 
-    while True:
-        try:
-            return outcome.result(bound.look_s)
-        except TimedOut:
-            if outcome.done():
-                return outcome.result()
-        if bound.is_over(time.monotonic() - since, awaited):
-            detail = f"{awaited()} (timeout_s), and nothing was begun: call again when it answers"
-            raise StorageError("look up", path, errno.ETIMEDOUT, detail=detail)
+    try:
+        while True:
+            try:
+                return outcome.result(bound.look_s)
+            except TimedOut:
+                if outcome.done():
+                    return outcome.result()
+            if bound.is_over(time.monotonic() - since, awaited):
+                told = f"{awaited()} (timeout_s), and nothing was begun: call again when it answers"
+                raise StorageError("look up", path, errno.ETIMEDOUT, detail=told)
+    finally:
+        del outcome  # which keeps the error, which keeps this frame
 
 
 def real_path(path: str, timeout_s: float) -> str:

@@ -48,13 +48,13 @@ def store_of(path: str, part_bytes: int = 0) -> ObjectStore:
     # There are few clients, however many values callers pass: for each power of two.
     timeout_s = 2.0 ** (frexp(timeout_s_of(path))[1] - 1)
     known = mount, bucket, part_bytes // BLOCK_BYTES, timeout_s
+    if _pid not in (0, os.getpid()):
+        raise StorageError("open", path, errno.ENOTSUP, detail=_FORKED)
+    # Without the lock: what a profile names for its credentials may take long, or hang.
+    made = _stores[known] if known in _stores else _made(*known)
     with _lock:
-        if _pid not in (0, os.getpid()):
-            raise StorageError("open", path, errno.ENOTSUP, detail=_FORKED)
-        if known not in _stores:
-            _stores[known] = _made(*known)
-            _pid = os.getpid()
-        return _stores[known]
+        _pid = os.getpid()
+        return _stores.setdefault(known, made)
 
 
 _FORKED = (
@@ -168,6 +168,7 @@ _BY_TEXT = {
     "ExpiredToken": errno.EKEYREJECTED,
     "error sending request": errno.ETIMEDOUT,
     "timed out": errno.ETIMEDOUT,
+    "response body": errno.ETIMEDOUT,  # which stalls, or is cut, as often as the client tries
     r"after [1-9]\d* retries": errno.ETIMEDOUT,  # what it asked for may have been done
 }
 

@@ -219,6 +219,18 @@ def test_a_file_whose_answer_is_lost(weed: Weed, proxy: Proxy, root: str, kind: 
     assert step_of(fastckpt.load(url, storage_options=told)) == 3
 
 
+@pytest.mark.parametrize("kind", ["part", "complete"])
+def test_a_conflict_that_is_told_of_an_upload_completes_nothing(
+    weed: Weed, proxy: Proxy, root: str, kind: str
+) -> None:
+    url, told = f"{root}/a.pt", options(proxy.port)
+    proxy.on(kind, lambda request: request.answer(409, faults.error_text("OperationAborted")))
+    error = fastckpt.save(state_of(1, LARGE), url, storage_options=told).exception()
+    assert isinstance(error, OSError), error
+    with pytest.raises(fastckpt.NoPath):
+        fastckpt.load(url, storage_options=told)
+
+
 @pytest.mark.parametrize("skip", [0, 1])
 def test_credentials_that_expire(weed: Weed, proxy: Proxy, root: str, skip: int) -> None:
     """After so many parts of the save: the step before stays, the next save works."""

@@ -374,3 +374,9 @@ def test_other_dialects(
             pytest.raises(StorageError, match="ignores conditions"),
         ):
             saver.save(1, state_of(1)).result()
+
+
+@pytest.mark.parametrize("told", ["x", [1], 5, {1: 2}], ids=str)
+def test_options_have_names(told: Any, root: str) -> None:
+    with pytest.raises(TypeError, match="storage_options is"):
+        fastckpt.load(f"{root}/a.pt", storage_options=told)
