@@ -35,6 +35,7 @@ class Spares:
 
     def __init__(self, storage: Storage, directory: str) -> None:
         self._storage, self._directory = storage, directory
+        # Also held to look which are in use, which takes their locks for a moment.
         self._lock = threading.Lock()
         self._landings: dict[int, Landing] = {}  # under _lock, by inode; of steps, too
 
@@ -69,7 +70,8 @@ class Spares:
 
     def has(self, file: str, nbytes: int) -> bool:
         """Returns whether there is a spare that take() would look at."""
-        return bool(self._found(file, nbytes))
+        with self._lock:
+            return bool(self._found(file, nbytes))
 
     @contextmanager
     def lent(self, file: str, nbytes: int, path: str) -> Iterator[int | None]:
@@ -78,18 +80,19 @@ class Spares:
         """
         with ExitStack() as lending:
             fd = None
-            for found, _status in self._found(file, nbytes):
-                with suppress(OSError):  # somebody else was faster
-                    landing = Landing(self._storage, found)
-                    lending.callback(landing.close)
-                    if landing.take(found, nbytes):
-                        lending.callback(landing.release)
-                        self._storage.rename(found, path)
-                        fd = landing.fd
-                        break
-            if fd is None:
-                for found, _status in self._found(file):
-                    self._remove(found)
+            with self._lock:
+                for found, _status in self._found(file, nbytes):
+                    with suppress(OSError):  # somebody else was faster
+                        landing = Landing(self._storage, found)
+                        lending.callback(landing.close)
+                        if landing.take(found, nbytes):
+                            lending.callback(landing.release)
+                            self._storage.rename(found, path)
+                            fd = landing.fd
+                            break
+                if fd is None:
+                    for found, _status in self._found(file):
+                        self._remove(found)
             yield fd
 
     def prepare(self, file: str) -> None:
@@ -108,10 +111,11 @@ class Spares:
         """Removes spares that nobody uses, the oldest first, until they take so many bytes at most
         and it `is_over` no more.
         """
-        found = self._found("")
-        while found and (sum(_nbytes(its) for _, its in found) > nbytes_max or is_over()):
-            self._remove(found.pop()[0])
-        self.sweep()
+        with self._lock:
+            found = self._found("")
+            while found and (sum(_nbytes(its) for _, its in found) > nbytes_max or is_over()):
+                self._remove(found.pop()[0])
+            self._sweep()
 
     def close(self) -> None:
         """Lets go of all that is not in use."""

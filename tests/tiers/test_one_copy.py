@@ -11,6 +11,7 @@ import itertools
 import mmap
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ from fastckpt import Checkpointer, Memory
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.step_names import SPARES
 from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.saving.spares import Spares
+from fastckpt.storage.file_system import Storage
 from tests.doubles import FailAt, Recorder, dead_pid, process_on
 from tests.files.test_faults import mounted
 from tests.saving.test_handle import wait_until
@@ -211,6 +214,28 @@ def test_spares_make_room_for_what_neighbours_send(disk: Path, local: Path) -> N
         assert tier.has_room(20 * MIB) and spares(local) == 1
         assert tier.has_room(60 * MIB) and spares(local) == 0
         assert not tier.has_room(70 * MIB)
+
+
+def test_who_looks_for_spares_keeps_none_from_being_removed(local: Path) -> None:
+    directory, over = local / "step", threading.Event()
+    own = Spares(Storage(), str(local / ".spares"))
+    directory.mkdir()
+
+    def look() -> None:
+        while not over.is_set():
+            own.has(SHARD, MIB)
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        for _ in range(100):
+            (directory / SHARD).write_bytes(bytes(MIB))
+            assert not own.keep(str(directory), [SHARD])
+            own.trim(0)
+            assert not os.listdir(local / ".spares")
+    finally:
+        over.set()
+        looking.join()
 
 
 def test_two_checkpointers_of_one_process_do_not_share_a_file(disk: Path, local: Path) -> None:
