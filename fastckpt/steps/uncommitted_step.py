@@ -100,11 +100,15 @@ class UncommittedStep:
                 # failed save of this name, or from a first try for which there was no room.
                 storage.remove(path)
                 fd = storage.create(path, 0o666, purpose)
-            try:
-                self._made.append((path, storage.fstat(fd)))
-            except BaseException:
-                close_quietly(storage, fd)
-                raise
+            return self._noted(path, fd)
+
+    def _noted(self, path: str, fd: int) -> int:
+        """Notes a file as made here; returns its descriptor."""
+        try:
+            self._made.append((path, self._storage.fstat(fd)))
+        except BaseException:
+            close_quietly(self._storage, fd)
+            raise
         return fd
 
     def has_beside(self, path: str) -> bool:
@@ -117,13 +121,7 @@ class UncommittedStep:
         with reported("rename", path):
             storage.rename(source, path)
         with reported("open", path):
-            fd = storage.open(path, "write")
-            try:
-                self._made.append((path, storage.fstat(fd)))
-            except BaseException:
-                close_quietly(storage, fd)
-                raise
-        return fd
+            return self._noted(path, storage.open(path, "write"))
 
     @contextmanager
     def made(self, name: str, purpose: Purpose | None = None) -> Iterator[tuple[int, str]]:

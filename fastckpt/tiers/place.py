@@ -175,7 +175,7 @@ class NodePlace(Place):
             told = {rank: json.loads(agreement.get("bytes", rank)) for rank in (*near, *far)}
             needed = sum(all_of_it for all_of_it, _landed in told.values())
             there = sum(size for rank in near for size in told[rank][1].values())
-            # What neighbours send goes to spares as well, if they are of that size.
+            # Files from neighbours go to spares as well, if they are of that size.
             its = [pair for rank in far for pair in told[rank][1].items()]
             there += sum(size for file, size in its if spares.has(file, size))
             why = self._trouble or self._tier.no_room_on_node(self._own.name, needed, there)
