@@ -141,6 +141,7 @@ class Proof:
             self.check(f"round trip, fence {fence}", lambda f=fence: self.round_trip(f))
             self.check(f"races, fence {fence}", lambda f=fence: self.race(f))
         self.check("steps: train, save, restore", lambda: self.steps("run"))
+        self.check("steps in memory first", self.memory)
         self.check("damage is found", self.damage)
         self.check("a change before the copy is told", self.conflict)
 
@@ -275,6 +276,29 @@ class Proof:
             assert_same(model.state_dict(), wanted)
             step()
         return f"{stats}, {stats.staging}"
+
+    def memory(self) -> str:
+        """Steps are staged in files on a tmpfs, which are used again, and restored from there."""
+        wanted: list[torch.Tensor] = []
+        seen: set[int] = set()
+        again = 0
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as there:
+            memory = fastckpt.Memory(directory=there, root_every=2)
+            with fastckpt.Checkpointer(
+                self.path("tiered"), local=memory, fence="step"
+            ) as checkpointer:
+                for number in range(6):  # later ones take over the files of those that were removed
+                    wanted = [self.random(BLOCK + 1), self.random(100_001)]
+                    stats = checkpointer.save(number, {"t": wanted}).result(WAIT_S)
+                    (file,) = Path(there).glob(f"*/step-{number:08}/*.safetensors")
+                    again += file.stat().st_ino in seen
+                    seen.add(file.stat().st_ino)
+            found = {"t": [torch.zeros_like(tensor) for tensor in wanted]}
+            with fastckpt.Checkpointer(self.path("tiered"), local=memory) as checkpointer:
+                assert checkpointer.restore(found) == 5
+            assert_same(found["t"], wanted)
+            assert again, "no file was used again"
+        return f"{stats}, {stats.staging}: {stats.staging_why}; {again} of 6 steps took over a file"
 
     def damage(self) -> str:
         """A bit that has turned is found as the file is loaded to the device."""
