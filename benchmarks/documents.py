@@ -206,15 +206,15 @@ def readme() -> str:
     return f"{table(heads, rows)}\n\n{filled(told)}"
 
 
-GPU_RUNS = ("first", "second", "third")
+GPU_RUNS = ("gpu-2026-11-26/third", "gpu-2026-11-27")
 
 
 def gpu() -> str:
-    """Return the lines of the three runs on a GPU, failures in bold."""
+    """Return the lines of the newest two runs on a GPU, failures in bold."""
     found: dict[str, dict[str, str]] = {}
     bars, environments = {}, {}
     for run in GPU_RUNS:
-        for file in sorted((OLD / "gpu-2026-11-26" / run).rglob("*.json")):
+        for file in sorted((OLD / run).rglob("*.json")):
             record = json.loads(file.read_text())
             environments[run] = record["environment"]
             for line in (line for lines in record["lines"].values() for line in lines):
@@ -229,11 +229,14 @@ def gpu() -> str:
         # Bytes that came back as they were saved, and a second clock, are left to the records.
         if bars[what] and {*cells.values()} != {"yes"} and "wall time" not in what
     ]
-    env = environments["third"]
-    heads = ["what", "bar", *(f"{run}, {environments[run]['commit'][:7]}" for run in GPU_RUNS)]
+    env = environments[GPU_RUNS[-1]]
+    heads = ["what", "bar"]
+    heads += [
+        f"{environments[run]['date'][:10]}, {environments[run]['commit'][:7]}" for run in GPU_RUNS
+    ]
     told = (
         f"{env['gpus'][0]}, {env['cpu']}, {env['cpus']} cores; torch {env['torch']}, Python "
-        f"{env['python']}; {env['date'][:10]}. `make gpu-proof`, medians of two or three rounds "
+        f"{env['python']}. `make gpu-proof`, medians of two or three rounds "
         "(the records have each round); what failed its bar is bold."
     )
     return f"{filled(told)}\n\n{table(heads, rows)}"
@@ -241,12 +244,12 @@ def gpu() -> str:
 
 def gpu_training() -> str:
     """Return what saves cost a training loop on a GPU."""
-    (file,) = (OLD / "gpu-2026-11-26" / "third" / "ram").glob("*.json")
-    record = json.loads(file.read_text())
+    found = [(file, json.loads(file.read_text())) for file in (OLD / GPU_RUNS[-1]).rglob("*.json")]
+    ((file, record),) = ((file, record) for file, record in found if "train" in record["tables"])
     record["command"] = older_command(file, record)
     (told,) = record["tables"]["train"]
-    note, found = told.split("\n\n")
-    return f"{filled(f'{note} {source(record)}')}\n\n{found}"
+    note, rows = told.split("\n\n")
+    return f"{filled(f'{note} {source(record)}')}\n\n{rows}"
 
 
 VIEWS: dict[str, Callable[[], str]] = {"readme": readme, "gpu": gpu, "gpu-training": gpu_training}
