@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
+from functools import update_wrapper
 from math import frexp
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastckpt.arguments.environment import client_options, is_told, launched_rank
 from fastckpt.arguments.urls import divided, options_of, timeout_s_of
 from fastckpt.errors import StorageError, as_url
+from fastckpt.latch import TimedOut, within
 from fastckpt.plan.image import BLOCK_BYTES
 
 if TYPE_CHECKING:
@@ -82,9 +84,12 @@ def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore
     timing |= options.pop("client_options", {})
     if scheme == "s3":  # every block has a CRC-32 of our own, and SHA-256 costs as much as the rest
         options.setdefault("unsigned_payload", True)
+    credentials_s = min(_REQUEST_S, most_s)
+    if scheme == "s3" and not _KEYS.search(" ".join(options)):
+        options = {**_of_profile(f"{scheme}://{bucket}", credentials_s), **options}
+    if "credential_provider" in options:
+        options["credential_provider"] = _bounded(options["credential_provider"], credentials_s)
     try:
-        if scheme == "s3" and not _KEYS.search(" ".join(options)):
-            options = {**_of_profile(), **options}
         store: ObjectStore = client().store.from_url(
             f"{scheme}://{bucket}", client_options=timing, **options
         )
@@ -94,16 +99,42 @@ def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore
         raise ValueError(f"{scheme}://{bucket}, with storage_options: {said}") from None
 
 
-def _of_profile() -> dict[str, Any]:
+_SLOW = "the credentials were not there after"
+
+
+def _bounded(provider: Callable[[], Any], seconds: float) -> Callable[[], Any]:
+    """Returns a provider of credentials that is waited for only so long."""
+
+    def provide() -> Any:
+        try:
+            return within(seconds, provider)
+        except TimedOut:
+            raise TimedOut(f"{_SLOW} {seconds:g} s") from None
+
+    return update_wrapper(provide, provider)  # the client looks at what it has beside the call
+
+
+def _of_profile(bucket: str, seconds: float) -> dict[str, Any]:
     """Returns the options that the user's files of profiles give (~/.aws, AWS_PROFILE), which the
-    client does not read, and the environment does not: by botocore, if that is installed.
+    client does not read, and the environment does not: by botocore, if that is installed. Raises
+    StorageError: the credentials that a profile names are not there after so many seconds.
     """
     try:
+        import botocore.exceptions
         import botocore.session
     except ImportError:
         return {}
     session = botocore.session.get_session()
-    found = session.get_credentials() if session.available_profiles else None
+    try:
+        known = session.available_profiles
+        found = within(seconds, session.get_credentials) if known else None
+    except botocore.exceptions.ProfileNotFound as error:
+        raise ValueError(f"{error}: AWS_PROFILE names it") from None
+    except Exception as error:
+        slow = isinstance(error, TimedOut)
+        said = f"profile {session.profile!r}: {f'{_SLOW} {seconds:g} s' if slow else error}"
+        number = errno.ETIMEDOUT if slow else errno.EKEYREJECTED
+        raise StorageError("get credentials", bucket, number, detail=said) from None
     if found is None or found.method == "env":
         return {}
 
@@ -180,6 +211,8 @@ def _number(error: BaseException) -> int:
     text = str(error)
     if any(words in text for words in _FULL):
         return errno.EDQUOT
+    if _SLOW in text:
+        return errno.ETIMEDOUT
     if type(error).__name__ in _BY_NAME:
         return _BY_NAME[type(error).__name__]
     return next((number for words, number in _BY_TEXT.items() if re.search(words, text)), errno.EIO)

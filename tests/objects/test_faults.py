@@ -5,12 +5,14 @@ does not is an error in words, in time; and what was there before stays.
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -422,3 +424,36 @@ def test_a_lease_ages_by_the_store_s_clock(
     with saver_of(root, told) as saver:
         error = saver.save(1, state_of(1)).exception(GRACE_S)
     assert type(error) is RootInUse
+
+
+@pytest.mark.parametrize("source", ["a function", "a program of a profile"])
+def test_credentials_that_never_come(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are waited for as long as a server is, and said to be missing."""
+    told: dict[str, Any] = {"region": "us-east-1"}
+    never = threading.Event()
+    if source == "a function":
+        told["credential_provider"] = never.wait
+    else:
+        pytest.importorskip("botocore", reason="botocore is not installed")
+        config = tmp_path / "config"
+        os.mkfifo(tmp_path / "keys")  # nobody writes there
+        config.write_text(f"[profile mine]\ncredential_process = cat {tmp_path}/keys\n")
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+        monkeypatch.setenv("AWS_PROFILE", "mine")
+    try:
+        with pytest.raises(StorageError, match="credentials were not there") as caught:
+            fastckpt.load("s3://bucket/a.pt", storage_options=told, timeout_s=0.5)
+        assert caught.value.errno == errno.ETIMEDOUT
+        with (
+            saver_of("s3://bucket/run", told, timeout_s=0.5) as saver,
+            pytest.raises(StorageError, match="credentials were not there"),
+        ):
+            saver.restore(blank(SMALL))
+    finally:
+        never.set()
+        if source != "a function":  # ends the programs
+            os.close(os.open(tmp_path / "keys", os.O_WRONLY | os.O_NONBLOCK))
