@@ -62,17 +62,20 @@ void ReadStream::fill_window() {
     const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
     for (size_t place = window_first_; place < end && failure_.error == 0; ++place) {
         if (blocks_[place] != nullptr) continue;
-        std::byte* memory = acquire();
+        const uint64_t begin = index_at(place) * engine_.block_bytes();
+        const uint64_t nbytes = std::min<uint64_t>(engine_.block_bytes(), nbytes_ - begin);
+        std::byte* target = aimed_at(begin, nbytes);
+        std::byte* memory = target != nullptr ? target : acquire();
         // The reader waits for the first block, and must not wait for memory that its own stream
         // holds: give up the block that is needed last.
         if (memory == nullptr && place == window_first_ && drop_last_ready()) memory = acquire();
         if (memory == nullptr) return;
         auto block = std::make_unique<Block>();
-        const uint64_t begin = index_at(place) * engine_.block_bytes();
         block->place = place;
         block->begin = begin;
         block->memory = memory;
-        block->nbytes = std::min<uint64_t>(engine_.block_bytes(), nbytes_ - begin);
+        block->nbytes = nbytes;
+        block->aimed = target != nullptr;
         block->op.kind = Op::Kind::read;
         block->op.fd = fd_;
         block->op.data = memory;
@@ -84,6 +87,7 @@ void ReadStream::fill_window() {
         nbytes_read_ += raw->nbytes;
         blocks_[place] = std::move(block);
         ++outstanding_;
+        landing_ += raw->aimed;
         ++engine_.ops_outstanding_;
         sink_->submit(&raw->op);
     }
@@ -116,6 +120,7 @@ void ReadStream::verify(Block& block) {
 void ReadStream::settle(Block& block) {
     CHECK(outstanding_ > 0);
     --outstanding_;
+    landing_ -= block.aimed;
     block.state = Block::State::ready;
     const auto index = static_cast<int64_t>(block.begin / engine_.block_bytes());
     if (block.corrupt && !block.dropped && (corrupt_block_ < 0 || corrupt_block_ > index))
@@ -130,7 +135,9 @@ void ReadStream::drop(size_t place) {
         block->dropped = true;
         return;
     }
-    if (block->departures.empty()) {
+    if (block->aimed) {
+        // Nothing is to be given back.
+    } else if (block->departures.empty()) {
         release(block->memory);
     } else {
         departing_.push_back({block->memory, block->begin, std::move(block->departures)});
@@ -165,7 +172,8 @@ void ReadStream::release(std::byte* memory) {
 bool ReadStream::drop_last_ready() {
     const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
     for (size_t place = end; place-- > window_first_;) {
-        if (blocks_[place] == nullptr || blocks_[place]->state != Block::State::ready) continue;
+        const Block* block = blocks_[place].get();
+        if (block == nullptr || block->state != Block::State::ready || block->aimed) continue;
         drop(place);
         return true;
     }
@@ -253,7 +261,66 @@ bool ReadStream::read(std::byte* target, uint64_t offset, uint64_t nbytes) {
     return true;
 }
 
+// Notes which blocks the runs take whole. A block is in its target before it is verified, so no run
+// may write there as well: then all blocks go through the arena.
+void ReadStream::aim(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices) {
+    if (direct_ || gds_ != nullptr || !devices.empty()) return;
+    struct Target {
+        uint64_t begin, end;
+        bool aimed;
+    };
+    std::vector<Run> aims;
+    std::vector<Target> targets;
+    for (const Run& run : runs) {
+        if (run.nbytes == 0 || run.count == 0) continue;
+        const bool aimed = run.count == 1 && run.nbytes >= engine_.block_bytes();
+        if (aimed) aims.push_back(run);
+        const uint64_t nbytes = (run.count - 1) * run.address_stride + run.nbytes;
+        targets.push_back({run.address, run.address + nbytes, aimed});
+    }
+    if (aims.empty()) return;
+    const auto by_target = [](const Target& a, const Target& b) { return a.begin < b.begin; };
+    std::sort(targets.begin(), targets.end(), by_target);
+    uint64_t end = 0, aimed_end = 0;  // of all, and of those before this one
+    for (const Target& target : targets) {
+        if (target.begin < (target.aimed ? end : aimed_end)) return;
+        end = std::max(end, target.end);
+        if (target.aimed) aimed_end = target.end;
+    }
+    const auto by_offset = [](const Run& a, const Run& b) { return a.offset < b.offset; };
+    std::sort(aims.begin(), aims.end(), by_offset);
+    for (const Run& run : aims) advise_huge(reinterpret_cast<std::byte*>(run.address), run.nbytes);
+    const EngineLock lock(engine_.mu_);
+    aims_ = std::move(aims);
+}
+
+// Returns where a block is to be read to as a whole, or null.
+std::byte* ReadStream::aimed_at(uint64_t begin, uint64_t nbytes) const {
+    const auto before = [](uint64_t offset, const Run& run) { return offset < run.offset; };
+    const auto next = std::upper_bound(aims_.begin(), aims_.end(), begin, before);
+    if (next == aims_.begin()) return nullptr;
+    const Run& run = *std::prev(next);
+    if (begin + nbytes > run.offset + run.nbytes) return nullptr;
+    return reinterpret_cast<std::byte*>(run.address + (begin - run.offset));
+}
+
+// Ends what aim() began: afterwards nothing is on its way to a target.
+void ReadStream::land() {
+    EngineLock lock(engine_.mu_);
+    if (aims_.empty()) return;
+    aims_.clear();
+    const size_t end = std::min(blocks_.size(), window_first_ + window_blocks_);
+    for (size_t place = window_first_; place < end; ++place)
+        if (blocks_[place] != nullptr && blocks_[place]->aimed) drop(place);
+    engine_.changed_.wait(lock, [&]() REQUIRES(engine_state) { return landing_ == 0; });
+}
+
 bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices) {
+    struct Flight {
+        ReadStream& stream;
+        ~Flight() { stream.land(); }
+    } const flight{*this};
+    aim(runs, devices);
     Block* block = nullptr;
     for (const Run& run : runs) {
         const DeviceRange* device = range_of(devices, run.address);
@@ -279,7 +346,9 @@ bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<Devic
                 }
                 const uint64_t n = std::min(end, block->begin + block->nbytes) - offset;
                 const std::byte* source = block->memory + (offset - block->begin);
-                if (device != nullptr) {
+                if (source == target) {
+                    // The block was read to where it belongs.
+                } else if (device != nullptr) {
                     const auto address = reinterpret_cast<uint64_t>(target);
                     if (!send(*block, device->queue, address, source, n)) break;
                 } else if (n < Engine::kPieceBytes) {

@@ -43,7 +43,8 @@ class ReadStream {
     bool read(std::byte* target, uint64_t offset, uint64_t nbytes);
     // Copies runs, which lie in wanted blocks, best in file order. `devices`, ascending, says which
     // addresses are devices': bytes for them have arrived when arrive() or close() returns. False
-    // as above.
+    // as above; targets may have been written to by then. Without O_DIRECT, blocks that one run
+    // takes whole are read to their target, and verified there.
     bool read_runs(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices = {});
     // Waits for bytes on their way to devices. False on failure().
     bool arrive();
@@ -76,6 +77,9 @@ class ReadStream {
     void fail(uint64_t offset, cuda::Result result);
     void move_window(size_t first) REQUIRES(engine_state);
     void drop(size_t place) REQUIRES(engine_state);
+    void aim(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices);
+    std::byte* aimed_at(uint64_t begin, uint64_t nbytes) const REQUIRES(engine_state);
+    void land();
     std::byte* acquire() REQUIRES(engine_state);
     void release(std::byte* memory) REQUIRES(engine_state);
     bool drop_last_ready() REQUIRES(engine_state);
@@ -103,6 +107,9 @@ class ReadStream {
     uint64_t nbytes_read_ GUARDED_BY(engine_state) = 0;
     size_t held_ GUARDED_BY(engine_state) = 0;         // blocks
     size_t outstanding_ GUARDED_BY(engine_state) = 0;  // held blocks in transfer or being verified
+    // Runs of the reader's present call that take whole blocks, in file order.
+    std::vector<Run> aims_ GUARDED_BY(engine_state);
+    size_t landing_ GUARDED_BY(engine_state) = 0;  // outstanding blocks whose memory is a target
     struct Departing;
     std::deque<Departing> departing_
         GUARDED_BY(engine_state);  // held blocks that devices read, in the order of their marks
@@ -121,6 +128,7 @@ struct ReadStream::Block {
     uint64_t nbytes = 0;
     std::byte* memory = nullptr;
     State state = State::reading;
+    bool aimed = false;  // the memory is the reader's, as long as it is in its call
     bool dropped = false;
     bool corrupt = false;
     std::vector<DeviceQueue*> queues;   // those that were given copies since the last mark

@@ -983,6 +983,71 @@ def test_stream_closed_with_reads_on_their_way() -> None:
         assert engine.arena_blocks_in_use() == 0
 
 
+@settings(relaxed, max_examples=Chance.examples(25))
+@given(data=st.data(), window=st.integers(1, 5), damaged=st.booleans())
+def test_runs_may_share_a_target(data: st.DataObject, window: int, damaged: bool) -> None:
+    """The last one is there, be blocks verified in the arena or in their target."""
+    blocks, reach = 6, st.integers(0, 6 * PAGE)
+    runs = []
+    for offset, nbytes, at in data.draw(st.lists(st.tuples(reach, reach, reach), max_size=5)):
+        nbytes = min(nbytes, blocks * PAGE - max(offset, at))
+        runs.append((offset, at, nbytes))
+    runs.sort()  # in file order
+
+    def transfer(kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        memory[:] = POOL[offset : offset + len(memory)]
+        return len(memory)
+
+    target, wanted = bytearray(blocks * PAGE), bytearray(blocks * PAGE)
+    for offset, at, nbytes in runs:
+        wanted[at : at + nbytes] = POOL[offset : offset + nbytes]
+    address = ctypes.addressof(ctypes.c_char.from_buffer(target))
+    rows = [(offset, address + at, nbytes, 1, 0, 0) for offset, at, nbytes in runs]
+    crcs = crcs_of(bytes(POOL[: blocks * PAGE]), PAGE)
+    bad = data.draw(st.integers(0, blocks - 1))
+    crcs[bad] ^= damaged
+    touched = damaged and any(
+        nbytes and offset // PAGE <= bad <= (offset + nbytes - 1) // PAGE
+        for offset, _at, nbytes in runs
+    )
+    with (
+        callback_backend(transfer, 3) as backend,
+        engine_of(2) as engine,
+        stream_of(engine, 0, blocks * PAGE, crcs, backend, window=window) as stream,
+    ):
+        columns = array("Q", [value for row in rows for value in row])
+        assert stream.read_runs(columns, []) is not touched
+        if touched:
+            assert stream.corrupt_block() == bad
+        else:
+            assert target == wanted
+
+
+def test_a_read_that_has_returned_writes_to_its_target_no_more() -> None:
+    """Though a block that was to be read there was on its way when an earlier one failed."""
+    happened: list[str] = []
+    returned = threading.Event()
+
+    def transfer(kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        if offset == PAGE:
+            raise OSError(errno.EIO, "bad sector")
+        if offset == 2 * PAGE:
+            returned.wait(0.2)  # it never comes, unless the read does not wait
+            happened.append("written")
+        return len(memory)
+
+    with (
+        callback_backend(transfer, 3) as backend,
+        engine_of(1) as engine,
+        stream_of(engine, 0, 4 * PAGE, [], backend, window=3) as stream,
+    ):
+        assert stream.readinto(bytearray(1), 0)
+        assert not stream.readinto(bytearray(3 * PAGE), PAGE)
+        happened.append("returned")
+        returned.set()
+    assert happened == ["written", "returned"]
+
+
 # ---- In a process of its own: what hangs or kills if it is wrong ----
 
 # Loads the extension without torch, which would take longer to import than most of these run.
