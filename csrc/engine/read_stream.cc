@@ -262,7 +262,8 @@ bool ReadStream::read(std::byte* target, uint64_t offset, uint64_t nbytes) {
 }
 
 // Notes which blocks the runs take whole. A block is in its target before it is verified, so no run
-// may write there as well: then all blocks go through the arena.
+// may write there as well; nor may one go back to where an earlier one has been, since blocks would
+// then be read to their target once more, and perhaps not be asked for: all go through the arena.
 void ReadStream::aim(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices) {
     if (direct_ || gds_ != nullptr || !devices.empty()) return;
     struct Target {
@@ -271,10 +272,15 @@ void ReadStream::aim(const std::vector<Run>& runs, const std::vector<DeviceRange
     };
     std::vector<Run> aims;
     std::vector<Target> targets;
+    uint64_t read = 0,
+             aimed_read = 0;  // the ends, in the file, of all runs so far and of aimed ones
     for (const Run& run : runs) {
         if (run.nbytes == 0 || run.count == 0) continue;
         const bool aimed = run.count == 1 && run.nbytes >= engine_.block_bytes();
+        if (run.offset < (aimed ? read : aimed_read)) return;
+        read = std::max(read, run.offset + (run.count - 1) * run.offset_stride + run.nbytes);
         if (aimed) aims.push_back(run);
+        if (aimed) aimed_read = read;
         const uint64_t nbytes = (run.count - 1) * run.address_stride + run.nbytes;
         targets.push_back({run.address, run.address + nbytes, aimed});
     }
@@ -287,8 +293,6 @@ void ReadStream::aim(const std::vector<Run>& runs, const std::vector<DeviceRange
         end = std::max(end, target.end);
         if (target.aimed) aimed_end = target.end;
     }
-    const auto by_offset = [](const Run& a, const Run& b) { return a.offset < b.offset; };
-    std::sort(aims.begin(), aims.end(), by_offset);
     for (const Run& run : aims) advise_huge(reinterpret_cast<std::byte*>(run.address), run.nbytes);
     const EngineLock lock(engine_.mu_);
     aims_ = std::move(aims);

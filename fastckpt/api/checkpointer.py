@@ -354,7 +354,8 @@ class Checkpointer:
             weights_only: as torch.load's, for what is asked for and is no tensor of the shards.
             required: raise if the root holds no committed step. Pass True in a job that must not
                 begin anew because of a mistyped root.
-            missing: what becomes of values of the state that were not saved: "raise", or "keep".
+            missing: what becomes of values of the state that were not saved: "raise", or "keep"
+                (such as what was read of a newer step that turned out to be damaged).
             unexpected: what becomes of saved values that the state has not. None: those of dicts
                 are skipped, with a warning, and modules raise. "ignore": all are skipped. "raise".
             dtype: "cast", or "raise" for tensors whose saved dtype is another.

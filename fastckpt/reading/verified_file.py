@@ -40,7 +40,7 @@ class VerifiedFile(io.RawIOBase):
     """A file of ours, opened for reading by open_verified().
 
     torch's zip reader fetches each record by one readinto() to the memory of the storage that it
-    made, so bytes are copied once, from the verified block.
+    made, so bytes are copied once, from the verified block, or read and verified there.
 
     Attributes:
         error: the first read error or damage, which was raised, too; torch may have replaced it.

@@ -1023,6 +1023,29 @@ def test_runs_may_share_a_target(data: st.DataObject, window: int, damaged: bool
             assert target == wanted
 
 
+def test_what_was_verified_in_its_target_is_not_read_again() -> None:
+    """By a run that goes back in the file, past which blocks are read ahead."""
+    reads: list[int] = []
+
+    def transfer(kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        memory[:] = POOL[offset : offset + len(memory)]
+        if offset in reads:
+            memory[0] ^= 1
+        reads.append(offset)
+        return len(memory)
+
+    target = bytearray(8 * PAGE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(target))
+    rows = [(0, address, 7 * PAGE, 1, 0, 0), (PAGE, address + 7 * PAGE, 9, 1, 0, 0)]
+    with (
+        callback_backend(transfer, 1) as backend,
+        engine_of(1) as engine,
+        stream_of(engine, 0, 7 * PAGE, [], backend, window=4) as stream,
+    ):
+        assert stream.read_runs(array("Q", [value for row in rows for value in row]), [])
+    assert target[: 7 * PAGE] == POOL[: 7 * PAGE]
+
+
 def test_a_read_that_has_returned_writes_to_its_target_no_more() -> None:
     """Though a block that was to be read there was on its way when an earlier one failed."""
     happened: list[str] = []
