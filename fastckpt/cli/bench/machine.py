@@ -9,6 +9,7 @@ import mmap
 import os
 import platform
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def touch_memory(nbytes: int) -> None:
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with mmap.mmap(-1, max(nbytes, _PAGE), flags=private) as memory:
         # In huge pages, which split where small ones are asked for; small ones do not join.
-        memory.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         torch.frombuffer(memory, dtype=torch.uint8)[::_PAGE].fill_(1)
 
 
