@@ -206,11 +206,16 @@ def readme() -> str:
     return f"{table(heads, rows)}\n\n{filled(told)}"
 
 
-GPU_RUNS = ("gpu-2026-11-26/third", "gpu-2026-11-27")
+# Where the records of runs on a GPU are, and of what commit: a copy without history says another.
+GPU_RUNS = {
+    "gpu-2026-11-26/third": "5f91e99",
+    "gpu-2026-11-27/first": "050659c",
+    "gpu-2026-11-27/second": "b5da888",
+}
 
 
 def gpu() -> str:
-    """Return the lines of the newest two runs on a GPU, failures in bold."""
+    """Return the lines of the newest runs on a GPU, failures in bold."""
     found: dict[str, dict[str, str]] = {}
     bars, environments = {}, {}
     for run in GPU_RUNS:
@@ -229,11 +234,9 @@ def gpu() -> str:
         # Bytes that came back as they were saved, and a second clock, are left to the records.
         if bars[what] and {*cells.values()} != {"yes"} and "wall time" not in what
     ]
-    env = environments[GPU_RUNS[-1]]
+    env = environments[[*GPU_RUNS][-1]]
     heads = ["what", "bar"]
-    heads += [
-        f"{environments[run]['date'][:10]}, {environments[run]['commit'][:7]}" for run in GPU_RUNS
-    ]
+    heads += [f"{environments[run]['date'][:10]}, {commit}" for run, commit in GPU_RUNS.items()]
     told = (
         f"{env['gpus'][0]}, {env['cpu']}, {env['cpus']} cores; torch {env['torch']}, Python "
         f"{env['python']}. `make gpu-proof`, medians of two or three rounds "
@@ -244,8 +247,10 @@ def gpu() -> str:
 
 def gpu_training() -> str:
     """Return what saves cost a training loop on a GPU."""
-    found = [(file, json.loads(file.read_text())) for file in (OLD / GPU_RUNS[-1]).rglob("*.json")]
+    run, commit = [*GPU_RUNS.items()][-1]
+    found = [(file, json.loads(file.read_text())) for file in (OLD / run).rglob("*.json")]
     ((file, record),) = ((file, record) for file, record in found if "train" in record["tables"])
+    record["environment"]["commit"] = commit
     record["command"] = older_command(file, record)
     (told,) = record["tables"]["train"]
     note, rows = told.split("\n\n")
