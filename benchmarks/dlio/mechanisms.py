@@ -62,9 +62,11 @@ class FastckptBehind(TorchSaveSynced):
         self._read.append(self._readers.submit(fastckpt.load, self.get_name(suffix)))
 
     def wait(self) -> None:
-        """Wait until all that was begun is durable; raises the error of a save that failed."""
-        while self._begun:
-            self._begun.pop(0).result()
+        """Wait until all that was begun has ended; raises the error of the first that failed."""
+        begun, self._begun = self._begun, []
+        errors = [error for handle in begun if (error := handle.exception()) is not None]
+        if errors:
+            raise errors[0]
 
     def save_checkpoint(self, epoch: int, step_number: int) -> None:
         """Begin all files of this rank."""
@@ -90,5 +92,7 @@ class Fastckpt(FastckptBehind):
 
     def save_checkpoint(self, epoch: int, step_number: int) -> None:
         """Write all files of this rank."""
-        super().save_checkpoint(epoch, step_number)
-        self.wait()
+        try:
+            super().save_checkpoint(epoch, step_number)
+        finally:
+            self.wait()

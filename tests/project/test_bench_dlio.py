@@ -80,13 +80,13 @@ def order(mechanisms: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def save(state: Any, path: str) -> Any:
         handle = fastckpt.save(state, path)
-        result = handle.result
+        exception = handle.exception
 
         def waited() -> Any:
             done.append("wait")
-            return result()
+            return exception()
 
-        monkeypatch.setattr(handle, "result", waited)
+        monkeypatch.setattr(handle, "exception", waited)
         done.append("begin")
         return handle
 
@@ -127,7 +127,9 @@ def test_a_save_behind_is_waited_for_before_whatever_comes_next(
     assert order.count("wait") == order.count("begin") == 6
 
 
-def test_a_failed_save_is_raised_and_damage_is_not_loaded(mechanisms: Any, tmp_path: Path) -> None:
+def test_a_failed_save_is_raised_and_damage_is_not_loaded(
+    mechanisms: Any, order: list[str], tmp_path: Path
+) -> None:
     mechanism = mechanisms.Fastckpt.get_instance()
     mechanism.save_checkpoint(1, 1)
     file = tmp_path / "1_1_optim_states.pt"
@@ -139,6 +141,7 @@ def test_a_failed_save_is_raised_and_damage_is_not_loaded(mechanisms: Any, tmp_p
     (tmp_path / "1_2_model_states.pt").mkdir()
     with pytest.raises((fastckpt.CheckpointError, OSError)):
         mechanism.save_checkpoint(1, 2)
+    assert order.count("wait") >= order.count("begin")  # nothing is in flight
 
 
 def test_dlio_s_own_mechanism_syncs_whatever_its_configuration_says(mechanisms: Any) -> None:
