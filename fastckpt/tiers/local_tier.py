@@ -398,20 +398,20 @@ class LocalTier:
             self._remove(name, nonces[name])
         with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
             self.steps.remove_dead()
-        if self._budget is None or self.spares is None:
-            return
-        budget, most = self._budget, self._budget.nbytes if nbytes_max is None else nbytes_max
+            if self._budget is None or self.spares is None:
+                return
+            budget, most = self._budget, self._budget.nbytes if nbytes_max is None else nbytes_max
 
-        def is_over() -> bool:
-            return budget.used() > most
+            def is_over() -> bool:
+                return budget.used() > most
 
-        self.spares.trim(self._step_bytes, is_over)
-        for entry in reversed(of_use):
-            if nbytes_max is None or not is_over():
-                break
-            if not entry.is_pinned and entry.name not in beyond:
-                self._remove(entry.name, nonces[entry.name])
-                self.spares.trim(self._step_bytes, is_over)
+            self.spares.trim(self._step_bytes, is_over)
+            for entry in reversed(of_use):
+                if nbytes_max is None or not is_over():
+                    break
+                if not entry.is_pinned and entry.name not in beyond:
+                    self._remove(entry.name, nonces[entry.name])
+                    self.spares.trim(self._step_bytes, is_over)
 
     def _is_safe(self, name: str) -> bool:
         """Returns whether a step outlives this node, or none does."""

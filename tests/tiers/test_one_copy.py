@@ -21,11 +21,12 @@ import pytest
 import torch
 
 from fastckpt import Checkpointer, Memory
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.step_names import SPARES
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.saving.spares import Spares
 from fastckpt.storage.file_system import Storage
+from fastckpt.tiers.memory_budget import MemoryBudget
 from tests.doubles import FailAt, Recorder, dead_pid, process_on
 from tests.files.test_faults import mounted
 from tests.saving.test_handle import wait_until
@@ -185,6 +186,25 @@ def test_any_operation_of_a_save_in_recycled_pages_may_be_the_last(
         steps.add(last)
         shutil.rmtree(here)
     assert 3 in steps and landed > 2  # whether one comes after the commit is its threads' chance
+
+
+def test_a_memory_that_cannot_be_listed_any_more_is_left_as_it_is(
+    disk: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what makes room after a save, on whose thread nobody is left to be told."""
+
+    def used(_budget: MemoryBudget) -> int:
+        raise StorageError("list", str(local), errno.EIO)
+
+    with Checkpointer(disk / "run", local=memory(local)) as checkpointer:
+        save(checkpointer, local, 1)
+        tier = checkpointer._tier
+        assert tier is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(MemoryBudget, "used", used)
+            tier.evict(0)
+        save(checkpointer, local, 2)
+        assert checkpointer.restore(state(999, ELEMENTS)) == 2
 
 
 def test_a_step_that_goes_past_the_memory_is_written_from_there(disk: Path, local: Path) -> None:
