@@ -181,7 +181,7 @@ engine() { # the kit's, or the tree's own, or one that is built here
 import safetensors, torch, zstandard
 import fastckpt
 from fastckpt import _engine
-print(torch.__version__, torch.version.cuda, _engine.__file__, _engine.crc32_kernel())
+print(torch.__version__, torch.version.cuda, _engine.__file__.rpartition("/")[2], _engine.crc32_kernel())
 _engine.uring_backend(4)
 EOF_PYTHON
 }
