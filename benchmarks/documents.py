@@ -1,10 +1,10 @@
 """The tables and the picture in the documents, made of the records in results/.
 
-    python benchmarks/documents.py          # after a record has changed; make bench-all does it
+    python benchmarks/documents.py          # after a benchmark was run; make bench-all does it
 
 A document has a table between `<!-- results: NAME -->` and `<!-- results end -->`; NAME is a part
-of parts.py or a view of this file. A test compares what stands there with the records. The module
-must not measure anything.
+of parts.py, another kind of benchmark, or a view of this file. The newest record of a kind counts,
+and a test compares it with what stands there. The module must not measure anything.
 """
 
 from __future__ import annotations
@@ -22,22 +22,11 @@ from harness import ROOT, Line, Row, spread_of, table
 from parts import RESULTS
 from report import SECTIONS, by_peer
 
-DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / name for name in ("benchmarks.md", "scale.md")))
+PAGES = ("benchmarks", "dlio", "filesystems", "objects", "scale")
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGES))
 PICTURE = ROOT / "docs" / "images" / "saves"
 MARKED = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- results end -->)", re.DOTALL)
-OLD = RESULTS.parent
-# Records from before there was `make bench-all`, whose own take their place.
-OLDER = {
-    "saves": "bench-20261121T004448Z.json",
-    "training": "bench-20261121T005426Z.json",
-    "ranks": "ranks-20261121T221443Z.json",
-    "dcp": "dcp-20261122T102306Z.json",
-    "export": "export-20261125T225742Z.json",
-    "torchtitan": "torchtitan-20261126T155940Z.json",
-    "objects": "objects-20261126T213946Z.json",
-    "burst": "burst-20261122T103159Z.json",
-    "scale": "scale-20261121T222042Z.json",
-}
+ALONE = RESULTS.parent  # where benchmarks that are run alone keep their records
 LABELS = {
     "torch.save": "torch.save + fsync",
     "safetensors": "safetensors + fsync",
@@ -54,25 +43,21 @@ NOTHING = "Not measured yet; `make bench-all` does."
 
 @cache
 def record_of(name: str) -> Row | None:
-    """Return the record of a part, None if there is none."""
-    for file in (RESULTS / f"{name}.json", OLD / OLDER.get(name, "none")):
-        if file.exists():
-            found: Row = json.loads(file.read_text())
-            return {"command": older_command(file, found)} | found
-    return None
+    """Return the newest record of a part or of a kind of benchmark, None if there is none."""
+    records: list[Row] = []
+    for file in (*RESULTS.glob(f"{name}.json"), *ALONE.glob(f"{name}-*.json")):
+        record = json.loads(file.read_text())
+        records.append({"command": command_of(file, record)} | record)
+    return max(records, key=lambda record: record["environment"]["date"], default=None)
 
 
-def older_command(file: Path, record: Row) -> str:
+def command_of(file: Path, record: Row) -> str:
     """Return how a record was made that does not say it."""
+    hidden = "|".join(harness.HIDDEN_OPTIONS)
     told = " ".join(record["environment"]["argv"])
-    kind, options = name_of(file), re.sub(r" ?--(dir|out) \.\.\.", "", told).strip()
+    kind, options = file.stem.split("-")[0], re.sub(rf" ?({hidden})[ =]\.\.\.", "", told).strip()
     target = "make bench" if kind == "bench" else f"make bench-{kind}"
     return f'{target} BENCH_ARGS="{options}"' if options else target
-
-
-def name_of(file: Path) -> str:
-    """Return the kind of a benchmark from the name of its record."""
-    return file.stem.split("-")[0]
 
 
 def filled(text: str) -> str:
@@ -96,7 +81,7 @@ def source(record: Row, beside: Row | None = None) -> str:
     """Return commit, machine and command of a record, in one sentence.
 
     Args:
-        beside: a record above it, whose machine is named already.
+        beside: a record above it in the document, whose machine is named already.
     """
     env = record["environment"]
     commit, _, changed = env["commit"].partition(" ")
@@ -119,12 +104,12 @@ def lines_of(record: Row) -> list[Line]:
     return lines
 
 
-def bars(names: Sequence[str]) -> str:
+def bars(names: Sequence[str], beside: Row | None) -> str:
     """Return the lines of several parts as one table, each under what its record is of."""
     lines = []
     for name in names:
         if record := record_of(name):
-            told = source(record, record_of("saves"))
+            told = source(record, beside)
             if missing := [*record.get("missing", {})]:
                 told += f" Not measured: {'; '.join(missing)}."
             lines += [Line(f"**{name}.** {told}", "", ""), *lines_of(record)]
@@ -133,17 +118,13 @@ def bars(names: Sequence[str]) -> str:
     return harness.markdown(lines)
 
 
-def tables(names: Sequence[str]) -> str:
-    """Return the tables of several parts."""
-    found = []
-    for name in names:
-        if (record := record_of(name)) and record.get("tables"):
-            found += [f"**{name}**", *merged(record["tables"])]
-    return "\n\n".join(found) or NOTHING
-
-
-def merged(tables: dict[str, list[str]]) -> list[str]:
-    """Return tables, those with the same heads as one that has a row for each title."""
+def merged(record: Row) -> list[str]:
+    """Return the summary of a record, or its tables, those with the same heads as one that has a
+    row for each title.
+    """
+    tables: dict[str, list[str]] = record.get("tables", {})
+    if "summary" in tables:
+        return tables["summary"]
     found: dict[str, list[str]] = {}
     for title, text in ((title, text) for title, its in tables.items() for text in its):
         heads, rule, *rows = text.splitlines()
@@ -155,9 +136,9 @@ def merged(tables: dict[str, list[str]]) -> list[str]:
 def by_workload(record: Row) -> list[str]:
     """Return what a record of bench.py has, from its rows."""
     found = []
-    for name, result in record["results"].items():
-        if name in SECTIONS:
-            section = SECTIONS[name]
+    for name, section in SECTIONS.items():
+        if name in record.get("results", ()):
+            result = record["results"][name]
             found.append(f"**{section.title(result)}**")
             if lines := section.lines(result):
                 found.append(harness.markdown(lines))
@@ -165,14 +146,15 @@ def by_workload(record: Row) -> list[str]:
     return found
 
 
-def part(name: str) -> str:
-    """Return all that a part of bench.py has measured."""
+def part(name: str, beside: Row | None) -> str:
+    """Return all that a part of bench.py has measured, or the tables of another benchmark."""
     record = record_of(name)
     if record is None:
         return NOTHING
-    beside = record_of("saves") if name != "saves" else None
+    beside = None if name == "saves" else beside
     notes = [f"{note.removesuffix('.')}." for note in record.get("notes", ()) if not beside]
-    found = [filled(" ".join([source(record, beside), *notes])), *by_workload(record)]
+    found = [filled(" ".join([source(record, beside), *notes]))]
+    found += by_workload(record) or merged(record)
     if missing := [*record.get("missing", {})]:
         found.append(filled(f"Not measured in this run: {'; '.join(missing)}."))
     if failures := record.get("failures"):
@@ -219,7 +201,7 @@ def gpu() -> str:
     found: dict[str, dict[str, str]] = {}
     bars, environments = {}, {}
     for run in GPU_RUNS:
-        for file in sorted((OLD / run).rglob("*.json")):
+        for file in sorted((ALONE / run).rglob("*.json")):
             record = json.loads(file.read_text())
             environments[run] = record["environment"]
             for line in (line for lines in record["lines"].values() for line in lines):
@@ -248,28 +230,28 @@ def gpu() -> str:
 def gpu_training() -> str:
     """Return what saves cost a training loop on a GPU."""
     run, commit = [*GPU_RUNS.items()][-1]
-    found = [(file, json.loads(file.read_text())) for file in (OLD / run).rglob("*.json")]
+    found = [(file, json.loads(file.read_text())) for file in (ALONE / run).rglob("*.json")]
     ((file, record),) = ((file, record) for file, record in found if "train" in record["tables"])
     record["environment"]["commit"] = commit
-    record["command"] = older_command(file, record)
+    record["command"] = command_of(file, record)
     (told,) = record["tables"]["train"]
     note, rows = told.split("\n\n")
     return f"{filled(f'{note} {source(record)}')}\n\n{rows}"
 
 
 VIEWS: dict[str, Callable[[], str]] = {"readme": readme, "gpu": gpu, "gpu-training": gpu_training}
-LISTS: dict[str, Callable[[list[str]], str]] = {"bars": bars, "tables": tables}
 
 
 def made(text: str) -> str:
     """Return a document with its tables as the records have them."""
+    beside = record_of("saves") if "<!-- results: saves -->" in text else None
 
     def between(match: re.Match[str]) -> str:
         kind, _, names = match[2].partition(":")
-        if kind in LISTS:
-            found = LISTS[kind](harness.words(names))
+        if kind == "bars":
+            found = bars(harness.words(names), beside)
         else:
-            found = VIEWS[kind]() if kind in VIEWS else part(kind)
+            found = VIEWS[kind]() if kind in VIEWS else part(kind, beside)
         return f"{match[1]}{found}\n\n{match[3]}"
 
     return MARKED.sub(between, text)

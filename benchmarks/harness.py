@@ -29,7 +29,7 @@ import torch  # noqa: E402
 
 from fastckpt.cli.bench import machine  # noqa: E402
 
-HIDDEN_OPTIONS = ("--dir", "--out")
+HIDDEN_OPTIONS = ("--dir", "--out", "--dlio")
 # What results and the documents made of them say does not change what is measured.
 CODE = (".", ":!benchmarks/results", ":!docs", ":!*.md")
 STARTED = time.monotonic()

@@ -5,6 +5,7 @@ the picture is of the same record as the table beside it. `make bench-all` goes 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +25,18 @@ from parts import PARTS, Part
 def test_tables_are_those_of_the_records(document: Path) -> None:
     text = document.read_text()
     assert documents.MARKED.search(text)
-    told = f"{document.name} is not what the records give: python benchmarks/documents.py writes it"
+    told = (
+        f"{document.name} is not what the records give: python benchmarks/documents.py writes it; "
+        "a record that is not to be shown does not belong into benchmarks/results"
+    )
     assert documents.made(text) == text, told
+
+
+@pytest.mark.parametrize(
+    "document", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name
+)
+def test_no_document_quotes_a_record_beside_the_tables(document: Path) -> None:
+    assert not re.findall(r"results/\S+\.json", documents.MARKED.sub("", document.read_text()))
 
 
 def test_the_picture_is_of_the_record_of_saves() -> None:
