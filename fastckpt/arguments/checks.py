@@ -77,6 +77,13 @@ def check_callable(name: str, value: object) -> object:
     return value
 
 
+def check_text(name: str, value: object) -> str:
+    """Returns a text, which bytes are not; raises TypeError for any other value."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {_told(value)}, must be a text")
+    return value
+
+
 def check_integer(name: str, value: object) -> int:
     """Returns an integer of 64 bits, which may be one of numpy's or torch's."""
     try:
@@ -117,8 +124,7 @@ def check_metrics(metrics: object) -> dict[str, float | str]:
         raise TypeError(f"metrics are {_told(metrics)}, must be a dict")
     kept = dict[str, float | str]()
     for name, value in metrics.items():
-        if not isinstance(name, str):
-            raise TypeError(f"metrics have the name {_told(name)}, must be a text")
+        check_text("a metric's name", name)
         if value is not None and not isinstance(value, str):
             number = check_number(f"metrics[{shown(name)}]", value, "a number, a text or None")
             value = number if isfinite(number) else str(number)

@@ -14,6 +14,7 @@ from fastckpt.arguments.checks import (
     check_path,
     check_rate,
     check_size,
+    check_text,
     optional,
 )
 
@@ -65,7 +66,9 @@ class Memory:
         check_count("root_every", self.root_every)
         if check_integer("peers", self.peers) < 0:
             raise ValueError(f"peers is {self.peers}, must be at least 0")
-        if self.address is not None and self.address.strip("0.:") == "":
+        optional(check_text, "groups", self.groups)
+        address = optional(check_text, "address", self.address)
+        if address is not None and address.strip("0.:") == "":
             raise ValueError(
                 f"address is {self.address!r}, must be one address of this node that others reach"
             )

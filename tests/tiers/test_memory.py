@@ -9,6 +9,7 @@ import os
 import select
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,6 +113,14 @@ def test_a_step_whose_copies_are_being_sent_stays(disk: Path, local: Path) -> No
         tier.settle(*names(1), is_replicated=False)
         checkpointer.save(4, state(4)).result()
     assert local_steps(local) == names(4)
+
+
+@pytest.mark.parametrize("name", ["groups", "address"])
+@pytest.mark.parametrize("value", [0, b"10.0.0.1", ["10.0.0.1"]], ids=str)
+def test_a_group_and_an_address_are_texts(name: str, value: Any) -> None:
+    """A rack given as the number 0 would else count as no group, and bytes end the first save."""
+    with pytest.raises(TypeError, match=f"{name} is .*, must be a text"):
+        Memory(**{name: value})
 
 
 @pytest.mark.filesystem
