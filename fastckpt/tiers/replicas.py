@@ -302,9 +302,11 @@ class Replicas:
         return nbytes, str(answer.get("path"))
 
     @contextmanager
-    def _alone(self, name: str) -> Iterator[None]:
-        """Keeps other ranks of this node from fetching files of a step meanwhile."""
-        storage, path = self._steps.storage, self._steps.path(name)
+    def _alone(self, path: str) -> Iterator[None]:
+        """Keeps other ranks of this node away that fetch the same: with the path of an index, its
+        shard; with that of a step, one of its small files.
+        """
+        storage = self._steps.storage
         until = time.monotonic() + 2 * self._within_s
         with reported("lock", path):
             fd = storage.open(path, "lock")
@@ -320,9 +322,12 @@ class Replicas:
     def fetch(self, item: Committed, holders: Sequence[int], file: str, is_damaged: bool) -> str:
         """Has a file of a step sent by the first holder whose copy is whole, unless another rank
         has done so; if it `is_damaged` here, in the place of that. Returns where the copy lies that
-        was sent, or "" if there is none.
+        was sent, or "" if there is none, or no index by which it could be verified.
         """
-        with self._alone(item.name):
+        index = next((each.index for each in item.manifest.writers if each.file == file), "")
+        if index and not self._has(item.name, index, sizes_of(item.manifest)[index]):
+            return ""
+        with self._alone(self._steps.path(item.name, index)):
             if not is_damaged and self._has(item.name, file, sizes_of(item.manifest)[file]):
                 return self._steps.path(item.name, file)
             return self._fetched(item, holders, file)

@@ -5,6 +5,7 @@ Nodes of one rank each live in this process; whole jobs are test_ranks_memory.py
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import threading
@@ -95,6 +96,23 @@ def test_a_neighbour_gets_the_files(pair: tuple[Node, Node]) -> None:
     (b.path / "objects.pt").unlink()
     assert b.fetch("objects.pt", [0]) == f"127.0.0.1:{a.path}/objects.pt"
     assert b.fetch("objects.pt", [0]) == f"{b.path}/objects.pt", "another rank has fetched it"
+
+
+def test_ranks_of_a_node_fetch_different_shards_at_the_same_time(
+    pair: tuple[Node, Node],
+) -> None:
+    _a, b = pair
+    (writer,) = b.manifest.writers
+    assert b.fetch(writer.file, [0]) == "", "there is no index to verify it by"
+    assert b.fetch(writer.index, [0])
+    with (b.path / writer.index).open("rb") as index:
+        fcntl.flock(index, fcntl.LOCK_EX)  # as another rank that fetches this shard
+        fetching = threading.Thread(target=b.fetch, args=(writer.file, [0]))
+        fetching.start()
+        assert b.fetch("objects.pt", [0])
+        assert fetching.is_alive() and writer.file not in directories(b.path)
+    fetching.join()
+    assert (b.path / writer.file).is_file()
 
 
 def test_what_comes_is_written_to_the_file_of_a_removed_step(
