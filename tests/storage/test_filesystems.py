@@ -61,6 +61,13 @@ def test_the_mount_tells_what_shares_a_magic(mount: str, kind: str) -> None:
     assert recognised(None, Mount(mount, "x")) == kind
 
 
+def test_moosefs_is_told_by_the_name_of_its_master() -> None:
+    """Its mount type is that of every FUSE daemon."""
+    assert recognised(MAGICS["fuse"], Mount("fuse", "mfs#10.0.0.1:9421")) == "moosefs"
+    assert recognised(MAGICS["fuse"], Mount("fuse", "another")) == "fuse"
+    assert POLICIES["moosefs"] == POLICIES["fuse"]._replace(readers=1)
+
+
 @pytest.mark.parametrize("magic", [0xEF53, 0x58465342, 0x01021994, 0x0BD00BD0])
 def test_a_number_that_9p_passes_on_is_not_believed(magic: int) -> None:
     assert recognised(magic, Mount("9p", "share")) == "unknown"
