@@ -58,7 +58,7 @@ class Replicas:
         self._within_s = timeout_s / _PART_OF_TIMEOUT
         try:
             self._listener = Listener(host)
-        except OSError as error:
+        except (OSError, TypeError) as error:  # a TypeError: it can be no host's name
             raise ValueError(
                 f"Memory(address={host!r}): it cannot be listened at: {error}"
             ) from None

@@ -243,6 +243,13 @@ def test_who_stops_in_the_midst_of_a_file_is_not_waited_for() -> None:
             [*link.receive_parts(PART_BYTES + 1)]
 
 
+@pytest.mark.parametrize("host", ["\0", "\ud800", "host name", "192.0.2.1"], ids=ascii)
+def test_an_address_that_is_none_of_this_node_is_named(host: str, disk: Path) -> None:
+    steps = Steps(Storage(), str(disk))
+    with pytest.raises(ValueError, match=r"^Memory\(address=.* cannot be listened at"):
+        Replicas(Memory(), steps, Spares(steps.storage, str(disk / SPARES)), 0, host, 3.0)
+
+
 def test_copies_go_to_the_next_nodes_of_other_groups(disk: Path) -> None:
     nodes = [Node(rank, disk / str(rank)) for rank in range(4)]
     joined(*nodes, groups="aabb")
