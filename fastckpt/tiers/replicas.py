@@ -322,15 +322,22 @@ class Replicas:
     def fetch(self, item: Committed, holders: Sequence[int], file: str, is_damaged: bool) -> str:
         """Has a file of a step sent by the first holder whose copy is whole, unless another rank
         has done so; if it `is_damaged` here, in the place of that. Returns where the copy lies that
-        was sent, or "" if there is none, or no index by which it could be verified.
+        was sent, or "" if there is none, or no index by which it could be verified, or this node's
+        memory was removed.
         """
         index = next((each.index for each in item.manifest.writers if each.file == file), "")
         if index and not self._has(item.name, index, sizes_of(item.manifest)[index]):
             return ""
-        with self._alone(self._steps.path(item.name, index)):
-            if not is_damaged and self._has(item.name, file, sizes_of(item.manifest)[file]):
-                return self._steps.path(item.name, file)
-            return self._fetched(item, holders, file)
+        try:
+            with self._alone(self._steps.path(item.name, index)):
+                if not is_damaged and self._has(item.name, file, sizes_of(item.manifest)[file]):
+                    return self._steps.path(item.name, file)
+                return self._fetched(item, holders, file)
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            log.warning("%r was not fetched: %s", self._steps.path(item.name, file), error)
+            return ""
 
     def _fetched(self, item: Committed, holders: Sequence[int], file: str) -> str:
         steps, nbytes = self._steps, sizes_of(item.manifest)[file]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import socket
 import threading
 import time
@@ -96,6 +97,15 @@ def test_a_neighbour_gets_the_files(pair: tuple[Node, Node]) -> None:
     (b.path / "objects.pt").unlink()
     assert b.fetch("objects.pt", [0]) == f"127.0.0.1:{a.path}/objects.pt"
     assert b.fetch("objects.pt", [0]) == f"{b.path}/objects.pt", "another rank has fetched it"
+
+
+def test_nothing_is_fetched_into_memory_that_was_removed(pair: tuple[Node, Node]) -> None:
+    """So who restores reads the next copy, such as the root's."""
+    _a, b = pair
+    (item,) = b.steps.committed()[0]
+    shutil.rmtree(b.path)
+    for file in sizes_of(item.manifest):
+        assert b.replicas.fetch(item, [0], file, False) == ""
 
 
 def test_ranks_of_a_node_fetch_different_shards_at_the_same_time(
