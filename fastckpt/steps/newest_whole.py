@@ -217,13 +217,16 @@ def candidates(
 
 def survey_of_copy(steps: Steps) -> list[Committed]:
     """Returns the committed steps of a directory that may be lost, as survey() does, but leaves out
-    those that cannot be read, with a warning.
+    those that are damaged or cannot be read, with a warning.
 
     Raises:
         StorageError: not the disk, but this process is short of descriptors or memory.
     """
     try:
-        return steps.survey()[0]
+        found, faults = steps.survey()
+        for fault in faults:
+            log.warning("skipping a copy of a step: %s", fault.error)
+        return found
     except StorageError as error:
         if error.errno in OWN_SHORTAGES:
             raise

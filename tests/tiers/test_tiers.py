@@ -367,6 +367,18 @@ def test_what_is_damaged_locally_is_read_from_the_root(
         assert f"'{root / 'step-00000001' / damaged}' is read instead" in caplog.text
 
 
+def test_a_copy_whose_manifest_is_damaged_is_named(
+    disk: Path, local: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(disk / "run", local=local) as checkpointer:
+        checkpointer.save(1, state(1))
+    manifest = local_step(local, 1) / "manifest.json"
+    flip(manifest, 0.5)
+    step, taken = content(disk / "run", local)
+    assert step == 1 and all(path.startswith(str(disk / "run")) for path in taken.values())
+    assert f"skipping a copy of a step: {str(manifest)!r}" in caplog.text
+
+
 def test_the_manifest_of_another_save_is_not_mixed_in(disk: Path, local: Path) -> None:
     """A step of the same number that was saved anew, past the tier, has other contents."""
     root = disk / "run"
