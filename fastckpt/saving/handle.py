@@ -144,7 +144,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
 
         Returns:
             False if they are not: the step went past the memory, which `stats.local_why` explains,
-                or a neighbour did not take them, which `stats.replicas_why` does; or there is none.
+                or a neighbour did not take them, which `stats.replicas_why` does. Without a Memory
+                it is what wait_local() returns.
 
         Raises:
             As wait_local().

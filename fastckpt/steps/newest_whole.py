@@ -198,8 +198,9 @@ def candidates(
         if warn:
             log.warning("skipping a step: %s", fault.error)
     for name in persistently(steps.incomplete, steps.root) if warn else ():
-        # A drain writes it, and it is read from the local tier; or it is no save of a step.
-        if steps.known(name).is_begun or is_export(steps, name):
+        # A drain writes it or has written it by now; or it is no save of a step.
+        save = steps.known(name)
+        if save.is_begun or save.manifest is not None or is_export(steps, name):
             continue
         log.warning("skipping %s: its save was not committed", steps.path(name))
     if faults and not found:

@@ -319,12 +319,12 @@ class Steps:
                     except FileNotFoundError:
                         continue  # another save found the directory empty and removed it as dead
                 begun = Begun(name, fd, temporary)
+                self.known(name).is_begun = True
                 try:
                     atomic.claim(self.storage, fd, temporary)
                 except BaseException:
                     self.abandon(begun)
                     raise
-                self.known(name).is_begun = True
                 return begun
         raise StorageError("make directory", self.path(step_name(step)), errno.EEXIST)
 

@@ -30,13 +30,12 @@ from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, may_go
 from fastckpt.storage.machine import this_machine
-from fastckpt.tiers.memory_budget import MemoryBudget
+from fastckpt.tiers.memory_budget import SPARE_BYTES, MemoryBudget
 from fastckpt.tiers.nodes import NodesSteps, RanksByNode, parts_of
 from fastckpt.tiers.replicas import Replicas
 
 log = logging.getLogger("fastckpt")
 
-SPARE_BYTES = 16 << 20  # room for indexes and the manifest, beside shards and objects
 _MARGIN = 1.5  # a step goes straight to the root only if that is hoped to take so much less
 SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
 
@@ -92,14 +91,14 @@ class LocalTier:
             self._device, other = self._device_of(self._directory), self._device_of(root.root)
         except StorageError as error:  # a node whose disk has failed takes part without it
             self._refusal, other = f"failed: {error}", -2
+        self.steps = Steps(storage, os.path.join(self._directory, tier_name(root.root)))
+        self.root, self.keep, self.memory = root, keep, memory
+        self._budget = None if memory is None else MemoryBudget(memory, self.steps)
         if self._device == other:
             raise ValueError(
                 f"local {directory!r} lies on the same file system as the root {root.root!r}: it "
                 "would be no faster, and would be lost with the root"
             )
-        self.steps = Steps(storage, os.path.join(self._directory, tier_name(root.root)))
-        self.root, self.keep, self.memory = root, keep, memory
-        self._budget = None if memory is None else MemoryBudget(memory, self.steps)
         self.spares: Spares | None = None
         if self._budget is not None:
             self.spares = Spares(storage, self.steps.path(SPARES))
@@ -248,8 +247,27 @@ class LocalTier:
         if self._budget is None:
             return ""
         self._step_bytes = nbytes = nbytes + SPARE_BYTES
-        self.evict(max(0, self._budget.nbytes - nbytes + landed))
-        return self._budget.take(name, nbytes, landed)
+        most = max(0, self._budget.nbytes - nbytes + landed)
+        self.evict(most)
+        why = self._budget.take(name, nbytes, landed)
+        if why and self._outdated():
+            self.evict(most)
+            why = self._budget.take(name, nbytes, landed)
+        return why
+
+    def _outdated(self) -> bool:
+        """Finds the steps that need not stay, since a newer one went past the tier to the root, and
+        says whether there are some.
+        """
+        last = max((item.manifest.sequence for item in readable(self.root)), default=-1)
+        old = {
+            item.manifest.nonce
+            for item in readable(self.steps)
+            if item.manifest.sequence < last and not self.is_due(item.manifest.step)
+        }
+        is_new = not old <= self._useless
+        self._useless |= old
+        return is_new
 
     def settle(self, name: str, is_replicated: bool) -> None:
         """Notes that all files of a step which this node is to have are there. Only the first rank

@@ -18,6 +18,7 @@ from fastckpt.steps.root import Steps
 from fastckpt.storage.machine import memory_left_bytes
 from fastckpt.storage.policies import magic_of, recognised
 
+SPARE_BYTES = 16 << 20  # room for indexes and the manifest, beside shards and objects
 _BLOCK = 512  # the unit of st_blocks, see stat(2)
 
 
@@ -41,27 +42,32 @@ class MemoryBudget:
         self._lock = threading.Lock()  # held where they are looked at and changed
         path, asked = memory.path, memory.budget_bytes
         at, size_text = shlex.quote(path), "64g" if asked is None else f"{-(-asked >> 20)}m"
-        kind = recognised(magic_of(path), None) if os.path.isdir(path) else "missing"
-        if kind != "tmpfs":
+        there = path
+        while not os.path.exists(there):  # it is made there with the first step
+            there = os.path.dirname(there)
+        kind = recognised(magic_of(there), None)
+        if kind != "tmpfs" or not os.path.isdir(there):
             raise ValueError(
-                f"Memory(directory={path!r}): it is {kind}, must be on a tmpfs: make one by "
+                f"Memory(directory={path!r}): {there!r} is "
+                f"{kind if os.path.isdir(there) else 'no directory'}, must be a tmpfs: pass a "
+                "directory on one, such as one below /dev/shm, or make one by "
                 f"`mkdir -p {at} && mount -t tmpfs -o size={size_text} tmpfs {at}` before the job, "
                 f"or a volume with medium: Memory; for storage of the node pass local={path!r}"
             )
-        found = os.statvfs(path)
+        found = os.statvfs(there)
         size, own = found.f_blocks * found.f_frsize, self.used()
         granted = memory_left_bytes() + own
-        self.nbytes = asked or min(size, granted) // 2
+        self.nbytes = asked or max(min(size, granted) // 2, SPARE_BYTES)
         self._told = shown_size(self.nbytes)
         if asked is None:
             self._told += f" (half of what {path!r}, a tmpfs of {shown_size(size)}, or memory has)"
         if self.nbytes > size:
-            while not os.path.ismount(path):
-                path = os.path.dirname(path)
+            while not os.path.ismount(there):
+                there = os.path.dirname(there)
             raise ValueError(
-                f"Memory(budget={memory.budget!r}): {path!r} is a tmpfs of {shown_size(size)}, "
+                f"Memory(budget={memory.budget!r}): {there!r} is a tmpfs of {shown_size(size)}, "
                 f"the budget needs {shown_size(self.nbytes)}: enlarge it by `mount -o remount,"
-                f"size={size_text} {shlex.quote(path)}`, that of a container by --shm-size or a "
+                f"size={size_text} {shlex.quote(there)}`, that of a container by --shm-size or a "
                 "volume with medium: Memory"
             )
         if self.nbytes > granted:
@@ -105,6 +111,7 @@ class MemoryBudget:
                 self._promised = kept | {name: nbytes}
                 return ""
         return (
-            f"has a budget of {self._told} on this node: the step needs "
-            f"{shown_size(nbytes)}, and steps that have to stay take {shown_size(used)}"
+            f"has a budget of {self._told} on this node: the step needs {shown_size(nbytes)}, "
+            f"{shown_size(SPARE_BYTES)} of it for indexes, and steps that have to stay take "
+            f"{shown_size(used)}; a larger Memory(budget=) keeps it there"
         )

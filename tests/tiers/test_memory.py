@@ -87,6 +87,17 @@ def test_steps_stay_within_the_budget(
         assert checkpointer.restore(model) == 8
 
 
+def test_a_step_that_the_root_has_a_newer_one_than_makes_room(disk: Path, local: Path) -> None:
+    """The memory has room for one step, so each second one goes past it."""
+    memory = Memory(directory=local, budget=50 * MIB, root_every=1000, peers=0)
+    with Checkpointer(disk / "run", local=memory) as checkpointer:
+        model = {"w": torch.zeros(6 << 20)}
+        saves = [checkpointer.save(step, model).wait_memory(60) for step in range(1, 6)]
+        assert saves == [True, False, True, False, True]
+        assert local_steps(local) == names(5)
+        assert checkpointer.restore(model) == 5
+
+
 @pytest.mark.parametrize(
     ("peers", "deadline_s", "why"),
     [(0, None, ""), (1, None, "no ranks on other nodes"), (1, 60.0, "with a deadline")],
@@ -132,11 +143,18 @@ def test_what_memory_there_is_is_looked_at_ahead(
             Checkpointer(disk / "run", local=memory)
         return str(caught.value)
 
-    assert "must be on a tmpfs" in refused(Memory(directory="/proc"))
-    missing = local / "not here"
+    assert "must be a tmpfs" in refused(Memory(directory="/proc"))
+    missing = disk / "not here"
     told = refused(Memory(directory=missing, budget="1GiB"))
     assert f"mkdir -p '{missing}' && mount -t tmpfs -o size=1024m tmpfs '{missing}'`" in told
-    assert "it is missing" in told
+    assert f"{str(disk)!r} is " in told and "must be a tmpfs" in told
+    (local / "a file").touch()
+    assert "a file' is no directory" in refused(Memory(directory=local / "a file"))
+    with Checkpointer(disk / "run", local=Memory(directory=local / "new", peers=0)) as checkpointer:
+        assert checkpointer.save(1, {"w": torch.zeros(1)}).wait_memory(60)
+    with mounted("tmpfs", disk, 8 * MIB) as tiny:
+        told = refused(Memory(directory=tiny))
+        assert "is a tmpfs of 8.00 MiB" in told and "needs 16.0 MiB" in told
     with mounted("tmpfs", disk, 64 * MIB) as small:
         (inner := small / "inner").mkdir()
         with Checkpointer(disk / "run", local=Memory(directory=inner)) as checkpointer:

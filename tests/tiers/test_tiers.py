@@ -379,6 +379,23 @@ def test_a_copy_whose_manifest_is_damaged_is_named(
     assert f"skipping a copy of a step: {str(manifest)!r}" in caplog.text
 
 
+def test_a_step_that_this_process_commits_meanwhile_is_not_called_uncommitted(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a drain does, while a restore lists the root."""
+    with Checkpointer(disk / "a") as checkpointer:
+        checkpointer.save(3, state(3))
+    steps = Steps(Storage(), str(disk / "b"))
+    begun = steps.begin(3)
+    listed = steps.incomplete()
+    monkeypatch.setattr(steps, "incomplete", lambda: listed)
+    manifest = Steps(Storage(), str(disk / "a")).read(begun.name)
+    steps.publish(begun, manifest, durable=False)
+    os.close(begun.manifest_fd)
+    assert listed == [begun.name] and candidates([steps], None, False, warn=True)
+    assert "was not committed" not in caplog.text
+
+
 def test_the_manifest_of_another_save_is_not_mixed_in(disk: Path, local: Path) -> None:
     """A step of the same number that was saved anew, past the tier, has other contents."""
     root = disk / "run"
