@@ -426,7 +426,7 @@ import atexit
 atexit.register(lambda: (print("NOW", flush=True), fastckpt.save(state, path, drain_rate=rate)))""",
     "with a codec": """
 with fastckpt.Checkpointer(root, drain_rate=rate, codec="zstd") as checkpointer:
-    checkpointer.save(2, {"w": 2 + torch.rand(2 << 20)})
+    checkpointer.save(2, {"w": 2 + torch.rand(2 << 20) / 2})  # 2 + 0.9999999 would round to 3
     train()""",
     "as it commits": """
 with fastckpt.Checkpointer(root, durable=False) as checkpointer:
