@@ -112,45 +112,69 @@ WORKING_GROUP = root"
     try "$@"
 }
 
-# Linux under User Mode Linux is server and client, for the kernel that runs here may be neither.
-# Its root is this system, read-only. Standard input has the commands that mount /tmp/a and /tmp/b.
-in_uml() {
-    needs linux.uml user-mode-linux
+# Debian's Linux in a virtual machine is server and client, for the kernel that runs here may be
+# neither. Its root is this system, read-only. Standard input has the commands that mount /tmp/a and
+# /tmp/b. Without KVM, QEMU computes each instruction: all is slow, but all is slow alike.
+in_vm() {
+    needs qemu-system-x86_64 qemu-system-x86
+    needs busybox busybox-static
     needs modprobe kmod
-    truncate -s 4G disk.img
+    local kernel number=100 unpack accel=tcg
+    kernel=${VM_KERNEL:-$(find /boot -name 'vmlinuz-*' | sort -V | tail -n 1)}
+    [ -e "$kernel" ] || { echo "needs a kernel: apt-get install linux-image-amd64" >&2; exit 2; }
+    [ ! -w /dev/kvm ] || accel=kvm
+    truncate -s 8G disk.img
     mkfs.ext4 -q disk.img
+    mkdir -p first/modules first/root first/bin
+    cp "$(command -v busybox)" first/bin
+    for each in virtio_pci virtio_blk 9pnet_virtio 9p; do
+        modprobe -S "${kernel#*vmlinuz-}" --show-depends $each
+    done | awk '$1 == "insmod" && !seen[$2]++ {print $2}' | while read -r module; do
+        case $module in *.xz) unpack="xz -dc" ;; *.zst) unpack="zstd -dc" ;; *) unpack=cat ;; esac
+        $unpack "$module" > "first/modules/$((number += 1)).ko"
+    done
+    cat > first/init <<- END
+		#!/bin/busybox sh
+		for each in /modules/*; do /bin/busybox insmod \$each; done
+		/bin/busybox mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=1048576,cache=loose host /root
+		/bin/busybox mount -t devtmpfs dev /root/dev
+		exec /bin/busybox switch_root /root "$WORK/init"
+	END
     { cat && cat <<- END; } > init
 		"$PYTHON" "$trial" /tmp/a /tmp/b $* && echo all held
-		poweroff -f
+		echo o > /proc/sysrq-trigger
+		sleep 60
 	END
-    chmod +x init
-    linux.uml mem=3G root=/dev/root rootfstype=hostfs rootflags=/ ro init="$WORK/init" \
-        ubd0="$WORK/disk.img" con0=null,fd:1 con=null quiet < /dev/null | tee uml.log
-    grep -q '^all held' uml.log
+    chmod +x init first/init
+    (cd first && find . | busybox cpio -o -H newc 2> /dev/null) > first.img
+    qemu-system-x86_64 -accel $accel -cpu max,arch-capabilities=off -smp 2 -m 6G -nographic -no-reboot -monitor none \
+        -kernel "$kernel" -initrd first.img -append "console=ttyS0 quiet loglevel=1 panic=-1" \
+        -virtfs local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap \
+        -drive file=disk.img,format=raw,if=virtio,cache=unsafe -nic none \
+        < /dev/null | tee vm.log
+    grep -q '^all held' vm.log
 }
 
-uml_begin() {
+vm_begin() {
     cat <<- END
 		#!/bin/bash
 		export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp PYTHONPATH=$PYTHONPATH SERVED=/tmp/volume
 		export PYTHONDONTWRITEBYTECODE=1 FASTCKPT_STAGING_BYTES=268435456
-		# A page that is touched for the first time costs 50 us here, so memory is used again.
-		export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=4294967296
 		mount -t proc proc /proc
 		mount -t sysfs sysfs /sys
 		for each in /tmp /run; do mount -t tmpfs tmpfs \$each; done
-		mkdir -p /dev/shm /tmp/a /tmp/b /tmp/volume /tmp/state/rpc_pipefs /tmp/modules/lib/modules
+		mkdir -p /dev/shm /tmp/a /tmp/b /tmp/volume /tmp/state/rpc_pipefs
 		mount -t tmpfs tmpfs /dev/shm
 		ip link set lo up
-		ln -s /usr/lib/uml/modules/* /tmp/modules/lib/modules
-		mount -t ext4 /dev/ubda /tmp/volume
+		modprobe ext4
+		mount -t ext4 /dev/vda /tmp/volume
 	END
 }
 
 on_nfs() {
     needs exportfs nfs-kernel-server nfs-common
-    { uml_begin; cat <<- END; } | in_uml "$@"
-		for each in sunrpc lockd nfsd nfs nfsv4; do modprobe -d /tmp/modules \$each; done
+    { vm_begin; cat <<- END; } | in_vm "$@"
+		for each in sunrpc lockd nfsd nfs nfsv4; do modprobe \$each; done
 		mount --bind /tmp/state /var/lib/nfs
 		touch /tmp/state/{etab,rmtab}
 		mount -t nfsd nfsd /proc/fs/nfsd
@@ -166,8 +190,8 @@ on_nfs() {
 
 on_9p() {
     needs diod diod
-    { uml_begin; cat <<- END; } | in_uml "$@"
-		for each in 9pnet 9pnet_fd 9p; do modprobe -d /tmp/modules \$each; done
+    { vm_begin; cat <<- END; } | in_vm "$@"
+		for each in 9pnet 9pnet_fd 9p; do modprobe \$each; done
 		diod --no-auth --no-userdb --listen 127.0.0.1:5640 --export /tmp/volume --nwthreads 4
 		options=trans=tcp,port=5640,version=9p2000.L,aname=/tmp/volume,uname=root,access=user
 		for each in a b; do mount -t 9p -o \$options,msize=1048576 127.0.0.1 /tmp/\$each; done
