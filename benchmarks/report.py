@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from harness import Line, Row, at_most, median_of, number, spread_of, table
+from harness import Line, Row, at_most, median_of, number, spread_of, table, told
 from rivals import BASELINE, PEERS
 from rivals.fastckpt_save import Fastckpt, FastckptStep
 
@@ -90,8 +90,11 @@ def of_best(rows: list[Row], ours: str, key: str, what: str, bar: float) -> list
     best = min(known, key=lambda name: known[name])
     theirs = {row["round"]: row[key] for row in groups[best]}
     both = [row for row in groups[ours] if row["round"] in theirs]
+    what += f", of the best peer ({best})"
+    if min(theirs.values()) <= 0:  # what a save cost was less than how much such a time varies
+        return [told(what, "its own is lost in the noise")]
     ratios = [row[key] / theirs[row["round"]] for row in both]
-    return [at_most(f"{what}, of the best peer ({best})", ratios, bar, ".2f", " x")]
+    return [at_most(what, ratios, bar, ".2f", " x")]
 
 
 def saves_lines(result: Row) -> list[Line]:
