@@ -114,15 +114,15 @@ WORKING_GROUP = root"
 
 # Debian's Linux in a virtual machine is server and client, for the kernel that runs here may be
 # neither. Its root is this system, read-only. Standard input has the commands that mount /tmp/a and
-# /tmp/b. Without KVM, QEMU computes each instruction: all is slow, but all is slow alike.
+# /tmp/b. VM_ACCEL=kvm is for machines whose KVM starts such a kernel; without it, QEMU computes each
+# instruction: all is slow, the CPU more than the disk.
 in_vm() {
     needs qemu-system-x86_64 qemu-system-x86
     needs busybox busybox-static
     needs modprobe kmod
-    local kernel number=100 unpack accel=tcg
+    local kernel number=100 unpack
     kernel=${VM_KERNEL:-$(find /boot -name 'vmlinuz-*' | sort -V | tail -n 1)}
     [ -e "$kernel" ] || { echo "needs a kernel: apt-get install linux-image-amd64" >&2; exit 2; }
-    [ ! -w /dev/kvm ] || accel=kvm
     truncate -s 8G disk.img
     mkfs.ext4 -q disk.img
     mkdir -p first/modules first/root first/bin
@@ -131,7 +131,8 @@ in_vm() {
         modprobe -S "${kernel#*vmlinuz-}" --show-depends $each
     done | awk '$1 == "insmod" && !seen[$2]++ {print $2}' | while read -r module; do
         case $module in *.xz) unpack="xz -dc" ;; *.zst) unpack="zstd -dc" ;; *) unpack=cat ;; esac
-        $unpack "$module" > "first/modules/$((number += 1)).ko"
+        number=$((number + 1))
+        $unpack "$module" > first/modules/$number.ko
     done
     cat > first/init <<- END
 		#!/bin/busybox sh
@@ -143,11 +144,11 @@ in_vm() {
     { cat && cat <<- END; } > init
 		"$PYTHON" "$trial" /tmp/a /tmp/b $* && echo all held
 		echo o > /proc/sysrq-trigger
-		sleep 60
+		sleep 60 2> /dev/null
 	END
     chmod +x init first/init
     (cd first && find . | busybox cpio -o -H newc 2> /dev/null) > first.img
-    qemu-system-x86_64 -accel $accel -cpu max,arch-capabilities=off -smp 2 -m 6G -nographic -no-reboot -monitor none \
+    qemu-system-x86_64 -accel "${VM_ACCEL:-tcg}" -cpu max -smp 2 -m 6G -nographic -no-reboot -monitor none \
         -kernel "$kernel" -initrd first.img -append "console=ttyS0 quiet loglevel=1 panic=-1" \
         -virtfs local,path=/,mount_tag=host,security_model=none,readonly=on,multidevs=remap \
         -drive file=disk.img,format=raw,if=virtio,cache=unsafe -nic none \
