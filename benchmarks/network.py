@@ -26,12 +26,13 @@ SYSTEMS = {
     "sshfs": ("sshfs", "openssh-server"),
     "gluster": ("glusterfs-server",),
     "moosefs": ("moosefs-master",),
-    "nfs": ("user-mode-linux",),
-    "9p": ("user-mode-linux", "diod"),
+    "nfs": ("nfs-kernel-server", "qemu-system-x86"),
+    "9p": ("diod", "qemu-system-x86"),
+    "lustre": ("qemu-system-x86",),
 }
+IN_VM = ("nfs", "9p", "lustre")  # whose clients are modules of a virtual machine's kernel
 ABSENT = {
-    "lustre": "its client is a kernel module; measure a mounted one with --dir",
-    "gpfs, beegfs, wekafs, ceph, cifs": "no server of these is at hand; as Lustre",
+    "gpfs, beegfs, wekafs, ceph, cifs": "no server of these is at hand; measure with --dir",
 }
 TRIAL = Path(__file__).with_name("network_turns.py")
 RUN = harness.ROOT / "tests" / "shared" / "run.sh"
@@ -39,11 +40,14 @@ BASE, SHELL = "torch.save", ("cp", "dd", "dd direct")
 LIMIT_S = 1800
 
 
-def version(kind: str) -> str:
-    """Return the versions of a file system's packages."""
+def version(kind: str, rows: list[Row]) -> str:
+    """Return the versions of a file system's packages, and of the kernel if it is not this one."""
+    if kind not in SYSTEMS:
+        return ""
     command = ["dpkg-query", "-W", *SYSTEMS[kind]]
     done = subprocess.run(command, capture_output=True, text=True)
-    return ", ".join(" ".join(line.split()) for line in done.stdout.splitlines())
+    kernels = [f"Linux {row['kernel']}" for row in rows if kind in IN_VM and "kernel" in row]
+    return ", ".join([*(" ".join(line.split()) for line in done.stdout.splitlines()), *kernels])
 
 
 def measured(command: list[str], environment: dict[str, str]) -> list[Row]:
@@ -128,7 +132,7 @@ def summary(results: dict[str, list[Row]]) -> str:
     rows = []
     for kind, told_rows in results.items():
         for mib in dict.fromkeys(row["mib"] for row in told_rows if "mib" in row):
-            cells = [f"{kind}, {mib} MiB", version(kind) if kind in SYSTEMS else ""]
+            cells = [f"{kind}, {mib} MiB", version(kind, told_rows)]
             for op in ("save", "load"):
                 its = [row for row in told_rows if row["op"] == op and row["mib"] == mib]
                 best = best_of_shell(its)
@@ -166,7 +170,9 @@ def main() -> int:
     sections["summary"], tables["summary"] = [], [summary(results)]
     record = {
         "environment": environment,
-        "titles": {kind: f"{kind} ({version(kind)})" for kind in results if kind in SYSTEMS},
+        "titles": {
+            kind: f"{kind} ({version(kind, results[kind])})" for kind in results if kind in SYSTEMS
+        },
         "lines": harness.recorded(sections),
         "tables": tables,
         "results": results,

@@ -1,14 +1,14 @@
 #!/bin/bash
 # Mounts one shared file system for two clients and tries fastckpt's promises on it:
 #
-#     tests/shared/run.sh sshfs|gluster|moosefs|nfs|9p [arguments of promises.py]
+#     tests/shared/run.sh sshfs|gluster|moosefs|nfs|9p|lustre [arguments of promises.py]
 #
 # Needs root and Debian's packages, which it names where they are missing. The servers run in
 # network, mount and process namespaces of their own: nothing listens outside of them, and whatever
 # ran or was mounted is gone when this ends. The volume lies below ${TMPDIR:-/var/tmp}. Use
 # PYTHON=... for another interpreter than .venv's.
 set -euo pipefail
-kind=${1:?which file system: sshfs, gluster, moosefs, nfs or 9p}
+kind=${1:?which file system: sshfs, gluster, moosefs, nfs, 9p or lustre}
 shift
 here=$(cd "$(dirname "$0")" && pwd)
 export root=${here%/tests/shared} PYTHON=${PYTHON:-${here%/tests/shared}/.venv/bin/python}
@@ -199,7 +199,28 @@ on_9p() {
 	END
 }
 
+# Lustre is not Debian's: it is built and installed from its source, for the virtual machine's kernel
+# (configure --enable-server --disable-ldiskfs --without-zfs). Its targets are in memory (osd-wbcfs);
+# in 2.17.57 their osd_punch does nothing, which truncation needs.
+on_lustre() {
+    needs mount.lustre lustre
+    { vm_begin; cat <<- END; } | in_vm "$@"
+		ip link add nid type dummy
+		ip address add 10.99.0.2/24 dev nid
+		ip link set nid up
+		modprobe lnet 'networks=tcp(nid)'
+		for each in lustre osd_wbcfs; do modprobe \$each; done
+		export OSD_WBC_FSNAME=trial OSD_WBC_MGS_NID=10.99.0.2@tcp OSD_WBC_PRIMARY_MDT=1
+		for each in MDT:0 OST:0 OST:1; do
+		    mkdir /tmp/\$each
+		    OSD_WBC_TGT_TYPE=\${each%:*} OSD_WBC_INDEX=\${each#*:} mount.lustre lustre-wbcfs /tmp/\$each
+		done
+		cat /sys/fs/lustre/version
+		for each in a b; do mount.lustre 10.99.0.2@tcp:/trial /tmp/\$each; done
+	END
+}
+
 case $kind in
-    sshfs | gluster | moosefs | nfs | 9p) "on_$kind" "$@" ;;
+    sshfs | gluster | moosefs | nfs | 9p | lustre) "on_$kind" "$@" ;;
     *) echo "which file system is $kind?" >&2; exit 2 ;;
 esac
