@@ -119,7 +119,7 @@ bench: build  ## measure against the alternatives; BENCH_ARGS goes to benchmarks
 	@$(BIN)/python benchmarks/bench.py $(BENCH_ARGS)
 
 .PHONY: bench-all
-bench-all: build  ## measure all of it, and write the tables of the documents (half an hour)
+bench-all: build  ## measure all of it, and write the tables of the documents (an hour)
 	@$(BENCH_PYTHON) benchmarks/bench_all.py $(BENCH_ARGS)
 
 bench-ranks: build  ## measure several ranks; BENCH_ARGS goes to benchmarks/ranks.py

@@ -1,6 +1,6 @@
 """All benchmarks of parts.py, one after another, and the documents that are made of them.
 
-    make bench-all                          # about half an hour
+    make bench-all                          # about an hour
     make bench-all BENCH_ARGS="--tiny"      # a few minutes: whether all runs; no numbers
 
 A part whose record is there, of this code and with these options, is not run again: what was

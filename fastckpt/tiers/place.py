@@ -298,6 +298,9 @@ class NodePlace(Place):
                 why = tier.replicas.send(name, manifest, files)
                 stats.replicas_why = why = self._agreed(why)
                 stats.replicated_s = None if why else self._handle.elapsed_s()
+        except BaseException as error:  # wait_memory() has to say that they are not there
+            stats.replicas_why = f"failed: {error}"[:_WHY_CHARS]
+            raise
         finally:
             if self._is_first():
                 tier.settle(name, stats.replicated_s is not None)

@@ -144,9 +144,9 @@ def save_beside_who_hangs(
 
 def save_beside_who_is_stopped(
     member: Member, root: str, locals_: list[str], stopped: int, how: int, timeout_s: float
-) -> tuple[BaseException | None, bool]:
+) -> tuple[BaseException | None, bool, bool]:
     """One rank gets a signal while a file comes to it; returns what the others are told, and
-    whether the nodes have the step.
+    whether the nodes have the step, and their neighbours.
     """
     if member.rank == stopped:
 
@@ -158,7 +158,7 @@ def save_beside_who_is_stopped(
         root, group=member.group, local=memory(member, locals_, {}), timeout_s=timeout_s
     )
     handle = saving.save(1, stamped(member, 1))
-    return attempt(handle.result).error, handle.wait_local(0)
+    return attempt(handle.result).error, handle.wait_local(0), handle.wait_memory(0)
 
 
 def meet_as_machines(member: Member, root: str, locals_: list[str], machines: int) -> list[str]:
