@@ -125,7 +125,7 @@ in_vm() {
     [ -e "$kernel" ] || { echo "needs a kernel: apt-get install linux-image-amd64" >&2; exit 2; }
     truncate -s 8G disk.img
     mkfs.ext4 -q disk.img
-    mkdir -p first/modules first/root first/bin
+    mkdir -p first/modules first/host first/bin
     cp "$(command -v busybox)" first/bin
     for each in virtio_pci virtio_blk 9pnet_virtio 9p; do
         modprobe -S "${kernel#*vmlinuz-}" --show-depends $each
@@ -137,9 +137,9 @@ in_vm() {
     cat > first/init <<- END
 		#!/bin/busybox sh
 		for each in /modules/*; do /bin/busybox insmod \$each; done
-		/bin/busybox mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=1048576,cache=loose host /root
-		/bin/busybox mount -t devtmpfs dev /root/dev
-		exec /bin/busybox switch_root /root "$WORK/init"
+		/bin/busybox mount -t 9p -o ro,trans=virtio,version=9p2000.L,msize=1048576,cache=loose host /host
+		/bin/busybox mount -t devtmpfs dev /host/dev
+		exec /bin/busybox switch_root /host "$WORK/init"
 	END
     { cat && cat <<- END; } > init
 		"$PYTHON" "$trial" /tmp/a /tmp/b $* && echo all held
