@@ -238,6 +238,12 @@ def check_path(
         )
     if "\0" in path:
         raise ValueError(f"{name} is {shown(path)}, must be a path, without a null character")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{name} is {shown(path)}, must be a path, without characters that no file has"
+        ) from None
     # "~name" is left alone: it may be the name of a file, which torch.save would write.
     path = os.path.expanduser(path) if path == "~" or path.startswith("~/") else path
     with suppress(FileNotFoundError):  # the working directory is gone; then what follows fails

@@ -16,6 +16,7 @@ from fastckpt.arguments.checks import (
     check_keep_best,
     check_path,
     optional,
+    shown,
 )
 from fastckpt.arguments.memory import Memory
 from fastckpt.arguments.options import WriteOptions
@@ -83,5 +84,11 @@ def _check_local(name: str, value: object) -> tuple[str, int, Memory | None]:
     """Returns what StepOptions.tier does."""
     if isinstance(value, Memory):
         return value.path, value.keep, value
+    if value is Memory or (
+        isinstance(value, tuple) and any(isinstance(it, Memory) for it in value)
+    ):
+        raise TypeError(
+            f"{name} is {shown(value)}, must be Memory(...), with its keep= inside, alone"
+        )
     path, count = value if isinstance(value, tuple) and len(value) == 2 else (value, KEEP_LOCAL)
     return check_path(name, path), check_count(f"the count of {name}", count), None

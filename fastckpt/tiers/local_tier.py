@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import threading
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
@@ -24,6 +23,7 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
 from fastckpt.saving.spares import Spares
 from fastckpt.steps.copies import Fetch
+from fastckpt.steps.lease import Lease
 from fastckpt.steps.newest_whole import readable, survey_of_copy
 from fastckpt.steps.pins import deleted
 from fastckpt.steps.root import Committed, Steps
@@ -31,7 +31,13 @@ from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, may_go
 from fastckpt.storage.machine import this_machine
 from fastckpt.tiers.memory_budget import SPARE_BYTES, MemoryBudget
-from fastckpt.tiers.nodes import NodesSteps, RanksByNode, parts_of
+from fastckpt.tiers.nodes import (
+    NodesSteps,
+    RanksByNode,
+    check_alike,
+    parts_of,
+    warn_of_loopback,
+)
 from fastckpt.tiers.replicas import Replicas
 
 log = logging.getLogger("fastckpt")
@@ -91,9 +97,15 @@ class LocalTier:
             self._device, other = self._device_of(self._directory), self._device_of(root.root)
         except StorageError as error:  # a node whose disk has failed takes part without it
             self._refusal, other = f"failed: {error}", -2
-        self.steps = Steps(storage, os.path.join(self._directory, tier_name(root.root)))
+        path = os.path.join(self._directory, tier_name(root.root))
+        # Of its own: it may be long until a step goes to the root, or that may be out of reach.
+        self.steps = Steps(storage, path, Lease(storage, path))
         self.root, self.keep, self.memory = root, keep, memory
-        self._budget = None if memory is None else MemoryBudget(memory, self.steps)
+        self._budget: MemoryBudget | None = None
+        try:
+            self._budget = None if memory is None else MemoryBudget(memory, self.steps)
+        except StorageError as error:
+            self._refusal = f"failed: {error}"
         if self._device == other:
             raise ValueError(
                 f"local {directory!r} lies on the same file system as the root {root.root!r}: it "
@@ -146,6 +158,8 @@ class LocalTier:
             if self._nodes is not None and self._nodes.first(self._rank) == self._rank:
                 self.spares.trim(0)
             self.spares.close()
+        assert self.steps.lease is not None
+        self.steps.lease.release()
 
     # ---- whether it can be used
 
@@ -167,13 +181,16 @@ class LocalTier:
         replicas = self.replicas
         group = None if self.memory is None else self.memory.groups
         at = None if replicas is None else (*replicas.address, group or f"rank {self._rank}")
-        meeting.put("identity", json.dumps([self._identity(), at]).encode())
+        every = 1 if self.memory is None else self.memory.root_every
+        meeting.put("identity", json.dumps([self._identity(), at, every]).encode())
         if self._rank == 0:
             first: dict[str, int] = {}
-            told = [json.loads(record) for record in meeting.gather("identity")]
+            records = [json.loads(record) for record in meeting.gather("identity")]
+            check_alike([every for *_, every in records])
+            told = [(identity, at) for identity, at, _every in records]
             shared = [first.setdefault(identity, rank) for rank, (identity, _at) in enumerate(told)]
             listening = [at for _identity, at in told]
-            _warn_of_loopback(told)
+            warn_of_loopback(told)
             secret = None if replicas is None else secrets.token_hex(32)
             meeting.put("nodes", json.dumps([shared, listening, secret]).encode())
         shared, listening, secret = json.loads(meeting.get("nodes"))
@@ -557,22 +574,6 @@ class LocalTier:
                 safe = max(safe, one["sequence"])
                 told["undrained"].append([one["step"], nonce, names, parts, is_newer])
         return told
-
-
-def _warn_of_loopback(told: Sequence[tuple[str, Sequence[Any] | None]]) -> None:
-    """Warns of a rank that others cannot reach where it listens, given identities and addresses."""
-    machines = {identity.partition(" ")[0] for identity, _at in told} - {"rank"}
-    if len(machines) < 2:
-        return
-    for rank, (_identity, at) in enumerate(told):
-        if at is not None and (at[0] == "::1" or at[0].startswith("127.")):
-            log.warning(
-                "rank %d listens for its neighbours at %s, which other machines do not reach: on "
-                "each node pass Memory(address=...) with one of its own, such as `hostname -I` "
-                "shows",
-                *(rank, at[0]),
-            )
-            return
 
 
 def _last_of(found: list[Committed]) -> dict[int, int]:

@@ -1,13 +1,19 @@
 """The nodes of a job: the ranks that share each, and the steps and parts of steps that it holds.
 
-The module must not know how that was found out.
+The module also judges what ranks tell of themselves. It must not know how they do so.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from typing import Any
+
 from fastckpt.formats.manifest import Manifest
 from fastckpt.steps.known import Known
 from fastckpt.steps.root import Steps
+
+log = logging.getLogger("fastckpt")
 
 OBJECTS_PART = -1  # the objects' place among parts, which else are ranks of writers
 
@@ -70,3 +76,29 @@ def parts_of(manifest: Manifest) -> dict[int, dict[str, int]]:
 def sizes_of(manifest: Manifest) -> dict[str, int]:
     """Returns the size of each file of a step but the manifest's."""
     return {file: size for files in parts_of(manifest).values() for file, size in files.items()}
+
+
+def check_alike(root_every: Sequence[int]) -> None:
+    """Raises ValueError if ranks do not send the same steps to the root."""
+    for rank, its in enumerate(root_every):
+        if its != root_every[0]:
+            raise ValueError(
+                f"Memory(root_every=) is {root_every[0]} on rank 0 and {its} on rank {rank}, must "
+                "be the same on all ranks (it is 1 with a local directory that is no Memory)"
+            )
+
+
+def warn_of_loopback(told: Sequence[tuple[str, Sequence[Any] | None]]) -> None:
+    """Warns of a rank that others cannot reach where it listens, given identities and addresses."""
+    machines = {identity.partition(" ")[0] for identity, _at in told} - {"rank"}
+    if len(machines) < 2:
+        return
+    for rank, (_identity, at) in enumerate(told):
+        if at is not None and (at[0] == "::1" or at[0].startswith("127.")):
+            log.warning(
+                "rank %d listens for its neighbours at %s, which other machines do not reach: on "
+                "each node pass Memory(address=...) with one of its own, such as `hostname -I` "
+                "shows",
+                *(rank, at[0]),
+            )
+            return

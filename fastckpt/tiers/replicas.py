@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -237,6 +238,7 @@ class Replicas:
         CorruptCheckpoint: it is not the file that the manifest names, or is damaged.
         """
         storage, path = self._steps.storage, self._steps.path(item.name, file)
+        self._make_way(path)
         with atomic.temporary(storage, path) as (new, temporary):
             with self._spares.lent(file, nbytes, temporary) as spare:
                 if spare is None:
@@ -247,6 +249,21 @@ class Replicas:
             self._verify(item, file, os.path.basename(temporary), crcs)
             with reported("rename", path):
                 storage.rename(temporary, path)
+
+    def _make_way(self, path: str) -> None:
+        """Removes what is no file, such as a directory, and so no part of the step. Raises
+        StorageError.
+        """
+        storage = self._steps.storage
+        with reported("remove", path):
+            status = storage.status(path, link=True)
+            if status is None or stat.S_ISREG(status.st_mode):
+                return
+            log.warning("%r, which is no regular file, is replaced by a neighbour's copy", path)
+            if stat.S_ISDIR(status.st_mode):
+                atomic.remove_directory(storage, path, atomic.temporary_path(path))
+            else:
+                storage.remove(path)
 
     def _verify(self, item: Committed, file: str, temporary: str, crcs: list[int]) -> None:
         """Raises CorruptCheckpoint if a file is damaged, given the CRC-32 of each of its blocks."""

@@ -44,6 +44,18 @@ def save_steps(
     return told
 
 
+def save_unlike(
+    member: Member, root: str, locals_: list[str], each: list[dict[str, Any]]
+) -> BaseException | None:
+    """Saves with other options on each rank; returns the error."""
+    saving = Checkpointer(
+        root, group=member.group, local=memory(member, locals_, each[member.rank]), timeout_s=30
+    )
+    found = saving.save(1, stamped(member, 1)).exception(60)
+    meet(member)
+    return found
+
+
 def save_and_die(
     member: Member,
     root: str,

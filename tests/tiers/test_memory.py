@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import select
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.files.test_faults import mounted
 from tests.interpreters import Program
 from tests.saving.test_handle import wait_until
 from tests.steps.test_checkpointer import assert_holds, directories, state
+from tests.steps.test_steps import tell, told
 from tests.storm import Storm
 from tests.tiers.test_tiers import local, local_steps
 
@@ -124,6 +126,68 @@ def test_a_step_whose_copies_are_being_sent_stays(disk: Path, local: Path) -> No
         tier.settle(*names(1), is_replicated=False)
         checkpointer.save(4, state(4)).result()
     assert local_steps(local) == names(4)
+
+
+@pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "directory"])
+def test_a_tier_that_is_no_directory_any_more_is_passed(
+    disk: Path, local: Path, in_memory: bool
+) -> None:
+    tier: Any = Memory(directory=local, budget="64MiB") if in_memory else local
+    with Checkpointer(disk / "run", local=tier) as checkpointer:
+        checkpointer.save(1, state(1)).result()
+    (own,) = local.iterdir()
+    shutil.rmtree(own)
+    own.touch()
+    with Checkpointer(disk / "run", local=tier) as checkpointer:
+        found = state(999)
+        assert checkpointer.restore(found) == 1
+        assert_holds(found, 1)
+        assert "Not a directory" in checkpointer.save(2, found).result().local_why
+        assert checkpointer.steps() == [1, 2]
+
+
+def test_what_is_no_memory_is_told(disk: Path) -> None:
+    wrong: Any
+    for wrong in (Memory, (Memory(), 3)):
+        with pytest.raises(TypeError, match=r"must be Memory\(...\), with its keep= inside"):
+            Checkpointer(disk / "run", local=wrong)
+    with pytest.raises(ValueError, match=r"directory is '/dev/shm/\\ud800', must be a path"):
+        Memory(directory="/dev/shm/\ud800")
+
+
+OF_ANOTHER_JOB = """
+import sys
+from fastckpt import Checkpointer, Memory
+from tests.steps.test_checkpointer import state
+
+memory = Memory(directory=sys.argv[2], root_every=int(sys.argv[3]), budget="400MiB", peers=0)
+with Checkpointer(sys.argv[1], local=memory) as checkpointer:
+    for line in sys.stdin:
+        error = checkpointer.save(int(line), state(int(line))).exception(60)
+        print(f"{type(error).__name__}: {error}", flush=True)
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("root_every", [1, 100])
+def test_a_second_job_puts_no_step_in_the_memory_of_the_first(
+    root_every: int, disk: Path, local: Path
+) -> None:
+    """Though it may be long until one of either goes to the root."""
+    root, memory = disk / "run", Memory(directory=local, root_every=root_every, peers=0)
+    with Program(OF_ANOTHER_JOB, root, local, str(root_every)) as other:
+        with Checkpointer(root, local=memory) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save(step, state(step)).result()
+            tell(other, "7")
+            refused = told(other)
+            assert refused.startswith("RootInUse: ") and f"process {os.getpid()} on" in refused
+            assert local_steps(local) == names(1, 2)
+            found = state(999)
+            assert checkpointer.restore(found) == 2
+            assert_holds(found, 2)
+        tell(other, "8")
+        assert told(other) == "NoneType: None", "the first job is over"
 
 
 @pytest.mark.parametrize("name", ["groups", "address"])

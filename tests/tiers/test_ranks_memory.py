@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -142,6 +143,41 @@ def test_a_damaged_copy_is_passed_over_and_named(nursery: Nursery, disk: Path, l
     with nursery.crew(3) as crew:
         step, _taken, lines = nodes.restored(crew, options)
     assert step == 1 and any("skipping" in line and "step-00000002" in line for line in lines)
+
+
+def test_what_is_no_file_is_replaced_by_a_copy(nursery: Nursery, disk: Path, local: Path) -> None:
+    """In the place of any file of a step: a directory, a FIFO, a socket, and a link in a circle."""
+    nodes = Nodes(disk, local, 2)
+    with nursery.crew(2) as crew:
+        crew(bodies.save_and_die, str(nodes.root), nodes.locals, [1, 2], SOME)
+    step_2 = local_step(nodes.each[0], 2)
+    shard, index, other_index, objects = (
+        step_2 / name
+        for name in ("rank-00001.safetensors", "rank-00000.json", "rank-00001.json", "objects.pt")
+    )
+    for path in (shard, index, other_index, objects):
+        path.unlink()
+    (shard / "inner").mkdir(parents=True)
+    os.mkfifo(index)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(other_index))
+    objects.symlink_to(objects)
+    with nursery.crew(2) as crew:
+        step, taken, lines = nodes.restored(crew, SOME)
+    assert step == 2
+    assert not any(path.startswith(str(nodes.root)) for each in taken for path in each.values())
+    for path in (index, objects):  # of what both ranks read; the others, only the second one did
+        assert any(repr(str(path)) in line and "no regular file" in line for line in lines), lines
+
+
+def test_ranks_that_send_different_steps_to_the_root_are_told(
+    nursery: Nursery, disk: Path, local: Path
+) -> None:
+    nodes = Nodes(disk, local, 2)
+    with nursery.crew(2) as crew:
+        errors = crew(bodies.save_unlike, str(nodes.root), nodes.locals, [{"root_every": 5}, {}])
+    for error in errors:
+        assert "Memory(root_every=) is 5 on rank 0 and 1 on rank 1" in str(error)
 
 
 def test_the_root_gets_a_whole_copy_if_one_is_damaged(
