@@ -15,6 +15,8 @@ BENCHMARKS = Path(__file__).resolve().parent
 RESULTS = BENCHMARKS / "results" / "all"
 MANY = "torch.save,safetensors,dcp-async-stager,torch_checkpointing,fastckpt,fastckpt-step"
 
+TINY_MEMORY = "--gib 0.02 --step-gib 0.02 --peer-gib 0.02 --rounds 1"
+
 
 class Part(NamedTuple):
     """One benchmark.
@@ -79,7 +81,7 @@ PARTS = (
     Part("torchtitan", "torchtitan_saves.py --rounds 5", "--ballast 8 --rounds 1", ranks=2),
     Part("reuse", "reuse.py --rounds 6", "--layers 2 --width 512 --rounds 2", on_xfs=True),
     Part("objects", "objects.py --gib 0.5 --rounds 3", "--gib 0.02 --rounds 1 --servers drain"),
-    Part("memory", "memory.py --gib 0.5 --rounds 3", "--gib 0.02 --rounds 1"),
+    Part("memory", "memory.py --gib 0.5 --rounds 3", TINY_MEMORY),
     Part("burst", "burst.py --rounds 3", "--size 8 --rounds 1", usual=False),
     Part("scale", "scale.py", "--data 2 --sample 4 --targets 2", usual=False),
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -103,6 +104,9 @@ def main() -> None:
     # An installed fastckpt comes first; the tree serves when the extension was built in place.
     sys.path.append(str(BENCHMARKS.parent))
     # Closed in any case, which tells the driver: a thread of the rival's may keep this process.
+    # Some rivals hold a file open for each tensor.
+    _soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with Connection(int(sys.argv[1])) as connection:
         function, arguments = connection.recv()
         try:

@@ -61,6 +61,11 @@ class MemoryBudget:
         self._told = shown_size(self.nbytes)
         if asked is None:
             self._told += f" (half of what {path!r}, a tmpfs of {shown_size(size)}, or memory has)"
+        if self.nbytes <= SPARE_BYTES and asked is not None:
+            raise ValueError(
+                f"Memory(budget={memory.budget!r}): must be above {shown_size(SPARE_BYTES)}, which "
+                "are kept for the index of a step"
+            )
         if self.nbytes > size:
             while not os.path.ismount(there):
                 there = os.path.dirname(there)
@@ -110,8 +115,9 @@ class MemoryBudget:
                 kept = {each: its for each, its in self._promised.items() if each in there}
                 self._promised = kept | {name: nbytes}
                 return ""
+        needed_mib = -(-(used - landed + nbytes) >> 20)
         return (
             f"has a budget of {self._told} on this node: the step needs {shown_size(nbytes)}, "
             f"{shown_size(SPARE_BYTES)} of it for indexes, and steps that have to stay take "
-            f"{shown_size(used)}; a larger Memory(budget=) keeps it there"
+            f"{shown_size(used)}; Memory(budget='{needed_mib}MiB') would keep it there"
         )

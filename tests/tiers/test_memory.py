@@ -86,7 +86,12 @@ def test_steps_stay_within_the_budget(
         stats = checkpointer.save(8, model).result()
         assert stats.local_committed_s is None
         assert "has a budget of 30.0 MiB on this node: the step needs 40" in stats.local_why
+        enough = stats.local_why.split("budget='")[1].split("'")[0]
         assert checkpointer.restore(model) == 8
+    with Checkpointer(root, local=Memory(directory=local, budget=enough)) as checkpointer:
+        assert checkpointer.save(9, model).result().local_why == "", enough
+    with pytest.raises(ValueError, match=r"must be above 16\.0 MiB"):
+        Checkpointer(root, local=Memory(directory=local, budget="16MiB"))
 
 
 def test_a_step_that_the_root_has_a_newer_one_than_makes_room(disk: Path, local: Path) -> None:
