@@ -109,7 +109,8 @@ def report_saves(saves: list[fastckpt.SaveHandle], rank: Rank, wait: bool = Fals
         stats = handle.result()
         rank.print(
             f"saved {handle.path}: this rank wrote {stats.nbytes / 1e6:.1f} MB, "
-            f"stalled {stats.stall_s * 1e3:.1f} ms, durable after {stats.committed_s * 1e3:.0f} ms"
+            f"stalled {stats.stall_s * 1e3:.1f} ms, "
+            f"committed after {stats.committed_s * 1e3:.0f} ms"
         )
 
 
