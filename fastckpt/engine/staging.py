@@ -352,8 +352,8 @@ class Staging:
             direct: reads all blocks to its GPU; they have BLOCK_BYTES then.
         """
         with ExitStack() as opened:
-            if route is None or direct is not None:
-                # Opened anew, since O_DIRECT would change the caller's descriptor, too.
+            # Opened anew, since O_DIRECT would change the caller's descriptor, too.
+            if direct is not None or (route is None and self._may_be_direct(fd, path)):
                 with reported("open", path):
                     fd = self.storage.open(fd)
                 opened.callback(self._close, fd)
@@ -374,6 +374,10 @@ class Staging:
                 fd, nbytes, list(crcs), route.sink, route.direct, window, list(wanted)
             )
             return EngineReadStream(of_engine, own, opened.pop_all().close, self.devices.text)
+
+    def _may_be_direct(self, fd: int, path: str) -> bool:
+        with reported("open", path):
+            return self.storage.policy(fd)[1].direct
 
     def _close(self, fd: int) -> None:
         with suppress(OSError):  # the file was only read, and an error must not hide how that went

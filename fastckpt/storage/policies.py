@@ -110,6 +110,11 @@ POLICIES = {
     "beegfs": _coherent(),
     "wekafs": _coherent(),
     "ceph": _coherent(),
+    # Servers such as diod and QEMU keep a file by its name until it is opened, so O_DIRECT, which
+    # takes a descriptor of its own, may meet the file that another machine has put in its place.
+    "9p": Policy(
+        "threads", False, "its servers open a file anew by its name, and so perhaps another"
+    ),
     "cifs": Policy(
         "threads",
         False,
@@ -133,13 +138,13 @@ POLICIES = {
     ),
 }
 
-# By mount type (proc(5)), which tells apart file systems that share a magic number or have none.
+# By mount type (proc(5)), which tells apart file systems that share a magic number or have none; 9p
+# passes on that of the server's file system.
 _BY_TYPE = {
     **{kind: kind for kind in POLICIES if kind not in ("unknown", "object store")},
     "nfs4": "nfs",
     "fhgfs": "beegfs",
     "smb3": "cifs",
-    "9p": "unknown",  # its statfs passes on the number of the server's file system
     **{
         f"fuse.{daemon}": "object store"
         for daemon in ("gcsfuse", "s3fs", "mount-s3", "mountpoint-s3", "goofys", "geesefs")

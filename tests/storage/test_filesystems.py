@@ -8,15 +8,17 @@ import errno
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import fastckpt
-from fastckpt import _engine
+from fastckpt import CorruptCheckpoint, _engine
 from fastckpt.storage import policies
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.policies import POLICIES, Mount, Policy, recognised
+from tests.doubles import process_on
 from tests.paths import ROOT
 
 WAIT_S = 60.0
@@ -70,7 +72,36 @@ def test_moosefs_is_told_by_the_name_of_its_master() -> None:
 
 @pytest.mark.parametrize("magic", [0xEF53, 0x58465342, 0x01021994, 0x0BD00BD0])
 def test_a_number_that_9p_passes_on_is_not_believed(magic: int) -> None:
-    assert recognised(magic, Mount("9p", "share")) == "unknown"
+    assert recognised(magic, Mount("9p", "share")) == "9p"
+
+
+def test_a_file_on_9p_is_loaded_by_the_descriptor_that_was_opened(disk: Path) -> None:
+    """A second one would be another file's once that has taken the name, as the double has it."""
+    path = disk / "a.pt"
+
+    class Server(Storage):
+        opens_by_name = True
+
+        def policy(self, fd: int) -> tuple[str, Policy]:
+            return ("9p", POLICIES["9p"]) if self.opens_by_name else super().policy(fd)
+
+        def open(self, file: str | int, how: Any = "read") -> int:
+            found = super().open(str(path) if isinstance(file, int) else file, how)
+            if (disk / "b.pt").exists():
+                os.replace(disk / "b.pt", path)
+            return found
+
+    for opens_by_name in (True, False):
+        for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
+            fastckpt.save({"w": torch.full((1 << 20,), value)}, disk / name).result(WAIT_S)
+        storage = Server()
+        storage.opens_by_name = opens_by_name
+        with process_on(storage):
+            if opens_by_name:
+                assert bool((fastckpt.load(path)["w"] == 1.0).all())
+            else:  # so the double does what such a server does
+                with pytest.raises(CorruptCheckpoint, match="CRC-32 mismatch"):
+                    fastckpt.load(path)
 
 
 def test_a_mount_type_of_another_name_falls_back_to_the_magic() -> None:
