@@ -255,8 +255,10 @@ class Round:
             raise SaveCancelled(self._text(f"rank {self.rank} cancelled it"), (self.rank,))
 
     def _text(self, why: str) -> str:
-        why = why.removesuffix(f"; {self._consequence}")  # which the rank's own error may say, too
-        return f"{self.label}: {why[:_CAUSE_CHARS]}; {self._consequence}"
+        why = why[:_CAUSE_CHARS]
+        if self._consequence in why:  # the rank's own error says so
+            return f"{self.label}: {why}"
+        return f"{self.label}: {why}; {self._consequence}"
 
     def check(self) -> None:
         """Raises the failure of the round, if there is one; else cancels it, if the caller has."""

@@ -54,7 +54,7 @@ class Lease:
         self._fd, self._pid = -1, 0
         self._began, self._renewed_s, self._longest_s, self._renewals = "", 0.0, 0.0, 0
         self._may_come_back = False  # whether a job that had it before may still live
-        self._is_of_use = True
+        self._is_of_use, self._is_passing = True, False
 
     def __del__(self) -> None:
         if self._fd >= 0:  # the Checkpointers of the root are forgotten, not closed
@@ -65,13 +65,17 @@ class Lease:
         """Whether this process has it, or needs none since files are objects here."""
         return not self._is_of_use or (self._fd >= 0 and self._pid == os.getpid())
 
-    def take(self) -> None:
+    def take(self, passing: bool = False) -> None:
         """Takes the lease, if this process does not have it.
+
+        Args:
+            passing: until give_back(), unless it is taken for longer before that.
 
         Raises:
             RootInUse: another job has it. StorageError: that cannot be found out.
         """
         with self._lock:
+            self._is_passing = passing and (self._is_passing or not self.is_held)
             for _ in range(_TRIES_MAX):
                 if self.is_held or self._was_made():
                     return
@@ -196,9 +200,10 @@ class Lease:
         with self._lock, reported("read", self.path):
             try:
                 record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
-            except FileNotFoundError:  # somebody removed it by hand
+            except FileNotFoundError:
                 record = None
-                self._let_go()
+            if record is None and (self._fd < 0 or is_removed(self._storage, self._fd, self.path)):
+                self._let_go()  # somebody removed it by hand, or put what is no lease in its place
             if record is not None and record.nonce != _nonce():
                 self._let_go()
                 raise RootInUse(_loss(self._root, record))
@@ -207,7 +212,12 @@ class Lease:
                 self._longest_s = max(self._longest_s, now - self._renewed_s)
                 self._renewed_s, self._renewals = now, self._renewals + 1
                 self._write(self._record())
-        self.take()
+        self.take(self._is_passing)
+
+    def give_back(self) -> None:
+        """Gives the lease up if it was taken in passing, as release()."""
+        if self._is_passing and self.is_held:
+            self.release()
 
     def release(self, within_s: float = SERVER_S) -> None:
         """Gives the lease up, if this process has it and the server answers soon. Idempotent."""
@@ -218,6 +228,13 @@ class Lease:
         with self._lock:
             if not self._is_of_use or not self.is_held:
                 return
+            for other in [*_held]:  # of another Checkpointer of this process
+                if other is not self and other.path == self.path and other.is_held:
+                    other._may_come_back |= self._may_come_back
+                    self._let_go()
+                    with suppress(OSError):  # other processes look at more than the lock
+                        self._storage.lock(other._fd)
+                    return
             try:
                 record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
                 if record is not None and record.nonce == _nonce():
@@ -233,11 +250,20 @@ class Lease:
 
     def is_left(self) -> bool:
         """Returns whether a lease lies there whose job is gone, and did not give it up."""
+        return self._is_others(alive=False)
+
+    def is_of_another(self) -> bool:
+        """Returns whether another job that lives has it."""
+        return self._is_others(alive=True)
+
+    def _is_others(self, alive: bool) -> bool:
         with suppress(OSError):  # there is none, or it is not to be read
             fd = self._storage.open(self.path, "lock")
             try:
                 record = LeaseRecord.from_bytes(self._storage.read_at(fd, NBYTES, 0))
-                return not (record is not None and record.is_over) and self._is_over(record, fd)
+                is_given_up = record is not None and record.is_over
+                is_own = alive and record is not None and record.nonce == _nonce()
+                return not is_given_up and not is_own and self._is_over(record, fd) != alive
             finally:
                 close_quietly(self._storage, fd)
         return False

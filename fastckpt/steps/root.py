@@ -289,16 +289,20 @@ class Steps:
             if not dead.may_be_committed(self.storage, self.path(name))
         )
 
-    def begin(self, step: int) -> Begun:
+    def begin(self, step: int, passing: bool = False) -> Begun:
         """Makes a new directory for a save of this step; a committed one of the step stays.
+
+        Args:
+            passing: as Lease.take()'s.
 
         Raises:
             StorageError: the root or the directory cannot be made.
             RootInUse: another job saves to the root.
         """
-        if self.lease is not None and not self.lease.is_held:
-            self.make_root()
-            self.lease.take()
+        if self.lease is not None:
+            if not self.lease.is_held:
+                self.make_root()
+            self.lease.take(passing)
         with self._removing:  # a save that begins meanwhile sees no half-removed directory
             self.remove_left()
             # Earlier jobs, or ranks that were late for a failed save, may have filled the disk.
@@ -327,6 +331,11 @@ class Steps:
                     raise
                 return begun
         raise StorageError("make directory", self.path(step_name(step)), errno.EEXIST)
+
+    def give_back(self) -> None:
+        """Gives the root up to other jobs if no save of this one has begun here."""
+        if self.lease is not None:
+            self.lease.give_back()
 
     def make_root(self) -> None:
         """Makes the root, if it is missing. Raises StorageError."""

@@ -42,9 +42,9 @@ class UncommittedStep:
     def is_begun(self) -> bool:
         return self._begun is not None
 
-    def begin(self, step: int) -> str:
-        """Makes the directory for a save of this step; returns its name. Raises StorageError."""
-        self._begun = self.steps.begin(step)
+    def begin(self, step: int, passing: bool = False) -> str:
+        """Makes the directory for a save of this step; returns its name. As Steps.begin()."""
+        self._begun = self.steps.begin(step, passing)
         self.name = self._begun.name
         return self.name
 

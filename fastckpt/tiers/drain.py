@@ -96,7 +96,7 @@ class Drain(Job):
         manifest = self._manifest()
         if self.agreement.rank == 0:
             assert manifest is not None
-            self.agreement.put("place", self._place.begin(manifest.step).encode())
+            self.agreement.put("place", self._place.begin(manifest.step, self._is_resumed).encode())
         self._place.join(self.agreement.get("place").decode())
         pace = Pace(
             self._options.pacing, self.agreement, pipeline.rates, root.root, self.handle.stats
@@ -193,6 +193,8 @@ class Drain(Job):
 
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)
+        if self._is_resumed:
+            self._tier.root.give_back()
         tier, rank, failure = self._tier, self.agreement.rank, self.handle.failure()
         if is_visible(failure):
             log.warning("%s stays in the local tier as well: %s", self._own_name, failure)

@@ -403,8 +403,8 @@ class LocalTier:
         path = self.steps.path(name, what)
         try:
             self._storage.close(self._storage.create(path, NEW_MODE))
-        except FileExistsError:
-            return  # noted before
+        except (FileExistsError, FileNotFoundError):
+            return  # noted before, or removed
         except OSError as error:
             log.warning("%s was %s, but that could not be noted: %s", name, what, error)
 
@@ -472,10 +472,11 @@ class LocalTier:
 
     def survey(self, agreement: Round, is_able: bool) -> list[Undrained]:
         """Returns the steps that the nodes hold together and the root lacks, newest first; none if
-        a rank is not able to drain them. All ranks call it.
+        a rank is not able to drain them, or the job lives that saves them. All ranks call it.
         """
-        nodes = self.nodes()
+        nodes, lease = self.nodes(), self.steps.lease
         is_first = nodes.first(self._rank) == self._rank
+        is_able = is_able and not (is_first and lease is not None and lease.is_of_another())
         found = survey_of_copy(self.steps) if is_first else []
         there = {item.manifest.nonce: item for item in found}
         listed = [*map(self._listed, there.values())]

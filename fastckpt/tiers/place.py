@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from fastckpt.arguments.options import Pacing
-from fastckpt.errors import CheckpointError, PeerFailed, StorageError
+from fastckpt.errors import CheckpointError, PeerFailed, RootInUse, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.ranks import records
 from fastckpt.ranks.round import Round
@@ -248,9 +248,11 @@ class NodePlace(Place):
             records.put_large(agreement, "manifest", made.to_bytes())
         self._publish_here(made)
         for rank in others:
-            failure = agreement.get("published", rank).decode()
-            if failure:
-                raise PeerFailed(f"rank {rank}: {failure}", (rank,))
+            kind, failure = json.loads(agreement.get("published", rank))
+            if kind == RootInUse.__name__:
+                raise RootInUse(failure, (rank,))
+            if kind:
+                raise PeerFailed(f"rank {rank}: {kind}: {failure}", (rank,))
 
     def _publish_here(self, manifest: Manifest) -> None:
         try:
@@ -272,12 +274,13 @@ class NodePlace(Place):
         content = records.get_large(self._agreement, "manifest")
         if not content:
             return
-        failure = ""
+        told = "", ""
         try:
             self._publish_here(Manifest.from_bytes(content))
         except (CheckpointError, OSError) as error:
-            failure = f"{type(error).__name__}: {error}"
-        self._agreement.put("published", failure.encode(errors="replace"))
+            self._refuse_after(error)  # what all ranks raise is rank 0's failure
+            told = type(error).__name__, str(error)
+        self._agreement.put("published", json.dumps(told).encode())
 
     # ---- the copies in the memory of the neighbours
 
@@ -363,7 +366,12 @@ class NodePlace(Place):
 
     def fail(self, error: BaseException) -> None:
         self._draining.fail(error)
-        if self._is_committed or self._past is not None or not isinstance(error, StorageError):
+        if not self._is_committed and self._past is None:
+            self._refuse_after(error)
+
+    def _refuse_after(self, error: BaseException) -> None:
+        """Ends the use of the tier if it has failed, and does not just lack room."""
+        if not isinstance(error, StorageError):
             return
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if error.path.startswith(self._tier.steps.root) and not is_full:

@@ -10,10 +10,14 @@ import itertools
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 from fastckpt import Checkpointer, Memory
+from fastckpt.formats.lease_record import NAME
 from fastckpt.ranks.peer_link import PeerLink
 from fastckpt.storage import machine
 from fastckpt.tiers.replicas import Replicas
@@ -54,6 +58,35 @@ def save_unlike(
     found = saving.save(1, stamped(member, 1)).exception(60)
     meet(member)
     return found
+
+
+def save_with_another_lease(
+    member: Member, root: str, locals_: list[str], taken_over: bool
+) -> list[str]:
+    """Saves once, and twice after the second node's lease was taken over, or became a directory;
+    returns the kind of error of these, or why they went past the memory.
+    """
+    with Checkpointer(
+        root, group=member.group, local=memory(member, locals_, {}), timeout_s=30
+    ) as saving:
+        saving.save(1, stamped(member, 1)).result()
+        meet(member)
+        if member.rank == 1:
+            (tier,) = Path(locals_[1]).iterdir()
+            if taken_over:
+                command = [sys.executable, "-m", "fastckpt", "repair", str(tier), "--takeover"]
+                subprocess.run(command, check=True)
+            else:
+                (tier / NAME).unlink()
+                (tier / NAME).mkdir()
+        meet(member)
+        told = []
+        for step in (2, 3):
+            handle = saving.save(step, stamped(member, step))
+            error = handle.exception(60)
+            told.append(handle.stats.local_why if error is None else type(error).__name__)
+            meet(member)
+    return told
 
 
 def save_and_die(

@@ -5,6 +5,7 @@ What any local tier promises is test_tiers.py's business; this is about what mem
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import shutil
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from fastckpt import Checkpointer, Memory
+from fastckpt.formats.lease_record import NAME
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import memory_budget
 from tests.files.test_faults import mounted
@@ -168,6 +170,9 @@ from tests.steps.test_checkpointer import state
 memory = Memory(directory=sys.argv[2], root_every=int(sys.argv[3]), budget="400MiB", peers=0)
 with Checkpointer(sys.argv[1], local=memory) as checkpointer:
     for line in sys.stdin:
+        if line == "restore\\n":
+            print(checkpointer.restore(state(999)), flush=True)
+            continue
         error = checkpointer.save(int(line), state(int(line))).exception(60)
         print(f"{type(error).__name__}: {error}", flush=True)
 """
@@ -193,6 +198,59 @@ def test_a_second_job_puts_no_step_in_the_memory_of_the_first(
             assert_holds(found, 2)
         tell(other, "8")
         assert told(other) == "NoneType: None", "the first job is over"
+
+
+@pytest.mark.multiprocess
+def test_a_job_that_only_restores_is_in_nobodys_way(disk: Path, local: Path) -> None:
+    """Beside a live job it copies nothing to the root; after a dead one it gives the root back."""
+    root, memory = disk / "run", Memory(directory=local, root_every=5, budget="400MiB", peers=0)
+
+    def job() -> Program:
+        return Program(OF_ANOTHER_JOB, root, local, "5")
+
+    with job() as first, job() as second, job() as third:
+        tell(first, "1")
+        assert told(first).startswith("NoneType")
+        tell(second, "restore")
+        assert told(second) == "1"
+        assert not root.exists(), "the first job does so"
+        tell(first, "5")
+        assert told(first).startswith("NoneType")
+        tell(first, "6")
+        assert told(first).startswith("NoneType")
+        first.kill()
+        first.wait()
+        tell(second, "restore")
+        assert told(second) == "6"
+        wait_until(lambda: directories(root) == names(5, 6))
+        wait_until(lambda: not (root / NAME).exists())
+        tell(third, "10")
+        assert told(third).startswith("NoneType"), "though the second job is there"
+    with Checkpointer(root, local=memory) as checkpointer:
+        assert checkpointer.restore(state(999)) == 10
+
+
+@pytest.mark.multiprocess
+def test_a_lease_lasts_as_long_as_one_checkpointer_of_a_process(disk: Path, local: Path) -> None:
+    root, memory = disk / "run", Memory(directory=local, root_every=100, budget="400MiB", peers=0)
+    with Program(OF_ANOTHER_JOB, root, local, "100") as other:
+        with Checkpointer(root, local=memory) as stays:
+            with Checkpointer(root, local=memory) as goes:
+                goes.save(1, state(1)).result()
+                stays.save(2, state(2)).result()
+            (lease,) = local.glob(f"*/{NAME}")
+            with lease.open("rb") as file, pytest.raises(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            tell(other, "9")
+            assert told(other).startswith("RootInUse")
+            lease.unlink()
+            lease.write_bytes(b"no lease")
+            stays.save(3, state(3)).result()
+            tell(other, "9")
+            assert told(other).startswith("RootInUse"), "it was put right"
+        assert not lease.exists()
+        tell(other, "9")
+        assert told(other).startswith("NoneType")
 
 
 @pytest.mark.parametrize("name", ["groups", "address"])

@@ -170,6 +170,24 @@ def test_what_is_no_file_is_replaced_by_a_copy(nursery: Nursery, disk: Path, loc
         assert any(repr(str(path)) in line and "no regular file" in line for line in lines), lines
 
 
+def test_a_lease_of_another_node_is_taken_over_or_fails(
+    nursery: Nursery, disk: Path, local: Path
+) -> None:
+    (disk / "1").mkdir()
+    nodes = Nodes(disk / "1", local, 2)
+    with nursery.crew(2) as crew:
+        told = crew(bodies.save_with_another_lease, str(nodes.root), nodes.locals, True)
+        assert told == [["RootInUse", ""]] * 2
+        shutil.rmtree(nodes.each[1])
+        nodes.each[1].mkdir()
+        other = str(disk / "run")
+        first, second = crew(bodies.save_with_another_lease, other, nodes.locals, False)
+    assert first[0] == "PeerFailed" and second[0] in ("PeerFailed", "StorageError")
+    assert all("rank 1 failed: " in why for why in (first[1], second[1])), "the next one goes past"
+    with Checkpointer(other) as checkpointer:
+        assert checkpointer.steps() == [1, 3]
+
+
 def test_ranks_that_send_different_steps_to_the_root_are_told(
     nursery: Nursery, disk: Path, local: Path
 ) -> None:
