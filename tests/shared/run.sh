@@ -142,7 +142,7 @@ in_vm() {
 		exec /bin/busybox switch_root /host "$WORK/init"
 	END
     { cat && cat <<- END; } > init
-		"$PYTHON" "$trial" /tmp/a /tmp/b $* && echo all held
+		"$PYTHON" "$trial" /tmp/a /tmp/b ${*@Q} && echo all held
 		echo o > /proc/sysrq-trigger
 		sleep 60 2> /dev/null
 	END
@@ -217,6 +217,7 @@ on_lustre() {
 		done
 		cat /sys/fs/lustre/version
 		for each in a b; do mount.lustre 10.99.0.2@tcp:/trial /tmp/\$each; done
+		export SERVED_IN_MEMORY=1
 	END
 }
 
