@@ -56,16 +56,18 @@ class Debris(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> int:
     storage, directory = pipeline.current().storage, real_root(arguments.directory)
+    tiers = [steps.root for steps in tiers_of(storage, directory, arguments.local)]
+    roots = [directory, *filter(is_there, tiers)]
     if arguments.takeover:
-        Lease(storage, directory).take_over()
+        for root in roots:
+            Lease(storage, root).take_over()
         if not arguments.json:
             print(
                 f"the root is free: the job that saves to {directory} next has it. If another one "
                 "lives, its next save fails"
             )
-    tiers = [steps.root for steps in tiers_of(storage, directory, arguments.local)]
     found = []
-    for root in (directory, *filter(is_there, tiers)):
+    for root in roots:
         with reported("list", root):
             found += [*_temporaries(storage, root), *_data_files(storage, root)]
             found += [*_uploads(root)]

@@ -352,11 +352,8 @@ class Staging:
             direct: reads all blocks to its GPU; they have BLOCK_BYTES then.
         """
         with ExitStack() as opened:
-            # Opened anew, since O_DIRECT would change the caller's descriptor, too.
-            if direct is not None or (route is None and self._may_be_direct(fd, path)):
-                with reported("open", path):
-                    fd = self.storage.open(fd)
-                opened.callback(self._close, fd)
+            if direct is not None or route is None:
+                fd = self.own(fd, path, opened, direct is not None)
             if direct is not None:
                 stream = self._read_direct(fd, path, nbytes, crcs, wanted, direct)
                 opened.pop_all()
@@ -375,9 +372,15 @@ class Staging:
             )
             return EngineReadStream(of_engine, own, opened.pop_all().close, self.devices.text)
 
-    def _may_be_direct(self, fd: int, path: str) -> bool:
+    def own(self, fd: int, path: str, closing: ExitStack, must_be: bool = False) -> int:
+        """Returns a descriptor of an open file that may get O_DIRECT: another one, which `closing`
+        closes, for the caller's would get it, too; or the same where that is not tried.
+        """
         with reported("open", path):
-            return self.storage.policy(fd)[1].direct
+            if must_be or self.storage.policy(fd)[1].direct:
+                fd = self.storage.open(fd)
+                closing.callback(self._close, fd)
+        return fd
 
     def _close(self, fd: int) -> None:
         with suppress(OSError):  # the file was only read, and an error must not hide how that went

@@ -24,8 +24,6 @@ from fastckpt.plan.boxes import row_major, whole
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import Body
 from fastckpt.state.targets import takes_bytes
-from fastckpt.storage.atomic import close_quietly
-from fastckpt.storage.file_system import reported
 
 _RUNS_MAX = 64  # more copies to a device go through the host: each takes microseconds to begin
 
@@ -129,10 +127,8 @@ class ExtentsSource:
         """
         with self._lock:
             if file not in self._routed:
-                body, storage = self._bodies[file], self._staging.storage
-                with reported("open", body.path):  # anew: O_DIRECT would change the other, too
-                    fd = storage.open(body.fd)
-                self._files.callback(close_quietly, storage, fd)
+                body = self._bodies[file]
+                fd = self._staging.own(body.fd, body.path, self._files)
                 route = self._staging.route(fd, body.path, "auto", writing=False)
                 self._routed[file] = replace(body, fd=fd, route=route)
             return self._routed[file]

@@ -1,4 +1,5 @@
-"""Lease: the file in a root that says which job saves there, so that no second one does meanwhile.
+"""Lease: the file in a root, or in a node's directory, that says which job saves there, so that no
+second one does meanwhile.
 
 The module takes, renews and releases it, and decides whether a job that has it still lives. It must
 not know what is saved.
@@ -13,6 +14,7 @@ import socket
 import time
 import weakref
 from contextlib import suppress
+from functools import partial
 
 from fastckpt.arguments.environment import launched_job
 from fastckpt.errors import RootInUse, StorageError
@@ -37,24 +39,29 @@ _process = (0, "")  # this process's pid, and the nonce of its leases
 
 
 class Lease:
-    """The lease of a root, as the first rank of a job sees it.
+    """The lease of a root, as the first rank of a job sees it, or of a node.
 
     Args:
         storage, root: as Steps'.
+        of_node: there is none on what several machines see: each has its own steps there.
 
     Attributes:
         path: of the file.
+        users: who wants it; see leave().
     """
 
-    def __init__(self, storage: Storage, root: str) -> None:
+    def __init__(self, storage: Storage, root: str, of_node: bool = False) -> None:
         self.path = os.path.join(root, NAME)
+        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+        self._of_node = of_node
         self._takes_over = False
         self._storage, self._root = storage, root
         self._lock = NotedLock("lease", self.path)
         self._fd, self._pid = -1, 0
         self._began, self._renewed_s, self._longest_s, self._renewals = "", 0.0, 0.0, 0
         self._may_come_back = False  # whether a job that had it before may still live
-        self._is_of_use, self._is_passing = True, False
+        self._is_of_use = True
+        self._is_kept, self._passing = False, 0  # by whom take() was called
 
     def __del__(self) -> None:
         if self._fd >= 0:  # the Checkpointers of the root are forgotten, not closed
@@ -69,18 +76,24 @@ class Lease:
         """Takes the lease, if this process does not have it.
 
         Args:
-            passing: until give_back(), unless it is taken for longer before that.
+            passing: until give_back(), unless somebody takes it for longer.
 
         Raises:
             RootInUse: another job has it. StorageError: that cannot be found out.
         """
         with self._lock:
-            self._is_passing = passing and (self._is_passing or not self.is_held)
-            for _ in range(_TRIES_MAX):
-                if self.is_held or self._was_made():
-                    return
-                with reported("open", self.path):
-                    self._clear_or_adopt()
+            self._take()
+            if passing:
+                self._passing += 1
+            else:
+                self._is_kept = True
+
+    def _take(self) -> None:
+        for _ in range(_TRIES_MAX):
+            if self.is_held or self._was_made():
+                return
+            with reported("open", self.path):
+                self._clear_or_adopt()
         raise StorageError("open", self.path, errno.EEXIST)
 
     def take_over(self) -> None:
@@ -102,7 +115,7 @@ class Lease:
                 return False
             try:
                 policy = storage.policy(fd)[1]
-                if not policy.renames_at_once:
+                if not policy.renames_at_once or (self._of_node and policy.remote):
                     self._is_of_use = False
                 elif policy.mandatory_locks or self._is_unlocked(fd):
                     self._keep(fd)
@@ -202,7 +215,7 @@ class Lease:
                 record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
             except FileNotFoundError:
                 record = None
-            if record is None and (self._fd < 0 or is_removed(self._storage, self._fd, self.path)):
+            if record is None and not self._is_there():
                 self._let_go()  # somebody removed it by hand, or put what is no lease in its place
             if record is not None and record.nonce != _nonce():
                 self._let_go()
@@ -212,29 +225,42 @@ class Lease:
                 self._longest_s = max(self._longest_s, now - self._renewed_s)
                 self._renewed_s, self._renewals = now, self._renewals + 1
                 self._write(self._record())
-        self.take(self._is_passing)
+            self._take()
+
+    def _is_there(self) -> bool:
+        """Returns whether the file that is open here has the lease's name."""
+        status = self._storage.status(self.path)
+        return (
+            self._fd >= 0
+            and status is not None
+            and os.path.samestat(status, self._storage.fstat(self._fd))
+        )
 
     def give_back(self) -> None:
-        """Gives the lease up if it was taken in passing, as release()."""
-        if self._is_passing and self.is_held:
-            self.release()
+        """Ends what take() in passing began: gives the lease up if nobody else has taken it."""
+        with self._lock:
+            self._passing -= 1
+        with suppress(OSError):  # as release() does
+            within(SERVER_S, partial(self._release, only_unwanted=True))
+
+    def leave(self, user: object, within_s: float) -> None:
+        """Gives the lease up if no other user is left, as release(). Idempotent."""
+        self.users.discard(user)
+        if not self.users:
+            self.release(within_s)
 
     def release(self, within_s: float = SERVER_S) -> None:
         """Gives the lease up, if this process has it and the server answers soon. Idempotent."""
         with suppress(OSError):  # it counts for nothing once this process has ended
             within(within_s, self._release)
 
-    def _release(self) -> None:
+    def _release(self, only_unwanted: bool = False) -> None:
         with self._lock:
+            if only_unwanted and (self._is_kept or self._passing):
+                return
+            self._is_kept = False
             if not self._is_of_use or not self.is_held:
                 return
-            for other in [*_held]:  # of another Checkpointer of this process
-                if other is not self and other.path == self.path and other.is_held:
-                    other._may_come_back |= self._may_come_back
-                    self._let_go()
-                    with suppress(OSError):  # other processes look at more than the lock
-                        self._storage.lock(other._fd)
-                    return
             try:
                 record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
                 if record is not None and record.nonce == _nonce():
@@ -257,10 +283,14 @@ class Lease:
         return self._is_others(alive=True)
 
     def _is_others(self, alive: bool) -> bool:
+        if not self._is_of_use:
+            return False
         with suppress(OSError):  # there is none, or it is not to be read
             fd = self._storage.open(self.path, "lock")
             try:
                 record = LeaseRecord.from_bytes(self._storage.read_at(fd, NBYTES, 0))
+                if alive and record is None:  # it may be being made: it is not to be locked
+                    return self._age_s() < _UNWRITTEN_S
                 is_given_up = record is not None and record.is_over
                 is_own = alive and record is not None and record.nonce == _nonce()
                 return not is_given_up and not is_own and self._is_over(record, fd) != alive
@@ -310,6 +340,18 @@ class Lease:
             patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
             if storage.policy(fd)[1].remote:
                 storage.flush(fd)  # so that other hosts see it
+
+
+# By process, storage and directory: Checkpointers of one process share those of nodes.
+_of_nodes: weakref.WeakValueDictionary[tuple[int, int, str], Lease] = weakref.WeakValueDictionary()
+
+
+def lease_of_node(storage: Storage, directory: str, user: object) -> Lease:
+    """Returns the lease of a directory on this node, which `user` leaves by leave()."""
+    key = os.getpid(), id(storage), directory
+    lease = _of_nodes.setdefault(key, Lease(storage, directory, of_node=True))
+    lease.users.add(user)
+    return lease
 
 
 def _nonce() -> str:

@@ -12,8 +12,8 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import NamedTuple
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
@@ -293,16 +293,16 @@ class Steps:
         """Makes a new directory for a save of this step; a committed one of the step stays.
 
         Args:
-            passing: as Lease.take()'s.
+            passing: it is no save of this job; in_passing() has the lease.
 
         Raises:
             StorageError: the root or the directory cannot be made.
             RootInUse: another job saves to the root.
         """
-        if self.lease is not None:
+        if self.lease is not None and not passing:
             if not self.lease.is_held:
                 self.make_root()
-            self.lease.take(passing)
+            self.lease.take()
         with self._removing:  # a save that begins meanwhile sees no half-removed directory
             self.remove_left()
             # Earlier jobs, or ranks that were late for a failed save, may have filled the disk.
@@ -332,9 +332,17 @@ class Steps:
                 return begun
         raise StorageError("make directory", self.path(step_name(step)), errno.EEXIST)
 
-    def give_back(self) -> None:
-        """Gives the root up to other jobs if no save of this one has begun here."""
-        if self.lease is not None:
+    @contextmanager
+    def in_passing(self) -> Iterator[None]:
+        """Has the lease while the body runs that copies a step here. Raises as begin()."""
+        if self.lease is None:
+            yield
+            return
+        self.make_root()
+        self.lease.take(passing=True)
+        try:
+            yield
+        finally:
             self.lease.give_back()
 
     def make_root(self) -> None:

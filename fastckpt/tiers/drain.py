@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
 
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, Vanished, is_visible
@@ -68,7 +69,7 @@ class Drain(Job):
         self._names = names
         self._parts = parts
         self._place = UncommittedStep(tier.root, agreement)
-        self._is_resumed = is_resumed
+        self._is_resumed, self._passing = is_resumed, ExitStack()
         self.deed = "drained" if is_resumed else "saved"
         agreement.is_cancelled = handle.is_given_up
         self.copied_s = self.took_s = 0.0
@@ -96,6 +97,8 @@ class Drain(Job):
         manifest = self._manifest()
         if self.agreement.rank == 0:
             assert manifest is not None
+            if self._is_resumed:
+                self._passing.enter_context(root.in_passing())
             self.agreement.put("place", self._place.begin(manifest.step, self._is_resumed).encode())
         self._place.join(self.agreement.get("place").decode())
         pace = Pace(
@@ -193,8 +196,7 @@ class Drain(Job):
 
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)
-        if self._is_resumed:
-            self._tier.root.give_back()
+        self._passing.close()
         tier, rank, failure = self._tier, self.agreement.rank, self.handle.failure()
         if is_visible(failure):
             log.warning("%s stays in the local tier as well: %s", self._own_name, failure)

@@ -19,11 +19,12 @@ from fastckpt.arguments.memory import Memory
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.formats.step_names import DRAINED, REPLICATED, SPARES, tier_name
+from fastckpt.latch import SERVER_S
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
 from fastckpt.saving.spares import Spares
 from fastckpt.steps.copies import Fetch
-from fastckpt.steps.lease import Lease
+from fastckpt.steps.lease import lease_of_node
 from fastckpt.steps.newest_whole import readable, survey_of_copy
 from fastckpt.steps.pins import deleted
 from fastckpt.steps.root import Committed, Steps
@@ -99,7 +100,7 @@ class LocalTier:
             self._refusal, other = f"failed: {error}", -2
         path = os.path.join(self._directory, tier_name(root.root))
         # Of its own: it may be long until a step goes to the root, or that may be out of reach.
-        self.steps = Steps(storage, path, Lease(storage, path))
+        self.steps = Steps(storage, path, lease_of_node(storage, path, self))
         self.root, self.keep, self.memory = root, keep, memory
         self._budget: MemoryBudget | None = None
         try:
@@ -135,6 +136,7 @@ class LocalTier:
         self._held: dict[str, dict[int, tuple[str, list[int]]]] = {}
         self._step_of: dict[str, int] = {}
         self._times_s: tuple[float, float] | None = None
+        self._is_beside = False  # whether another job saved here when the steps were listed
 
     def _device_of(self, path: str) -> int:
         with reported("stat", path):
@@ -159,7 +161,7 @@ class LocalTier:
                 self.spares.trim(0)
             self.spares.close()
         assert self.steps.lease is not None
-        self.steps.lease.release()
+        self.steps.lease.leave(self, min(SERVER_S, self._timeout_s))
 
     # ---- whether it can be used
 
@@ -372,7 +374,8 @@ class LocalTier:
         names = dict[str, str]()
         for nonce, copies in self._held.items():
             name, parts = copies.get(self._rank, ("", []))
-            name = name or replicas.adopt(self._step_of[nonce], nonce, [*copies])
+            if not name and not self._is_beside:
+                name = replicas.adopt(self._step_of[nonce], nonce, [*copies])
             with suppress(CheckpointError):  # it was removed meanwhile, or there is none
                 manifest = self.steps.read(name)
                 of = parts_of(manifest)
@@ -476,15 +479,21 @@ class LocalTier:
         """
         nodes, lease = self.nodes(), self.steps.lease
         is_first = nodes.first(self._rank) == self._rank
-        is_able = is_able and not (is_first and lease is not None and lease.is_of_another())
+        self._is_beside = is_first and lease is not None and lease.is_of_another()
+        why = "" if is_able else "a rank has too little staging memory for that"
+        if self._is_beside:
+            why = f"another job saves to {self.steps.root!r}"
         found = survey_of_copy(self.steps) if is_first else []
         there = {item.manifest.nonce: item for item in found}
         listed = [*map(self._listed, there.values())]
-        agreement.put("local", json.dumps([is_able, listed]).encode())
+        agreement.put("local", json.dumps([why, listed]).encode())
         if self._rank == 0:
             told = [json.loads(record) for record in agreement.gather("local")]
-            merged = self._merged([listing for _able, listing in told])
-            if not all(able for able, _listing in told):
+            merged = self._merged([listing for _why, listing in told])
+            why = next((why for why, _listing in told if why), "")
+            if why and merged["undrained"]:
+                steps = ", ".join(str(step) for step, *_ in merged["undrained"])
+                log.warning("not copied to %s yet: steps %s; %s", self.root.root, steps, why)
                 merged["undrained"] = []
             agreement.put("survey", json.dumps(merged).encode())
         told = json.loads(agreement.get("survey"))

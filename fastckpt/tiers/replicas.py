@@ -259,7 +259,7 @@ class Replicas:
             status = storage.status(path, link=True)
             if status is None or stat.S_ISREG(status.st_mode):
                 return
-            log.warning("%r, which is no regular file, is replaced by a neighbour's copy", path)
+            log.warning("%r, which is no regular file, makes way for a neighbour's copy", path)
             if stat.S_ISDIR(status.st_mode):
                 atomic.remove_directory(storage, path, atomic.temporary_path(path))
             else:
@@ -297,12 +297,13 @@ class Replicas:
                 manifest = Manifest.from_bytes(content)
                 if (manifest.step, manifest.nonce) != (step, nonce):
                     raise CheckpointError(f"its manifest is of another step, {manifest.step}")
-                begun = self._steps.begin(step, passing=True)
-                try:
-                    self._steps.publish(begun, manifest, durable=False)
-                except BaseException:
-                    self._steps.abandon(begun)
-                    raise
+                with self._steps.in_passing():
+                    begun = self._steps.begin(step, passing=True)
+                    try:
+                        self._steps.publish(begun, manifest, durable=False)
+                    except BaseException:
+                        self._steps.abandon(begun)
+                        raise
                 atomic.close_quietly(self._steps.storage, begun.manifest_fd)
                 return begun.name
             except (OSError, CheckpointError) as error:

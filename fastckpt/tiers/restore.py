@@ -73,10 +73,7 @@ def first_whole_of_tiers(
         taken.update(reader.copies.taken)
         return found
 
-    try:
-        found = first_whole(agreement, current, shelves, step, noting, tier.near, required)
-    finally:
-        tier.steps.give_back()
+    found = first_whole(agreement, current, shelves, step, noting, tier.near, required)
     if found is not None:
         own, far = (os.path.join(as_url(each.root), "") for each in (tier.steps, tier.root))
         local, rest = (sum(path.startswith(at) for path in taken.values()) for at in (own, far))

@@ -20,7 +20,7 @@ from fastckpt.errors import RootInUse
 from fastckpt.formats.lease_record import NAME, NBYTES, LeaseRecord
 from fastckpt.formats.step_names import step_name as name
 from fastckpt.saving import pipeline
-from fastckpt.steps.lease import Lease
+from fastckpt.steps.lease import Lease, lease_of_node
 from fastckpt.storage.atomic import DEAD_AFTER_S
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.machine import pid_space, started
@@ -77,6 +77,40 @@ def test_the_second_of_two_live_jobs_is_refused(disk: Path, first: str, second: 
         one.wait(WAIT_S)
         assert saved(other, 4).isdigit()
     assert directories(disk) == [name(1), name(3), name(4)] and restored(disk) == 4
+
+
+def test_what_is_taken_in_passing_is_given_back_by_the_last(disk: Path) -> None:
+    """Unless somebody has taken it for longer meanwhile, which release() alone ends."""
+    lease = Lease(Storage(), str(disk))
+    for is_kept in (False, True):
+        lease.take(passing=True)
+        lease.take(passing=True)
+        if is_kept:
+            lease.take()
+        lease.give_back()
+        assert lease.is_held, "for the other one"
+        lease.give_back()
+        assert lease.is_held == is_kept == (disk / NAME).exists()
+    lease.release()
+    assert not (disk / NAME).exists()
+
+
+def test_nodes_have_no_lease_of_what_several_machines_see(disk: Path) -> None:
+    """Each has steps of its own there, by other names; tmpfs and disks are no such place."""
+    users = [Storage(), Storage()]
+    double, storage = NetworkClient(), Storage()
+    with double.mounted():
+        shared = lease_of_node(double, str(disk), users[0])
+        shared.take()
+        shared.renew()
+        assert not (disk / NAME).exists() and not shared.is_of_another()
+    leases = [lease_of_node(storage, str(disk), user) for user in users]
+    assert leases[0] is leases[1]
+    leases[0].take()
+    leases[0].leave(users[0], WAIT_S)
+    assert (disk / NAME).exists(), "for the other user"
+    leases[0].leave(users[1], WAIT_S)
+    assert not (disk / NAME).exists()
 
 
 @pytest.mark.multiprocess

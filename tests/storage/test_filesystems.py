@@ -91,17 +91,22 @@ def test_a_file_on_9p_is_loaded_by_the_descriptor_that_was_opened(disk: Path) ->
                 os.replace(disk / "b.pt", path)
             return found
 
-    for opens_by_name in (True, False):
-        for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
-            fastckpt.save({"w": torch.full((1 << 20,), value)}, disk / name).result(WAIT_S)
-        storage = Server()
-        storage.opens_by_name = opens_by_name
-        with process_on(storage):
-            if opens_by_name:
-                assert bool((fastckpt.load(path)["w"] == 1.0).all())
-            else:  # so the double does what such a server does
-                with pytest.raises(CorruptCheckpoint, match="CRC-32 mismatch"):
-                    fastckpt.load(path)
+    def opened(path: Path) -> torch.Tensor:
+        with fastckpt.open(path) as found:
+            return found["w"][...]
+
+    for read in (lambda path: fastckpt.load(path)["w"], opened):
+        for opens_by_name in (True, False):
+            for name, value in (("a.pt", 1.0), ("b.pt", 2.0)):
+                fastckpt.save({"w": torch.full((1 << 20,), value)}, disk / name).result(WAIT_S)
+            storage = Server()
+            storage.opens_by_name = opens_by_name
+            with process_on(storage):
+                if opens_by_name:
+                    assert bool((read(path) == 1.0).all())
+                else:  # so the double does what such a server does
+                    with pytest.raises(CorruptCheckpoint, match="CRC-32 mismatch"):
+                        read(path)
 
 
 def test_a_mount_type_of_another_name_falls_back_to_the_magic() -> None:

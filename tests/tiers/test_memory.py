@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from fastckpt import Checkpointer, Memory
+from fastckpt.cli import main
 from fastckpt.formats.lease_record import NAME
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import memory_budget
@@ -198,6 +199,13 @@ def test_a_second_job_puts_no_step_in_the_memory_of_the_first(
             assert_holds(found, 2)
         tell(other, "8")
         assert told(other) == "NoneType: None", "the first job is over"
+        assert main(["repair", str(root), "--takeover", "--local", str(local)]) == 0
+        with Checkpointer(root, local=memory) as checkpointer:
+            checkpointer.save(9, state(9)).result()
+            tell(other, "10")
+            refused = told(other)
+            assert refused.startswith("RootInUse: ") and "was taken over" in refused
+            assert checkpointer.restore(found) == 9
 
 
 @pytest.mark.multiprocess
