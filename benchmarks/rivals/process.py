@@ -103,10 +103,10 @@ def main() -> None:
     """Answer one call, which comes over the pipe whose descriptor the command line names."""
     # An installed fastckpt comes first; the tree serves when the extension was built in place.
     sys.path.append(str(BENCHMARKS.parent))
-    # Closed in any case, which tells the driver: a thread of the rival's may keep this process.
     # Some rivals hold a file open for each tensor.
     _soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    # Closed in any case, which tells the driver: a thread of the rival's may keep this process.
     with Connection(int(sys.argv[1])) as connection:
         function, arguments = connection.recv()
         try:

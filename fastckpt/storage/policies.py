@@ -110,8 +110,8 @@ POLICIES = {
     "beegfs": _coherent(),
     "wekafs": _coherent(),
     "ceph": _coherent(),
-    # Servers such as diod and QEMU keep a file by its name until it is opened, so O_DIRECT, which
-    # takes a descriptor of its own, may meet the file that another machine has put in its place.
+    # Servers such as diod and QEMU keep a file by its name until it is opened, so the descriptor of
+    # its own that a load with O_DIRECT takes may be of the file that has taken the name meanwhile.
     "9p": Policy(
         "threads", False, "its servers open a file anew by its name, and so perhaps another"
     ),
