@@ -61,11 +61,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.takeover:
         for root in roots:
             Lease(storage, root).take_over()
-        if not arguments.json:
-            print(
-                f"the root is free: the job that saves to {directory} next has it. If another one "
-                "lives, its next save fails"
-            )
+            if not arguments.json:
+                print(
+                    f"{shown_name(root)} is free: the job that saves there next has it. If another "
+                    "one lives, its next save there fails"
+                )
     found = []
     for root in roots:
         with reported("list", root):

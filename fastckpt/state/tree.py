@@ -68,11 +68,15 @@ class PerRank:
     @property
     def saved(self) -> list[Any]:
         """The values of all ranks of the job that saved the checkpoint which was restored or loaded
-        last, in their order; [] before. They are read when they are asked for.
+        last, in their order; [] before, and of a copy. They are read when they are asked for.
 
         Raises as restore(): CheckpointError also if the step has been removed since.
         """
         return self.read_saved()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy or a pickle has: all but the way to `saved`, which is this job's."""
+        return {**self.__dict__, "read_saved": list}
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"

@@ -387,6 +387,12 @@ def _refusal(root: str, record: LeaseRecord | None, age_s: float, ends_by_age: b
 
 
 def _loss(root: str, record: LeaseRecord) -> str:
+    if record.is_over:
+        return (
+            f"{root!r} was taken over by another job or by `fastckpt repair --takeover`, "
+            f"{_holder(record)}, which has given it up; nothing was committed. The next save "
+            "succeeds unless another job saves there by then"
+        )
     return (
         f"{root!r} was taken over by another job: {_holder(record)} has its lease since "
         f"{record.began}; nothing was committed. End one of the two jobs; once the other one has "

@@ -47,12 +47,15 @@ class MemoryBudget:
             there = os.path.dirname(there)
         kind = recognised(magic_of(there), None)
         if kind != "tmpfs" or not os.path.isdir(there):
+            made = f"`mkdir -p {at} && mount -t tmpfs -o size={size_text} tmpfs {at}`"
+            if os.path.isdir(path) and os.listdir(path):  # which a mount would hide
+                made = "`mount -t tmpfs` on an empty one"
             raise ValueError(
                 f"Memory(directory={path!r}): {there!r} is "
                 f"{kind if os.path.isdir(there) else 'no directory'}, must be a tmpfs: pass a "
                 "directory on one, such as one below /dev/shm, or make one by "
-                f"`mkdir -p {at} && mount -t tmpfs -o size={size_text} tmpfs {at}` before the job, "
-                f"or a volume with medium: Memory; for storage of the node pass local={path!r}"
+                f"{made} before the job, or a volume with medium: Memory; for storage of the node "
+                f"pass local={path!r}"
             )
         found = os.statvfs(there)
         size, own = found.f_blocks * found.f_frsize, self.used()
@@ -66,6 +69,12 @@ class MemoryBudget:
                 f"Memory(budget={memory.budget!r}): must be above {shown_size(SPARE_BYTES)}, which "
                 "are kept for the index of a step"
             )
+        if self.nbytes > granted:
+            raise ValueError(
+                f"Memory(budget={memory.budget!r}): the memory that is left to this process, or "
+                f"taken by earlier steps, is {shown_size(granted)} by the limits of its cgroup and "
+                f"machine; the budget needs {shown_size(self.nbytes)}: pass less"
+            )
         if self.nbytes > size:
             while not os.path.ismount(there):
                 there = os.path.dirname(there)
@@ -74,12 +83,6 @@ class MemoryBudget:
                 f"the budget needs {shown_size(self.nbytes)}: enlarge it by `mount -o remount,"
                 f"size={size_text} {shlex.quote(there)}`, that of a container by --shm-size or a "
                 "volume with medium: Memory"
-            )
-        if self.nbytes > granted:
-            raise ValueError(
-                f"Memory(budget={memory.budget!r}): the memory that is left to this process, or "
-                f"taken by earlier steps, is {shown_size(granted)} by the limits of its cgroup and "
-                f"machine; the budget needs {shown_size(self.nbytes)}"
             )
 
     def used(self) -> int:

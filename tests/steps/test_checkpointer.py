@@ -238,6 +238,21 @@ def test_a_missing_step_is_an_error_that_tells_which_there_are(disk: Path) -> No
             checkpointer.restore(found, "5")  # type: ignore[arg-type]
 
 
+def test_a_restored_state_can_be_saved_as_a_file(disk: Path) -> None:
+    """A value of a rank's own knows how to read those of others, which is no part of it."""
+    with Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, state(1)).result()
+        found = state(999)
+        assert checkpointer.restore(found) == 1
+        saved = found["rng"].saved
+        fastckpt.save(found, disk / "final.pt").result()
+        torch.save(found, disk / "torch.pt")
+        for name in ("final.pt", "torch.pt"):
+            again = fastckpt.load(disk / name, weights_only=False)["rng"]
+            assert again.value.tolist() == [1, 1] and again.found and again.saved == []
+        assert torch.equal(found["rng"].saved[0], saved[0])
+
+
 def seen(step: int) -> PerRank:
     value = PerRank(torch.tensor([step, 1]))
     value.found = True
