@@ -57,7 +57,8 @@ class Debris(NamedTuple):
 def run(arguments: argparse.Namespace) -> int:
     storage, directory = pipeline.current().storage, real_root(arguments.directory)
     tiers = [steps.root for steps in tiers_of(storage, directory, arguments.local)]
-    roots = [directory, *filter(is_there, tiers)]
+    # The root is missing where all steps are in memory yet.
+    roots = [*filter(is_there, (directory, *tiers))] or [directory]
     if arguments.takeover:
         for root in roots:
             Lease(storage, root).take_over()

@@ -47,12 +47,11 @@ class Lease:
 
     Attributes:
         path: of the file.
-        users: who wants it; see leave().
     """
 
     def __init__(self, storage: Storage, root: str, of_node: bool = False) -> None:
         self.path = os.path.join(root, NAME)
-        self.users: weakref.WeakSet[object] = weakref.WeakSet()
+        self._users: set[weakref.ref[object]] = set()  # changed by single operations
         self._of_node = of_node
         self._takes_over = False
         self._storage, self._root = storage, root
@@ -243,11 +242,20 @@ class Lease:
         with suppress(OSError):  # as release() does
             within(SERVER_S, partial(self._release, only_unwanted=True))
 
+    def join(self, user: object) -> None:
+        """Notes who is to leave(). Whoever is collected before leaves with that."""
+        self._users.add(weakref.ref(user, self._forgotten))
+
     def leave(self, user: object, within_s: float) -> None:
         """Gives the lease up if no other user is left, as release(). Idempotent."""
-        self.users.discard(user)
-        if not self.users:
+        self._users.difference_update([its for its in self._users.copy() if its() is user])
+        if not self._users:
             self.release(within_s)
+
+    def _forgotten(self, user: weakref.ref[object]) -> None:
+        self._users.discard(user)
+        if not self._users:
+            self._release()  # nobody is left who could hold the lock
 
     def release(self, within_s: float = SERVER_S) -> None:
         """Gives the lease up, if this process has it and the server answers soon. Idempotent."""
@@ -350,7 +358,7 @@ def lease_of_node(storage: Storage, directory: str, user: object) -> Lease:
     """Returns the lease of a directory on this node, which `user` leaves by leave()."""
     key = os.getpid(), id(storage), directory
     lease = _of_nodes.setdefault(key, Lease(storage, directory, of_node=True))
-    lease.users.add(user)
+    lease.join(user)
     return lease
 
 
