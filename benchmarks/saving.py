@@ -89,6 +89,8 @@ def timed_load(peer: Peer, state: State, target: Path, template: State) -> Row:
 def save_and_load(peer: Peer, state: State, target: Path, template: State | None) -> Row:
     """Save, and with a template load back as well; returns both timings in one row."""
     row = timed_save(peer, state, target)
+    if peer.loads_only:
+        row = {key: row[key] for key in ("peer", "file_bytes")}
     if template is not None:
         row.update(timed_load(peer, state, target, template))
     remove(target)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from rivals.dcp import Dcp, DcpAsync, DcpAsyncStager
 from rivals.deepspeed_fast_file_writer import DeepSpeed
 from rivals.fastckpt_save import Fastckpt, FastckptStep
+from rivals.fastsafetensors_open import FastSafetensors
 from rivals.peer import Peer
+from rivals.runai_streamer import RunaiStreamer
 from rivals.safetensors_file import SafetensorsFile
 from rivals.torch_checkpointing_save import TorchCheckpointing
 from rivals.torch_save import TorchSave, TorchSaveNoCrc
@@ -19,6 +21,8 @@ PEERS: tuple[type[Peer], ...] = (
     TorchSave,
     TorchSaveNoCrc,
     SafetensorsFile,
+    FastSafetensors,
+    RunaiStreamer,
     Dcp,
     DcpAsync,
     DcpAsyncStager,

@@ -45,6 +45,7 @@ class Peer(ABC):
         keeps_fence: nothing has to be called before the state changes; what needs a call else is
             what Save.wait_staged does.
         fills_template: it loads into tensors that are given to it.
+        loads_only: what it loads is saved by another one, whose times are none of its own.
         modules: that it imports.
     """
 
@@ -53,6 +54,7 @@ class Peer(ABC):
     background = False
     keeps_fence = False
     fills_template = False
+    loads_only = False
     modules: tuple[str, ...] = ()
 
     def load_modules(self) -> None:
