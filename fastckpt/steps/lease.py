@@ -246,11 +246,13 @@ class Lease:
         """Notes who is to leave(). Whoever is collected before leaves with that."""
         self._users.add(weakref.ref(user, self._forgotten))
 
-    def leave(self, user: object, within_s: float) -> None:
-        """Gives the lease up if no other user is left, as release(). Idempotent."""
+    def leave(self, user: object, timeout_s: float) -> None:
+        """Gives the lease up if no other user is left, as release(), in `timeout_s` at most.
+        Idempotent.
+        """
         self._users.difference_update([its for its in self._users.copy() if its() is user])
         if not self._users:
-            self.release(within_s)
+            self.release(min(SERVER_S, timeout_s))
 
     def _forgotten(self, user: weakref.ref[object]) -> None:
         self._users.discard(user)

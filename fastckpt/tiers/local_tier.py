@@ -19,7 +19,6 @@ from fastckpt.arguments.memory import Memory
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.formats.step_names import DRAINED, REPLICATED, SPARES, tier_name
-from fastckpt.latch import SERVER_S
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
 from fastckpt.saving.spares import Spares
@@ -161,7 +160,7 @@ class LocalTier:
                 self.spares.trim(0)
             self.spares.close()
         assert self.steps.lease is not None
-        self.steps.lease.leave(self, min(SERVER_S, self._timeout_s))
+        self.steps.lease.leave(self, self._timeout_s)
 
     # ---- whether it can be used
 
