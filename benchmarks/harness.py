@@ -48,11 +48,13 @@ def words(text: str) -> list[str]:
 
 def options_of(what: str, rounds: int = 5) -> argparse.ArgumentParser:
     """Return a parser with what every benchmark takes."""
-    parser = argparse.ArgumentParser(description=what)
+    shown = argparse.ArgumentDefaultsHelpFormatter
+    parser = argparse.ArgumentParser(description=what, formatter_class=shown)
     parser.add_argument("--rounds", type=positive, default=rounds, help="over all compared")
     help_of_dir = "directory on the file system to measure"
     parser.add_argument("--dir", type=Path, default=Path(), help=help_of_dir)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    where = ROOT / "benchmarks" / "results"
+    parser.add_argument("--out", type=Path, default=where, help="directory for the record")
     return parser
 
 
@@ -72,7 +74,8 @@ def choice(parser: argparse.ArgumentParser, flag: str, known: Sequence[str]) -> 
             raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}")
         return words(text)
 
-    parser.add_argument(flag, type=chosen, default=[*known], help=f"of {','.join(known)}")
+    # A default that is text is parsed, too, and shown as a user would write it.
+    parser.add_argument(flag, type=chosen, default=",".join(known), help="some of these")
 
 
 @contextmanager

@@ -8,7 +8,6 @@ It must not know how anything is saved.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from functools import partial
 from pathlib import Path
@@ -26,9 +25,9 @@ TRAINED_GIB = (200 / 1024, 1.0)
 PYTHON = Path(sys.executable)
 
 
-def ratio(rows: list[Row], one: str, other: str) -> float:
-    """The median of the ratios of two columns."""
-    return statistics.median(row[one] / row[other] for row in rows)
+def ratios(rows: list[Row], one: str, other: str) -> list[float]:
+    """The ratios of two columns."""
+    return [row[one] / row[other] for row in rows]
 
 
 def of_steps(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[Line]]:
@@ -48,23 +47,22 @@ def of_steps(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[Lin
     }
     pairs = zip(stepped["memory"], stepped["root"], strict=True)
     stalls = [{"memory": one["stall_s"], "root": other["stall_s"]} for one, other in pairs]
-    cpu_s = harness.middle(mine, "cpu_s") / given.step_gib
-    first = harness.middle(mine, "first_cpu_s") / given.step_gib
+    cpu_s, first = ([row[key] / given.step_gib for row in mine] for key in ("cpu_s", "first_cpu_s"))
     note = f" ({harness.middle(stepped['memory'], 'stall_s') * 1e3:.2f} ms)"
     called = [row for row in mine if row["fence"] == "call"]
     return rows, [
         at_most("a step in memory, CPU of a GiB", cpu_s, 0.15, ".3f", " s"),
-        told("the first step, into new pages, CPU of a GiB", f"{first:.3f} s"),
+        told("the first step, into new pages, CPU of a GiB", first, ".3f", " s"),
         holds("no second copy", all(row["is_one_copy"] for row in mine)),
         at_most(
             "step fence: stall, of a save to the root",
-            ratio(stalls, "memory", "root"),
+            ratios(stalls, "memory", "root"),
             1.1,
             ".2f",
             " x",
             note,
         ),
-        told("call fence: stall", f"{harness.middle(called, 'stall_s'):.3f} s"),
+        told("call fence: stall", [row["stall_s"] for row in called], ".3f", " s"),
         at_most("memory taken, of the budget", max(row["of_budget"] for row in mine), 1.0, ".2f"),
     ]
 
@@ -78,13 +76,13 @@ def of_training(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[
         rows.append({"gib": gib, **row})
         what = f"{gib * 1024:.0f} MiB, each step of {row['step_s']:.2f} s saved: lost"
         note = f" (CPU beside training {row['cpu_s'] / gib:.3f} s of a GiB)"
-        progress(f"{what} {row['lost']:.1%}{note}")
-        lost = 100 * row["lost"]
+        lost = [100 * each for each in row["lost"]]
         lines.append(
             at_most(what, lost, 3.0, ".1f", " %", note)
             if gib < 0.5
-            else told(what, f"{lost:.1f} %{note}")
+            else told(what, lost, ".1f", f" %{note}")
         )
+        progress(f"{what} {lines[-1].measured}")
     return rows, lines
 
 
@@ -95,7 +93,7 @@ def of_restores(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[
     own, cpu = (harness.middle(rows, key) for key in ("own memory", "own memory, CPU"))
     note = f" ({own:.2f} s, CPU {cpu / given.gib:.2f} s of a GiB)"
     what = f"{given.gib:g} GiB from own memory, of the cold root"
-    return rows, [at_most(what, ratio(rows, "own memory", "root"), 0.35, ".2f", " x", note)]
+    return rows, [at_most(what, ratios(rows, "own memory", "root"), 0.35, ".2f", " x", note)]
 
 
 def of_peers(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[Line]]:
@@ -110,7 +108,7 @@ def of_peers(given: Any, place: Path, memory: Path) -> tuple[list[Row], list[Lin
     what = f"{gib:g} GiB for each of two ranks, a node lost, of the cold root"
     return [*copies, *rows], [
         at_most("peer copy, CPU of a GiB at both ends", cpu_s, 0.5, ".2f", " s"),
-        at_most(what, ratio(rows, "peer", "root"), 0.6, ".2f", " x", note),
+        at_most(what, ratios(rows, "peer", "root"), 0.6, ".2f", " x", note),
     ]
 
 

@@ -139,7 +139,7 @@ class Workload:
 
 
 def training(nbytes: int, step_s: float, local: Path, root: Path, rounds: int) -> Row:
-    """Train with a save of each step and without, in turns."""
+    """Train with a save of each step and without, in turns; what is lost is of each turn."""
     work, lost, quiet, step = Workload(nbytes, step_s), [], [], 0
     cpu, copied = [], []
     local.mkdir()
@@ -166,7 +166,7 @@ def training(nbytes: int, step_s: float, local: Path, root: Path, rounds: int) -
                 cpu.append((spent() - begun_cpu - own_cpu_s) / STEPS)
             time.sleep(SETTLE_S)
     return {
-        "lost": median(lost),
+        "lost": lost,
         "step_s": median(quiet),
         "cpu_s": median(cpu),
         "is_one_copy": all(copied[1:]),

@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 
 import harness
-from harness import Line, Row, at_least, number, progress, told
+from harness import Line, Row, at_least, number, progress, spread_of, told
 from network_turns import ROW
 
 # Of each file system: Debian's packages that it consists of.
@@ -77,14 +77,13 @@ def measured(command: list[str], environment: dict[str, str]) -> list[Row]:
     return rows
 
 
-def ratio(rows: list[Row], way: str) -> float | None:
-    """The median of another way's time to ours, in the same rounds: above 1 where we are faster."""
+def ratios(rows: list[Row], way: str) -> list[Row]:
+    """Another way's time to ours, in each round that both have: above 1 where we are faster."""
     ours, its = (
         {row["round"]: row["s"] for row in rows if row["way"] == name and "s" in row}
         for name in ("fastckpt", way)
     )
-    both = ours.keys() & its.keys()
-    return statistics.median(its[each] / ours[each] for each in both) if both else None
+    return [{"x": its[each] / ours[each]} for each in ours.keys() & its.keys()]
 
 
 def best_of_shell(rows: list[Row]) -> str | None:
@@ -105,11 +104,11 @@ def lines_of(rows: list[Row]) -> list[Line]:
             its = [row for row in rows if row["op"] == op and row["mib"] == mib]
             best = best_of_shell(its)
             for way, bar in ((BASE, 1.0), *([(best, 0.9)] if best else [])):
-                value, what = ratio(its, way), f"{op} of {mib} MiB, x of {way}"
+                values, what = ratios(its, way), f"{op} of {mib} MiB, x of {way}"
                 lines.append(
-                    told(what, "not measured")
-                    if value is None
-                    else at_least(what, value, bar, ".2f", " x")
+                    at_least(what, [each["x"] for each in values], bar, ".2f", " x")
+                    if values
+                    else told(what, "not measured")
                 )
     wrong = [row for row in rows if row.get("same") is False]
     return [*lines, harness.holds("every state came back as it was", not wrong)]
@@ -138,8 +137,9 @@ def summary(results: dict[str, list[Row]]) -> str:
             for op in ("save", "load"):
                 its = [row for row in told_rows if row["op"] == op and row["mib"] == mib]
                 best = best_of_shell(its)
-                cells.append(number(ratio(its, BASE), ".2f"))
-                cells.append(number(ratio(its, best) if best else None, ".2f", f" ({best})"))
+                cells.append(spread_of(ratios(its, BASE), "x", ".2f"))
+                against = spread_of(ratios(its, best), "x", ".2f") if best else "-"
+                cells.append(f"{best}: {against}" if best else against)
             rows.append(cells)
     heads = ("file system", "version", "save x torch.save", "x best of cp, dd")
     return harness.table([*heads, "load x torch.save", "x best of cp, dd"], rows)
