@@ -20,7 +20,7 @@ import pytest
 from tests.paths import ROOT
 
 PARTS = {"memory", "copy", "call", "commit", "load", "train"}
-LINE_KEYS = {"what", "bar", "measured", "passed"}
+LINE_KEYS = {"what", "bar", "measured", "passed", "spread"}
 OURS = {"fastckpt", "fastckpt-step"}
 THEIRS = {"torch.save", "dcp-async-pinned"}
 pytestmark = pytest.mark.multiprocess
