@@ -57,6 +57,7 @@ def command_of(file: Path, record: Row) -> str:
     told = " ".join(record["environment"]["argv"])
     kind, options = file.stem.split("-")[0], re.sub(rf" ?({hidden})[ =]\.\.\.", "", told).strip()
     target = "make bench" if kind == "bench" else f"make bench-{kind}"
+    target += " DLIO=CHECKOUT" if kind == "dlio" else ""
     return f'{target} BENCH_ARGS="{options}"' if options else target
 
 
@@ -158,10 +159,8 @@ def part(name: str, beside: Row | None) -> str:
     if missing := [*record.get("missing", {})]:
         found.append(filled(f"Not measured in this run: {'; '.join(missing)}."))
     if failures := record.get("failures"):
-        told = (line.split(": ", 2)[:2] for line in failures)
-        found.append(
-            filled(f"Failed in this run: {'; '.join(': '.join(words) for words in told)}.")
-        )
+        told = "; ".join(textwrap.shorten(line, 120) for line in failures)
+        found.append(filled(f"Failed in this run: {told}."))
     return "\n\n".join(found)
 
 
@@ -176,13 +175,14 @@ def readme() -> str:
         if name in groups:
             cells = [spread_of(groups[name], key, ".2f") for key in ("stall_s", "durable_s")]
             if name == "fastckpt-step":
-                cells[0] = f"returns after {spread_of(groups[name], 'returned_s')}"
+                cells[0] += f", returns after {spread_of(groups[name], 'returned_s')}"
             cells += [spread_of(groups[name], "load_s", ".2f")]
             rows.append([label, *cells, spread_of(trained.get(name, []), "lost_s", ".2f")])
-    heads = ["seconds, median (all rounds)", "blocked", "durable", "cold load", "training lost"]
+    heads = ["seconds, median (all rounds)", "may mutate", "durable", "cold load", "training lost"]
     told = (
         f"State: {result['bytes'] / 2**30:.2g} GiB; in the last column "
-        f"{drag['bytes'] / 2**30:.2g} GiB, beside a loop on one thread. {source(saves)} "
+        f"{drag['bytes'] / 2**30:.2g} GiB, beside a loop on one thread; less than 0 is noise. "
+        f"{source(saves)} "
         f"Last column: {source(training, saves)}"
     )
     return f"{table(heads, rows)}\n\n{filled(told)}"
