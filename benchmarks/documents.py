@@ -22,7 +22,7 @@ from harness import ROOT, Line, Row, spread_of, table
 from parts import RESULTS
 from report import SECTIONS, by_peer
 
-PAGES = ("benchmarks", "dlio", "filesystems", "objects", "scale")
+PAGES = ("benchmarks", "dlio", "filesystems", "installing", "objects", "scale")
 DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGES))
 PICTURE = ROOT / "docs" / "images" / "saves"
 MARKED = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- results end -->)", re.DOTALL)
@@ -56,7 +56,8 @@ def command_of(file: Path, record: Row) -> str:
     hidden = "|".join(harness.HIDDEN_OPTIONS)
     told = " ".join(record["environment"]["argv"])
     kind, options = file.stem.split("-")[0], re.sub(rf" ?({hidden})[ =]\.\.\.", "", told).strip()
-    target = "make bench" if kind == "bench" else f"make bench-{kind}"
+    # A record of bench.py in an environment with another torch is kept as torch-VERSION.
+    target = "make bench" if kind in ("bench", "torch") else f"make bench-{kind}"
     target += " DLIO=CHECKOUT" if kind == "dlio" else ""
     return f'{target} BENCH_ARGS="{options}"' if options else target
 

@@ -8,6 +8,7 @@ test_plain_pickle.py's.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -40,6 +41,7 @@ def taken_by(*reads: Callable[[], Any]) -> list[tuple[int, str]]:
     seen, tell = os.pipe()
     child = os.fork()
     if child == 0:
+        gc.freeze()  # garbage of the parent may wait, as it goes, for threads that are not here
         told = ["0 died"]
         try:
             nbytes = int(Path("/proc/self/statm").read_text().split()[0])
