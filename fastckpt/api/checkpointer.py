@@ -341,10 +341,12 @@ class Checkpointer:
 
         Tensors and DTensors get their values in place, whatever mesh or number of ranks saved them,
         and keep their dtype: values of another one are converted as Tensor.copy_ does. Objects with
-        load_state_dict are given their state_dict. A PerRank gets the value that this very rank
-        saved, or what its `merge` makes of those of all, if another number of ranks saved.
-        Other entries of dicts and lists are replaced. Entries that were saved but are not in the
-        state are skipped, with a warning. Tensors that share memory, such as tied weights, get one
+        load_state_dict are given the state_dict that they saved. A PerRank gets the value that this
+        very rank saved, or what its `merge` makes of those of all, if another number of ranks
+        saved. A dict in the state that holds none of these becomes what was saved: it stays the
+        same object, and gets other entries. Other values are replaced. The keys of the state, and
+        of dicts with tensors, objects or PerRanks, say what is asked for: saved entries under other
+        keys are skipped, with a warning. Tensors that share memory, such as tied weights, get one
         value; if different ones were saved for them, the step does not fit.
 
         Args:
@@ -354,10 +356,12 @@ class Checkpointer:
             weights_only: as torch.load's, for what is asked for and is no tensor of the shards.
             required: raise if the root holds no committed step. Pass True in a job that must not
                 begin anew because of a mistyped root.
-            missing: what becomes of values of the state that were not saved: "raise", or "keep"
-                (such as what was read of a newer step that turned out to be damaged).
-            unexpected: what becomes of saved values that the state has not. None: those of dicts
-                are skipped, with a warning, and modules raise. "ignore": all are skipped. "raise".
+            missing: what becomes of what the state asks for and was not saved: "raise", or "keep"
+                (such as what was read of a newer step that turned out to be damaged). Inside of an
+                object, this is for tensors alone: the rest becomes what it saved.
+            unexpected: what becomes of what was saved and the state does not ask for. None: entries
+                of dicts are skipped, with a warning; modules raise; other objects get theirs.
+                "ignore": all are skipped. "raise". Inside of an object, this is for tensors alone.
             dtype: "cast", or "raise" for tensors whose saved dtype is another.
             rename: gives saved values other names before they are looked up: a function of the
                 name, which returns None for what is left out; or a dict of regular expressions and

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pickle import UnpicklingError
@@ -73,6 +73,10 @@ class Fit:
         # Functions cannot be compared, and so are like no other.
         rename = uuid4().hex if callable(self.rename) else self.rename
         return repr((self.missing, self.unexpected, self.dtype, rename, self.only))
+
+    def without_only(self) -> Fit:
+        """Returns the same, but for all that is in a state."""
+        return self if self.only is None else replace(self, only=None)
 
     def asks_for(self, name: str) -> bool:
         """Returns whether a value of this name is to be restored."""

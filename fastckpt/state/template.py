@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -221,14 +222,24 @@ class Template:
                 f"{at} is {type(value).__name__}, must be a dict, a list, a tensor, PerRank or "
                 "stateful, or a tuple of these, to be restored in place; load() returns any state"
             )
-        new = self._visit(value, saved, at, 0)
-        if new is not value and isinstance(value, list):
-            if not isinstance(new, list):
-                raise self._misfit(f"{at} is a list, in the checkpoint {_described(new)}")
+        if isinstance(value, dict) and not at.keys and not is_stateful(value):
+            if (nest := _nest(saved)) is None:
+                raise self._misfit(f"{at} is a dict, in the checkpoint {_described(saved)}")
+            self._match_dict(value, nest, at, depth)
+            return
+        new = self._visit(value, saved, at, depth)
+        if new is not value:
+            if not (isinstance(value, list) and isinstance(new, list)):
+                kind = "a list" if isinstance(value, list) else "a dict"
+                raise self._misfit(f"{at} is {kind}, in the checkpoint {_described(new)}")
             self._actions.append(partial(value.__setitem__, slice(None), new))
 
-    def _visit(self, value: Any, saved: Any, at: _At, depth: int) -> Any:
-        """Returns the value that belongs here after the restore: the old object where it can be."""
+    def _visit(self, value: Any, saved: Any, at: _At, depth: int, is_exact: bool = False) -> Any:
+        """Returns the value that belongs here after the restore: the old object where it can be.
+
+        `is_exact`: what was saved belongs here, whatever it is. Otherwise a tensor, or a dict or
+        list with tensors, needs its counterpart.
+        """
         if depth > DEPTH_MAX:
             raise self._misfit(f"{at} is nested more than {DEPTH_MAX} deep")
         if not self._fit.asks_within(at.name):
@@ -240,26 +251,34 @@ class Template:
             if self._takes(saved, at):
                 self._own_value(value, saved, at)
             return value
-        if isinstance(value, torch.Tensor):
+        is_exact = is_exact and saved is not _ABSENT
+        if isinstance(value, torch.Tensor) and not (is_exact and _kind(saved) is None):
             if self._takes(saved, at):
                 self._tensor(value, saved, at)
             return value
         if is_stateful(value):
             self._stateful(value, saved, at, depth)
             return value
-        if isinstance(value, dict) and (value or not depth):
-            self._dict(value, unescaped(saved), at, depth)
+        if isinstance(value, dict) and (saved is _ABSENT or _nest(saved) is not None):
+            self._dict(value, saved, at, depth, is_exact)
             return value
+        if isinstance(value, dict) and value and not is_exact:
+            raise self._misfit(f"{at} is a dict, in the checkpoint {_described(saved)}")
         if isinstance(value, list | tuple) and _holds_tensors(value):
-            return self._items(value, saved, at, depth)
+            is_alike = type(saved) is type(value) and len(saved) == len(value)
+            if is_alike or not is_exact:
+                return self._items(value, saved, at, depth, is_exact)
         return self._loaded(saved, at) if self._takes(saved, at) else value
 
-    def _items(self, value: Any, saved: Any, at: _At, depth: int) -> Any:
+    def _items(self, value: Any, saved: Any, at: _At, depth: int, is_exact: bool) -> Any:
         """Visits a list or tuple that has tensors."""
         if saved is _ABSENT:
             saved = [_ABSENT] * len(value)
         self._check_items(value, saved, at, depth)
-        items = [self._visit(item, saved[i], at.of(i), depth + 1) for i, item in enumerate(value)]
+        items = [
+            self._visit(item, saved[number], at.of(number), depth + 1, is_exact)
+            for number, item in enumerate(value)
+        ]
         if isinstance(value, list):
             self._actions.append(lambda: value.__setitem__(slice(None), items))
             return value
@@ -272,22 +291,77 @@ class Template:
         if not isinstance(saved, list | tuple) or len(saved) != len(value):
             raise self._misfit(f"{at} has {len(value)} items, the checkpoint {_described(saved)}")
 
-    def _dict(self, value: dict[Any, Any], saved: Any, at: _At, depth: int) -> None:
-        if saved is _ABSENT:
-            saved = {}
-        if not isinstance(saved, dict):
-            raise self._misfit(f"{at} is a dict, in the checkpoint {_described(saved)}")
-        missing = [at.of(key).name for key in value if key not in saved]
-        if missing and self._fit.missing == "raise" and self._fit.only is None:
-            near = instead_of(missing, _names_within(self._saved, _At()), renames=True)
-            told = f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
-            raise refusal(self._where, [told, *self._useless], is_missing=True)
+    def _dict(self, value: dict[Any, Any], saved: Any, at: _At, depth: int, is_exact: bool) -> None:
+        """Visits a dict inside the state. If it holds nothing to fill in place, it is replaced."""
+        nest = _nest(saved) or {}
+        if (_holds_tensors(value) and not is_exact) or not self._asks_for_all(at):
+            self._match_dict(value, nest, at, depth)
+            return
+        with self._fitting(self._fit.without_only()):
+            if self._has(saved, at):
+                self._replace_dict(value, nest, at, depth)
+
+    def _match_dict(
+        self,
+        value: dict[Any, Any],
+        saved: Mapping[Any, Any],
+        at: _At,
+        depth: int,
+        is_module: bool = False,
+    ) -> None:
+        """Gives the entries of a dict what was saved under their keys; no entry joins or leaves it.
+
+        `is_module`: it is the state_dict of a module. What is no tensor in it, such as an extra
+        state, becomes what was saved.
+        """
+        self._check_missing([key for key in value if key not in saved], at)
         others = [at.of(key) for key in saved if key not in value]
         self._ignored += [other for other in others if self._fit.asks_for(other.name)]
         for key, item in value.items():
-            new = self._visit(item, saved.get(key, _ABSENT), at.of(key), depth + 1)
+            is_exact = is_module and not isinstance(item, torch.Tensor)
+            new = self._visit(item, saved.get(key, _ABSENT), at.of(key), depth + 1, is_exact)
             if new is not item:
                 self._actions.append(partial(value.__setitem__, key, new))
+
+    def _replace_dict(
+        self, value: dict[Any, Any], saved: Mapping[Any, Any], at: _At, depth: int
+    ) -> None:
+        """Makes a dict equal to what was saved. It stays the same object, and so do the dicts and
+        tensors in it that have a counterpart. `fit` decides about tensors that have none.
+        """
+        kept = [key for key in value if key not in saved and _holds_tensors(value[key])]
+        self._check_missing(kept, at)
+        skips = self._fit.unexpected is not None and _holds_tensors(value)
+        new = dict[Any, Any]()
+        for key, item in saved.items():
+            if skips and key not in value and _holds_stored(item):
+                self._ignored.append(at.of(key))
+            elif type(saved) is not dict:  # it was pickled whole: no placeholders are in it
+                new[key] = item
+            else:
+                new[key] = self._visit(value.get(key), item, at.of(key), depth + 1, True)
+        for key in kept:
+            new[key] = self._visit(value[key], _ABSENT, at.of(key), depth + 1)
+        self._actions.append(partial(_refill, value, new))
+
+    def _check_missing(self, keys: Sequence[Any], at: _At) -> None:
+        """Raises if the checkpoint lacks entries of a dict that have to be there."""
+        if keys and self._fit.missing == "raise" and self._fit.only is None:
+            missing = [at.of(key).name for key in keys]
+            near = instead_of(missing, _names_within(self._saved, _At()), renames=True)
+            told = f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
+            raise refusal(self._where, [told, *self._useless], is_missing=True)
+
+    def _asks_for_all(self, at: _At) -> bool:
+        """Returns whether all that is in a container is asked for."""
+        return self._fit.asks_for(at.name) or self._fit.asks_for(f"{at.name}/")
+
+    @contextmanager
+    def _fitting(self, fit: Fit) -> Iterator[None]:
+        """Visits what follows by another fit."""
+        before, self._fit = self._fit, fit
+        yield
+        self._fit = before
 
     def _own_value(self, value: PerRank, saved: Any, at: _At) -> None:
         if not isinstance(saved, dict) or not isinstance(saved.get(PER_RANK), str):
@@ -345,35 +419,53 @@ class Template:
             self._stateful_in(value, saved, at, depth)
 
     def _stateful_in(self, value: Any, saved: Any, at: _At, depth: int) -> None:
-        own = value.state_dict()
-        saved = unescaped(saved)
-        if not isinstance(own, dict) or not (own or isinstance(saved, dict)):
+        """Gives an object what it saved, in its own tensors where it has them."""
+        own, nest = value.state_dict(), _nest(saved)
+        if not isinstance(own, dict) or not (own or nest is not None):
             if self._takes(saved, at):
                 self._give(value, self._loaded(saved, at), at)
             return
         is_there = saved is not _ABSENT
-        saved = saved if is_there else {}
-        if not isinstance(saved, dict):
+        if is_there and nest is None:
             raise self._misfit(f"{at} has a dict, in the checkpoint {_described(saved)}")
+        nest = {} if nest is None else nest
         if isinstance(value, torch.optim.Optimizer):
-            if is_there and _counts_parameters(value) and _sizes(saved) != _sizes(own):
-                self._filling.misfits.append(_other_parameters(at, own, saved))
+            if is_there and _counts_parameters(value) and _sizes(nest) != _sizes(own):
+                self._filling.misfits.append(_other_parameters(at, own, nest))
                 return
-            own = _completed(value, own, saved)
-        unknown = [key for key in saved if key not in own and self._fit.asks_for(at.of(key).name)]
+            own = _completed(value, own, nest)
         own = _copied(own)  # it may be the very dict that the object keeps its state in
-        if self._fit.unexpected is None:
-            self._add_missing(own, saved, at, depth)
         taken = self._taken
-        self._dict(own, saved, at, depth)
-        if unknown and _is_strict(value) and self._fit.unexpected is None:
+        if isinstance(value, torch.nn.Module):
+            self._module(value, own, nest, at, depth)
+        elif is_there and self._asks_for_all(at):
+            with self._fitting(self._fit.without_only()):
+                self._has(saved, at)
+                self._replace_dict(own, nest, at, depth)
+        else:
+            self._match_dict(own, nest, at, depth)
+        if is_there and (self._taken > taken or self._fit.only is None):
+            self._give(value, own, at)
+
+    def _module(
+        self,
+        module: torch.nn.Module,
+        own: dict[Any, Any],
+        saved: Mapping[Any, Any],
+        at: _At,
+        depth: int,
+    ) -> None:
+        """Visits the state_dict of a module, whose names are fixed."""
+        unknown = [key for key in saved if key not in own and self._fit.asks_for(at.of(key).name)]
+        if self._fit.unexpected is None:
+            own.update(dict.fromkeys(unknown))  # load_state_dict() decides whether they fit
+        self._match_dict(own, saved, at, depth, is_module=True)
+        if unknown and _is_strict(module) and self._fit.unexpected is None:
             raise self._misfit(
                 f"{at} is a module that has no {listed(map(repr, unknown))}, which the checkpoint "
                 "has: "
                 "restore into a dict of what is wanted of it, or pass unexpected='ignore'"
             )
-        if is_there and (self._taken > taken or self._fit.only is None):
-            self._give(value, own, at)
 
     def _give(self, value: Any, state_dict: Any, at: _At) -> None:
         """Has an object load a state when everything has been read."""
@@ -392,11 +484,10 @@ class Template:
         """Restores an optimizer as a whole or not at all: its parameters have no names but numbers,
         and it cannot go on with half of its state.
         """
-        asks_for = self._fit.asks_for
-        if not (asks_for(at.name) or asks_for(f"{at.name}/")):
+        if not self._asks_for_all(at):
             # Whoever asks for a part of it has not mistyped a name.
             inside = _names_within(value.state_dict(), at)
-            self._was_asked = self._was_asked or any(map(asks_for, inside))
+            self._was_asked = self._was_asked or any(map(self._fit.asks_for, inside))
             return
         if not self._has(saved, at):
             return
@@ -404,20 +495,8 @@ class Template:
         if not isinstance(theirs, dict) or _sizes(theirs) != _sizes(value.state_dict()):
             self._filling.misfits.append(_other_parameters(at, value.state_dict(), theirs))
             return
-        fit, self._fit = self._fit, Fit(dtype=self._fit.dtype)
-        self._stateful_in(value, saved, at, depth)
-        self._fit = fit
-
-    def _add_missing(
-        self, own: dict[Any, Any], saved: Mapping[Any, Any], at: _At, depth: int
-    ) -> None:
-        """Adds to a state_dict the keys it lacks: load_state_dict() decides whether they fit."""
-        for key, item in saved.items():
-            if key not in own:
-                if self._fit.asks_for(at.of(key).name):
-                    own[key] = None
-            elif depth < DEPTH_MAX and _is_inner(item) and _is_filled_dict(own[key]):
-                self._add_missing(own[key], unescaped(item), at.of(key), depth + 1)
+        with self._fitting(Fit(dtype=self._fit.dtype)):
+            self._stateful_in(value, saved, at, depth)
 
     def _loaded(self, saved: Any, at: _At) -> Any:
         """Returns a saved value as a new object, with tensors of the shards read whole."""
@@ -525,12 +604,20 @@ def _copied(value: Any, depth: int = 0) -> Any:
     return new
 
 
-def _is_inner(saved: Any) -> bool:
-    return isinstance(saved, dict) and left_out(saved) is None
+def _nest(saved: Any) -> dict[Any, Any] | None:
+    """Returns a dict of saved values; None for placeholders and what is no dict."""
+    inner = unescaped(saved)
+    if not isinstance(inner, dict) or left_out(saved) is not None:
+        return None
+    is_placeholder = TENSOR in saved or isinstance(saved.get(PER_RANK), str)
+    return None if is_placeholder and inner is saved and type(saved) is dict else inner
 
 
-def _is_filled_dict(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value)
+def _refill(value: dict[Any, Any], items: Mapping[Any, Any]) -> None:
+    """Replaces what is in a dict, of which a subclass may store and count in its own way."""
+    value.clear()
+    for key, item in items.items():
+        value[key] = item
 
 
 def _kind(item: Any) -> Stored | None:
@@ -550,6 +637,19 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
     )
 
 
+def _holds_stored(saved: Any) -> bool:
+    """Returns whether a saved value is a tensor or a PerRank, or holds any."""
+    ahead, seen = [saved], set[int]()
+    while ahead:
+        value = ahead.pop()
+        if isinstance(value, torch.Tensor) or (isinstance(value, dict) and _nest(value) is None):
+            return True
+        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+            ahead += [item for _, item in items_in(unescaped(value))]
+            seen.add(id(value))
+    return False
+
+
 def _is_strict(value: Any) -> bool:
     """Returns whether load_state_dict() is torch's own, which refuses keys that a module lacks."""
     if not isinstance(value, torch.nn.Module):
@@ -559,8 +659,8 @@ def _is_strict(value: Any) -> bool:
 
 
 def _described(saved: Any) -> str:
-    if isinstance(saved, dict) and TENSOR in saved:
-        return "a tensor"
+    if isinstance(saved, dict) and _nest(saved) is None:
+        return "a tensor" if TENSOR in saved else "a PerRank"
     if isinstance(saved, list | tuple):
         return f"{len(saved)} items"
     return f"a {type(saved).__name__}"
