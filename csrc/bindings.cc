@@ -270,15 +270,35 @@ void bind_polyval(py::module_& m) {
 
 using Seconds = std::chrono::duration<double>;
 
+// A job as Python owns it. If an exception parts the two before anybody has given the job up, this
+// destructor does, so that the job neither keeps its memory nor reads its sources any more.
+class OwnedJob {
+  public:
+    explicit OwnedJob(std::shared_ptr<WriteJob> job) : job_(std::move(job)) {}
+    OwnedJob(const OwnedJob&) = delete;
+    OwnedJob& operator=(const OwnedJob&) = delete;
+    ~OwnedJob() {
+        const Seconds patience(10);  // with writes that may never end, and keep what they use
+        job_->give_up();
+        while (!job_->wait(WriteJob::Stage::staged, patience)) {
+        }
+        job_->wait(WriteJob::Stage::written, patience);
+    }
+    WriteJob* operator->() const { return job_.get(); }
+
+  private:
+    const std::shared_ptr<WriteJob> job_;
+};
+
 // Returns a function that waits until a job has reached a stage.
 auto waiting(WriteJob::Stage stage) {
-    return [stage](WriteJob& job, double s) { return job.wait(stage, Seconds(s)); };
+    return [stage](OwnedJob& job, double s) { return job->wait(stage, Seconds(s)); };
 }
 
 // Returns a function that returns a part of a job's report.
 template <typename Part>
 auto reported(Part JobReport::* part) {
-    return [part](WriteJob& job) { return job.report().*part; };
+    return [part](OwnedJob& job) { return job->report().*part; };
 }
 
 void bind_jobs(py::module_& m) {
@@ -291,23 +311,23 @@ void bind_jobs(py::module_& m) {
                 bucket.set(bytes_per_s, grain_bytes);
             },
             py::arg("bytes_per_s"), py::arg("grain_bytes"));
-    py::class_<WriteJob, std::shared_ptr<WriteJob>>(m, "WriteJob",
-                                                    py::release_gil_before_calling_cpp_dtor())
+    py::class_<OwnedJob>(m, "WriteJob", py::release_gil_before_calling_cpp_dtor())
         .def("wait_queued", waiting(WriteJob::Stage::queued), nogil)
         .def("wait_staged", waiting(WriteJob::Stage::staged), nogil)
         .def("wait_written", waiting(WriteJob::Stage::written), nogil)
         .def(
             "write_to",
-            [](WriteJob& job, int fd, uint64_t file_offset, std::shared_ptr<Sink> sink, bool direct,
+            [](OwnedJob& job, int fd, uint64_t file_offset, std::shared_ptr<Sink> sink, bool direct,
                double patience_s, std::shared_ptr<TokenBucket> bucket) {
-                job.write_to(
+                job->write_to(
                     fd, file_offset, std::move(sink), direct,
                     std::chrono::duration_cast<std::chrono::nanoseconds>(Seconds(patience_s)),
                     std::move(bucket));
             },
             py::arg("fd"), py::arg("file_offset"), py::arg("sink"), py::arg("direct"),
             py::arg("patience_s") = 0.0, py::arg("bucket") = nullptr, nogil)
-        .def("land", &WriteJob::land, nogil)
+        .def(
+            "land", [](OwnedJob& job) { job->land(); }, nogil)
         .def("nbytes_written", reported(&JobReport::nbytes_written))
         .def("writes", reported(&JobReport::writes))
         .def("tokens_waited_s", reported(&JobReport::tokens_waited_s))
@@ -317,17 +337,19 @@ void bind_jobs(py::module_& m) {
         .def("non_finite", reported(&JobReport::non_finite))
         .def("lossy", reported(&JobReport::lossy))
         .def("device_copies",
-             [](WriteJob& job) {
-                 const DeviceCopies copies = job.report().device_copies;
+             [](OwnedJob& job) {
+                 const DeviceCopies copies = job->report().device_copies;
                  return py::make_tuple(copies.nbytes, copies.seconds);
              })
-        .def("failure", [](WriteJob& job) { return failure_or_none(job.failure()); })
-        .def("block_crcs", &WriteJob::block_crcs)
-        .def("slot_crcs", &WriteJob::slot_crcs)
-        .def("cancel", &WriteJob::cancel, nogil)
-        .def("give_up", &WriteJob::give_up, nogil)
-        .def("standstill", [](WriteJob& job) {
-            const Standstill found = job.standstill();
+        .def("failure", [](OwnedJob& job) { return failure_or_none(job->failure()); })
+        .def("block_crcs", [](OwnedJob& job) { return job->block_crcs(); })
+        .def("slot_crcs", [](OwnedJob& job) { return job->slot_crcs(); })
+        .def(
+            "cancel", [](OwnedJob& job) { job->cancel(); }, nogil)
+        .def(
+            "give_up", [](OwnedJob& job) { job->give_up(); }, nogil)
+        .def("standstill", [](OwnedJob& job) {
+            const Standstill found = job->standstill();
             return py::make_tuple(found.seconds, found.writing, found.offset);
         });
 }
@@ -442,13 +464,15 @@ void bind_engine(py::module_& m) {
                 Image image{rows<Segment>(segments), rows<Slot>(slots), std::move(devices),
                             rows<NumberRun>(numbers), rows<Conversion>(conversions)};
                 WithoutGil release;
-                return engine.stage(std::move(image), std::move(allowance), stagers_limit,
-                                    std::move(gds), std::move(known), std::move(landing));
+                return std::make_unique<OwnedJob>(
+                    engine.stage(std::move(image), std::move(allowance), stagers_limit,
+                                 std::move(gds), std::move(known), std::move(landing)));
             },
             py::arg("segments"), py::arg("slots"), py::arg("allowance"), py::arg("stagers_limit"),
             py::arg("devices") = std::vector<DeviceRange>(), py::arg("gds") = nullptr,
             py::arg("numbers") = py::bytes(), py::arg("conversions") = py::bytes(),
-            py::arg("known") = nullptr, py::arg("landing") = nullptr)
+            py::arg("known") = nullptr, py::arg("landing") = nullptr,
+            py::keep_alive<0, 1>())  // whose mutex a job takes as it ends
         .def(
             "read",
             [](Engine& engine, int fd, uint64_t nbytes, std::vector<uint32_t> crcs,

@@ -1,4 +1,5 @@
-"""Handlers of signals that tell of them, and leave everything else as it was without them.
+"""Handlers of signals that tell of them or defer what they raise, and leave everything else as it
+was without them.
 
 Responsible for installing handlers, for calling those that were there before, and for putting these
 back. It must not know what a signal stands for.
@@ -48,7 +49,7 @@ class SignalHandlers:
         self._told = told
         self._pid = os.getpid()
         self._is_closed = False
-        self._earlier = {number: signal.getsignal(number) for number in numbers}
+        self._earlier: dict[int, Any] = {each: signal.getsignal(each) for each in numbers}
         try:
             for number in numbers:
                 signal.signal(number, self._handle)
@@ -80,12 +81,18 @@ class SignalHandlers:
         the handler stays, but only does what the one before it does.
         """
         self._is_closed = True
+        try:
+            self._put_back()
+        finally:  # a handler that is back already may have raised meanwhile
+            self._put_back()
+
+    def _put_back(self) -> None:
         for number in self._earlier:
             with suppress(ValueError):  # this is not the main thread
                 if os.getpid() == self._pid and signal.getsignal(number) == self._handle:
                     signal.signal(number, self._before(number))
 
-    def _before(self, number: signal.Signals) -> Any:
+    def _before(self, number: int) -> Any:
         """Returns the handler before these and before others that were closed meanwhile."""
         earlier = self._earlier[number]
         while isinstance(owner := getattr(earlier, "__self__", None), SignalHandlers):
@@ -95,7 +102,7 @@ class SignalHandlers:
         return earlier
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        earlier = self._before(signal.Signals(number))
+        earlier = self._before(number)
         is_child = os.getpid() != self._pid
         is_told = not (self._is_closed or is_child)
         if is_told:
@@ -106,6 +113,41 @@ class SignalHandlers:
         elif earlier == signal.SIG_DFL and (number == signal.SIGTERM if is_child else not is_told):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+class DeferredErrors(SignalHandlers):
+    """Defers what the program's signal handlers raise on this thread until the context is left, so
+    that no signal ends the body between two steps of it. Then the first of these errors is raised.
+
+    Args:
+        told: called after each handler that has raised, on this thread.
+    """
+
+    def __init__(self, told: Callable[[], object]) -> None:
+        self._error: BaseException | None = None
+        numbers = []
+        if threading.current_thread() is threading.main_thread():  # handlers run on no other
+            valid = signal.valid_signals()
+            numbers = [number for number in valid if callable(signal.getsignal(number))]
+        super().__init__(numbers, told)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        try:
+            self._earlier[number](number, frame)
+        except BaseException as error:
+            if self._is_closed or os.getpid() != self._pid:
+                raise
+            self._error = self._error or error
+            self._told()
 
 
 def checked_signals(value: object) -> tuple[signal.Signals, ...]:

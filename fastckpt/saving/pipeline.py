@@ -27,6 +27,7 @@ from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, retold
 from fastckpt.latch import SERVER_S, Latch, items_of, start_thread, taken, within
 from fastckpt.ranks.round import Round
+from fastckpt.ranks.signal_handlers import DeferredErrors
 from fastckpt.saving.copy_completion import CopyCompletion
 from fastckpt.saving.ctrl_c import any_hangs, wait_at_exit
 from fastckpt.saving.handle import InnerHandle
@@ -110,16 +111,16 @@ class Pipeline:
 
     def _run_here(self, job: Job) -> None:
         """Saves on the caller's thread, where no other can be started. At exit it also raises the
-        error, since no later save will.
+        error, since no later save will. A signal handler that raises meanwhile cancels the save,
+        and its error is raised when nothing is held any more.
         """
-        self._run(job, on_caller=True)
-        failure = job.handle.failure()
-        if failure is not None and not isinstance(failure, Exception):
-            raise failure  # Ctrl-C was meant for the caller, too
+        with DeferredErrors(job.handle.cancel):
+            self._run(job, on_caller=True)
+            if _exited:
+                self.staging.close()
+                if job.handle.failure() is not None:
+                    fail_exit(job.handle.path)
         if _exited:
-            self.staging.close()
-            if failure is not None:
-                fail_exit(job.handle.path)
             job.handle.result()
 
     def _run(self, job: Job, on_caller: bool = False) -> None:

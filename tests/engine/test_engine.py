@@ -683,6 +683,36 @@ def test_a_thread_that_cannot_be_started_leaves_no_descriptor() -> None:
     assert said == ["uring_backend"] * 3 + ["threads_backend"] * 3
 
 
+DROPPED = """
+from fastckpt import _engine
+from tests.engine.test_engine import PAGE, plain
+
+written = []
+def transfer(kind, fd, memory, offset):
+    written.append(offset)
+    return len(memory)
+
+engine, backend = _engine.Engine(4 * PAGE, PAGE, 2), _engine.callback_backend(transfer)
+for turn in range(100):
+    for pages in (1, 3, 40):  # less than the arena has, or more
+        job = engine.stage(*plain(pages * PAGE).columns(), _engine.Allowance(9), 2)
+        if turn % 2:
+            job.write_to(0, 0, backend, False)
+        if turn % 3 == 0:
+            job.wait_staged(0.001)
+        del job
+        assert engine.arena_blocks_in_use() == 0
+engine.close()
+backend.close()
+assert written
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_job_that_its_owner_drops_keeps_no_memory() -> None:
+    run_python(DROPPED)
+
+
 def status_kib(name: str) -> int:
     """A value of this process in proc(5)'s status file."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dis
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,7 @@ class Interruption:
 
     Args:
         raised: what the handler raises.
+        by: the signal whose handler, the program's own, is to raise instead.
         watched: the ends of the files' names of which the moments count.
 
     Attributes:
@@ -48,8 +50,9 @@ class Interruption:
         at: int,
         raised: type[BaseException] = Signalled,
         watched: str | tuple[str, ...] = WATCHED,
+        by: signal.Signals | None = None,
     ) -> None:
-        self._at, self._raised, self._watched = at, raised, watched
+        self._at, self._raised, self._watched, self._by = at, raised, watched, by
         self._last: dict[FrameType, str] = {}
         self.moments = 0
 
@@ -76,7 +79,9 @@ class Interruption:
             if last.startswith(LOOKS):
                 self.moments += 1
                 if self.moments == self._at:
-                    raise self._raised
+                    if self._by is None:
+                        raise self._raised
+                    signal.raise_signal(self._by)
         elif event == "exception":  # a call that fails is followed by no look
             self._last.pop(frame, None)
         return self._traced
@@ -130,6 +135,61 @@ def test_a_handler_that_raises_at_any_moment(
     for turn in range(pipeline.IN_FLIGHT_MAX + 1):
         fastckpt.save({"turn": turn}, path, fence=fence, durable=False)
     assert fastckpt.load(path) == {"turn": pipeline.IN_FLIGHT_MAX}
+
+
+# The program's exit handler runs after fastckpt's, so its saves run on the thread that calls them.
+ON_THE_CALLERS_THREAD = """
+import atexit, os, pathlib, signal, sys
+
+def handler(*_):
+    raise Signalled
+
+def late():
+    folder, count = sys.argv[1], int(sys.argv[2])
+    path, state = folder + "/a.pt", {"w": torch.ones(3 << 20), "n": 0}
+    files = tuple(map(str, pathlib.Path(fastckpt.__file__).parent.rglob("*.py")))
+    watched = (*files, "contextlib.py", "threading.py")
+    signal.signal(signal.SIGUSR1, handler)
+
+    def save(at):
+        interruption, raised = Interruption(at, watched=watched, by=signal.SIGUSR1), False
+        state["n"] += 1
+        try:
+            with interruption:
+                fastckpt.save(state, path, durable=False, on_error="warn")
+        except Signalled:
+            raised = True
+        assert signal.getsignal(signal.SIGUSR1) is handler
+        return interruption.moments, raised
+
+    save(0)
+    moments, _ = save(0)
+    descriptors, raised = len(os.listdir("/proc/self/fd")), 0
+    for turn in range(count):
+        raised += save(1 + moments * turn // count)[1]
+        assert fastckpt.load(path)["n"] in (state["n"], state["n"] - 1)
+        assert os.listdir(folder) == ["a.pt"], "a temporary stayed"
+        fastckpt.save(state, path, durable=False)
+        assert len(os.listdir("/proc/self/fd")) == descriptors, "a file stayed open"
+    print(moments, raised, state["n"])
+
+atexit.register(late)
+import logging
+import torch, fastckpt
+from tests.saving.test_signals import Interruption, Signalled
+logging.getLogger("fastckpt").setLevel("CRITICAL")
+fastckpt.save(torch.ones(9), sys.argv[1] + "/a.pt").result()
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.torture)])
+def test_a_handler_that_raises_while_the_callers_thread_saves(disk: Path, count: int) -> None:
+    ended = run_python(ON_THE_CALLERS_THREAD, disk, count, started=True, limit_s=600, returncode=1)
+    moments, raised, number = map(int, ended.stdout.split())
+    assert moments > 1000 and raised > count - 5, "handlers have raised in the midst of saves"
+    assert fastckpt.load(disk / "a.pt")["n"] == number
 
 
 STORM = """
