@@ -186,6 +186,22 @@ def _add(waiter: Any, outcome: SignalSafeFuture[Any]) -> None:
         waiter.add_exception(outcome)
 
 
+class _Calling(threading.local):
+    """Whether the current thread calls back."""
+
+    is_under_way = False
+
+
+_calling = _Calling()
+
+
+def is_called_back() -> bool:
+    """Returns whether the caller is, or was called by, a callback of a SignalSafeFuture: nobody
+    sees what that returns, and what it raises is only logged.
+    """
+    return _calling.is_under_way
+
+
 class SignalSafeFuture(futures.Future[T], Generic[T]):
     """A concurrent.futures.Future that runs from the beginning and that nobody can leave locked.
 
@@ -250,10 +266,13 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
             self._call(call)
 
     def _call(self, call: Callable[[], object]) -> None:
+        before, _calling.is_under_way = _calling.is_under_way, True
         try:
             call()
         except Exception:
             log.exception("a callback of %r failed", self)
+        finally:
+            _calling.is_under_way = before
 
     def set_result(self, result: T) -> None:
         self._end(result, None)

@@ -16,7 +16,7 @@ from typing import Any
 from fastckpt.arguments.quantities import shown_share, shown_size
 from fastckpt.engine.save_stats import Progress, SaveStats, profile_of
 from fastckpt.errors import CheckpointError, SaveCancelled, as_url, fate
-from fastckpt.latch import Latch, SignalSafeFuture, TimedOut, log_aside
+from fastckpt.latch import Latch, SignalSafeFuture, TimedOut, is_called_back, log_aside
 
 log = logging.getLogger("fastckpt")
 
@@ -26,7 +26,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
 
     If nobody asks for a failure by result() or exception(), the next save of the same kind raises
     it, unless it is only to be warned of; at exit it is reported on stderr, and the exit status is
-    not 0. If a signal handler raises in one of the methods, the save goes on.
+    not 0. A callback of add_done_callback() that asks does not count, since what it raises is only
+    logged. If a signal handler raises in one of the methods, the save goes on.
 
     Attributes:
         path: the final path, or "" for a file-like target.
@@ -191,7 +192,11 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         return super().exception(0) if self.done() else None
 
     def _note_asked(self) -> None:
-        """Notes that the error, if any, is known to the caller."""
+        """Notes that the error, if any, is known to the caller, unless a callback has asked."""
+        if not is_called_back():
+            self._note_reported()
+
+    def _note_reported(self) -> None:
         self._is_reported = True
 
     def _check_wait(self) -> None:
@@ -287,11 +292,11 @@ class InnerHandle(SaveHandle):
 
     def note_reported(self) -> None:
         """Notes that it has been told."""
-        super()._note_asked()
+        super()._note_reported()
         unkept, self.unkept = self.unkept, bool  # it keeps the handle, in a cycle
         unkept()
 
-    _note_asked = note_reported
+    _note_reported = note_reported
 
     def how_far(self) -> str:
         """Returns how far the save is on this rank, in words."""

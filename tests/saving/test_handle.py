@@ -314,6 +314,26 @@ def test_a_wait_that_timed_out_has_not_asked_for_the_error(disk: Path) -> None:
     assert value_of(disk / "a.pt") == 2
 
 
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_callback_that_asks_is_not_the_caller(disk: Path, is_done: bool) -> None:
+    """Nobody hears what it returns or raises, so the next save raises the error all the same."""
+    heard, has_asked = list[object](), threading.Event()
+
+    def alert(handle: fastckpt.SaveHandle) -> None:
+        heard.append(handle.exception())
+        has_asked.set()
+        handle.result()
+
+    handle = fastckpt.save(filled(1), disk / TOO_LONG)
+    if is_done:
+        concurrent.futures.wait([handle], WAIT_S)
+    handle.add_done_callback(alert)
+    assert has_asked.wait(WAIT_S) and isinstance(heard[0], fastckpt.StorageError)
+    with pytest.raises(fastckpt.StorageError, match="an earlier save, to .* failed"):
+        fastckpt.save(filled(2), disk / "a.pt")
+    fastckpt.save(filled(3), disk / "a.pt").result(WAIT_S)
+
+
 # The call fence.
 
 SIZES = [4, 1000, 3 << 20, BLOCK, BLOCK + 4 * 1021]

@@ -11,7 +11,6 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -145,8 +144,9 @@ class Writer(StorageBase, StorageWriter):
         handle = InnerHandle(self.path, time.perf_counter())
         results: list[WriteResult] = []
 
-        def tell(done: Future[Any]) -> None:
-            error = done.exception()
+        def tell(done: InnerHandle) -> None:
+            error = done.failure()
+            done.note_reported()
             if error is None:
                 future.set_result(results)
             else:
