@@ -31,7 +31,10 @@ def tidy(steps: Steps, keep: str, options: StepOptions) -> None:
         found, _faults = steps.committed()
         nonces = {item.name: item.manifest.nonce for item in found}
         left: set[int] = set()  # of which an older attempt stays: it would come back
-        for name in reversed(superfluous(steps, found, keep, options)):
+        going = superfluous(steps, found, keep, options)
+        if going and options.keep_best is not None:
+            _warn_of_no_best(steps, found, options.keep_best)
+        for name in reversed(going):
             try:
                 is_gone = step_of(name) not in left and steps.remove_unread(name, nonces[name])
             except StorageError as error:  # others may go all the same
@@ -42,6 +45,20 @@ def tidy(steps: Steps, keep: str, options: StepOptions) -> None:
         steps.remove_left()
     except (StorageError, OSError) as error:
         log.warning("old steps could not be removed: %s", error)
+
+
+def _warn_of_no_best(steps: Steps, found: list[Committed], by: KeepBest) -> None:
+    """Warns once, before steps are removed, if none of all has the metric of keep_best."""
+    scores = [_entry(steps, item, by).score for item in found]
+    if scores.count(None) == len(scores) and not steps.told_metric:
+        steps.told_metric = True
+        log.warning(
+            "%r: no step has the metric %r, by which keep_best chooses, so the older steps are "
+            "removed and none is kept as one of the best: pass it to save(metrics=) (this is said "
+            "once)",
+            steps.root,
+            by[0],
+        )
 
 
 def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOptions) -> list[str]:

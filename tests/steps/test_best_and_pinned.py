@@ -160,6 +160,19 @@ def test_resumed_runs_go_on_with_what_is_there(
     assert "step 8 are 'val_los'; without 'val_loss', by which keep_best chooses" in told
 
 
+def test_the_first_removal_warns_if_no_step_has_the_metric(
+    memory: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = memory / "run"
+    assert saved(root, {1: None}) == [1]
+    assert not caplog.messages
+    assert saved(root, {2: None, 3: None}) == [3]
+    (told,) = caplog.messages
+    assert "no step has the metric 'val_loss', by which keep_best chooses" in told
+    assert saved(root, {4: 1.0, 5: None, 6: None}) == [4, 6]
+    assert caplog.messages == [told], "step 4 has one"
+
+
 def test_the_best_is_told_when_saves_have_ended_and_by_its_own_mode(memory: Path) -> None:
     with Checkpointer(memory / "run", keep_last=3, keep_best=("acc", "max", 1)) as checkpointer:
         for step, metrics in enumerate([{"acc": 1, "loss": 1}, {"acc": 2, "loss": 2}, {"acc": 3}]):
