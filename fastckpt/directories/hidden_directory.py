@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -100,9 +101,22 @@ class HiddenDirectory:
                     atomic.claim(storage, self.lock, self.root)
                 with suppress(FileExistsError):  # another rank was faster
                     storage.make_directory(self.directory)
+                    self._protect()
             except BaseException:
                 self.discard()
                 raise
+
+    def _protect(self) -> None:
+        """Gives the directory the permissions of the one that it will replace, before it has files
+        that others might not be meant to read.
+        """
+        before = self._storage.status(self._path)
+        if before is not None and stat.S_ISDIR(before.st_mode):
+            fd = self._storage.open(self.directory)
+            try:
+                self._storage.set_permissions(fd, before)
+            finally:
+                close_quietly(self._storage, fd)
 
     @contextmanager
     def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
@@ -132,28 +146,21 @@ class HiddenDirectory:
         Args:
             is_replaced: whether a file of this name there is not needed any more.
         """
-        self._take_over(durable, is_replaced)
-        if durable:
-            atomic.sync_directories(self._storage, self.directory)
-        self.take_name(durable)
-
-    def _take_over(self, durable: bool, is_replaced: Callable[[str], bool]) -> None:
-        """Links here what else there is in the directory that this one is to replace, and gives
-        this one its permissions. Hidden files stay where they are.
-        """
         storage, path = self._storage, self._path
         with reported("open", path):
             before = storage.status(path)
-        if before is None:
-            return
-        with reported("link", path):
-            _link_others(storage, path, self.directory, durable, is_replaced)
+        if before is not None:
+            with reported("link", path):
+                _link_others(storage, path, self.directory, durable, is_replaced)
+        self.settle(durable)
+        self.take_name(durable)
+
+    def settle(self, durable: bool) -> None:
+        """Gives files the permissions of those that they replace, and makes all entries durable."""
         with reported("set mode", self.directory):
-            fd = storage.open(self.directory)
-            try:
-                storage.set_permissions(fd, before)
-            finally:
-                close_quietly(storage, fd)
+            _keep_permissions(self._storage, self._path, self.directory, durable)
+        if durable:  # before the rename, which must not name what a crash can still take
+            atomic.sync_directories(self._storage, self.directory)
 
     def take_name(self, durable: bool, *, replaces: bool = True) -> None:
         """THE commit: gives the directory, whose content is durable by now, its name.
@@ -238,6 +245,29 @@ def _link_others(
                 storage.link(old, new)
             except OSError:  # some file systems give no file two names, or none in two directories
                 _copy(storage, old, new, durable)
+
+
+def _keep_permissions(storage: Storage, before: str, directory: str, durable: bool) -> None:
+    """Gives what lies below a directory the permissions of what has the same name below another."""
+    if not is_directory(storage, before):
+        return
+    for name in sorted({*storage.names(directory)}.intersection(storage.names(before))):
+        old, new = os.path.join(before, name), os.path.join(directory, name)
+        likes, its = storage.status(old, link=True), storage.status(new, link=True)
+        if likes is None or its is None or stat.S_IFMT(likes.st_mode) != stat.S_IFMT(its.st_mode):
+            continue
+        if stat.S_ISDIR(its.st_mode):
+            _keep_permissions(storage, old, new, durable)
+        same = (likes.st_mode, likes.st_uid, likes.st_gid) == (its.st_mode, its.st_uid, its.st_gid)
+        if same or stat.S_ISLNK(its.st_mode):
+            continue
+        fd = storage.open(new)
+        try:
+            storage.set_permissions(fd, likes)
+            if stat.S_ISREG(its.st_mode):
+                atomic.settle(storage, fd, new, durable)
+        finally:
+            close_quietly(storage, fd)
 
 
 def _copy(storage: Storage, source: str, target: str, durable: bool) -> None:

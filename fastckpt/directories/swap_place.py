@@ -136,8 +136,7 @@ class SwapPlace(Place):
                 settle(storage, fd, listed, self._durable)
             finally:
                 close_quietly(storage, fd)
-        if self._durable:  # before the rename, which must not name what a crash can still take
-            atomic.sync_directories(storage, directory)
+        self._draft.settle(self._durable)
         if self._replaces:
             with reported("list", self._path):
                 self._refuse_others(merged)

@@ -339,6 +339,27 @@ def test_files_of_others_are_not_replaced(disk: Path, name: str) -> None:
         assert step_in(path) == 3
 
 
+@pytest.mark.parametrize("mode", [0o750, 0o777])
+def test_what_is_replaced_keeps_its_permissions(disk: Path, mode: int) -> None:
+    """The directory's are kept before it has a file that others might read."""
+    directory, seen = disk / "a", list[int]()
+
+    def fill(draft: Draft) -> None:
+        seen.append(os.stat(draft.directory).st_mode & 0o777)
+        fill_with(1)(draft)
+
+    with through(Storage()):
+        save_directory(str(directory), fill_with(0)).result(WAIT_S)
+        (directory / "sub").chmod(mode)
+        directory.chmod(mode)
+        for name in FILES:
+            (directory / name).chmod(mode & 0o666)
+        save_directory(str(directory), fill).result(WAIT_S)
+    assert step_in(directory) == 1 and seen == [mode]
+    found = {path: path.stat().st_mode & 0o777 for path in [directory, *directory.rglob("*")]}
+    assert found == {path: mode & (0o777 if path.is_dir() else 0o666) for path in found}
+
+
 @pytest.mark.parametrize("after", [True, False], ids=["listed", "about to be listed"])
 def test_a_directory_that_others_replace_meanwhile_is_replaced(after: bool, disk: Path) -> None:
     """Two processes save to one directory: files of the one are not in the list of the other."""
