@@ -34,7 +34,7 @@ from fastckpt.storage.lustre_layout import Purpose, grain_bytes
 
 log = logging.getLogger("fastckpt")
 
-_met = set[tuple[str, str]]()  # makers of values, of which was logged if a load will refuse them
+_met = set[tuple[str, str]]()  # makers of values, of which was warned if a load will refuse them
 
 
 class FilePlan(Plan):
@@ -77,7 +77,7 @@ class FilePlan(Plan):
             self._tensors = [_Named.of(*item) for item in named_tensors(obj)]
 
     def lay_out(self, pace: Pace) -> list[Output]:
-        if self._agreement.rank == 0 and log.isEnabledFor(logging.INFO):
+        if self._agreement.rank == 0:
             pickled = (its for name, its in self._captured.records if name == "data.pkl")
             self._pickled = [its for its in pickled if isinstance(its, bytes)]
         ranks = self._agreement.world_size
@@ -138,11 +138,10 @@ class FilePlan(Plan):
             compare(self._agreement, "state", description, path, shared.note_unequal)
 
     def _tell_refusals(self) -> None:
-        """Logs what weights_only=True will refuse, once of each class that is needed. It is no
-        warning: who saves objects by torch.save is used to load them so.
-        """
-        if told := refused_later(self._place.path, self._pickled, _met):
-            log.info("%s", told)
+        """Warns of what weights_only=True will refuse, once of each class that is needed."""
+        path = self._place.path
+        if told := refused_later(path, self._pickled, _met, reads_numpy=False):
+            log.warning("%s", told)
         self._pickled = []
 
     def publish(self, records: list[bytes]) -> None:

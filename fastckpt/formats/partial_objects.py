@@ -117,20 +117,28 @@ def notes_in(value: Any, name: str | None) -> Iterator[tuple[str, str]]:
         ahead += [(place.below(key), item) for key, item in reversed(inner)]
 
 
-def newly_refused(pickled: bytes, before: set[tuple[str, str]]) -> list[tuple[str, str]]:
+def newly_refused(
+    pickled: bytes, before: set[tuple[str, str]], reads_numpy: bool
+) -> list[tuple[str, str]]:
     """Returns the names of values in a pickle of torch.save that weights_only=True will refuse,
     each with its maker: of makers that are not among those met before, to which they are added.
+
+    Args:
+        pickled, before: the pickle, and the makers that were met before.
+        reads_numpy: whether `safe_numpy` will make NumPy's values; torch itself refuses them.
     """
     met = {(m.decode(), n.decode()) for m, n in _GLOBAL.findall(pickled)} - before
     before.update(met)
     kinds = {("", kind.decode()) for kind in _NUMPY_KIND.findall(pickled)} - before
     before.update(kinds)
-    refused = {left_out(_asked(*each)) for each in met if safe_numpy.found(*each) is None} - {None}
-    refused |= {"numpy.dtype"} if kinds else set()
+    numpy = safe_numpy.found if reads_numpy else _nothing
+    refused = {left_out(_asked(*each)) for each in met if numpy(*each) is None} - {None}
+    refused |= {"numpy.dtype"} if kinds and reads_numpy else set()
     if not refused:
         return []
     with suppress(Exception):  # then a restore says it
         unpickler = _Unpickler(io.BytesIO(pickled))
+        unpickler.numpy = numpy
         unpickler.persistent_load = lambda _storage: Note("")
         return [each for each in notes_in(unpickler.load(), None) if each[1] in refused]
     return []
@@ -193,6 +201,10 @@ def _asked(module: str, name: str) -> Any:
         return Note(f"{module}.{name}")
 
 
+def _nothing(_module: str, _name: str) -> Any:
+    """Stands for `safe_numpy.found` where torch alone reads."""
+
+
 def _code(name: str) -> int:
     code: bytes = getattr(pickle, name)
     return code[0]
@@ -210,6 +222,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
 
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
+        self.numpy = safe_numpy.found
         self._looks = _LOOKS_PER_BYTE * len(file.getbuffer())
         self._names: dict[tuple[str, str], Any] = {}
         self._allowed: dict[int, Any] = {}  # by identity, as the following, which keeps them alive
@@ -222,7 +235,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
         if (module, name) not in self._names:
             if len(self._names) == _GLOBALS_MAX:
                 raise pickle.UnpicklingError("it names too many classes and functions")
-            found = safe_numpy.found(module, name)
+            found = self.numpy(module, name)
             if found is None:
                 with ThreadPoolExecutor(1, "fastckpt-allowed") as other:
                     found = other.submit(_asked, module, name).result()

@@ -183,11 +183,13 @@ def refused(
     )
 
 
-def refused_later(where: str, pickles: Iterable[bytes], before: set[tuple[str, str]]) -> str:
+def refused_later(
+    where: str, pickles: Iterable[bytes], before: set[tuple[str, str]], *, reads_numpy: bool
+) -> str:
     """Returns a sentence about the values in pickles of torch.save that weights_only=True will
     refuse, with another way to load them; "" if all of their makers were met before.
     """
-    found = [each for pickled in pickles for each in newly_refused(pickled, before)]
+    found = [each for pickled in pickles for each in newly_refused(pickled, before, reads_numpy)]
     if not found:
         return ""
     told = listed(f"{name!r} (made with {maker})" for name, maker in found)

@@ -140,7 +140,7 @@ class StepPlan(Plan):
         if self._content.per_rank:
             with zipfile.ZipFile(io.BytesIO(self._content.per_rank)) as archive:
                 pickles += [archive.read(n) for n in archive.namelist() if n.endswith("/data.pkl")]
-        if told := refused_later(self._handle.path, pickles, _met):
+        if told := refused_later(self._handle.path, pickles, _met, reads_numpy=True):
             log.warning("%s", told)
 
     def record(self) -> bytes:

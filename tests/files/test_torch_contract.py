@@ -14,7 +14,6 @@ import gzip
 import inspect
 import io
 import itertools
-import logging
 import os
 import pathlib
 import pickle
@@ -635,12 +634,10 @@ def test_skip_data(disk: Path, committed: Any) -> None:
     assert all(torch.equal(tensor, obj[name]) for name, tensor in torch.load(holes).items())
 
 
-def test_what_a_load_will_refuse_is_logged_once(
+def test_what_a_load_will_refuse_is_warned_of_once(
     disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not as a warning, since it is what torch.save's users do."""
     monkeypatch.setattr(files_plan, "_met", set())
-    caplog.set_level(logging.INFO, "fastckpt")
     for state in (
         {
             "w": torch.ones(3),
@@ -653,8 +650,30 @@ def test_what_a_load_will_refuse_is_logged_once(
     ):
         fastckpt.save(state, disk / "a.pt").result()
     told = [each for each in caplog.records if "weights_only" in each.getMessage()]
-    assert [each.levelname for each in told] == ["INFO"]
+    assert [each.levelname for each in told] == ["WARNING"]
     assert f"what is at 'a/0' (made with {__name__}.Slotted) needs" in told[0].getMessage()
+
+
+@pytest.mark.parametrize("value", ["scalar", "array"])
+def test_values_of_numpy_that_a_load_will_refuse_are_warned_of(
+    value: str, disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numpy = pytest.importorskip("numpy")
+    monkeypatch.setattr(files_plan, "_met", set())
+    made = {"scalar": numpy.float64(0.5), "array": numpy.arange(3)}[value]
+    fastckpt.save({"w": torch.ones(3), "best": [made]}, disk / "a.pt").result()
+    with pytest.raises(pickle.UnpicklingError):
+        fastckpt.load(disk / "a.pt")
+    (told,) = [each for each in caplog.records if "weights_only" in each.getMessage()]
+    assert told.levelname == "WARNING" and "what is at 'best/0' (made with " in told.getMessage()
+    caplog.clear()
+    makers = [numpy.dtype, type(numpy.dtype("f8")), type(numpy.dtype("i8")), numpy.ndarray]
+    makers += [made.__reduce__()[0]]
+    with torch.serialization.safe_globals(makers):
+        monkeypatch.setattr(files_plan, "_met", set())
+        fastckpt.save([made], disk / "a.pt").result()
+        assert (fastckpt.load(disk / "a.pt")[0] == made).all()
+    assert not caplog.records
 
 
 def test_unsafe_globals_are_those_of_torch(disk: Path, committed: Any) -> None:
