@@ -167,10 +167,12 @@ def test_wrong_arguments_of_a_restore_are_named(option: Any, text: str, disk: Pa
 
 
 def test_a_directory_given_as_a_file_is_told_how_to_load(disk: Path) -> None:
-    root, step = disk / "run", disk / "run" / "step-00000002"
+    root, step, export = disk / "run", disk / "run" / "step-00000002", disk / "hugging face"
+    fastckpt.export({"a": torch.ones(3)}, export).result(60)
     with fastckpt.Checkpointer(root) as checkpointer:
         checkpointer.save(2, {"a": 1}).result(60)
     for path, hint in {
+        export: f"load it by fastckpt.load_into(state, {str(export)!r}), or read single tensors",
         root: f"it is a root: load it by fastckpt.Checkpointer({str(root)!r}).load() or restore()",
         step: f"it is a step: load it by fastckpt.Checkpointer({str(step)!r}).load() or",
     }.items():
