@@ -542,6 +542,12 @@ class Checkpointer:
         self._ended = True
         return pressed
 
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise TypeError(
+            f"the Checkpointer of {self.root!r} belongs to this process and cannot be copied or "
+            "pickled: keep it out of what is, or make another one there"
+        )
+
     def __enter__(self) -> Checkpointer:
         return self
 

@@ -230,6 +230,12 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             reader.shutdown(cancel_futures=True)
         self._close_source()
 
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise TypeError(
+            f"the open {self.path!r} belongs to this process and cannot be copied or pickled: open "
+            "it anew where it is needed"
+        )
+
     def __enter__(self) -> LazyTensors:
         return self
 

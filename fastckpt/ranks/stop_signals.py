@@ -74,6 +74,9 @@ class StopSignals:
         self._opened.close()
         self._handlers.close()
 
+    def __reduce__(self) -> str | tuple[object, ...]:
+        raise TypeError("StopSignals belong to this process and cannot be copied or pickled")
+
     def __enter__(self) -> StopSignals:
         return self
 

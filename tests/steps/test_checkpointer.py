@@ -7,6 +7,7 @@ test_steps.py's, damage is test_step_fuzz.py's, and several ranks are others'.
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import errno
 import functools
 import gc
@@ -16,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -155,6 +157,21 @@ def test_a_step_is_a_number_from_0(disk: Path, step: Any, error: type[Exception]
             checkpointer.save(step, state(1))
         checkpointer.save(torch.tensor(3).item(), state(3))
     assert restored(disk / "run") == 3
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_belongs_to_a_process_has_no_copy(copied: Callable[[Any], Any], disk: Path) -> None:
+    with (
+        fastckpt.Checkpointer(disk / "run") as checkpointer,
+        fastckpt.StopSignals() as stop,
+    ):
+        handle = checkpointer.save(1, {"a": torch.ones(3)})
+        handle.result(60)
+        with fastckpt.open(disk / "run") as tensors:
+            for it in (checkpointer, stop, handle, tensors):
+                with pytest.raises(TypeError, match=r"belongs? to this process"):
+                    copied([it] if copied is copy.deepcopy else it)
+        assert checkpointer.save(2, {"a": torch.ones(3)}).result(60)
 
 
 def test_what_cannot_be_pickled_is_the_callers_error(disk: Path) -> None:
