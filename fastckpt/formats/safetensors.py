@@ -89,6 +89,7 @@ def fits(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and not tensor.is_meta
         and not tensor.is_neg()
+        and not tensor.is_nested
         and tensor.numel() > 0
     )
 

@@ -78,7 +78,12 @@ class Filling:
 
 def check_shape(at: str, tensor: Any) -> None:
     """Raises TypeError for a tensor that has no shape."""
-    if tensor.is_nested or torch.nn.parameter.is_lazy(tensor):
+    if tensor.is_nested:
+        raise TypeError(
+            f"{at} is a nested tensor, which cannot be restored in place: put it into a dict or a "
+            "list, where a Checkpointer's restore() replaces it"
+        )
+    if torch.nn.parameter.is_lazy(tensor):
         raise TypeError(f"{at} has no shape (yet): it cannot be restored in place")
 
 

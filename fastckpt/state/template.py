@@ -254,6 +254,8 @@ class Template:
         is_exact = is_exact and saved is not _ABSENT
         if isinstance(value, torch.Tensor) and not (is_exact and _kind(saved) is None):
             if self._takes(saved, at):
+                if depth and value.is_nested:
+                    return self._nested(value, saved, at)
                 self._tensor(value, saved, at)
             return value
         if is_stateful(value):
@@ -385,12 +387,18 @@ class Template:
             self._actions.append(lambda: setattr(value, "value", own))
         self._actions.append(lambda: setattr(value, "found", True))
 
+    def _nested(self, tensor: torch.Tensor, saved: Any, at: _At) -> torch.Tensor:
+        """Returns a saved nested tensor, to replace one whose memory may have other sizes."""
+        if not isinstance(saved, torch.Tensor) or not saved.is_nested:
+            raise self._misfit(f"{at} is a nested tensor, in the checkpoint {_described(saved)}")
+        return saved.to(tensor.device)
+
     def _tensor(self, tensor: Any, saved: Any, at: _At) -> None:
         """Makes a target or an action that fills a tensor with its part of a stored one."""
         stored = stored_of(saved)
         if stored is not None:
             source: tuple[object, Any] = stored.key, stored
-        elif isinstance(saved, torch.Tensor):
+        elif isinstance(saved, torch.Tensor) and (tensor.is_nested or not saved.is_nested):
             source = id(saved), saved
         else:
             raise self._misfit(f"{at} is a tensor, in the checkpoint {_described(saved)}")
@@ -622,7 +630,7 @@ def _refill(value: dict[Any, Any], items: Mapping[Any, Any]) -> None:
 
 def _kind(item: Any) -> Stored | None:
     """Returns dtype and shape of a saved tensor, in the shards or not; None for other values."""
-    if isinstance(item, torch.Tensor):
+    if isinstance(item, torch.Tensor) and not item.is_nested:
         return Stored("", item.dtype, tuple(item.shape))
     return stored_of(item)
 
@@ -663,4 +671,6 @@ def _described(saved: Any) -> str:
         return "a tensor" if TENSOR in saved else "a PerRank"
     if isinstance(saved, list | tuple):
         return f"{len(saved)} items"
+    if isinstance(saved, torch.Tensor):
+        return "a nested tensor" if saved.is_nested else "a tensor"
     return f"a {type(saved).__name__}"

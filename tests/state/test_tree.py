@@ -749,6 +749,33 @@ def test_tensors_that_nothing_can_be_put_into(disk: Path, name: str, elements: i
     assert target["first"].tolist() == [0, 0, 0]
 
 
+@unsurprised
+@pytest.mark.parametrize("fence", ["call", "step"])
+@pytest.mark.parametrize("rows", [3, 600])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors_come_back(disk: Path, layout: torch.layout, rows: int, fence: Any) -> None:
+    parts = [torch.randn(rows, 40), torch.randn(rows + 2, 40)]
+    nested = torch.nested.nested_tensor(parts, layout=layout)
+    other = torch.nested.nested_tensor([torch.zeros(1, 40)], layout=layout)
+    with Checkpointer(disk / "run", fence=fence) as checkpointer:
+        checkpointer.save(1, {"t": nested, "l": [nested, 1], "plain": torch.ones(3)}).result(60)
+        target = {"t": other, "l": [other, 0], "plain": torch.zeros(3)}
+        assert checkpointer.restore(target) == 1
+        for found in (checkpointer.load()["t"], target["t"], target["l"][0]):
+            assert found.is_nested and found.layout is layout
+            assert all(map(torch.equal, found.unbind(), parts))
+        assert target["plain"].tolist() == [1, 1, 1] and target["l"][1] == 1
+        with pytest.raises(IncompatibleCheckpoint, match=r"'t' is a tensor, in the .* a nested te"):
+            checkpointer.restore({"t": torch.zeros(3)}, unexpected="ignore")
+        with pytest.raises(
+            IncompatibleCheckpoint, match=r"'plain' is a nested tensor, in the .* a t"
+        ):
+            checkpointer.restore({"plain": other}, unexpected="ignore")
+        checkpointer.save(2, nested).result(60)
+        with pytest.raises(TypeError, match="is a nested tensor, which cannot be restored in pla"):
+            checkpointer.restore(other)
+
+
 def test_what_has_no_values_is_not_restored(run: Run) -> None:
     with pytest.raises(TypeError, match="was, when it was saved, on the meta device"):
         run({"w": torch.empty(5, device="meta")}, {"w": torch.zeros(5)})
