@@ -222,7 +222,7 @@ class _Unpickler(_Python):  # type: ignore[misc]
 
     def __init__(self, file: io.BytesIO, **options: Any) -> None:
         super().__init__(file, **options)
-        self.numpy = safe_numpy.found
+        self.numpy: Callable[[str, str], Any] = safe_numpy.found
         self._looks = _LOOKS_PER_BYTE * len(file.getbuffer())
         self._names: dict[tuple[str, str], Any] = {}
         self._allowed: dict[int, Any] = {}  # by identity, as the following, which keeps them alive
