@@ -140,7 +140,8 @@ def _uploads(root: str) -> Iterator[Debris]:
 
 def _data_files(storage: Storage, directory: str) -> Iterator[Debris]:
     """Yields the data files of DCP, in a directory and those in it, that no .metadata names: of a
-    save that was killed, or has not committed yet. Neither their names nor locks tell which.
+    save that was killed or, on another host, has not committed yet. Those that a process of this
+    host may still commit are left out.
     """
     inner = [name for name in storage.names(directory, directories=True) if name[0] != "."]
     for name in ["", *sorted(inner)]:
@@ -148,7 +149,9 @@ def _data_files(storage: Storage, directory: str) -> Iterator[Debris]:
         files = _unnamed(storage, path)
         if files:
             what = f"{len(files)} data file{'s' * (len(files) > 1)} of DCP that no .metadata names"
-            yield _debris(files, path, what, False, partial(_remove_unnamed, storage, path))
+            is_dead = _are_of_dead(files)
+            remove = partial(_remove_unnamed, storage, path, files)
+            yield _debris(files, path, what, is_dead, remove)
 
 
 def _unnamed(storage: Storage, directory: str) -> list[str]:
@@ -164,14 +167,24 @@ def _unnamed(storage: Storage, directory: str) -> list[str]:
         if name.endswith(dcp_metadata.NAME):
             path = os.path.join(directory, name)
             with opened_regular(storage, path) as fd, reported("read", path):
-                named.update(
-                    dcp_metadata.our_files(storage.read_at(fd, storage.fstat(fd).st_size, 0))
-                )
-    return [os.path.join(directory, name) for name in files if name not in named]
+                content = storage.read_at(fd, storage.fstat(fd).st_size, 0)
+                named.update(dcp_metadata.named_files(content))
+    return [
+        os.path.join(directory, name)
+        for name in files
+        if name not in named and dcp_metadata.is_of_dead(name) is not False
+    ]
 
 
-def _remove_unnamed(storage: Storage, directory: str) -> bool:
-    for path in _unnamed(storage, directory):
+def _are_of_dead(files: Sequence[str]) -> bool:
+    """Whether processes of this host made all of these data files, and are gone."""
+    from fastckpt.directories import dcp_metadata
+
+    return all(dcp_metadata.is_of_dead(os.path.basename(path)) for path in files)
+
+
+def _remove_unnamed(storage: Storage, directory: str, files: Sequence[str]) -> bool:
+    for path in {*files}.intersection(_unnamed(storage, directory)):
         with reported("remove", path), suppress(FileNotFoundError):  # somebody else removed it
             storage.remove(path)
     with suppress(OSError):  # it may hold other files

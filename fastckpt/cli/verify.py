@@ -318,7 +318,7 @@ def _verify_metadata(path: str) -> int:
     if not dcp_metadata.check(content, path):
         raise _WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksum")
     directory = os.path.dirname(path)
-    for name in dcp_metadata.our_files(content):
+    for name in sorted(dcp_metadata.named_files(content)):
         if not is_there(os.path.join(directory, name)):
             raise CorruptCheckpoint(f"{name!r}, which {path!r} names, is missing")
     return len(content)

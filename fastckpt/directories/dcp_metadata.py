@@ -18,7 +18,7 @@ import pickle
 import re
 import stat
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -40,14 +40,17 @@ from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import NUMBER_END, Callee, Instance, Refused, are_numbers
 from fastckpt.formats.strict_json import shown
 from fastckpt.plan.boxes import Box, covers, whole
+from fastckpt.storage.atomic import is_old
 from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.owners import TOKEN, is_token_of_dead
 
 NAME = ".metadata"
 # This stands behind the pickle, where readers stop: a version, and the pickle's size and CRC-32.
 _END = re.compile(rb"fastckpt metadata (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
 _END_BYTES = len(f"fastckpt metadata {1:02d} {0:016x} {0:08x}")
-_DATA_FILE = re.compile(r"__\d+_(\d+|[0-9a-f]{16})\.distcp")  # torch's and ours
-_OUR_FILE = re.compile(rb"__\d+_[0-9a-f]{16}\.distcp")
+_DATA_FILE = re.compile(rf"__\d+_({TOKEN}|[0-9a-f]{{16}}|\d+)\.distcp")  # torch's and ours
+_NAMED = re.compile(_DATA_FILE.pattern.encode())
+_NAME_BYTES_MAX, _SEARCH_BYTES = 255, 1 << 20
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _PATH_PARTS_MAX = 1000
 _SHOWN_CHARS_MAX = 100
@@ -186,9 +189,23 @@ def check(content: bytes, path: str) -> bool:
     return True
 
 
-def our_files(content: bytes) -> list[str]:
-    """Finds the names of our data files in the bytes of a `.metadata` file, without unpickling."""
-    return sorted({name.decode() for name in _OUR_FILE.findall(content)})
+def named_files(content: bytes) -> set[str]:
+    """Finds the names of data files in the bytes of a `.metadata` file, without unpickling."""
+    found = set[bytes]()
+    for begin in range(0, len(content), _SEARCH_BYTES):  # in parts: a search keeps the GIL
+        part = content[begin : begin + _SEARCH_BYTES + _NAME_BYTES_MAX]
+        found.update(match.group() for match in _NAMED.finditer(part))
+    return {name.decode() for name in found}
+
+
+def files_named_by(storage: Storage, path: str) -> set[str]:
+    """Returns the names of data files in the `.metadata` file at a path; none if there is none, or
+    if what is there cannot be read.
+    """
+    try:
+        return named_files(storage.read_file(path, _NBYTES_MAX))
+    except OSError:
+        return set()
 
 
 def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
@@ -371,9 +388,14 @@ def is_data_file(name: str) -> bool:
     return _DATA_FILE.fullmatch(name) is not None
 
 
-def unneeded(storage: Storage, directory: str, value: Metadata, rank: int | None) -> list[str]:
-    """Returns the paths of data files in a directory that nothing names once `value` is committed
+def unneeded(
+    storage: Storage, directory: str, value: Metadata, rank: int | None, replaced: Collection[str]
+) -> list[str]:
+    """Returns the paths of data files in a directory that nothing needs once `value` is committed
     there: the metadata of one rank, where each has its own, or of all ranks (None).
+
+    A file that `value` does not name may be of another job, which is about to commit it. So only
+    those count that the metadata before named (`replaced`), and those of saves that are over.
     """
     named = {getattr(info, "relative_path", None) for info in (value.storage_data or {}).values()}
     try:
@@ -387,4 +409,19 @@ def unneeded(storage: Storage, directory: str, value: Metadata, rank: int | None
         own = f"__{rank}_"
         found = [name for name in names if name.startswith(own) and is_data_file(name)]
         found = [] if NAME in names else found
-    return [os.path.join(directory, name) for name in found if name not in named]
+    paths = {name: os.path.join(directory, name) for name in found if name not in named}
+    return [path for name, path in paths.items() if name in replaced or is_left(storage, path)]
+
+
+def is_of_dead(name: str) -> bool | None:
+    """Whether the process that made the data file of this name is gone; None if nobody can tell."""
+    match = _DATA_FILE.fullmatch(name)
+    return is_token_of_dead(match[1]) if match else None
+
+
+def is_left(storage: Storage, path: str) -> bool:
+    """Whether the save that made a data file is surely over: its process ran here and is gone, or,
+    where that is not known, the file has not changed for DEAD_AFTER_S.
+    """
+    is_gone = is_of_dead(os.path.basename(path))
+    return is_old(storage, path) if is_gone is None else is_gone

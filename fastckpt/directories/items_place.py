@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from fastckpt.directories.hidden_directory import HiddenDirectory
+from fastckpt.errors import CheckpointError
 from fastckpt.ranks.round import Round
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
@@ -153,6 +154,14 @@ class SwapItemsPlace(ItemsPlace):
             yield file
 
     def publish(self, write: Callable[[str], tuple[int | None, list[str]]]) -> None:
+        if self._hidden is None:
+            with reported("open", self._commit):
+                is_taken = self.storage.status(self._commit) is not None
+            if is_taken:  # files that always have the same name are another checkpoint's now
+                raise CheckpointError(
+                    f"another job has saved to {self._path!r} meanwhile: its checkpoint stays, and "
+                    "this one was not committed; give each job a directory of its own"
+                )
         super().publish(write)
         if self._hidden is not None:
             self._hidden.replace(self._durable, self._is_part)

@@ -5,7 +5,6 @@ content this module must not know, commits them.
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -20,6 +19,7 @@ from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Plan, WholeFile
 from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.owners import new_token
 
 Places = list[tuple[int, int]]  # offset and size of each item
 
@@ -63,7 +63,7 @@ class ItemsPlan(Plan):
         conclusion: ItemsConclusion,
     ) -> None:
         super().__init__(reads, watched)
-        self._name = f"__{rank}_{secrets.token_hex(8)}.distcp"
+        self._name = f"__{rank}_{new_token()}.distcp"
         self._items = items
         self._sources: list[object] = []
         self._places: Places = []

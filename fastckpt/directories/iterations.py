@@ -63,20 +63,28 @@ def is_part(name: str) -> bool:
 
 
 def _is_debris(directory: str) -> bool:
-    """Whether a directory without `.metadata` holds only what an aborted save leaves. Others may be
-    whole: Megatron's formats "torch" and "zarr" have no such file.
+    """Whether a directory without `.metadata` holds only what an aborted save leaves, and none of
+    another job's that may go on. Others may be whole: Megatron's formats "torch" and "zarr" have no
+    such file.
     """
     try:
         with os.scandir(directory) as entries:
             return all(
-                entry.is_file(follow_symlinks=False)
-                and (
-                    is_part(entry.name) or entry.name == _TORCH_TEMPORARY or divided(entry.name)[1]
-                )
-                for entry in entries
+                entry.is_file(follow_symlinks=False) and _is_left(entry.path) for entry in entries
             )
     except OSError:  # it cannot be listed, or is no directory
         return False
+
+
+def _is_left(path: str) -> bool:
+    """Whether an aborted save may have left a file, and none that lives has made it."""
+    storage, name = pipeline.current().storage, os.path.basename(path)
+    if dcp_metadata.is_data_file(name):
+        return dcp_metadata.is_left(storage, path)
+    owner = divided(name)[1]
+    if owner is not None:
+        return owner.is_gone if owner.is_beside_this else atomic.is_old(storage, path)
+    return is_part(name) or name == _TORCH_TEMPORARY
 
 
 def tracked(root: str) -> int | str | None:

@@ -94,11 +94,18 @@ def is_of_dead(storage: Storage, temporary: str) -> bool:
     with suppress(OSError):  # it was removed meanwhile, or is not ours to touch
         fd = storage.open(temporary, "lock")
         try:
-            status = storage.status(temporary)
-            is_old = status is not None and time.time() - status.st_mtime >= DEAD_AFTER_S
-            return (is_old or not storage.policy(fd)[1].remote) and storage.lock(fd)
+            may_be = is_old(storage, temporary) or not storage.policy(fd)[1].remote
+            return may_be and storage.lock(fd)
         finally:
             close_quietly(storage, fd)
+    return False
+
+
+def is_old(storage: Storage, path: str) -> bool:
+    """Whether a file of an uncommitted save has not changed for so long that the save is over."""
+    with suppress(OSError):  # it is not known
+        status = storage.status(path)
+        return status is not None and time.time() - status.st_mtime >= DEAD_AFTER_S
     return False
 
 

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import os
 import re
+import secrets
 import socket
 from typing import NamedTuple
 
@@ -18,6 +19,10 @@ _HOST_MAX, _DIGEST_MAX = 40, 8  # characters
 _SUFFIX = re.compile(
     r"\.(?P<host>[^.+]*)(?:\+(?P<space>[0-9a-f]+))?-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z"
 )
+# In names that may hold nothing but hexadecimal digits: a digest of host and pid namespace, pid and
+# start of the process, and digits that are new in each name.
+TOKEN = "[0-9a-f]{40}"
+_TOKEN_PARTS = re.compile(r"([0-9a-f]{12})([0-9a-f]{6})([0-9a-f]{10})[0-9a-f]{12}")
 _numbers = itertools.count()
 
 
@@ -74,6 +79,27 @@ def divided(name: str) -> tuple[str, Owner | None]:
     return name[: match.start()], owner
 
 
+def new_token() -> str:
+    """Returns a new TOKEN, which says that this process has made what has it in its name."""
+    pid = os.getpid()
+    return f"{_home()}{pid:06x}{started(pid) or 0:010x}{secrets.token_hex(6)}"
+
+
+def is_token_of_dead(token: str) -> bool | None:
+    """Whether the process that a TOKEN tells is gone; None if it is not known: it ran on another
+    host or in another pid namespace, or this is no TOKEN.
+    """
+    parts = _TOKEN_PARTS.fullmatch(token)
+    if parts is None or parts[1] != _home():
+        return None
+    return started(int(parts[2], 16)) != int(parts[3], 16)
+
+
+def _home() -> str:
+    """Returns a digest of what a pid and a start time are unique in."""
+    return _digest(f"{socket.gethostname()} {pid_space()}", 12)
+
+
 def _host() -> str:
     name = socket.gethostname()
     plain = re.sub(r"[^A-Za-z0-9_]", "_", name)
@@ -82,5 +108,5 @@ def _host() -> str:
     return f"{plain[: _HOST_MAX - _DIGEST_MAX - 1]}_{_digest(name)}"
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:_DIGEST_MAX]
+def _digest(text: str, chars: int = _DIGEST_MAX) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:chars]

@@ -39,6 +39,9 @@ Storage.sync = sync
 state = {"w": torch.ones(1 << 20)}
 if sys.argv[1] == "step":
     fastckpt.Checkpointer(sys.argv[2]).save(7, state).result()
+elif sys.argv[1] == "dcp":
+    from fastckpt.integrations.dcp import save
+    save(state, checkpoint_id=sys.argv[2] + "/whole", no_dist=True)
 else:
     fastckpt.save(state, sys.argv[2] + "/a.pt").result()
 """
@@ -222,6 +225,8 @@ def test_data_files_of_a_dcp_save_that_was_killed(
         fast_dcp.save({"w": torch.ones(300_000)}, checkpoint_id=str(disk / name))
     (disk / "begun" / ".metadata").unlink()
     (file,) = (disk / "begun").iterdir()
+    assert repaired(capsys, disk, *OTHERS, status=0) == []  # this process may commit it yet
+    file = file.rename(file.with_name(f"__0_{'0' * 40}.distcp"))  # of another host
     shutil.copy(file, disk / "whole" / file.name)
     before = sorted(disk.rglob("*"))
     for where, count in ((disk, 2), (disk / "whole", 1)):
@@ -234,6 +239,21 @@ def test_data_files_of_a_dcp_save_that_was_killed(
     assert len(repaired(capsys, disk, *OTHERS, status=0)) == 2
     assert os.listdir(disk) == ["whole"] and not (disk / "whole" / file.name).exists()
     assert main(["verify", str(disk)]) == 0
+
+
+def test_data_files_of_a_dcp_save_that_was_killed_here(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if fast_dcp is None:
+        pytest.skip(NEEDS_DCP)
+    fast_dcp.save({"w": torch.ones(9)}, checkpoint_id=str(disk / "whole"))
+    before = sorted(disk.rglob("*"))
+    with Program(LEAVES, "dcp", disk, "dies") as program:
+        assert program.stdout.readline() == "there\n"
+        program.wait(60)
+    (found,) = repaired(capsys, disk, "--yes", status=0)
+    assert found["removed"] and found["what"] == "1 data file of DCP that no .metadata names"
+    assert sorted(disk.rglob("*")) == before
 
 
 def test_what_a_save_left_in_a_local_tier(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

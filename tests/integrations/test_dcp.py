@@ -50,6 +50,7 @@ from fastckpt.formats import distcp
 from fastckpt.integrations.dcp import Reader, Saving, Writer, async_save, save
 from fastckpt.ranks import coordinator
 from fastckpt.saving import pipeline
+from fastckpt.storage.atomic import DEAD_AFTER_S
 from tests import interpreters
 from tests.accelerator import KIND
 from tests.crews import dcp_bodies as bodies
@@ -870,7 +871,8 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 def test_an_overwrite_leaves_one_checkpoint(first: str, second: str, tmp_path: Path) -> None:
     WAYS[first](plain(1), tmp_path)
     debris = tmp_path / "__0_0123456789abcdef.distcp"
-    debris.write_bytes(b"of a save that was killed")
+    debris.write_bytes(b"of a save that was killed, on a host that nobody knows")
+    os.utime(debris, (0, time.time() - DEAD_AFTER_S))
     keep = tmp_path / "notes.txt"
     keep.write_text("not ours")
     WAYS[second](plain(2), tmp_path)
@@ -878,6 +880,40 @@ def test_an_overwrite_leaves_one_checkpoint(first: str, second: str, tmp_path: P
     assert len(data_files(tmp_path)) == 1 and not debris.exists() and keep.exists()
     assert sorted(os.listdir(tmp_path)) == [".metadata", data_files(tmp_path)[0].name, "notes.txt"]
     assert is_same(load(blank(plain(2)), tmp_path), plain(2))
+
+
+ANOTHER_JOB = """
+    import sys, threading
+    from fastckpt.integrations.dcp import async_save
+    from tests.crews.dcp_states import plain
+    from tests.doubles import Delay, process_on
+    gate = threading.Event()
+    with process_on(storage := Delay("sync", gate)):
+        saving = async_save(plain(2), checkpoint_id=sys.argv[1])
+        assert storage.reached.wait(60)
+        print("written", flush=True)
+        sys.stdin.readline()
+        gate.set()
+        saving.result()
+    print("committed", flush=True)
+"""
+
+
+@pytest.mark.parametrize("way", ["torch", "call", "writer"])
+def test_what_another_job_is_saving_there_stays(way: str, tmp_path: Path) -> None:
+    """Both commit: the later one's checkpoint is whole, and nothing of the other's is left."""
+    WAYS["torch"](plain(0), tmp_path)
+    with interpreters.Program(textwrap.dedent(ANOTHER_JOB), tmp_path) as other:
+        assert other.stdout.readline() == "written\n"
+        (theirs,) = tmp_path.glob("__0_" + "?" * 40 + ".distcp")
+        WAYS[way](plain(1), tmp_path)
+        pipeline.current().drain()
+        assert theirs.exists() and is_same(load(blank(plain(1)), tmp_path), plain(1))
+        other.stdin.write("go on\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "committed\n"
+    assert is_same(load(blank(plain(2)), tmp_path), plain(2))
+    assert sorted(os.listdir(tmp_path)) == [".metadata", theirs.name]
 
 
 class Overtaken(Reader):
@@ -1124,7 +1160,8 @@ def test_ranks_killed_in_an_overwrite_leave_the_old_or_the_new(
     victim: int, nursery: Nursery, crew: Callable[[int], Crew], tmp_path: Path
 ) -> None:
     rng = random.Random(victim)
-    crew(2)(bodies.save_big, str(tmp_path), 0)
+    with nursery.crew(2) as first:
+        first(bodies.save_big, str(tmp_path), 0)
     for seed in (1, 2):
         with nursery.crew(2) as doomed:
             told = doomed(

@@ -164,7 +164,7 @@ def test_checked_save_is_ours(wrapped: bool, asynchronous: bool, crew: Crew, dis
     for rank, (found, names) in enumerate(outcomes):
         assert found["ours"] == found["stock"] == expected_small(rank, 2.0)
         data = [name for name in names if name.endswith(".distcp")]
-        assert data and all(re.fullmatch(r"__\d+_[0-9a-f]{16}\.distcp", name) for name in data)
+        assert data and all(re.fullmatch(r"__\d+_[0-9a-f]{40}\.distcp", name) for name in data)
         assert {".metadata", "metadata.json", *COMMON} == {*names} - {*data}
 
 
@@ -404,7 +404,7 @@ def test_megatrons_own_loop_saves_and_loads_by_us(crew: Crew, disk: Path) -> Non
         assert (found, samples) == ((3, 33), 64)
         assert names == ["iter_0000003", TRACKER]
     data = list((disk / "iter_0000003").glob("*.distcp"))
-    assert data and all(re.fullmatch(r"__\d+_[0-9a-f]{16}\.distcp", each.name) for each in data)
+    assert data and all(re.fullmatch(r"__\d+_[0-9a-f]{40}\.distcp", each.name) for each in data)
 
 
 def test_newer_versions_are_told_of_and_another_call_is_refused(

@@ -11,6 +11,7 @@ import io
 import itertools
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dist_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -47,7 +49,8 @@ from fastckpt.integrations.megatron.reshard import (
 from fastckpt.integrations.megatron.stored_buckets import _scatter
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
-from fastckpt.storage.atomic import temporary_path
+from fastckpt.storage.atomic import DEAD_AFTER_S, temporary_path
+from fastckpt.storage.file_system import Storage
 from tests.doubles import (
     Delay,
     Operation,
@@ -326,7 +329,8 @@ def test_retention_spares_links_the_newest_and_what_is_newer(tmp_path: Path) -> 
     ("names", "goes"),
     [
         (["__0_0.distcp", "common.pt", "metadata.json", ".metadata.tmp"], True),
-        ([os.path.basename(temporary_path("common.pt"))], True),
+        ([os.path.basename(temporary_path("common.pt"))], False),
+        ([os.path.basename(temporary_path("a")).replace(f"-{os.getpid()}-", "-1-")], True),
         (["mp_rank_00/model_optim_rng.pt"], False),  # of the format "torch"
         (["common.pt", "metadata.json", "decoder.weight/.zarray"], False),
         (["__0_0.distcp", "thesis.txt"], False),
@@ -340,6 +344,7 @@ def test_retention_removes_of_incomplete_iterations_only_what_saves_leave(
         path = tmp_path / "iter_0000003" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
+        os.utime(path, (0, time.time() - DEAD_AFTER_S))
     for number in (1, 2, 4):
         (tmp_path / f"iter_{number:07d}").mkdir()
         (tmp_path / f"iter_{number:07d}" / ".metadata").touch()
@@ -403,6 +408,39 @@ def test_iterations_commit_in_the_order_of_their_saves(
         run.wait()
     assert iterations.tracked(root) == numbers[1]
     assert complete_in(root) == ([2] if numbers == (1, 2) else [1, 2])
+
+
+def begun(root: Path, number: int, value: float, retention: Retention | None = None) -> SaveHandle:
+    """A save by a job of its own."""
+    path = str(root / iterations.directory_name(number))
+    state = {"rows": ShardedTensor.from_rank_offsets("rows", torch.full((4, 2), value), (0, 0, 1))}
+    return megatron.Saves().begin(
+        str(root),
+        number,
+        retention or Retention(),
+        lambda after: megatron.SaveStrategy().begin(state, path, b"common", after),
+    )
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_another_job_is_saving_stays(number: int, tmp_path: Path) -> None:
+    """Another iteration of it is no debris; of one iteration that stays which commits first."""
+    gate, error = threading.Event(), None
+    with process_on(storage := Delay("sync", gate)):
+        theirs = begun(tmp_path, 1, 1.0)
+        assert storage.reached.wait(WAIT_S)
+        with process_on(Storage()):
+            begun(tmp_path, number, 2.0, Retention(1)).result(WAIT_S)
+            pipeline.current().drain()
+        gate.set()
+        error = theirs.exception(WAIT_S)
+    assert complete_in(str(tmp_path)) == sorted({1, number})
+    assert (str(error) if error else "").startswith("another job has saved to") == (number == 1)
+    path = tmp_path / iterations.directory_name(1)
+    rows = {"rows": torch.zeros(4, 2)}
+    dist_checkpoint.load(rows, storage_reader=dcp.Reader(path), no_dist=True)
+    assert rows["rows"].unique().tolist() == [2.0 if number == 1 else 1.0]
+    assert len(list(path.glob("*.distcp"))) == 1
 
 
 def test_the_failure_of_a_save_is_told_by_waiting_once(tmp_path: Path) -> None:

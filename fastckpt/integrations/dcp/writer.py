@@ -51,8 +51,8 @@ class Writer(StorageBase, StorageWriter):
 
     Each rank writes one file, `__RANK_TOKEN.distcp`, under a new name and with a checksum for each
     block; the first rank then replaces `.metadata`. Until that moment, and if anything fails, an
-    older checkpoint in the same directory stays loadable; afterwards data files there
-    (`__*_*.distcp`, of fastckpt or torch) that `.metadata` does not name are removed.
+    older checkpoint in the same directory stays loadable; afterwards its data files
+    (`__*_*.distcp`, of fastckpt or torch) are removed, and those of saves that are surely over.
 
     The positional arguments are those of torch's FileSystemWriter, in its order.
 
@@ -193,9 +193,10 @@ class Writer(StorageBase, StorageWriter):
             atomic.make_directory(storage, directory, durable)
         content = dcp_metadata.encode(metadata)
         path, commits = self._metadata_path(directory), directory == self.path
+        before = dcp_metadata.files_named_by(storage, path)
         replaced = atomic.replace_file(storage, path, content, durable, commits=commits)
         # Listed before the other ranks hear of the commit: they may then make files of a next save.
-        return replaced, dcp_metadata.unneeded(storage, directory, metadata, rank)
+        return replaced, dcp_metadata.unneeded(storage, directory, metadata, rank, before)
 
     def committed(self) -> None:
         """Called on the first rank, in the background, after the commit of a save by async_save();
