@@ -104,18 +104,47 @@ def _tracker_text(root: str) -> str | None:
         return None
 
 
-def candidates(root: str) -> list[tuple[int, str]]:
+def candidates(root: str, *others: str) -> list[tuple[int, str]]:
     """Returns (iteration, directory) pairs worth loading, best first: the release, if the tracker
-    names it, else the complete iterations, newest first. One newer than the tracker's counts: its
-    job was killed between the commit and the tracker's move. Raises as numbered().
+    names it, else the complete iterations, from the last commit backwards.
+
+    The last commit is that of the iteration which the tracker names, whatever its number: the run
+    may have gone back to it. Only a higher one that was committed after the tracker moved comes
+    before it: its job was killed in between.
+
+    Args:
+        root: the run's directory.
+        others: directories with iterations of the same run, and a tracker of their own.
+
+    Raises:
+        StorageError: as numbered().
     """
     if tracked(root) == RELEASE:
         return [(0, os.path.join(root, RELEASE))]
-    return numbered(root, _NAME, is_complete)
+    found, last = list[tuple[int, str]](), (0, 0, "")
+    for place in (root, *others):
+        found += numbered(place, _NAME, is_complete)
+        named, moved_ns = tracked(place), _changed_ns(os.path.join(place, TRACKER))
+        if isinstance(named, int):
+            last = max(last, (moved_ns, named, os.path.join(place, directory_name(named))))
+
+    def order(choice: tuple[int, str]) -> tuple[bool, bool, int, int]:
+        (number, path), (moved_ns, named, named_path) = choice, last
+        committed_ns = _changed_ns(os.path.join(path, METADATA))
+        is_after = bool(named_path) and number > named and committed_ns > moved_ns
+        return is_after, path == named_path, committed_ns, number
+
+    return sorted(found, key=order, reverse=True)
+
+
+def _changed_ns(path: str) -> int:
+    """Returns when a file changed last; 0 if there is none."""
+    status = pipeline.current().storage.status(path)
+    return 0 if status is None else status.st_mtime_ns
 
 
 def disagreement(root: str, number: int) -> str | None:
-    """Returns why the newest complete iteration is loaded; None if the tracker names it."""
+    """Returns why this iteration is loaded; None if the tracker names it."""
     latest, text = tracked(root), _tracker_text(root)
     if latest in (number, RELEASE):
         return None
@@ -124,12 +153,12 @@ def disagreement(root: str, number: int) -> str | None:
         why = f"{TRACKER} {held}"
     elif latest < number:
         back = f"to go back to that, ask for it (--ckpt-step {latest})"
-        why = f"{TRACKER} names iteration {latest}; {back}"
+        why = f"{TRACKER} still names iteration {latest}; {back}"
     else:
         path = os.path.join(root, directory_name(latest))
         what = f"has no {METADATA}" if os.path.isdir(path) else "is not there"
         why = f"iteration {latest}, which {TRACKER} names, {what}"
-    return f"iteration {number} is loaded, the newest that is complete: {why}"
+    return f"iteration {number} is loaded, the last that was committed: {why}"
 
 
 def is_legacy(directory: str) -> bool:

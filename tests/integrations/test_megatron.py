@@ -220,6 +220,26 @@ def test_tracker_retention_and_names(crew: Crew, disk: Path) -> None:
     assert isinstance(error, CheckpointError) and "no iteration 6" in str(error)
 
 
+def test_a_run_that_went_back_goes_on_from_its_own_last_commit(crew: Crew, disk: Path) -> None:
+    """Not from iterations with higher numbers that it had left behind; with damage from the commit
+    before, of whichever number.
+    """
+    crew(bodies.save_many, str(disk), [1, 4], {})
+    crew(bodies.save_many, str(disk), [5], {"non_persistent_ckpt": True})
+    crew(bodies.save_many, str(disk), [2], {"non_persistent_ckpt": True})
+    assert crew(bodies.load_any, str(disk))[0].value == (2, 20)
+    crew(bodies.save_many, str(disk), [3], {})
+    assert crew(bodies.load_any, str(disk))[0].value == (3, 30)
+    tracker = disk / TRACKER
+    tracker.rename(disk / "moved away")
+    assert crew(bodies.load_any, str(disk))[0].value == (3, 30)
+    tracker.write_text("3")
+    (disk / "iter_0000003" / "common.pt").write_bytes(b"damage")
+    assert crew(bodies.load_any, str(disk))[0].value == (2, 20)
+    shutil.rmtree(disk / "non_persistent")
+    assert crew(bodies.load_any, str(disk))[0].value == (4, 40)
+
+
 def test_non_persistent_keeps_one_and_is_preferred_when_newer(crew: Crew, disk: Path) -> None:
     crew(bodies.save_many, str(disk), [5], {})
     crew(bodies.save_many, str(disk), [6, 7], {"non_persistent_ckpt": True})

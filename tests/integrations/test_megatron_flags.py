@@ -495,6 +495,11 @@ def test_a_release_begins_at_iteration_0_without_optimizer(run: Run, three: Path
     assert run.said_of(f" loading release distributed checkpoint from {run.root}")
 
 
+def kill_before_tracker(root: Path) -> None:
+    (root / TRACKER).write_text("2")
+    os.utime(root / TRACKER, (0, (root / "iter_0000002" / ".metadata").stat().st_mtime))
+
+
 def remove_metadata(root: Path) -> None:
     (root / "iter_0000003" / ".metadata").unlink()
 
@@ -503,37 +508,46 @@ def remove_metadata(root: Path) -> None:
     ("change", "loaded", "why"),
     [
         (lambda root: (root / TRACKER).write_text("3"), 3, None),
+        (lambda root: (root / TRACKER).write_text("2"), 2, None),
         (
-            lambda root: (root / TRACKER).write_text("2"),
+            kill_before_tracker,
             3,
-            f"iteration 3 is loaded, the newest that is complete: {TRACKER} names iteration 2; to "
-            "go back to that, ask for it (--ckpt-step 2)",
+            "iteration 3 is loaded, the last that was committed: "
+            f"{TRACKER} still names iteration 2; to go back to that, ask for it (--ckpt-step 2)",
         ),
         (
             remove_metadata,
             2,
-            "iteration 2 is loaded, the newest that is complete: iteration 3, which "
+            "iteration 2 is loaded, the last that was committed: iteration 3, which "
             f"{TRACKER} names, has no .metadata",
         ),
         (
             lambda root: shutil.rmtree(root / "iter_0000003"),
             2,
-            "iteration 2 is loaded, the newest that is complete: iteration 3, which "
+            "iteration 2 is loaded, the last that was committed: iteration 3, which "
             f"{TRACKER} names, is not there",
         ),
         (
             lambda root: (root / TRACKER).unlink(),
             3,
-            f"iteration 3 is loaded, the newest that is complete: {TRACKER} is missing",
+            f"iteration 3 is loaded, the last that was committed: {TRACKER} is missing",
         ),
         (
             lambda root: (root / TRACKER).write_text("3x"),
             3,
-            f"iteration 3 is loaded, the newest that is complete: {TRACKER} holds '3x', which is "
+            f"iteration 3 is loaded, the last that was committed: {TRACKER} holds '3x', which is "
             "no iteration",
         ),
     ],
-    ids=["agrees", "older", "incomplete", "missing iteration", "no tracker", "garbage"],
+    ids=[
+        "agrees",
+        "went back",
+        "did not move",
+        "incomplete",
+        "missing iteration",
+        "no tracker",
+        "garbage",
+    ],
 )
 def test_loading_says_why_it_is_not_what_the_tracker_names(
     change: Any, loaded: int, why: str | None, run: Run, three: Path

@@ -59,8 +59,8 @@ class LoadRequest:
 
     Attributes:
         load: the run's directory.
-        iteration: load this one and no other; None: the newest that is whole.
-        non_persistent: the directory of non-persistent iterations, of which a newer one is
+        iteration: load this one and no other; None: the last commit that is whole.
+        non_persistent: the directory of non-persistent iterations, of which a later one is
             preferred; None: they are left alone.
         strict: as load_state_dict's.
         strictness: as Megatron's --dist-ckpt-strictness, but no value that returns keys.
@@ -116,11 +116,13 @@ def load_checkpoint(
     weights_only: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[int, int]:
-    """Loads the newest complete iteration, in place. All ranks call it.
+    """Loads the iteration that was committed last, in place. All ranks call it.
 
-    Stock Megatron may have saved it, on other tensor, pipeline and data parallel sizes. A model in
-    Megatron-FSDP loads the format fsdp_dtensor, others torch_dist. If an iteration is damaged, all
-    ranks take the next older one, with a warning. A newer non-persistent checkpoint is preferred.
+    That is the one which the tracker names, unless a higher one was committed after the tracker had
+    moved. Stock Megatron may have saved it, on other tensor, pipeline and data parallel sizes. A
+    model in Megatron-FSDP loads the format fsdp_dtensor, others torch_dist. If an iteration is
+    damaged, all ranks take the one committed before it, with a warning. A later non-persistent
+    checkpoint is preferred.
 
     Args:
         model, optimizer, opt_param_scheduler: as save_checkpoint's; what is None is not loaded.
@@ -204,11 +206,8 @@ def _reading(act: Callable[[], None], loading: _Loading) -> _Loading:
 def _found(request: LoadRequest, warns: bool) -> list[Candidate]:
     """Returns the (iteration, directory) pairs that may be loaded, best first."""
     root = os.path.realpath(check_path("load", request.load))
-    found = iterations.candidates(root)
-    latest = iterations.tracked(root)
-    if request.non_persistent is not None and latest != iterations.RELEASE:
-        other = os.path.realpath(request.non_persistent)
-        found = sorted(found + iterations.candidates(other), key=lambda choice: -choice[0])
+    others = [] if request.non_persistent is None else [os.path.realpath(request.non_persistent)]
+    found, latest = iterations.candidates(root, *others), iterations.tracked(root)
     if request.iteration is not None:
         found = [choice for choice in found if choice[0] == request.iteration]
         if not found:
