@@ -174,12 +174,19 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             CorruptCheckpoint: no checkpoint to resume from is whole.
             CheckpointError: with on_error="raise", a checkpoint could not be saved.
         """
-        self.wait_for_checkpoints()  # training may resume from one of them
+        self.wait_for_checkpoints()  # training may resume from one of them,
+        for parent in self._parents(resume_from_checkpoint):  # or from one of another Trainer
+            wait_for_directories(parent)
         if resume_from_checkpoint and self._verify:
             resume_from_checkpoint = self._whole(resume_from_checkpoint)
         output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         self.wait_for_checkpoints()
         return output
+
+    def _parents(self, resume_from: str | bool | None) -> list[str]:
+        """Returns the directories with checkpoints from which training may resume."""
+        given = [os.path.dirname(resume_from)] if isinstance(resume_from, str) else []
+        return [str(self.args.output_dir), *filter(None, given)]
 
     def _whole(self, resume_from: str | bool) -> str | bool:
         """Returns the checkpoint to resume from, verified; if there is none, the argument."""

@@ -443,6 +443,22 @@ def test_what_another_job_is_saving_stays(number: int, tmp_path: Path) -> None:
     assert len(list(path.glob("*.distcp"))) == 1
 
 
+def test_what_this_process_is_saving_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, wait_for = threading.Event(), pipeline.Pipeline.wait_for
+
+    def waited(own: pipeline.Pipeline, *given: Any, **options: Any) -> None:
+        gate.set()
+        wait_for(own, *given, **options)
+
+    with process_on(Delay("sync", gate)):
+        begun(tmp_path, 1, 1.0)
+        monkeypatch.setattr(pipeline.Pipeline, "wait_for", waited)
+        found = load._found(load.LoadRequest(str(tmp_path)), warns=True)
+    assert found == [(1, str(tmp_path / iterations.directory_name(1)))]
+
+
 def test_the_failure_of_a_save_is_told_by_waiting_once(tmp_path: Path) -> None:
     run, handle = megatron.Saves(), InnerHandle("second", 0.0)
     run.begin(str(tmp_path), 1, Retention(1), lambda _after: handle)

@@ -53,7 +53,8 @@ from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.integrations.calls import replaced
 from fastckpt.integrations.transformers import AsyncTrainer, _rotate
-from tests.doubles import Recorder, process_on
+from fastckpt.saving.pipeline import Pipeline
+from tests.doubles import Delay, Recorder, process_on
 
 pytestmark = pytest.mark.usefixtures("drained")
 CONTEXT, STEPS, EVERY = 16, 8, 2
@@ -405,6 +406,36 @@ def test_a_damaged_checkpoint_that_was_named_is_refused(disk: Path) -> None:
             make(AsyncTrainer, disk).train(resume_from_checkpoint=named)
     unverified = make(AsyncTrainer, disk, options={"verify": False}, max_steps=3)
     unverified.train(resume_from_checkpoint=str(disk / "checkpoint-2"))
+
+
+class Ends(TrainerCallback):
+    """Ends training by an error at the step after the first save."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if state.global_step == EVERY:
+            raise InterruptedError
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_new_trainer_resumes_from_what_the_one_before_is_saving(
+    named: bool, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, wait_for = threading.Event(), Pipeline.wait_for
+
+    def waited(pipeline: Pipeline, *given: Any, **options: Any) -> None:
+        gate.set()
+        wait_for(pipeline, *given, **options)
+
+    with process_on(Delay("sync", gate)):
+        with pytest.raises(InterruptedError):
+            make(AsyncTrainer, disk / "run", callbacks=[Ends()]).train()
+        assert numbers(disk / "run") == []
+        monkeypatch.setattr(Pipeline, "wait_for", waited)
+        where = disk / ("another" if named else "run")
+        trainer = make(AsyncTrainer, where, max_steps=EVERY + 1)
+        newest = str(disk / "run" / "checkpoint-2") if named else True
+        trainer.train(resume_from_checkpoint=newest)
+    assert len(losses(trainer)) == EVERY + 1 and numbers(disk / "run") == [2] + [3] * (not named)
 
 
 def test_nothing_to_resume_from_is_told_by_trainer(disk: Path) -> None:

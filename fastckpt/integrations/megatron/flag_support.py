@@ -70,9 +70,7 @@ _SAMPLES = "Written by Megatron itself."
 _LEGACY = "Refused: it is of the format `torch`, which fastckpt does not load."
 _NAMED = "Deprecated; Megatron passes over it too."
 _CONVERT = "Refused: convert without `install()`, or by fastckpt's `convert()`."
-_FROM_ARGS = (
-    "Megatron reads the arguments, of the iteration that is then loaded: the newest complete one."
-)
+_FROM_ARGS = "Megatron reads the arguments, of the iteration that is then loaded: the last commit."
 _FT = "The sections `checkpointing` of saves, and what was loaded, are told to the package."
 
 FLAGS = (
@@ -161,7 +159,7 @@ FLAGS = (
     FlagSupport(
         "non_persistent_ckpt_type",
         "obeyed",
-        "`global`: the last one is kept, and is loaded if it is the newest. `local` and "
+        "`global`: the last one is kept, and is loaded if it was saved last. `local` and "
         "`in_memory` are refused.",
         _one_of("local", "in_memory"),
     ),
@@ -184,8 +182,8 @@ FLAGS = (
     FlagSupport(
         "ckpt_step",
         "obeyed",
-        "This iteration and no other; without it the newest that is whole, with the reason where "
-        "the tracker names another.",
+        "This iteration and no other; without it the last commit that is whole, with the reason "
+        "where the tracker names another.",
     ),
     FlagSupport(
         "exit_on_missing_checkpoint",

@@ -41,6 +41,7 @@ from fastckpt.integrations.megatron.strategies import LoadStrategy, stored_commo
 from fastckpt.ranks.per_group import group_of_job, together
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.ranks.search import Candidate, Search, Trial
+from fastckpt.saving import pipeline
 from fastckpt.storage.vanishing import listed_anew
 
 log = logging.getLogger("fastckpt")
@@ -207,6 +208,8 @@ def _found(request: LoadRequest, warns: bool) -> list[Candidate]:
     """Returns the (iteration, directory) pairs that may be loaded, best first."""
     root = os.path.realpath(check_path("load", request.load))
     others = [] if request.non_persistent is None else [os.path.realpath(request.non_persistent)]
+    for each in (root, *others):  # this process may be saving there
+        pipeline.current().wait_for(each)
     found, latest = iterations.candidates(root, *others), iterations.tracked(root)
     if request.iteration is not None:
         found = [choice for choice in found if choice[0] == request.iteration]
