@@ -9,8 +9,10 @@ when it saves what, and where it loads from. It must not know how a step or an e
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
@@ -25,7 +27,7 @@ from fastckpt.arguments.checks import CODECS, FENCES, Codec, Fence, check_choice
 from fastckpt.formats.step_names import step_name
 from fastckpt.integrations import require
 from fastckpt.integrations.dcp import Reader
-from fastckpt.ranks.per_group import group_of_job
+from fastckpt.ranks.per_group import group_of_job, together
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.handle import InnerHandle
 
@@ -47,6 +49,11 @@ _OF_DCP = ".metadata"  # a file in each checkpoint of torchtitan's DCP manager
 EXPORTS = "hf"  # the directory in the checkpoint folder that has the models for Hugging Face
 # Files beside the weights for from_pretrained, which torchtitan's hf_assets_path may have.
 _ASSETS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+# What a load begins with: its kind, path, number of the step and whether it has the model alone.
+_Choice = tuple[str, str, int | None, bool]
+_NOTHING, _STEP, _FOLDER, _DCP, _HUGGING_FACE = "nothing", "step", "folder", "DCP", "Hugging Face"
 
 
 class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
@@ -196,11 +203,30 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             FileNotFoundError: there is no such step.
             ValueError: what is to be loaded is no checkpoint, or excluded names are unknown.
             IncompatibleCheckpoint: it does not fit; a dataloader's state is of other ranks.
-            CheckpointError: it is damaged, cannot be read, or another rank failed.
+            CheckpointError: it is damaged, cannot be read, or another rank failed, as the first
+                does for all if there is nothing to load.
         """
+        kind, path, number, model_only = _told_by_first(
+            lambda: self._choice(step), self._config.timeout_s
+        )
+        if kind == _STEP:
+            self._restore(self._checkpointer, number, model_only=model_only)
+        elif kind == _HUGGING_FACE:
+            self._load_hugging_face(path)
+        elif kind == _DCP:
+            self._load_dcp(path, model_only)
+        elif kind == _FOLDER:
+            with Checkpointer(path, timeout_s=self._config.timeout_s) as source:
+                self._restore(source, None, model_only=model_only)
+        else:
+            logger.info("No checkpoint was provided, this is a fresh start.")
+        return kind != _NOTHING
+
+    def _choice(self, step: int) -> _Choice:
+        """Returns what is to be loaded, as the first rank finds it: others may see it later."""
         steps = self._checkpointer.steps()
         if step == -1 and not steps:
-            return self._load_initial()
+            return self._initial_choice()
         if step != -1 and step not in steps:
             raise FileNotFoundError(
                 f"--checkpoint.load_step={step} not found: checkpoint.folder {self.folder!r} has "
@@ -208,11 +234,9 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             )
         if step == -1 and steps == [0]:
             step = 0  # a seed, which holds the model alone
-        number = None if step == -1 else step
-        self._restore(self._checkpointer, number, model_only=step == 0)
-        return True
+        return _STEP, self.folder, None if step == -1 else step, step == 0
 
-    def _load_initial(self) -> bool:
+    def _initial_choice(self) -> _Choice:
         config = self._config
         path, found = config.initial_load_path, _steps_of_dcp(self.folder)
         if found:
@@ -226,19 +250,13 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         if path is None and config.initial_load_in_hf:
             what, path = "hf_assets_path", getattr(self._adapter, "hf_assets_path", None)
         elif path is None:
-            logger.info("No checkpoint was provided, this is a fresh start.")
-            return False
+            return _NOTHING, "", None, False
         if not path or not os.path.isdir(path):
             raise ValueError(f"{what} is {path!r}, which is no directory of a checkpoint")
         logger.info("Loading the initial checkpoint from %s.", path)
-        if config.initial_load_in_hf:
-            self._load_hugging_face(path)
-        elif os.path.isfile(os.path.join(path, _OF_DCP)):
-            self._load_dcp(path, config.initial_load_model_only)
-        else:
-            with Checkpointer(path, timeout_s=config.timeout_s) as source:
-                self._restore(source, None, model_only=config.initial_load_model_only)
-        return True
+        kind = _DCP if os.path.isfile(os.path.join(path, _OF_DCP)) else _FOLDER
+        kind = _HUGGING_FACE if config.initial_load_in_hf else kind
+        return kind, path, None, config.initial_load_model_only
 
     def _restore(self, source: Checkpointer, step: int | None, *, model_only: bool) -> None:
         model = {MODEL: self.states[MODEL]}
@@ -347,6 +365,19 @@ def _of_all(values: list[Any], _rank: int = 0, _ranks: int = 1) -> dict[str, Any
         if pickle.dumps(found.setdefault(key, value)) != pickle.dumps(value):
             raise IncompatibleCheckpoint(f"ranks saved different dataloaders as {key!r}: {_ADVICE}")
     return found
+
+
+def _told_by_first(choose: Callable[[], _Choice], timeout_s: float) -> _Choice:
+    """Returns on all ranks what `choose` returns on the first one. Its error fails all."""
+    agreement = together(group_of_job()).coordinator.begin(
+        "choice of a checkpoint", timeout_s, "nothing was loaded"
+    )
+    with agreement.failing():
+        if agreement.rank == 0:
+            agreement.put("choice", json.dumps(choose()).encode())
+        kind, path, number, model_only = json.loads(agreement.get("choice"))
+    agreement.close()
+    return kind, path, number, model_only
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

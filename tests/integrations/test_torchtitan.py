@@ -30,6 +30,8 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 import fastckpt
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.integrations.torchtitan import FastckptCheckpointer, _of_all, _OwnData
+from tests.crews import torchtitan_bodies as bodies
+from tests.crews.group_crew import Nursery
 from tests.jobs import Job, logged
 
 pytestmark = pytest.mark.usefixtures("drained")
@@ -261,6 +263,12 @@ def test_a_step_that_is_not_there_is_named(run: Runs, saved: bool) -> None:
     there = r"has the steps \[1, 2\]" if saved else "has no steps"
     with pytest.raises(FileNotFoundError, match=f"--checkpoint.load_step=5 not found.*{there}"):
         run().checkpointer.load(step=5)
+
+
+@pytest.mark.multiprocess
+def test_the_first_ranks_listing_decides_for_all(nursery: Nursery, disk: Path) -> None:
+    with nursery.crew(2) as crew:
+        assert crew(bodies.train_and_load, str(disk)) == [(True, 2)] * 2
 
 
 def test_the_step_that_is_asked_for_is_loaded(run: Runs) -> None:
