@@ -20,6 +20,7 @@ from dataclasses import replace
 import harness
 import torch
 from gpu_device import Cuda, StandIn
+from gpu_fence import run_fence
 from gpu_parts import run_call, run_commit, run_copy, run_load, run_memory
 from gpu_setting import Here, Measured
 from gpu_training import run_train
@@ -33,6 +34,7 @@ PARTS = {
     "commit": ("Saves, nothing beside them", run_commit),
     "load": ("Loads to the GPU", run_load),
     "train": ("Saves beside training", run_train),
+    "fence": ("What a save costs training", run_fence),
 }
 NO_GPU = "No GPU: torch.cuda.is_available() is False here, so nothing was measured or written."
 NO_NUMBERS = "Stand-in on the CPU: the steps ran; the numbers mean nothing, no bar is judged."

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from fastckpt import SaveStats
+from fastckpt.saving import pipeline
 
 Row = dict[str, Any]
 POLL_S = 0.001
@@ -31,6 +32,11 @@ SMI_FIELDS = (
     "pcie.link.gen.max",
     "pcie.link.width.max",
 )
+
+
+def wait_for_copies(device: torch.device, stream: int) -> None:
+    """Have a stream, by torch's number, wait for all copies that fastckpt has queued so far."""
+    pipeline.current().staging.devices.queue(device).lead(stream)
 
 
 class Cuda:
@@ -51,6 +57,7 @@ class Cuda:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.optimizer_options = {"fused": True}
         self._factors: list[torch.Tensor] = []
+        self._beside: Any = None
         self._product_s = 0.0
 
     def synchronize(self) -> None:
@@ -69,6 +76,15 @@ class Cuda:
         """Record an event on the current stream."""
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def mark_of_copies(self) -> Any:
+        """Record an event that comes when fastckpt has copied all that it has queued."""
+        if self._beside is None:
+            self._beside = torch.cuda.Stream(self.device)
+        wait_for_copies(self.device, self._beside.cuda_stream)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._beside)
         return event
 
     def wait_for(self, mark: Any) -> None:
@@ -201,6 +217,8 @@ class StandIn(Cuda):
 
     def mark(self) -> Any:
         return time.perf_counter()
+
+    mark_of_copies = mark
 
     def seconds(self, begin: Any, end: Any) -> float:
         return float(end - begin)

@@ -214,11 +214,20 @@ tests() {
 
 bench() { # on the doubles: the harness's own stand-in, tiny
     need_device
-    local sizes=(--gib "$1" --rounds "$ROUNDS" --every 5 --step-s 0.15)
-    [ "$DEVICE" = cuda ] || sizes=(--gib 0.0078125 --rounds 1 --every 2 --device cpu)
+    local sizes=(--gib "$1" --rounds "$ROUNDS" --every 5 --step-s 0.15) tiny=()
+    [ "$DEVICE" = cuda ] || tiny=(--gib 0.0078125 --rounds 1 --every 2 --device cpu)
     shift
-    "$PYTHON" benchmarks/gpu.py "${sizes[@]}" --out "$OUT/bench" "$@" || exit
+    "$PYTHON" benchmarks/gpu.py "${sizes[@]}" --out "$OUT/bench" "$@" "${tiny[@]}" || exit
     [ "$DEVICE" = cuda ] || echo "NOTE the harness alone, on the CPU: its numbers mean nothing"
+}
+
+half() { awk "BEGIN {print $GIB / 2}"; }
+
+fence() { # whether it is answered, and how, is the last line
+    (bench "$(half)" --dir "$RAM" --rounds 20 --every 10 --parts fence)
+    local code=$?
+    echo "NOTE $(grep -h '^| fence step, lost' "$OUT/fence.txt" | tr -s '| ' ' ' | paste -sd ';')"
+    exit $code
 }
 
 gds() {
@@ -263,27 +272,30 @@ serve_cufile() {
 }
 MODULES=
 [ "$DEVICE" = stub ] || serve_cufile >>"$OUT/facts.txt" 2>&1
-export -f need_gpu need_device skip facts engine build checks tests bench gds sanitizer
+export -f need_gpu need_device skip facts engine build checks tests bench half fence gds sanitizer
 export CHECKS=${CHECKS:-} MODULES DEVICE PYTHON TAG OUT WORK DISK RAM GIB ROUNDS GPU=False
 
 say "commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown), $("$PYTHON" --version)," \
     "device $DEVICE, kit $([ -f "$KIT" ] && echo "$KIT" || echo none)"
-stage facts 40 facts facts
 stage engine 200 facts engine
 [ "$DEVICE" = stub ] || GPU=$(timeout 60 "$PYTHON" -c 'import torch; print(torch.cuda.is_available())')
+# First, while the machine is as it was found: what a step fence costs is a question of few percent.
+stage fence 150 fence fence
+stage facts 40 facts facts
 stage checks 130 checks 'checks full "$DISK"'
 stage tests 60 checks tests
-stage bench-ram $((110 + 35 * ROUNDS)) bench 'bench "$GIB" --dir "$RAM" --parts copy,call,train'
+stage bench-ram $((60 + 10 * ROUNDS)) bench 'bench "$GIB" --dir "$RAM" --parts copy,call'
 stage probe 45 checks 'checks probe "$RAM"'
 stage gds 90 gds gds
 stage sanitizer 60 sanitizer sanitizer
 stage small-budget 40 checks 'export FASTCKPT_STAGING_BYTES=16MiB PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; checks core "$DISK"'
 stage malloc-async 30 checks 'need_gpu; export PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync; checks core "$DISK"'
-# The disk sets its time: all others come first.
-stage bench-disk 200 bench 'bench "$(awk "BEGIN {print $GIB / 2}")" --dir "$DISK" --parts memory,commit,load'
+# The disk and the peers set their times: all others come first.
+stage bench-disk 200 bench 'bench "$(half)" --dir "$DISK" --parts memory,commit,load'
+stage bench-peers $((60 + 35 * ROUNDS)) bench 'bench "$GIB" --dir "$RAM" --parts train'
 stage build 300 facts build # the last: it takes the time that is left
 say "end"
 cat "$OUT"/checks.txt "$OUT"/gds.txt 2>/dev/null | grep -E '^(FAIL|INFO|PASS)' | cut -c1-400
-grep -hE '^\|' "$OUT/bench.txt" 2>/dev/null
+grep -hE '^\|' "$OUT/fence.txt" "$OUT/bench.txt" 2>/dev/null
 cat "$OUT/summary.txt"
 exit $bad

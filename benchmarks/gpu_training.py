@@ -34,16 +34,16 @@ from fastckpt.cli.bench.state import State, differing, flat_tensors, nbytes_of
 
 BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
 HEAD_WIDTH = 64
-BATCHES = 8
+BATCH, BATCHES = 4, 8
 CALIBRATION_STEPS = 3
 AFTER_STEPS = 2
 LOST_BAR_PERCENT = 2
 STEP_FENCE = "fastckpt-step"
 
 
-def preset_for(device: Cuda, nbytes: int) -> Preset:
+def preset_for(device: Cuda, nbytes: int, batch: int) -> Preset:
     """Return the model whose weights and Adam moments are about `nbytes` bytes."""
-    layers, context, batch, head = (24, 1024, 4, HEAD_WIDTH) if device.judged else (2, 32, 2, 8)
+    layers, context, batch, head = (24, 1024, batch, HEAD_WIDTH) if device.judged else (2, 32, 2, 8)
     width = math.sqrt(nbytes / BYTES_PER_PARAMETER / (12 * layers))
     heads = max(1, round(width / head))
     return Preset(heads * head, layers, heads, context, batch, dropout=0.0)
@@ -55,11 +55,17 @@ class Loop:
     Args:
         nbytes: of its state, about.
         step_s: how long a step is made, at least, by accumulating gradients.
+        batch: windows of text in one pass.
+
+    Attributes:
+        clocks: seconds of the host in the last step: to queue it, in the optimizer's call of that,
+            and until the device had come to the end of the step before.
     """
 
-    def __init__(self, device: Cuda, nbytes: int, step_s: float) -> None:
+    def __init__(self, device: Cuda, nbytes: int, step_s: float, batch: int = BATCH) -> None:
         self.device = device
-        self.preset = preset_for(device, nbytes)
+        self.preset = preset_for(device, nbytes, batch)
+        self.clocks = (0.0, 0.0, 0.0)
         torch.manual_seed(0)
         with device.device:
             self.model = GPT(self.preset)
@@ -79,6 +85,7 @@ class Loop:
 
     def step(self, before_update: Callable[[], object] | None = None) -> Any:
         """Queue one step; returns the event of its end. The host stays one step ahead."""
+        started = time.perf_counter()
         for number_of_pass in range(self.passes):
             batch = self.batches[(self.steps + number_of_pass) % BATCHES]
             with torch.autocast(self.device.device.type, torch.bfloat16):
@@ -87,12 +94,17 @@ class Loop:
             (loss / self.passes).backward()
         if before_update is not None:
             before_update()
+        updating = time.perf_counter()
         self.optimizer.step()
+        updated = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
         end, before = self.device.mark(), self.previous
+        queued = time.perf_counter()
         if before is not None:
             self.device.wait_for(before)
+        waited_s = time.perf_counter() - queued
+        self.clocks = (queued - started, updated - updating, waited_s)
         self.previous = end
         return end
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.paths import ROOT
 
-PARTS = {"memory", "copy", "call", "commit", "load", "train"}
+PARTS = {"memory", "copy", "call", "commit", "load", "train", "fence"}
 LINE_KEYS = {"what", "bar", "measured", "passed", "spread"}
 OURS = {"fastckpt", "fastckpt-step"}
 THEIRS = {"torch.save", "dcp-async-pinned"}

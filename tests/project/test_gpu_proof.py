@@ -4,7 +4,9 @@ doubles. What a GPU makes of them this file cannot know.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,8 @@ import pytest
 
 from tests.paths import ROOT
 
-NEED_A_GPU = "checks tests bench-ram probe gds sanitizer small-budget malloc-async bench-disk"
+NEED_A_GPU = "fence checks tests bench-ram probe gds sanitizer small-budget malloc-async "
+NEED_A_GPU += "bench-disk bench-peers"
 pytestmark = pytest.mark.multiprocess
 
 
@@ -52,11 +55,29 @@ def test_checks_pass_on_the_doubles(disk: Path) -> None:
     assert printed.count("\nPASS ") == 11 and "all passed" in printed
 
 
+def test_the_fence_is_measured_first_and_the_answer_is_in_the_summary(disk: Path) -> None:
+    stages = re.findall(
+        r"^stage (\S+) (\d+)", (ROOT / "benchmarks" / "gpu_proof.sh").read_text(), re.M
+    )
+    assert stages[:2] == [("engine", "200"), ("fence", "150")]
+    (told,), _ = proof(disk, PROOF_DEVICE="stub", STAGES="fence")
+    assert told.startswith("PASS fence")
+    assert "fence step, lost a save, less the noise, by events too few saves (1)" in told
+    (record,) = (disk / "out" / "bench").glob("gpu-*.json")
+    rows = json.loads(record.read_text())["results"]["fence"]["blocks"]
+    kinds = [row["kind"] for row in rows]
+    assert kinds == ["quiet", "step", "quiet", "call", "quiet", "nothing", "quiet"]
+    for row in rows:
+        assert len(row["steps"]) >= 2 and all(len(step) == 4 for step in row["steps"])
+        assert ("copied_s" in row) == ("d2h_s" in row) == (row["kind"] in ("step", "call"))
+
+
 @pytest.mark.torture
 def test_all_stages_that_can_run_pass_on_the_doubles(disk: Path) -> None:
     told, printed = proof(disk, PROOF_DEVICE="stub", FACTS_MIB="16")
     verdicts = {line.replace("NO GPU: ", "NO-GPU ").split()[1].rstrip(":"): line for line in told}
-    for name in ("facts", "engine", "checks", "bench-ram", "gds", "bench-disk", "small-budget"):
+    passing = "engine fence facts checks bench-ram gds bench-disk small-budget bench-peers"
+    for name in passing.split():
         assert verdicts[name].startswith("PASS"), printed
     for name in ("tests", "sanitizer", "malloc-async"):
         assert verdicts[name].startswith("NO GPU")
