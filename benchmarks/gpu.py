@@ -50,6 +50,8 @@ def arguments() -> argparse.Namespace:
     add("--gib", type=float, help="GiB of the state; default 10, on the CPU 1/64")
     add("--every", type=harness.positive, default=10, help="steps from one save to the next")
     add("--step-s", type=float, help="least seconds of a training step; default 0.5, on the CPU 0")
+    help_of_seconds = "since the start, after which the part fence begins no further round"
+    add("--seconds", type=float, default=130.0, help=help_of_seconds)
     harness.choice(parser, "--parts", [*PARTS])
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only test the steps")
     parser.set_defaults(out=None)  # on the CPU none
@@ -108,10 +110,11 @@ def main() -> int:
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # for the processes started from here
     record: Row = {"judged": device.judged, "notes": [] if device.judged else [NO_NUMBERS]}
     record |= {"lines": {}, "tables": {}, "results": {}}
-    ended, sizes = 0, (int(options.gib * 2**30), options.rounds, options.every, options.step_s)
+    sizes = (int(options.gib * 2**30), options.rounds, options.every, options.step_s)
+    ended = 0
     with (
         harness.place("gpu", options.dir) as directory,
-        contextlib.closing(Here(device, *sizes, directory)) as here,
+        contextlib.closing(Here(device, *sizes, options.seconds, directory)) as here,
     ):
         record |= {"missing": here.missing, "failures": here.failures}
         # Some rivals log to stdout; that is for the result alone.

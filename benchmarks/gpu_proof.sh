@@ -224,7 +224,7 @@ bench() { # on the doubles: the harness's own stand-in, tiny
 half() { awk "BEGIN {print $GIB / 2}"; }
 
 fence() { # whether it is answered, and how, is the last line
-    (bench "$(half)" --dir "$RAM" --rounds 20 --every 10 --parts fence)
+    (bench "$(half)" --dir "$RAM" --rounds 20 --every 10 --seconds 130 --parts fence)
     local code=$?
     echo "NOTE $(grep -h '^| fence step, lost' "$OUT/fence.txt" | tr -s '| ' ' ' | paste -sd ';')"
     exit $code

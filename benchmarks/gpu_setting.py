@@ -79,6 +79,7 @@ class Here:
         rounds: how often.
         every: training steps from one save to the next.
         step_s: how long a training step is made, at least.
+        seconds: since the start, after which the fences are compared in no further round.
         directory: on the file system to measure.
         missing: what was not measured, and why.
         failures: what went wrong.
@@ -89,6 +90,7 @@ class Here:
     rounds: int
     every: int
     step_s: float
+    seconds: float
     directory: Path
     missing: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)

@@ -43,7 +43,7 @@ STEP_FENCE = "fastckpt-step"
 
 def preset_for(device: Cuda, nbytes: int, batch: int) -> Preset:
     """Return the model whose weights and Adam moments are about `nbytes` bytes."""
-    layers, context, batch, head = (24, 1024, batch, HEAD_WIDTH) if device.judged else (2, 32, 2, 8)
+    layers, context, head = (24, 1024, HEAD_WIDTH) if device.judged else (2, 32, 8)
     width = math.sqrt(nbytes / BYTES_PER_PARAMETER / (12 * layers))
     heads = max(1, round(width / head))
     return Preset(heads * head, layers, heads, context, batch, dropout=0.0)

@@ -176,9 +176,8 @@ def test_events_of_both_streams_tell_the_copies_and_the_steps(gpu: CudaStub, dis
     assert not (disk / "fence").exists()
 
 
-def test_no_round_begins_when_the_time_is_over(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_fence, "LAST_ROUND_S", 0.0)
-    sizes = {"nbytes": 1 << 20, "rounds": 20, "every": 2, "release": lambda: None}
+def test_no_round_begins_when_the_time_is_over(disk: Path) -> None:
+    sizes = {"nbytes": 1 << 20, "rounds": 20, "every": 2, "release": lambda: None, "seconds": 0.0}
     here: Any = SimpleNamespace(device=StandIn(), directory=disk, **sizes)
     found = run_fence(here)
     assert found.lines == [] and found.tables[1] == "No round was finished in time."
