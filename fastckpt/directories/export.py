@@ -7,6 +7,8 @@ must not know how a file is written, or how a directory becomes visible.
 from __future__ import annotations
 
 import errno
+import json
+import logging
 import os
 import stat
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +17,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Module
 
 from fastckpt.arguments.checks import (
     Fence,
@@ -52,6 +55,8 @@ from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded
 from fastckpt.state.layouts import Named
 from fastckpt.state.tree import Leaf, tensors_in
 from fastckpt.storage.file_system import Storage, reported
+
+log = logging.getLogger("fastckpt")
 
 _FILE_BYTES_MAX = 1 << 30  # of what is copied beside the tensors
 
@@ -158,7 +163,8 @@ def export(
         files: files to copy into the directory, of 1 GiB each at most: config.json, without which
             from_pretrained opens nothing, and those of the tokenizer, say. Those that the first
             rank names count, and are read before this returns. A config.json that names a dtype
-            names `dtype` instead in the copy.
+            names `dtype` instead in the copy. Without one, the config of a `state` that is a
+            model of transformers is written; of any other state a warning says that there is none.
         group: a torch.distributed process group whose ranks all call this, with DTensors on these
             ranks, and the same plain tensors on each. Ranks talk over the job's store; no
             collective runs. None: this process alone.
@@ -264,7 +270,7 @@ def _exported(
             name: tensors[its.start : its.stop] for name, its in zip(names, parts, strict=True)
         }
         if shared.coordinator.rank == 0:
-            _add_others(draft, copied, contents, options.dtype)
+            _add_others(draft, copied, contents, options.dtype, state)
         alike = [("the argument shard_bytes", str(shard_bytes))]
         draft.add_shared(
             SharedFiles(
@@ -417,8 +423,11 @@ def _add_others(
     copied: Sequence[str],
     contents: Mapping[str, Sequence[SharedTensor]],
     dtype: torch.dtype | None,
+    state: object,
 ) -> None:
-    """Adds the files that the first rank writes alone: the index, and what is copied."""
+    """Adds the files that the first rank writes alone: the index, what is copied, and without a
+    config.json among that, the config of the model.
+    """
     # The first two are taken whether or not they are written: without an index, one that is copied
     # would name files that are not there.
     taken = {file_list.NAME, hugging_face.INDEX, *contents}
@@ -441,6 +450,39 @@ def _add_others(
         if name == hugging_face.CONFIG and dtype is not None:
             content = hugging_face.config(content, str(dtype)[6:])  # without "torch."
         draft.add_content(content, name)
+    if not taken & {hugging_face.CONFIG, hugging_face.ADAPTER_CONFIG}:
+        own = [tensor.dtype for shard in contents.values() for tensor in shard]
+        stored = next((each for each in own if each.is_floating_point), own[0])
+        if config := _config_of(state):
+            draft.add_content(hugging_face.config(config, str(stored)[6:]), hugging_face.CONFIG)
+
+
+_has_warned = False  # of an export without a config.json
+
+
+def _config_of(state: object) -> bytes:
+    """Returns the config.json of a model of transformers, with its class among the architectures;
+    b"" for anything else, of which it warns once.
+    """
+    global _has_warned
+    model = state
+    while isinstance(inner := getattr(model, "module", getattr(model, "_orig_mod", None)), Module):
+        model = inner  # of torch.compile or DistributedDataParallel
+    config: Any = getattr(model, "config", None) if isinstance(model, Module) else None
+    try:
+        told = json.loads(config.to_json_string())
+        told["architectures"] = told.get("architectures") or [type(model).__name__]
+        return json.dumps(told, indent=2).encode() + b"\n"
+    except (AttributeError, TypeError, ValueError) as error:
+        if not _has_warned:
+            _has_warned = True
+            why = "the state is no model that has a config" if config is None else str(error)
+            log.warning(
+                "an export has no config.json, without which from_pretrained() opens nothing: pass "
+                "its path in files= (%s; this is said once)",
+                why,
+            )
+        return b""
 
 
 def _check_file(storage: Storage, path: str) -> None:

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from torch import nn
 
 import fastckpt
 from fastckpt.cli import main
-from fastckpt.directories import swap_plan
+from fastckpt.directories import export, swap_plan
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.shared_files import SharedFile, SharedTensor
 from fastckpt.directories.verify import check
@@ -142,6 +143,42 @@ def test_the_config_names_the_dtype_of_the_export(disk: Path) -> None:
         made.result(WAIT_S)
         assert json.loads((disk / name / "config.json").read_bytes())["dtype"] == name
     assert (disk / "float32" / "config.json").read_bytes() == config.read_bytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+def test_a_model_of_transformers_brings_its_config(disk: Path, dtype: torch.dtype | None) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50}
+    config = transformers.LlamaConfig(num_attention_heads=2, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    fastckpt.export(nn.DataParallel(model), disk / "a", dtype=dtype).result(WAIT_S)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(disk / "a", dtype="auto")
+    assert type(opened) is type(model) and opened.dtype == (dtype or torch.float32)
+    assert opened.config.architectures == ["LlamaForCausalLM"]
+    weight = model.lm_head.weight.to(dtype or torch.float32)
+    assert torch.equal(opened.lm_head.weight, weight)
+    (disk / "config.json").write_text("{}")
+    fastckpt.export(model, disk / "b", files=[disk / "config.json"]).result(WAIT_S)
+    assert (disk / "b" / "config.json").read_text() == "{}"
+
+
+class Odd(nn.Linear):
+    """A module whose config is none of transformers'."""
+
+    config = SimpleNamespace(to_json_string=lambda: "no JSON")
+
+
+def test_an_export_without_a_config_is_told_once(
+    disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for state in (nn.Linear(2, 3), {"a": torch.ones(2)}, Odd(2, 3)):
+        monkeypatch.setattr(export, "_has_warned", False)
+        for turn in range(2):
+            fastckpt.export(state, disk / f"{turn}").result(WAIT_S)
+        (told,) = [each for each in caplog.messages if "has no config.json" in each]
+        assert "pass its path in files=" in told
+        caplog.clear()
+    assert not (disk / "0" / "config.json").exists()
 
 
 def test_it_goes_back_into_the_state(disk: Path) -> None:

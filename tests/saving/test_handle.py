@@ -329,7 +329,7 @@ def test_a_callback_that_asks_is_not_the_caller(disk: Path, is_done: bool) -> No
         concurrent.futures.wait([handle], WAIT_S)
     handle.add_done_callback(alert)
     assert has_asked.wait(WAIT_S) and isinstance(heard[0], fastckpt.StorageError)
-    with pytest.raises(fastckpt.StorageError, match="an earlier save, to .* failed"):
+    with pytest.raises(fastckpt.StorageError, match=r"an earlier save, to .* failed"):
         fastckpt.save(filled(2), disk / "a.pt")
     fastckpt.save(filled(3), disk / "a.pt").result(WAIT_S)
 
