@@ -53,7 +53,7 @@ def _print(found: list[dict[str, Any]], limit: float) -> None:
                 _time(entry["committed_s"]),
                 "" if rate is None else shown_rate(rate),
                 "" if not rate else f"{rate / limit:.0%}",
-                last if entry["error"] is None else f"failed: {shown_name(entry['error'][:80])}",
+                last if entry["error"] is None else f"failed: {shown_name(entry['error'])}",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
