@@ -192,8 +192,9 @@ class StopAgreement:
                 raise self._missing()
             pause(since, until)
         self._stop = int(self._call("get", "stop"))
-        level = logging.DEBUG if self._coordinator.rank else logging.INFO
-        log.log(level, "asked to stop: requested() is True from call %d on", self._stop)
+        if self._is_asked or self._call("check", ["asked"]):  # else all ranks have left
+            level = logging.DEBUG if self._coordinator.rank else logging.INFO
+            log.log(level, "asked to stop: requested() is True from call %d on", self._stop)
 
     def _missing(self) -> PeerFailed:
         """Returns the error of this rank if others have not promised in time."""

@@ -257,6 +257,21 @@ def test_over_every_store(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert len(lengths) == 1 and min(lengths) >= 50
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_only_a_stop_that_was_asked_for_is_logged(
+    caplog: pytest.LogCaptureFixture, asked: bool
+) -> None:
+    """The first rank is the last that leaves, and so the one that computes the stop."""
+    caplog.set_level(logging.INFO, "fastckpt")
+    store = dist.HashStore()
+    first, other = (StopAgreement(Coordinator(store, r, 2, "stop"), LONG_S) for r in range(2))
+    if asked:
+        other.ask()
+    other.close()
+    first.close()
+    assert caplog.messages == ["asked to stop: requested() is True from call 1 on"] * asked
+
+
 def test_lives_of_one_session_do_not_mix() -> None:
     """A process makes a new Checkpointer for the same root, while another rank has the old one."""
     store = dist.HashStore()
