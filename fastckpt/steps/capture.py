@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from fastckpt.engine.devices import Devices, DeviceSources
+from fastckpt.errors import retold, telling
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_save
+from fastckpt.formats.value_names import below, items_in
 from fastckpt.ranks.same_state import Description
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.state.identity import copied_later
@@ -83,8 +85,8 @@ def captured(
     readable = devices.readable()
     objects = None
     if rank == 0:
-        protocol = torch.serialization.DEFAULT_PROTOCOL
-        objects = torch_pickle.capture(flat.objects, pickle, protocol, False, watch, readable)
+        with _named({None: flat.objects}):
+            objects = _objects(flat.objects, watch, readable)
     leaves = []
     for leaf in flat.leaves:
         local = copied_later(leaf.local, readable, watch)
@@ -145,5 +147,32 @@ def _pickled(flat: Flat) -> bytes:
         for name, own in flat.per_rank.items()
     }
     buffer = io.BytesIO()
-    torch_save(values, buffer)
+    with _named(values):
+        torch_save(values, buffer)
     return buffer.getvalue()
+
+
+def _objects(nest: object, watch: bool, readable: frozenset[str]) -> torch_pickle.Capture:
+    protocol = torch.serialization.DEFAULT_PROTOCOL
+    return torch_pickle.capture(nest, pickle, protocol, False, watch, readable)
+
+
+@telling
+def _named(error: BaseException, nests: Mapping[Any, object]) -> None:
+    """Adds to an error of pickling the name of the value that has caused it, given nests by their
+    own names.
+    """
+    found = (_refused(nest, name) for name, nest in nests.items())
+    if isinstance(error, Exception) and (name := next(filter(None, found), None)):
+        raise retold(error, f"{error}: this is in the value of {name!r}") from error
+
+
+def _refused(nest: object, name: str | None) -> str | None:
+    """Returns the name of the first value of a nest that cannot be pickled."""
+    try:
+        _objects(nest, False, frozenset({"cpu"}))
+    except Exception:  # of any class: the value's own code raises it
+        inner = items_in(nest) if type(nest) in (dict, list, tuple) else ()
+        found = (_refused(value, below(name, str(key))) for key, value in inner)
+        return next(filter(None, found), name)
+    return None

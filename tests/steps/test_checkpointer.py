@@ -174,6 +174,16 @@ def test_what_belongs_to_a_process_has_no_copy(copied: Callable[[Any], Any], dis
         assert checkpointer.save(2, {"a": torch.ones(3)}).result(60)
 
 
+@pytest.mark.parametrize("make", [lambda value: value, fastckpt.PerRank])
+def test_what_cannot_be_pickled_is_named(disk: Path, make: Callable[[Any], Any]) -> None:
+    state = {"model": torch.ones(9), "data": [1, {"a/b": {"lock": make(threading.Lock())}}, {}]}
+    with Checkpointer(disk / "run") as checkpointer:
+        with pytest.raises(TypeError, match=r"cannot pickle .*lock.* 'data/1/a~1b/lock'") as caught:
+            checkpointer.save(1, state)
+        assert caught.value.__cause__ is not None
+        checkpointer.save(2, {"model": torch.ones(9)}).result(WAIT_S)
+
+
 def test_what_cannot_be_pickled_is_the_callers_error(disk: Path) -> None:
     with Checkpointer(disk / "run") as checkpointer:
         for bad in ({"a": lambda: 0}, {"a": PerRank(lambda: 0)}, {"a": threading.Lock()}):
