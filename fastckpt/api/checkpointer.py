@@ -55,7 +55,7 @@ from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.no_steps import it_is_a_step
 from fastckpt.steps.open_root import OpenRoot, real_path
-from fastckpt.steps.options import Local, StepOptions
+from fastckpt.steps.options import Local, StepOptions, common_terms
 from fastckpt.steps.place import StepPlace
 from fastckpt.steps.plan import StepPlan
 from fastckpt.steps.shared_reads import Spread
@@ -73,7 +73,8 @@ class Checkpointer:
     """Saves and restores the steps of a training run, in the background and on any parallelism.
 
     Every rank of the group makes one with the same root and calls the same methods in the same
-    order. Each writes its part of a step to files of its own; tensors that several ranks hold are
+    order. Ranks whose root, codec, keep_last, keep_every, keep_best or kind of `local` differ hear
+    so within seconds, by a PeerFailed that names both. Each writes its part of a step to files of its own; tensors that several ranks hold are
     divided among them. A step exists once its manifest does, the last file; every byte is verified
     when read. Saves commit in the order they were begun, with `local` where they are first.
 
@@ -196,14 +197,15 @@ class Checkpointer:
         self.root = as_url(self._root)
         self.group = default_group() if group is None else group
         with ExitStack() as opened:  # if anything below fails, the other ranks hear why
-            self._coordinator = Coordinator.of_group(self.group, f"steps of {self.root}")
+            kept = (keep_last, keep_every, keep_best, local)
+            terms = common_terms(self.root, codec, *kept)
+            self._coordinator = Coordinator.of_group(self.group, "steps", terms)
             opened.push(self._coordinator.give_up)
             check_choice("fence", fence, FENCES)
             check_choice("on_error", on_error, ON_ERROR)
             check_flag("log", log)
             optional(check_callable, "before_commit", before_commit)
             written = (backend, durable, staging_bytes, staging)
-            kept = (keep_last, keep_every, keep_best, local)
             pacing = Pacing(drain_rate, max_writers)
             self._options = StepOptions(*written, "auto", pacing, codec, *kept, check_finite)
             refuse_for_url(local or self._root, codec=codec, staging=staging, backend=backend)

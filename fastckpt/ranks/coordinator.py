@@ -7,11 +7,13 @@ connection to the store.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -21,16 +23,18 @@ from fastckpt.ranks.peer_link import address_towards
 from fastckpt.ranks.round import COMMITTED_NOTHING, LINGER_S, TIMEOUT_S, Round, pause
 from fastckpt.ranks.round_numbers import RoundNumbers
 from fastckpt.ranks.store_client import c10d, own_client
+from fastckpt.ranks.terms import KnownTerms, Terms
 
 log = logging.getLogger("fastckpt")
+T = TypeVar("T")
 
 _UNFREED_ROUNDS = 64
 _WHY_CHARS = 1000
 
 # Sessions outlive their Coordinators: the other ranks go on counting rounds where a process makes a
 # new Coordinator for the same group.
-_sessions: WeakKeyDictionary[Any, dict[str, RoundNumbers]] = WeakKeyDictionary()
-_sessions_lock = threading.Lock()
+_known: WeakKeyDictionary[Any, dict[str, KnownTerms]] = WeakKeyDictionary()
+_known_lock = threading.Lock()
 _has_warned = False  # whether this process has warned of ranks that do not know each other
 
 
@@ -63,8 +67,10 @@ class Coordinator:
         self.session = session or RoundNumbers()
         self._lock = threading.RLock()  # guards the following, which only the background uses
         self._client: Any = None
-        self._gone = ""
+        self._gone = self._why = ""
         self._unfreed: list[Round] = []
+        self._known: KnownTerms | None = None
+        self._terms: Terms = {}
 
     @classmethod
     def alone(cls) -> Coordinator:
@@ -72,11 +78,15 @@ class Coordinator:
         return cls(c10d.HashStore(), 0, 1, "alone")
 
     @classmethod
-    def of_group(cls, group: dist.ProcessGroup | None, name: str) -> Coordinator:
+    def of_group(
+        cls, group: dist.ProcessGroup | None, name: str, terms: Terms | None = None
+    ) -> Coordinator:
         """Makes one for a torch.distributed group, over the job's own store; for None, alone().
 
-        `name` tells the keys of one purpose from those of another. Raises ValueError if this
-        process is not a rank of the group, or torch.distributed is not initialised.
+        `name` tells the keys of one purpose from those of another. `terms` have to be the same on
+        all ranks: a rank that waits for one with other terms says in which ones they differ. Raises
+        ValueError if this process is not a rank of the group, or torch.distributed is not
+        initialised.
         """
         if group is None:
             return cls.alone()
@@ -86,12 +96,17 @@ class Coordinator:
         if rank < 0:
             raise ValueError("group: this process is not one of its ranks")
         store = c10d.distributed_c10d._get_default_store()  # the job's own: a private call
-        with _sessions_lock:
-            known = _sessions.setdefault(group, {}).get(name)
-            session = known if known is not None and known.pid == os.getpid() else RoundNumbers()
-            _sessions[group][name] = session
         prefix = f"fastckpt/{group.group_name}/{ascii(name)[1:-1]}"
-        return cls(store, rank, world_size, prefix, session)
+        with _known_lock:
+            known = _known.setdefault(group, {}).get(name)
+            if known is None or known.pid != os.getpid():
+                known = _known[group][name] = KnownTerms(f"{prefix}/terms")
+            session = known.session(terms or {})
+        if terms is None:
+            return cls(store, rank, world_size, prefix, session)
+        made = cls(store, rank, world_size, f"{prefix} {json.dumps(terms)}", session)
+        made._known, made._terms = known, terms
+        return made
 
     def own_address(self) -> str:
         """Returns the address from which this process reaches the store; the loopback's, if that is
@@ -141,7 +156,7 @@ class Coordinator:
         Waits linger_s seconds at most for ranks that have not left a failed round, since they have
         yet to read why it failed; but not for those whose absence it failed for.
         """
-        since = time.monotonic()
+        since, self._why = time.monotonic(), why
         try:
             if self._client is not None or (why and self.world_size > 1):
                 self.free([])
@@ -168,15 +183,32 @@ class Coordinator:
         """Calls an operation of the store; raises ConnectionError if the connection is lost, as it
         is from then on: whether the store has carried out this operation, nobody knows.
         """
+
+        def ask(client: Any) -> Any:
+            prefix = self.session.prefix
+            full = prefix + key if isinstance(key, str) else [prefix + each for each in key]
+            return getattr(client, operation)(full, *values)
+
+        return self._ask(ask)
+
+    def differing(self, rank: int) -> str:
+        """Returns why a rank that has told nothing takes part in no round, in words: its terms
+        differ; "" if it may take part. Raises as call().
+        """
+        known = self._known
+        if known is None:
+            return ""
+        return self._ask(lambda client: known.differing(client, rank, self._terms, self.rank))
+
+    def _ask(self, ask: Callable[[Any], T]) -> T:
+        """Returns what a function makes of the connection to the store; raises as call()."""
         self._check_usable()
         client = self._client
         try:
             if self._gone:  # the connection may be in the midst of an answer: it is not used again
                 raise ConnectionError(self._gone)
             client = self._opened() if client is None else client
-            prefix = self.session.prefix
-            full = prefix + key if isinstance(key, str) else [prefix + each for each in key]
-            return getattr(client, operation)(full, *values)
+            return ask(client)
         except (RuntimeError, OSError) as error:
             why = self._gone or f"{type(error).__name__}: {error}".partition("\n")[0]
             if client is self._client:  # else it was renewed meanwhile
@@ -201,6 +233,8 @@ class Coordinator:
                         number = client.add(f"{self._prefix}/opened/{self.rank}", 1)
                         client.delete_key(f"{self._prefix}/{number - 1}/last/{self.rank}")
                         self.session.prefix = f"{self._prefix}/{number}/"
+                if self._known is not None:
+                    self._known.tell(client, self.rank, self._terms, self._why)
                 self._client = client
             return self._client
 

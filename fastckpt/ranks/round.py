@@ -68,6 +68,9 @@ class Connection(Protocol):
     def renew(self) -> None:
         """Has the next call open a new connection, if the last one was lost."""
 
+    def differing(self, rank: int) -> str:
+        """Returns why a rank that has told nothing never takes part here, in words, or ""."""
+
     def free(self, ended: list[Round]) -> None:
         """Deletes this rank's keys of rounds that all ranks have left."""
 
@@ -327,14 +330,17 @@ class Round:
         try:
             return self._coordinator.call(operation, key, *values)
         except ConnectionError as error:
-            known = _COMMITTED if self._is_committed else _IN_DOUBT
-            raise PeerFailed(
-                f"{self.label}: the store that ranks agree through is unreachable ({error}): the "
-                "process that hosts it, likely rank 0's or the launcher's agent, is gone; "
-                + (known if self.may_be_visible else self._consequence),
-                visible=self.may_be_visible,
-                in_doubt=self.may_be_visible and not self._is_committed,
-            ) from None
+            raise self._unreachable(error) from None
+
+    def _unreachable(self, error: ConnectionError) -> PeerFailed:
+        known = _COMMITTED if self._is_committed else _IN_DOUBT
+        return PeerFailed(
+            f"{self.label}: the store that ranks agree through is unreachable ({error}): the "
+            "process that hosts it, likely rank 0's or the launcher's agent, is gone; "
+            + (known if self.may_be_visible else self._consequence),
+            visible=self.may_be_visible,
+            in_doubt=self.may_be_visible and not self._is_committed,
+        )
 
     def _join(self, patience_s: float) -> None:
         """Joins the round at this rank's first word, and settles the round's number.
@@ -416,7 +422,9 @@ class Round:
                 for rank in itertools.islice(missing, _RANKS_LOOKED_AT):
                     past, did = self._whereabouts(rank, key)
                     if past and now - strayed.setdefault(rank, now) >= _GRACE_S:
-                        order = "all ranks must save, load and restore the same in the same order"
+                        order = (
+                            "all ranks must make, save, load and restore the same in the same order"
+                        )
                         self._post(f"rank {rank} {did}: {order}", [rank], [rank])
             pause(since, deadline)
 
@@ -424,7 +432,8 @@ class Round:
         """Returns whether a rank can no longer join this round, and what it did instead."""
         told = self._call("compare_set", f"last/{rank}", _ABSENT, _ABSENT)
         if told == _ABSENT:
-            return False, "did not join"
+            differing = self._differing(rank)
+            return bool(differing), differing or "did not join"
         last, under_way, why = json.loads(told)
         if self.name in under_way:
             return False, f"joined but did not send {key!r}"
@@ -434,6 +443,14 @@ class Round:
         if self._session.is_past(self.name, last):
             return True, f"is at {label!r} and never joined {self.label!r}"
         return False, f"did not join (its last was {label!r})"
+
+    def _differing(self, rank: int) -> str:
+        """Returns in what a rank differs so that it never joins this round, in words; or ""."""
+        try:
+            why = self._coordinator.differing(rank)
+        except ConnectionError as error:
+            raise self._unreachable(error) from None
+        return f"{why} and never joined {self.label!r}" if why else ""
 
     def _give_up(self, key: str, ranks: Sequence[int]) -> None:
         """Ends the round for the absence of the ranks that are still missing, and raises."""

@@ -80,6 +80,28 @@ class StepOptions(WriteOptions):
         return None if self.codec == "reuse" else self.codec
 
 
+def common_terms(
+    root: str,
+    codec: object,
+    keep_last: object,
+    keep_every: object,
+    keep_best: object,
+    local: object,
+) -> dict[str, str]:
+    """Returns the arguments of a Checkpointer that all ranks have to pass alike, as they are shown.
+    They need not have been checked; of `local`, the path may be another one on each node.
+    """
+    tier = "a directory" if isinstance(local, str | os.PathLike | tuple) else shown(local)
+    if isinstance(local, Memory):
+        tier = f"Memory(keep={local.keep})"
+    elif isinstance(local, tuple) and len(local) == 2:
+        tier = f"a directory for {shown(local[1])} steps"
+    named = {"codec": codec, "keep_last": keep_last, "keep_every": keep_every}
+    texts = {name: shown(value) for name, value in named.items()}
+    best = list(keep_best) if isinstance(keep_best, tuple) else keep_best
+    return {"root": repr(root), **texts, "keep_best": shown(best), "local": tier}
+
+
 def _check_local(name: str, value: object) -> tuple[str, int, Memory | None]:
     """Returns what StepOptions.tier does."""
     if isinstance(value, Memory):

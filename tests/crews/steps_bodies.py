@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import fastckpt
-from fastckpt import Checkpointer, PerRank
+from fastckpt import Checkpointer, Memory, PerRank
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.state.targets import Target
@@ -516,6 +516,29 @@ def make_wrongly(member: Member, root: str) -> tuple[Outcome, Outcome]:
     first = attempt(lambda: save_once(keep_last=0 if member.rank == 0 else 1))
     meet(member)
     return first, attempt(save_once)
+
+
+def save_on_other_terms(
+    member: Member, root: str, terms: list[dict[int, dict[str, Any]]]
+) -> list[Outcome]:
+    """Makes a Checkpointer that saves or restores, for each of `terms`: by rank, its arguments."""
+
+    def once(number: int, given: dict[int, dict[str, Any]]) -> Outcome:
+        how = {"root": f"{root}/{number}", **given.get(member.rank, given[-1])}
+        how |= {"group": member.group, "timeout_s": 120.0}
+        how |= {"local": Memory(keep=3)} if how.get("local") == "memory" else {}
+        restores, state = how.pop("restores", False), {"w": torch.zeros(9)}
+
+        def body() -> Any:
+            with Checkpointer(**how) as checkpointer:
+                if restores:
+                    return checkpointer.restore(state)
+                return checkpointer.save(1, state).result()
+
+        meet(member)
+        return attempt(body)
+
+    return [once(*each) for each in enumerate(terms)]
 
 
 def save_onto_a_small_disk(

@@ -388,6 +388,31 @@ def test_ranks_hear_why_one_has_no_checkpointer(crew: Callable[[int], Crew], dis
     assert then.error is its.error is None
 
 
+def test_ranks_with_different_arguments_hear_which_ones(
+    crew: Callable[[int], Crew], disk: Path
+) -> None:
+    """Within seconds, and not as of a rank that is dead: `timeout_s` is longer than the test."""
+    memory, none = "Memory(keep=3)", "None"
+    wrongs: list[tuple[str, Any, Any, dict[str, Any]]] = [
+        ("root", str(disk / "a"), str(disk / "b"), {}),
+        ("keep_last", 2, None, {}),
+        ("codec", "zstd", None, {}),
+        ("local", "memory", None, {}),
+        ("local", "memory", None, {"restores": True}),
+    ]
+    terms = [{-1: {name: its} | how, 1: {name: other} | how} for name, its, other, how in wrongs]
+    results = crew(3)(bodies.save_on_other_terms, str(disk), terms)
+    for number, (name, its, other, _how) in enumerate(wrongs):
+        shown = [memory, none] if name == "local" else [repr(its), repr(other)]
+        for rank, ended in enumerate(results):
+            error = ended[number].error
+            assert type(error) is fastckpt.PeerFailed, ended[number]
+            assert all(f"{name}={each}" in str(error) for each in shown), error
+            assert "within" not in str(error)
+            assert list(error.ranks) in ([[0], [2]] if rank == 1 else [[1]])
+    assert not [*disk.rglob("manifest.json")]
+
+
 DISAGREEMENTS = {
     "another key": r"same is missing on rank {}; other is on rank {} but not on rank 0",
     "another shape": r"same is float32 \[529933\].* on rank {} but float32 \[529934\].* on rank 0",
