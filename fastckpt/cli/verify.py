@@ -261,6 +261,10 @@ def _verify_file(path: str) -> int:
             with opened:
                 opened.verify_all()
                 return opened.nbytes
+    if file == directory_check.COMMON:
+        nbytes = directory_check.verified_common(path, current.storage)
+        if nbytes is not None:
+            return nbytes
     _look_at_stock(path)
     raise _WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksums")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.save import remove_directory
 from fastckpt.directories.shelf import numbered
+from fastckpt.directories.verify import COMMON as COMMON
 from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
@@ -25,7 +26,7 @@ log = logging.getLogger("fastckpt")
 
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
 NON_PERSISTENT = "non_persistent"
-COMMON, CONFIG, METADATA = "common.pt", "metadata.json", ".metadata"
+CONFIG, METADATA = "metadata.json", ".metadata"
 _TRACKER_BYTES_MAX = 64
 LEGACY_PREFIX = "mp_rank_"  # of the directories that the format "torch" has
 _TORCH_TEMPORARY = ".metadata.tmp"  # torch renames it to `.metadata`

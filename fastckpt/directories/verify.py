@@ -11,9 +11,10 @@ import os
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
+from pickle import UnpicklingError
 from typing import Any
 
-from fastckpt.errors import CorruptCheckpoint, StorageError, Vanished
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError, Vanished
 from fastckpt.formats import file_list
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.per_group import together
@@ -23,6 +24,8 @@ from fastckpt.reading.verified import opened_regular, read_small
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage, is_directory, persistently, reported
 from fastckpt.storage.vanishing import listed_anew
+
+COMMON, COMMON_CRC = "common.pt", "fastckpt.common.pt.crc32"  # of Megatron's iterations
 
 
 def check(path: str, storage: Storage | None = None, rank: int = 0, world_size: int = 1) -> bool:
@@ -84,6 +87,37 @@ def crc32_of(storage: Storage, path: str, name: str) -> file_list.File:
             crc = zlib.crc32(part, crc)
             nbytes += len(part)
     return file_list.File(nbytes, crc)
+
+
+def check_common(path: str, crc32: int, planner_data: Any) -> bool:
+    """Compares the CRC-32 of Megatron's common.pt with that in the planner_data of the `.metadata`
+    beside it. Returns whether there is one; raises CorruptCheckpoint if it is another.
+    """
+    expected = planner_data.get(COMMON_CRC) if isinstance(planner_data, dict) else None
+    if expected not in (None, crc32):
+        raise CorruptCheckpoint(
+            f"{path!r} is damaged, or of another save: its CRC-32 is {crc32}, but .metadata says "
+            f"{expected}"
+        )
+    return expected is not None
+
+
+def verified_common(path: str, storage: Storage) -> int | None:
+    """Reads Megatron's common.pt and returns its size; None if no `.metadata` has its checksum.
+
+    Raises:
+        CorruptCheckpoint: it is damaged, or `.metadata` is. StorageError: a read failed.
+    """
+    # Imports torch.distributed.checkpoint, which nothing else here needs.
+    from fastckpt.directories import dcp_metadata
+
+    directory, name = os.path.split(path)
+    try:
+        described = dcp_metadata.read(storage, os.path.join(directory, dcp_metadata.NAME), True)
+    except (FileNotFoundError, UnpicklingError, IncompatibleCheckpoint):
+        return None
+    found = crc32_of(storage, path, name)
+    return found.nbytes if check_common(path, found.crc32, described.planner_data) else None
 
 
 def newest_whole(

@@ -203,8 +203,8 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             FileNotFoundError: there is no such step.
             ValueError: what is to be loaded is no checkpoint, or excluded names are unknown.
             IncompatibleCheckpoint: it does not fit; a dataloader's state is of other ranks.
-            CheckpointError: it is damaged, cannot be read, or another rank failed, as the first
-                does for all if there is nothing to load.
+            CheckpointError: it is damaged, cannot be read, or another rank failed; on all ranks but
+                the first also in place of the first two.
         """
         kind, path, number, model_only = _told_by_first(
             lambda: self._choice(step), self._config.timeout_s

@@ -28,6 +28,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from torch.distributed.checkpoint.planner import SavePlan
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint, SaveHandle, StorageError
+from fastckpt.cli import main
 from fastckpt.directories import iterations
 from fastckpt.directories.iterations import Retention
 from fastckpt.integrations import dcp, megatron
@@ -410,7 +411,13 @@ def test_iterations_commit_in_the_order_of_their_saves(
     assert complete_in(root) == ([2] if numbers == (1, 2) else [1, 2])
 
 
-def begun(root: Path, number: int, value: float, retention: Retention | None = None) -> SaveHandle:
+def begun(
+    root: Path,
+    number: int,
+    value: float,
+    retention: Retention | None = None,
+    common: bytes = b"common",
+) -> SaveHandle:
     """A save by a job of its own."""
     path = str(root / iterations.directory_name(number))
     state = {"rows": ShardedTensor.from_rank_offsets("rows", torch.full((4, 2), value), (0, 0, 1))}
@@ -418,8 +425,24 @@ def begun(root: Path, number: int, value: float, retention: Retention | None = N
         str(root),
         number,
         retention or Retention(),
-        lambda after: megatron.SaveStrategy().begin(state, path, b"common", after),
+        lambda after: megatron.SaveStrategy().begin(state, path, common, after),
     )
+
+
+def test_verify_compares_all_of_an_iteration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = io.BytesIO()
+    torch.save({"iteration": 1}, content)
+    begun(tmp_path, 1, 1.0, common=content.getvalue()).result(WAIT_S)
+    common = tmp_path / iterations.directory_name(1) / iterations.COMMON
+    assert main(["verify", str(tmp_path)]) == main(["verify", str(common)]) == 0
+    content.seek(0)
+    torch.save({"iteration": 2}, content)
+    common.write_bytes(content.getvalue())  # of another save, whole by itself
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path)]) == main(["verify", str(common)]) == 1
+    assert f"{str(common)!r} is damaged, or of another save: its CRC-32" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("number", [1, 2])

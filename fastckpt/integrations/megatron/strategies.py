@@ -34,6 +34,7 @@ from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.arguments.checks import Fence, OnError
 from fastckpt.directories.items_place import ItemsPlace, SwapItemsPlace
 from fastckpt.directories.iterations import COMMON, CONFIG, METADATA, is_part
+from fastckpt.directories.verify import COMMON_CRC, check_common
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.integrations import dcp
 from fastckpt.integrations.megatron.partial_reads import read, read_objects, unpickled
@@ -44,7 +45,6 @@ from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
 
 BACKEND, VERSION = "torch_dist", 1
-_COMMON_CRC = "fastckpt.common.pt.crc32"
 _COMMON_KEY = "common_state/shard_0_1"  # what was common.pt before Megatron 0.19
 _CONFIG = {
     "sharded_backend": BACKEND,
@@ -111,7 +111,7 @@ class Writer(dcp.Writer):
                 common = storage.read_file(written, sys.maxsize)
         if common is not None:
             self._write(storage, os.path.join(directory, COMMON), common)
-            metadata.planner_data = {_COMMON_CRC: zlib.crc32(common)}
+            metadata.planner_data = {COMMON_CRC: zlib.crc32(common)}
         self._write(storage, os.path.join(directory, CONFIG), json.dumps(_CONFIG).encode())
         return super().commit(storage, metadata, results, directory)
 
@@ -338,12 +338,7 @@ def stored_common(directory: str, metadata: Metadata, weights_only: bool = True)
         stored = read_objects(directory, [_COMMON_KEY], weights_only)[_COMMON_KEY]
         (value,) = unpickled(stored, _COMMON_KEY, weights_only)
         return dict(value)
-    expected = (metadata.planner_data or {}).get(_COMMON_CRC)
-    if expected not in (None, zlib.crc32(content)):
-        raise CorruptCheckpoint(
-            f"{path!r} is damaged, or of another save: its CRC-32 is {zlib.crc32(content)}, but "
-            f".metadata says {expected}"
-        )
+    check_common(path, zlib.crc32(content), metadata.planner_data)
     try:
         common: dict[str, Any] = unpickled(io.BytesIO(content), path, weights_only)
     except (RuntimeError, EOFError, ValueError, KeyError) as error:
