@@ -6,6 +6,7 @@ found.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -25,6 +26,7 @@ from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import Body
 from fastckpt.state.targets import takes_bytes
 
+_SMALL_BYTES = 1 << 20  # of a part, up to which the block around it costs more
 _RUNS_MAX = 64  # more copies to a device go through the host: each takes microseconds to begin
 
 
@@ -119,6 +121,7 @@ class ExtentsSource:
         self._staging, self._bodies, self._close = staging, bodies, close
         self._lock = threading.Lock()
         self._routed: dict[int, Body] = {}
+        self._last = _LastBlock()
         self._files = ExitStack()
 
     def _body(self, file: int) -> Body:
@@ -195,6 +198,8 @@ class ExtentsSource:
         if not rows:
             return
         body = self._body(file)
+        if all(part.memory.device.type == "cpu" for part in parts) and self._last.gives(body, rows):
+            return
         devices = self._staging.devices.reads(
             part.memory.untyped_storage() for part in parts if part.memory.device.type != "cpu"
         )
@@ -207,6 +212,44 @@ class ExtentsSource:
             self._files.close()
         finally:
             self._close()
+
+
+class _LastBlock:
+    """The block that small parts were read from last. To read one, all of it is read and verified:
+    so it is kept in memory when a second part is wanted, until parts of another block are.
+    """
+
+    def __init__(self) -> None:
+        self._asked: tuple[str, int] | None = None  # for a part of it: the path, and the number
+        self._kept: tuple[tuple[str, int], torch.Tensor] | None = None
+
+    def gives(self, body: Body, rows: Sequence[CopyRow]) -> bool:
+        """Copies rows from the block to memory of the host; returns False if it does not have them,
+        and they are to be read.
+        """
+        few = sum(row[3] for row in rows) <= _RUNS_MAX
+        small = sum(row[2] * row[3] for row in rows) <= _SMALL_BYTES
+        if not (few and small and body.index.block_crcs):
+            return False
+        numbers = blocks_of(rows, body.index.block_bytes)
+        if len(numbers) > 1:
+            return False
+        begin, wanted = numbers[0] * body.index.block_bytes, (body.path, numbers[0])
+        asked, self._asked, kept = self._asked, wanted, self._kept  # others read at a time
+        if kept is None or kept[0] != wanted:
+            if asked != wanted:
+                return False
+            nbytes = min(body.index.block_bytes, body.index.body_nbytes - begin)
+            kept = wanted, torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            with closing(body.stream(numbers)) as stream:
+                body.move(stream, [(begin, kept[1].data_ptr(), nbytes, 1, nbytes, nbytes)])
+                body.check(stream, stream.arrive())
+            self._kept = kept
+        for offset, address, nbytes, count, stride, step in rows:
+            at = kept[1].data_ptr() + offset - begin
+            for number in range(count):
+                ctypes.memmove(address + number * step, at + number * stride, nbytes)
+        return True
 
 
 def _copy(tail: bytes, begin: int, memory: torch.Tensor) -> None:

@@ -298,8 +298,9 @@ class LazyTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """Reads a part, to the CPU.
 
-        What is read are blocks of 8 MiB: many small tensors are better read together, by prefetch()
-        or LazyTensors.read().
+        What is read are blocks of 8 MiB, of which the last one is kept while small parts of it are
+        wanted: many small tensors are better read in their order, or together, by prefetch() or
+        LazyTensors.read().
 
         Raises:
             IndexError, ValueError, TypeError: the index is out of range, or cannot be read.

@@ -29,6 +29,7 @@ from fastckpt.errors import (
 )
 from fastckpt.lazy.tensors import LazyTensors
 from fastckpt.storage.file_system import Storage
+from tests.doubles import Recorder, process_on
 from tests.formats.test_step_formats import sealed_bytes
 from tests.noise import flip
 
@@ -292,6 +293,37 @@ def test_only_the_blocks_asked_for_are_read(disk: Path) -> None:
         assert torch.equal(tensors["w"][: 1 << 20], state["w"][: 1 << 20])
         with pytest.raises(CorruptCheckpoint, match="data/0"):
             tensors["w"][15 << 20 :]
+
+
+@pytest.mark.parametrize("save", [by_fastckpt, steps])
+def test_small_tensors_read_one_by_one_read_a_block_once(
+    save: Callable[[Any, Path], Path], disk: Path
+) -> None:
+    state = {f"layer {number}": torch.full((256,), float(number)) for number in range(2000)}
+    state["column"] = torch.arange(10.0).reshape(5, 2)
+    path = save(state, disk)
+    storage = Recorder()
+    with process_on(storage), fastckpt.open(path) as tensors:
+        storage.log.clear()
+        for name, tensor in state.items():
+            assert torch.equal(tensors[name][...], tensor)
+        assert torch.equal(tensors["column"][::2, 1], state["column"][::2, 1])
+    # The last may lie in the tail, whose first page shares a block with them.
+    assert 2 <= storage.names_logged().count("read") <= 4
+
+
+def test_a_damaged_block_is_damaged_for_each_of_its_tensors(disk: Path) -> None:
+    state = {f"layer {number}": torch.full((1 << 16,), float(number)) for number in range(100)}
+    path = by_fastckpt(state, disk)  # four blocks of 8 MiB
+    flip(path, 20 << 20)
+    with fastckpt.open(path) as tensors:
+        damaged = []
+        for name, tensor in state.items():
+            try:
+                assert torch.equal(tensors[name][...], tensor)
+            except CorruptCheckpoint:
+                damaged.append(name)
+    assert 31 <= len(damaged) <= 34 and "layer 79" in damaged
 
 
 def test_prefetch_reads_ahead_and_gives_each_once(disk: Path) -> None:
