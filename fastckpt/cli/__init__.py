@@ -17,17 +17,29 @@ from typing import Any
 
 import fastckpt
 from fastckpt.cli.parser import make_parser
+from fastckpt.cli.shared_arguments import shown_text
 from fastckpt.errors import CheckpointError, as_url
+
+_FAILURES = (
+    CheckpointError,
+    ValueError,
+    OSError,
+    MemoryError,
+    UnpicklingError,
+    NotImplementedError,
+)
 
 
 class _Shown:
-    """A stream whose texts have URLs as users know them."""
+    """A stream whose texts have URLs as users know them, and nothing that could steer a terminal:
+    names in files and directories are anybody's.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        return int(self._stream.write(as_url(text)))
+        return int(self._stream.write(shown_text(as_url(text))))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -41,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             differences or `repair` debris; 3 if `verify` could not read something, 4 if something
             has no checksums; 130 if interrupted. Wrong arguments end the process with status 2.
     """
+    if sys.stdout is None:  # as with `>&-`: what is printed is for nobody, the status counts
+        # To the end, so that no other file is descriptor 1.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # which may be ASCII, where names need not be
         with suppress(OSError):  # it is done, and then asks where in a file stdout is: in none now
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -57,10 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has seen enough, as with head(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (CheckpointError, ValueError, OSError, UnpicklingError, NotImplementedError) as error:
+    except _FAILURES as error:
+        said = str(error) or "there is too little memory"  # which MemoryError says by its name
         if getattr(parsed, "json", False):  # which promises one object, whatever happens
-            print(json.dumps({"error": str(error)}, indent=1))
-        print(as_url(f"fastckpt {parsed.command}: {error}"), file=sys.stderr)
+            print(json.dumps({"error": said}, indent=1))
+        print(shown_text(as_url(f"fastckpt {parsed.command}: {said}")), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

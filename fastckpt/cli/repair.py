@@ -19,9 +19,7 @@ from fastckpt.arguments.quantities import shown_size, shown_time
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.cli.local_tiers import tiers_of
 from fastckpt.cli.shared_arguments import is_there, real_root, shown_name, status_of
-from fastckpt.directories.items_load import OURS as OF_DCP
 from fastckpt.formats.manifest import MANIFEST
-from fastckpt.reading.verified import opened_regular
 from fastckpt.saving import pipeline
 from fastckpt.steps.dead import left_in
 from fastckpt.steps.lease import Lease
@@ -91,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         )
     elif not found:
-        print(f"nothing to repair in {directory}")
+        print(f"nothing to repair in {shown_name(directory)}")
     return int(not all(row["removed"] for row in rows))
 
 
@@ -155,24 +153,13 @@ def _data_files(storage: Storage, directory: str) -> Iterator[Debris]:
 
 
 def _unnamed(storage: Storage, directory: str) -> list[str]:
-    names = storage.names(directory)  # first: what is committed after that is named below
-    files = [name for name in sorted(names) if OF_DCP.fullmatch(name)]
-    if not files:
-        return []
     # Imports torch.distributed.checkpoint, which nothing else here needs.
     from fastckpt.directories import dcp_metadata
 
-    named: set[str] = set()
-    for name in storage.names(directory):
-        if name.endswith(dcp_metadata.NAME):
-            path = os.path.join(directory, name)
-            with opened_regular(storage, path) as fd, reported("read", path):
-                content = storage.read_at(fd, storage.fstat(fd).st_size, 0)
-                named.update(dcp_metadata.named_files(content))
     return [
         os.path.join(directory, name)
-        for name in files
-        if name not in named and dcp_metadata.is_of_dead(name) is not False
+        for name in dcp_metadata.unnamed(storage, directory)
+        if dcp_metadata.is_of_dead(name) is not False
     ]
 
 

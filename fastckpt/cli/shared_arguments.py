@@ -84,6 +84,11 @@ def shown_name(name: str) -> str:
     return name if name.isprintable() else name.encode("unicode_escape").decode()
 
 
+def shown_text(text: str) -> str:
+    """Returns a text of one or more lines for a terminal, escaped as shown_name() does."""
+    return "\n".join(line and shown_name(line) for line in text.split("\n"))
+
+
 def shown_others(others: Mapping[str, int]) -> str:
     """Returns what a checkpoint holds beside its tensors in words; "" if that is nothing."""
     if not others:

@@ -11,13 +11,15 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pickle import UnpicklingError
 from typing import NamedTuple
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.arguments.urls import is_mounted
 from fastckpt.cli.local_tiers import roots_in, tiers_of
-from fastckpt.cli.shared_arguments import is_directory, is_there, status_of
+from fastckpt.cli.shared_arguments import is_directory, is_there, shown_name, status_of
 from fastckpt.directories import verify as directory_check
 from fastckpt.directories.items_load import contents_of
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
@@ -32,10 +34,11 @@ from fastckpt.saving import pipeline
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.no_steps import is_export, is_step, what_is_there
 from fastckpt.steps.root import Steps
-from fastckpt.storage.file_system import persistently, reported
+from fastckpt.storage.file_system import persistently
 
 _DISTCP = ".distcp"
 _METADATA = ".metadata"
+_BESIDE_MAX = 100  # names beside steps in a bucket that are looked into
 _OF_TENSORS, _ZIP = (".pt", ".pth", ".ckpt", ".safetensors"), b"PK\x03\x04"
 _DAMAGED, _UNREAD, _UNCHECKED = 1, 3, 4  # exit statuses; argparse's for wrong arguments is 2
 Part = tuple[str, Callable[[], int]]  # a part's name; a function that verifies it: returns its size
@@ -45,7 +48,7 @@ class Verdict(NamedTuple):
     """The verdict on a part of a checkpoint.
 
     Attributes:
-        kind: "ok", "no step", "removed", "unread", "unchecked", "damaged" or "FAILED".
+        kind: "ok", "no step", "left over", "removed", "unread", "unchecked", "damaged" or "FAILED".
         path: the part.
         text: how large it is, or what is wrong.
         nbytes: its size, if it is ok.
@@ -66,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     for verdict in _all_verdicts(arguments.paths, arguments.local):
         found.append(verdict)
         if not arguments.json:
-            print(f"{verdict.kind:9} {verdict.path}: {verdict.text}", flush=True)
+            print(f"{verdict.kind:9} {shown_name(verdict.path)}: {verdict.text}", flush=True)
     if arguments.json:
         print(json.dumps({"parts": [verdict._asdict() for verdict in found]}, indent=1))
     statuses = {verdict.status for verdict in found}
@@ -99,6 +102,8 @@ def _verdict(name: str, check: Callable[[], int]) -> Verdict:
         nbytes = persistently(check, name)
     except _NotCommitted as note:
         return Verdict("no step", name, str(note))
+    except _LeftOver as note:
+        return Verdict("left over", name, str(note))
     except _WithoutChecksums as note:
         return Verdict("unchecked", name, str(note), status=_UNCHECKED)
     except Vanished:
@@ -129,7 +134,7 @@ def _parts(path: str) -> Iterator[Part]:
         yield path, partial(_refuse, why)
         return
     steps, is_empty = _steps(path), True
-    for part in (*_steps_in(steps), *_beside_steps(steps)):
+    for part in chain(_steps_in(steps), _beside_steps(steps)):
         is_empty = is_empty and part[1] is _mention
         yield part
     if is_empty:
@@ -167,13 +172,35 @@ def _beside_steps(steps: Steps) -> Iterator[Part]:
     frameworks, exports, and single files.
     """
     yield from _in_directory(steps.root)
+    if _is_listed(steps.root):
+        return
     exports = [name for name in _without_manifest(steps) if is_export(steps, name)]
-    below = [name for name in steps.storage.names(steps.root, directories=True) if name[0] != "."]
-    for name in sorted([] if _is_listed(steps.root) else below):
-        if not NAME.match(name) and is_step(steps.path(name)):  # a copy that has a name of its own
+    names = steps.storage.names(steps.root, directories=True)
+    below = [name for name in names if name in exports or not (name[0] == "." or NAME.match(name))]
+    looked_into, passed_over = _bounded(steps.root, below)
+    for name in looked_into:
+        if name not in exports and is_step(steps.path(name)):  # a copy that has a name of its own
             yield steps.path(name), partial(_verify_step, _steps(steps.path(name)), "", False)
-        elif name in exports or not NAME.match(name):
+        else:
             yield from _in_directory(steps.path(name))
+    yield from passed_over
+
+
+def _bounded(path: str, names: Sequence[str]) -> tuple[list[str], list[Part]]:
+    """Returns which of the names in a directory are looked into: of a bucket not all, since each
+    takes requests. And the part that says so.
+    """
+    names = sorted(names)
+    if not is_mounted(path) or len(names) <= _BESIDE_MAX:
+        return names, []
+    return names[:_BESIDE_MAX], [(path, partial(_pass_over, len(names) - _BESIDE_MAX))]
+
+
+def _pass_over(count: int) -> int:
+    raise _WithoutChecksums(
+        f"{count} more names beside steps were not looked into, since each takes requests: verify "
+        "those that are checkpoints by their own URLs"
+    )
 
 
 def _is_listed(path: str) -> bool:
@@ -183,22 +210,68 @@ def _is_listed(path: str) -> bool:
 def _in_directory(path: str) -> Iterator[Part]:
     """Yields what a directory itself holds: a checkpoint of a framework, and files beside it."""
     if _is_listed(path):
-        yield path, partial(_verify_listed, path)
-    names = sorted(pipeline.current().storage.names(path))
+        yield path, _unless_replaced(os.path.join(path, file_list.NAME), _verify_listed, path)
+    storage = pipeline.current().storage
+    names = sorted(storage.names(path))
+    if is_mounted(path):  # where a look at each would take requests
+        names = sorted({*names} - {*storage.names(path, directories=True)})
     files = [name for name in names if name.endswith(_DISTCP)]
+    record = os.path.join(path, _METADATA)
+    checks = {
+        name: _unless_replaced(record, _verify_file, os.path.join(path, name)) for name in files
+    }
     metadata = [name for name in names if name.endswith(_METADATA)]  # one, or one for each rank
     if files and not metadata:
         why = f"{path!r} has no {_METADATA}: no checkpoint was committed there"
         yield path, partial(_refuse, why)
     for name in metadata:
-        yield os.path.join(path, name), partial(_verify_metadata, os.path.join(path, name))
-    # A list tells of all the files that belong to a directory.
-    others = [] if _is_listed(path) else [name for name in names if _has_tensors(path, name)]
-    for name in files:
-        yield os.path.join(path, name), partial(_verify_file, os.path.join(path, name))
-    for name in others:  # in a cache of the Hugging Face hub they are links
         file = os.path.join(path, name)
-        yield file, partial(_verify_file, os.path.realpath(file))
+        yield file, _unless_replaced(file, _verify_metadata, file)
+    left = _left_over(path) if files and metadata else []
+    for name in files:
+        yield os.path.join(path, name), _leave if name in left else checks[name]
+    if _is_listed(path):  # a list tells of all the files that belong to a directory
+        return
+    by_name = [name for name in names if name.endswith((*_OF_TENSORS, INDEX_SUFFIX))]
+    by_head, passed_over = _bounded(path, [*{*names} - {*by_name}])
+    for name in sorted((*by_name, *by_head)):  # in a cache of the Hugging Face hub they are links
+        file = os.path.join(path, name)
+        if _has_tensors(path, name):
+            yield file, partial(_verify_file, os.path.realpath(file))
+    yield from passed_over
+
+
+def _left_over(path: str) -> list[str]:
+    """Returns the data files of DCP that no .metadata names, as far as these can be read."""
+    # Imports torch.distributed.checkpoint, which nothing else here needs.
+    from fastckpt.directories import dcp_metadata
+
+    try:
+        return dcp_metadata.unnamed(pipeline.current().storage, path)
+    except CheckpointError:  # whose own verdict says so
+        return []
+
+
+def _unless_replaced(record: str, verify: Callable[[str], int], path: str) -> Callable[[], int]:
+    """Returns the check of a part of what a commit record stands for. It raises Vanished if it
+    fails, and a save has replaced or removed the record since this call.
+    """
+    before = _version(record)
+
+    def check() -> int:
+        try:
+            return verify(path)
+        except (CorruptCheckpoint, StorageError):
+            if _version(record) != before:
+                raise Vanished(record) from None
+            raise
+
+    return check
+
+
+def _version(path: str) -> tuple[int, int, int] | None:
+    status = status_of(path)
+    return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 def _has_tensors(directory: str, name: str) -> bool:
@@ -209,7 +282,8 @@ def _has_tensors(directory: str, name: str) -> bool:
     if name.endswith(INDEX_SUFFIX):  # it has no checksum: it is told only if it is no file
         status = status_of(path)
         return status is None or not stat.S_ISREG(status.st_mode)
-    if name[0] == "." or name.endswith(_DISTCP) or is_directory(path):
+    is_other = name[0] == "." or name.endswith(_DISTCP)
+    if is_other or (not is_mounted(path) and is_directory(path)):
         return False
     if name.endswith(_OF_TENSORS):
         return True
@@ -226,6 +300,17 @@ class _NotCommitted(CheckpointError):
 
 def _mention() -> int:
     raise _NotCommitted(f"it has no {MANIFEST}: it was never committed, or is being saved")
+
+
+class _LeftOver(CheckpointError):
+    """A file that belongs to no checkpoint: what a save wrote that did not commit."""
+
+
+def _leave() -> int:
+    raise _LeftOver(
+        f"no {_METADATA} names it: its save was killed, or has not committed yet; see `fastckpt "
+        "repair`"
+    )
 
 
 class _WithoutChecksums(CheckpointError):
@@ -316,9 +401,7 @@ def _verify_metadata(path: str) -> int:
     # Imports torch.distributed.checkpoint, which nothing else here needs.
     from fastckpt.directories import dcp_metadata
 
-    storage = pipeline.current().storage
-    with opened_regular(storage, path) as fd, reported("read", path):
-        content = storage.read_at(fd, storage.fstat(fd).st_size, 0)
+    content = dcp_metadata.content_of(pipeline.current().storage, path)
     if not dcp_metadata.check(content, path):
         raise _WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksum")
     directory = os.path.dirname(path)
@@ -360,6 +443,8 @@ def _verify_step(steps: Steps, name: str, is_local: bool) -> int:
                 damage.append(str(error))
             except StorageError as error:
                 unread = error
+        if damage or unread is not None:  # without locks, as in a bucket, a save may remove it
+            steps.read(name)
         if damage:
             raise CorruptCheckpoint("; ".join(damage))
         if unread is not None:

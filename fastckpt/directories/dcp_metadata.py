@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import enum
+import errno
 import gc
 import io
 import math
@@ -16,7 +17,6 @@ import os
 import pathlib
 import pickle
 import re
-import stat
 import zlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -35,11 +35,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.directories.items_load import OURS
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import NUMBER_END, Callee, Instance, Refused, are_numbers
 from fastckpt.formats.strict_json import shown
 from fastckpt.plan.boxes import Box, covers, whole
+from fastckpt.reading.verified import opened_regular
 from fastckpt.storage.atomic import is_old
 from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.owners import TOKEN, is_token_of_dead
@@ -208,6 +210,36 @@ def files_named_by(storage: Storage, path: str) -> set[str]:
         return set()
 
 
+def unnamed(storage: Storage, directory: str) -> list[str]:
+    """Returns the names of our data files in a directory that no `.metadata` file there names: of a
+    save that was killed, or has not committed yet. Raises as content_of().
+    """
+    names = storage.names(directory)  # first: what is committed after that is named below
+    files = [name for name in sorted(names) if OURS.fullmatch(name)]
+    named = set[str]()
+    for name in storage.names(directory) if files else ():
+        if name.endswith(NAME):
+            named.update(named_files(content_of(storage, os.path.join(directory, name))))
+    return [name for name in files if name not in named]
+
+
+def content_of(storage: Storage, path: str) -> bytes:
+    """Returns the bytes of a `.metadata` file.
+
+    Raises:
+        CorruptCheckpoint: it is no regular file, or larger than any.
+        StorageError: it cannot be read, or there is too little memory for it (ENOMEM).
+    """
+    with opened_regular(storage, path) as fd, reported("read", path):
+        nbytes = storage.fstat(fd).st_size
+        if nbytes > _NBYTES_MAX:
+            raise CorruptCheckpoint(f"{path!r} has {nbytes} bytes, which no .metadata file has")
+        try:
+            return storage.read_at(fd, nbytes, 0)
+        except MemoryError:
+            raise StorageError("allocate memory to read", path, errno.ENOMEM) from None
+
+
 def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
     """Returns the metadata that a `.metadata` file holds.
 
@@ -221,20 +253,9 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
         IncompatibleCheckpoint: it describes a checkpoint in another format.
         pickle.UnpicklingError: it needs another class or function, and weights_only is set.
     """
-    status = storage.status(path)
-    if status is None:
+    if storage.status(path) is None:
         raise FileNotFoundError(f"{path!r} does not exist: no checkpoint was committed there")
-    if not stat.S_ISREG(status.st_mode):
-        raise CorruptCheckpoint(f"{path!r} is not a regular file")
-    with reported("read", path):
-        fd = storage.open(path)
-        try:
-            nbytes = storage.fstat(fd).st_size
-            if nbytes > _NBYTES_MAX:
-                raise CorruptCheckpoint(f"{path!r} has {nbytes} bytes, which no .metadata file has")
-            content = storage.read_at(fd, nbytes, 0)
-        finally:
-            storage.close(fd)
+    content = content_of(storage, os.path.realpath(path))
     has_checksum = check(content, path)
     # Unpickling makes millions of objects and no garbage; collecting meanwhile doubles the time.
     collecting = gc.isenabled()

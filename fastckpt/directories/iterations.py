@@ -6,6 +6,7 @@ removing old ones. It must not know what is in a checkpoint, nor Megatron.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -19,6 +20,7 @@ from fastckpt.directories.verify import COMMON as COMMON
 from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
+from fastckpt.storage.file_system import NoRegularFile
 from fastckpt.storage.keep import Entry, may_go
 from fastckpt.storage.owners import divided
 
@@ -97,12 +99,18 @@ def tracked(root: str) -> int | str | None:
 
 
 def _tracker_text(root: str) -> str | None:
-    """Returns the tracker's text; None if it is missing."""
+    """Returns the tracker's text; None if it is missing. Raises StorageError, also if it is no
+    regular file.
+    """
+    storage, tracker = pipeline.current().storage, os.path.join(root, TRACKER)
     try:
-        with open(os.path.join(root, TRACKER), "rb") as file:
-            return file.read(_TRACKER_BYTES_MAX).decode(errors="replace").strip()
+        content = storage.read_file(os.path.realpath(tracker), _TRACKER_BYTES_MAX)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        detail = "it is not a regular file" if isinstance(error, NoRegularFile) else ""
+        raise StorageError("read", tracker, error.errno or errno.EIO, detail=detail) from error
+    return content.decode(errors="replace").strip()
 
 
 def candidates(root: str, *others: str) -> list[tuple[int, str]]:

@@ -172,7 +172,8 @@ class FrameWriter:
         self._changed = threading.Condition()
         # State below is protected by _changed. Workspaces are not thread-local, since a thread of
         # the engine is a new one to Python at each call.
-        self._idle = [_Workspace(encoder(), block_bytes)]
+        with reported("allocate memory to compress", path):
+            self._idle = [_Workspace(encoder(), block_bytes)]
         self._frames: list[int] = []
         self._end = 0  # of the frames whose size is known
         self._blocks_written = 0

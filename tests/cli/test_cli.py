@@ -298,6 +298,55 @@ def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
     assert (done.stdout, done.stderr) == ("{", "")
 
 
+def test_a_closed_stdout_is_no_fault(saved: Path) -> None:
+    """What is printed is for nobody; the status counts, and no file becomes descriptor 1."""
+    for arguments, status in ((("ls", "run"), 0), (("verify", "run"), 0), (("verify", "gone"), 1)):
+        shell = f"{' '.join(command(*arguments))} >&-"
+        done = subprocess.run(
+            shell, shell=True, cwd=saved, env=environment(), capture_output=True, timeout=60
+        )
+        assert (done.returncode, done.stderr) == (status, b""), arguments
+
+
+STEERING = "\x1b[31m\x1b]0;title\x07\x9b1m\u202e"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *([name, f"d{STEERING}"] for name in ("verify", "ls", "inspect", "repair", "doctor")),
+        ["verify", f"d{STEERING}/bad{STEERING}.pt"],
+        ["verify", f"gone{STEERING}"],
+        ["ls", f"gone{STEERING}"],
+        ["inspect", f"d{STEERING}/bad{STEERING}.pt"],
+        ["repair", f"d{STEERING}", "--takeover"],
+        ["diff", f"d{STEERING}", f"d{STEERING}"],
+        ["convert", f"d{STEERING}", f"o{STEERING}.pt", "--to", "pt"],
+        ["verify", f"dcp{STEERING}"],
+    ],
+    ids=lambda it: it[0],
+)
+def test_nothing_that_is_printed_steers_a_terminal(
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Names of files, tensors and metrics are anybody's."""
+    monkeypatch.chdir(tmp_path)
+    root = f"d{STEERING}"
+    with fastckpt.Checkpointer(root) as checkpointer:
+        metrics = {f"loss{STEERING}": 0.5}
+        checkpointer.save(1, {f"w{STEERING}": torch.ones(3)}, metrics=metrics).result()
+    Path(root, f"bad{STEERING}.pt").write_bytes(b"PK\x03\x04junk")
+    if fast_dcp is not None:
+        fast_dcp.save({f"w{STEERING}": torch.ones(3)}, checkpoint_id=f"dcp{STEERING}")
+    main(arguments)
+    said = capsys.readouterr()
+    assert {*STEERING}.isdisjoint({*said.out, *said.err} - {*"[]31m0;title"}), said
+    assert said.out + said.err
+
+
 def state() -> dict[str, Any]:
     return {"weights": torch.arange(3_000_000.0), "bias": torch.ones(1000), "step": 7}
 
@@ -405,6 +454,56 @@ def test_verify_names_a_damaged_file_of_dcp(
     assert re.match(rf"damaged +{file}: .*CRC-32 mismatch in bytes 0 to", lines[1])
     flip(saved / "dcp" / ".metadata", 100)
     assert re.match("damaged .*metadata' is damaged", verified(capsys, saved / "dcp")[1][0])
+
+
+def test_verify_tells_left_over_files_of_dcp_from_damage(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A save that was killed has left them beside a checkpoint that is whole."""
+    for name, content in (
+        ("__0_00000000000000aa", b"PK\x03\x04cut"),
+        ("__1_00000000000000bb", b""),
+    ):
+        (saved / "dcp" / f"{name}.distcp").write_bytes(content)
+    status, lines = verified(capsys, saved / "dcp")
+    assert status == 0 and sorted(line.split()[0] for line in lines) == ["left", "left", "ok", "ok"]
+    assert all("no .metadata names it" in line for line in lines if line.startswith("left over "))
+
+
+def test_verify_calls_removed_what_a_save_of_dcp_replaces_meanwhile(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (replaced,) = (saved / "dcp").glob("*.distcp")
+
+    class Overtaken(Recorder):
+        """Another save commits when the `.metadata` has been read, and removes the old file."""
+
+        overtaken = False
+
+        def perform(self, number: int, operation: Operation, real: Callable[[], Any]) -> Any:
+            done = real()
+            if operation.name == "read_at" and not self.overtaken:
+                self.overtaken = True
+                fast_dcp.save({"other": torch.ones(3)}, checkpoint_id=str(saved / "dcp"))
+                replaced.unlink(missing_ok=True)  # the save may do so later
+            return done
+
+    with process_on(Overtaken()):
+        status, lines = verified(capsys, saved / "dcp")
+    assert status == 0 and lines[0].startswith("removed "), lines
+    status, lines = verified(capsys, saved / "dcp")
+    assert status == 0 and [line.split()[0] for line in lines] == ["ok", "ok"], lines
+
+
+@pytest.mark.parametrize("command", ["verify", "repair", "inspect"])
+def test_a_metadata_file_with_holes_is_no_fault(
+    command: str, saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file may have any size without its bytes."""
+    os.truncate(saved / "dcp" / ".metadata", 1 << 42)
+    assert main([command, str(saved / "dcp")]) == 1
+    said = capsys.readouterr()
+    assert "which no .metadata file has" in said.out + said.err
 
 
 def test_verify_wants_all_files_of_dcp(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

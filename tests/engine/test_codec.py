@@ -614,3 +614,13 @@ def test_engine_learns_why_a_frame_was_not_written(fd: int) -> None:
     job = engine_write(FrameWriter(storage, fd, "a.zst", len(content), BLOCK), fd, content)
     failure = job.failure()
     assert failure is not None and failure[0] == "write" and failure[2] == errno.EDQUOT
+
+
+def test_a_lack_of_memory_is_told(tmp_path: Path) -> None:
+    """A save that begins when address space is short ends with an error of the closed set."""
+    with (
+        open(tmp_path / "a.zst", "wb") as file,
+        pytest.raises(StorageError, match=r"allocate memory to compress of 'a\.zst'") as raised,
+    ):
+        FrameWriter(Storage(), file.fileno(), "a.zst", 1, 1 << 47)
+    assert raised.value.errno == errno.ENOMEM

@@ -277,6 +277,44 @@ def test_a_step_that_was_not_committed_is_none(disk: Path, name: str) -> None:
         fastckpt.load_into({"w": torch.zeros(1 << 18)}, directory)
 
 
+@pytest.mark.parametrize("kind", ["fifo", "directory", "device"])
+def test_a_tracker_that_is_no_file_holds_nobody_up(kind: str, disk: Path) -> None:
+    """Nobody may ever write to a FIFO, and a device may never end."""
+    run = iterations(flat(), disk)
+    tracker = run / "latest_checkpointed_iteration.txt"
+    tracker.unlink()
+    if kind == "fifo":
+        os.mkfifo(tracker)
+    elif kind == "directory":
+        tracker.mkdir()
+    else:
+        tracker.symlink_to("/dev/zero")
+    failures: list[BaseException] = []
+
+    def look() -> None:
+        try:
+            fastckpt.open(run)
+        except BaseException as error:
+            failures.append(error)
+
+    looks = threading.Thread(target=look, daemon=True)
+    looks.start()
+    looks.join(60)
+    assert not looks.is_alive()
+    (failure,) = failures
+    assert isinstance(failure, StorageError), failure
+    assert str(tracker) in str(failure) and "it is not a regular file" in str(failure)
+
+
+def test_a_tracker_may_be_a_link(disk: Path) -> None:
+    run = iterations(flat(), disk)
+    tracker = run / "latest_checkpointed_iteration.txt"
+    tracker.rename(disk / "elsewhere")
+    tracker.symlink_to(disk / "elsewhere")
+    with fastckpt.open(run) as tensors:
+        assert tensors.path == str(run / "iter_0000012")
+
+
 def test_no_code_of_the_file_is_run(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(disk)
     torch.save({"w": torch.ones(3), "x": Exploding()}, disk / "a.pt")
