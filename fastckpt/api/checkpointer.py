@@ -74,9 +74,10 @@ class Checkpointer:
 
     Every rank of the group makes one with the same root and calls the same methods in the same
     order. Ranks whose root, codec, keep_last, keep_every, keep_best or kind of `local` differ hear
-    so within seconds, by a PeerFailed that names both. Each writes its part of a step to files of its own; tensors that several ranks hold are
-    divided among them. A step exists once its manifest does, the last file; every byte is verified
-    when read. Saves commit in the order they were begun, with `local` where they are first.
+    so within seconds, by a PeerFailed that names both. Each writes its part of a step to files of
+    its own; tensors that several ranks hold are divided among them. A step exists once its manifest
+    does, the last file; every byte is verified when read. Saves commit in the order they were
+    begun, with `local` where they are first.
 
     A state is a nest of dicts, lists and tuples of
     - tensors, which must be the same on all ranks (samples of them are compared);

@@ -24,6 +24,7 @@ _ON_NODES = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_
 _OF_CLIENTS = {"s3": "AWS_", "gs": "GOOGLE_", "az": "AZURE_"}
 _HTTP = {"ALLOW_HTTP", "ALLOW_INVALID_CERTIFICATES", "CONNECT_TIMEOUT", "TIMEOUT", "USER_AGENT"}
 _HTTP |= {"PROXY_URL", "PROXY_CA_CERTIFICATE", "PROXY_EXCLUDES", "POOL_IDLE_TIMEOUT"}
+_ENDPOINTS = ("ENDPOINT", "ENDPOINT_URL", "ENDPOINT_URL_S3", "STORAGE_ENDPOINT")
 _COUNT = re.compile("[0-9]{1,9}")
 _TASKS = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?")  # as "4(x2),3": two nodes of 4, one of 3
 
@@ -58,6 +59,12 @@ def is_told(scheme: str, key: str) -> bool:
     """Returns whether a variable such as AWS_DEFAULT_REGION tells such a client a "region"."""
     begin = _OF_CLIENTS[scheme]
     return any(name.startswith(begin) and key.upper() in name for name in os.environ)
+
+
+def endpoints(scheme: str) -> dict[str, str]:
+    """Returns the variables that tell such a client its endpoint, with their values."""
+    names = (f"{_OF_CLIENTS[scheme]}{name}" for name in _ENDPOINTS)
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def launched_rank() -> tuple[int, int] | None:

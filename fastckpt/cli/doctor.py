@@ -17,13 +17,17 @@ import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.arguments.urls import is_mounted
+from fastckpt.cli.shared_arguments import shown_name
 from fastckpt.engine import budget, devices, gds
 from fastckpt.engine.staging import Route, crc32_kernel, stager_count
-from fastckpt.errors import BackendUnavailable, CheckpointError
+from fastckpt.errors import BackendUnavailable, CheckpointError, StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
+from fastckpt.storage.object_botocore import foreign_keys
 
 _NAME = "fastckpt-doctor"
+_KEYS_TOLD = 10
 
 
 class Row(NamedTuple):
@@ -43,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps({"rows": [row._asdict() for row in rows]}, indent=1))
     else:
         width = max(len(row.name) for row in rows)
-        print(*(f"{row.name:{width}}  {row.text}" for row in rows), sep="\n")
+        print(*(f"{row.name:{width}}  {shown_name(row.text)}" for row in rows), sep="\n")
     return int(any(row.is_wrong for row in rows))
 
 
@@ -75,6 +79,22 @@ def _directory(directory: str) -> Iterator[Row]:
                 current.storage.remove(name)
     except (CheckpointError, OSError) as error:
         yield Row("saves", f"impossible: {error}", True)
+        return
+    if is_mounted(directory):
+        yield from _foreign(directory)
+
+
+def _foreign(root: str) -> Iterator[Row]:
+    """Yields which objects of other programs are passed over, since no path can have their keys."""
+    try:
+        keys = foreign_keys(root)
+    except StorageError as error:
+        yield Row("foreign keys", f"cannot be listed: {error}")
+        return
+    if keys:
+        more = f" and {len(keys) - _KEYS_TOLD} more" if len(keys) > _KEYS_TOLD else ""
+        named = ", ".join(map(repr, keys[:_KEYS_TOLD])) + more
+        yield Row("foreign keys", f"objects of other programs, which are passed over: {named}")
 
 
 def _told(route: Route) -> str:

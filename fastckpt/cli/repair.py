@@ -26,7 +26,7 @@ from fastckpt.steps.lease import Lease
 from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, is_directory, reported
-from fastckpt.storage.object_debris import stale_uploads
+from fastckpt.storage.object_botocore import stale_uploads
 from fastckpt.storage.owners import divided
 from fastckpt.storage.vanishing import is_unlocked
 

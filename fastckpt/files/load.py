@@ -54,11 +54,12 @@ class TorchLoad(NamedTuple):
         f, where = self.f, self.map_location
         simple = where is None or isinstance(where, str | torch.device)
         with _no_memory_told(f), _end_told(f):
-            if isinstance(f, str | os.PathLike) and simple and str(f).endswith(".safetensors"):
+            is_path = isinstance(source, str | os.PathLike)
+            if is_path and simple and str(f).endswith(".safetensors"):
                 # Newer versions of torch.load do the same by themselves.
                 from safetensors.torch import load_file
 
-                return load_file(f, device=str(where or "cpu"))
+                return load_file(source, device=str(where or "cpu"))
             where = where if place is None else place
             return torch_load(source, where, self.pickle_module, **self.options)
 
@@ -101,10 +102,7 @@ def _load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any
     started = time.perf_counter()
     opened = _open_regular(asked.f)
     if opened is None:
-        if isinstance(asked.f, str) and is_mounted(asked.f):
-            detail = "there is no such object; steps are for Checkpointer, open and load_into"
-            raise NoPath("open", asked.f, errno.ENOENT, detail=detail)
-        return asked.read(asked.f)
+        return _read_by_torch(asked, None)
     fd, path = opened
     current = pipeline.current()
     try:
@@ -114,13 +112,13 @@ def _load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any
             direct, _why = current.staging.gds.way(staging, queue)
         file = open_verified(current.storage, current.staging, fd, path, verify, direct=direct)
         if file is None:
-            obj = asked.read(_for_torch(current.storage, fd, asked.f))
+            obj = _read_by_torch(asked, fd)
         else:
             with file:
                 if not maps:
                     obj = _load_placed(asked, file)
                 elif not verify or not isinstance(asked.f, str | os.PathLike):
-                    obj = asked.read(_for_torch(current.storage, fd, asked.f))
+                    obj = _read_by_torch(asked, fd)
                 else:
                     file.verify_all()
                     _for_torch(current.storage, fd, asked.f)
@@ -130,6 +128,18 @@ def _load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any
         close_quietly(current.storage, fd)
     _tell_loaded(path, file, started)
     return obj
+
+
+def _read_by_torch(asked: TorchLoad, fd: int | None) -> Any:
+    """Lets torch.load read f, which is open as fd; None: it is no regular file, or none is there.
+    Raises NoPath if that is a URL.
+    """
+    if fd is not None:
+        return asked.read(_for_torch(pipeline.current().storage, fd, asked.f))
+    if isinstance(asked.f, str) and is_mounted(asked.f):
+        detail = "there is no such object; steps are for Checkpointer, open and load_into"
+        raise NoPath("open", asked.f, errno.ENOENT, detail=detail)
+    return asked.read(asked.f)
 
 
 def _for_torch(storage: Storage, fd: int, f: Any) -> Any:
@@ -219,7 +229,7 @@ def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) 
                 file.abandon()
             raise
         if file is None:
-            obj = asked.read(asked.f)
+            obj = _read_by_torch(asked, fd)
         else:
             with file:
                 obj = _load_placed(asked, file)

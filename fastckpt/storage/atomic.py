@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
+from fastckpt.arguments.urls import is_mounted
 from fastckpt.errors import StorageError, telling
 from fastckpt.storage.file_system import NEW_MODE, Storage, is_directory, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
@@ -34,7 +35,8 @@ _CLOSED_S, _CLOSED_POLL_S = 0.5, 0.05
 
 def _prefix(path: str) -> str:
     name = os.path.basename(path)
-    if len(os.fsencode(name)) > _NAME_BYTES_MAX:
+    # Nothing limits a part of an object's key, and its name tells where an upload goes.
+    if len(os.fsencode(name)) > _NAME_BYTES_MAX and not is_mounted(path):
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return f".{name}"
 
@@ -65,7 +67,11 @@ def _is_of(name: str, prefix: str) -> bool:
 
 
 def others_at_work(storage: Storage, path: str) -> list[int]:
-    """Returns the pids of other live processes of this host that are saving to path."""
+    """Returns the pids of other live processes of this host that are saving to path; none for an
+    object, whose upload has no name.
+    """
+    if is_mounted(path):
+        return []
     owners = (divided(os.path.basename(name))[1] for name in temporaries(storage, path))
     beside = [owner for owner in owners if owner and owner.is_beside_this and not owner.is_gone]
     return sorted({owner.pid for owner in beside} - {os.getpid()})
@@ -174,11 +180,12 @@ def temporary(
         StorageError: path is a directory, or its directory is missing, full or not writable.
     """
     with reported("open", path):
-        replaced = storage.status(path)
+        replaced = _replaced(storage, path)
         is_file = replaced is None or stat.S_ISREG(replaced.st_mode)
         if not is_file or not os.path.basename(path):
             raise IsADirectoryError(errno.EISDIR, "not a regular file")
-        remove_debris(storage, path)
+        if purpose is None or not is_mounted(path):  # an upload is no object before its end
+            remove_debris(storage, path)
         name = temporary_path(path)
         # The file replaced may have another owner, group or mode: until the new one has them too,
         # only this user, as whom all ranks run, may open it.
@@ -197,6 +204,16 @@ def temporary(
         _remove_closed(storage, name, served)
         raise
     close_quietly(storage, fd)
+
+
+def _replaced(storage: Storage, path: str) -> os.stat_result | None:
+    """Returns the status of the file that a new one is to replace; None if there is none."""
+    try:
+        return storage.status(path)
+    except StorageError as error:
+        if error.errno != errno.EKEYREJECTED:
+            raise
+        return None  # of a store: who may not look or list may still put, and the put tells
 
 
 @telling
@@ -259,15 +276,14 @@ def check_directory(storage: Storage, path: str) -> None:
     """Raises StorageError if a file's directory is missing, so that save() itself raises it. Other
     faults show when the file is opened, in the background.
     """
+    if is_mounted(path):  # objects need no directory
+        return
     try:
         is_missing = storage.status(os.path.dirname(path)) is None
     except OSError:  # this may pass; opening the file decides
         return
     if is_missing:
-        try:  # objects need no directory
-            close_quietly(storage, storage.open(os.path.dirname(path), "directory"))
-        except OSError:
-            raise StorageError("open", path, errno.ENOENT, detail="create it first") from None
+        raise StorageError("open", path, errno.ENOENT, detail="create it first")
 
 
 def close_quietly(storage: Storage, fd: int) -> None:
@@ -287,6 +303,8 @@ def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> No
     Raises:
         StorageError: of op "open" or "set mode".
     """
+    if is_mounted(path):  # objects have none
+        return
     with reported("open", path):
         replaced = storage.status(path)
     if replaced is None and _umask() & stat.S_IWOTH:

@@ -15,7 +15,7 @@ from functools import update_wrapper
 from math import frexp
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from fastckpt.arguments.environment import client_options, is_told, launched_rank
+from fastckpt.arguments.environment import client_options, endpoints, is_told, launched_rank
 from fastckpt.arguments.urls import divided, options_of, timeout_s_of
 from fastckpt.errors import StorageError, as_url
 from fastckpt.latch import TimedOut, within
@@ -36,6 +36,7 @@ _KNOWN_S = 300  # for how long credentials of a profile are used before they are
 _SHARE = 0.4
 _KEYS = re.compile("access_key|credential|skip_signature", re.IGNORECASE)  # options about them
 _CREDENTIALS = re.compile(r"//[^/@\s]+@")  # of an endpoint
+_ENDPOINT = re.compile(r"https?://[^/\s][^\s]*\Z", re.IGNORECASE)
 
 _lock = threading.Lock()
 # By mount, bucket, blocks of a part, and for how long its users wait.
@@ -67,6 +68,7 @@ _FORKED = (
 
 def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore:
     options, scheme = options_of(mount), mount[1:].partition(":")[0]
+    _check_endpoint(options, scheme)
     most_s = timeout_s if blocks else _SHARE * timeout_s  # whoever waits for a part gives it up
     patience_s = min(_PATIENCE_S if blocks else _SHORT_PATIENCE_S, most_s)
     retries = {
@@ -97,6 +99,17 @@ def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore
     except Exception as error:  # an unknown option, say: its own text tells
         said = _CREDENTIALS.sub("//", str(error).split("\n\nDebug source")[0])
         raise ValueError(f"{scheme}://{bucket}, with storage_options: {said}") from None
+
+
+def _check_endpoint(options: dict[str, Any], scheme: str) -> None:
+    """Raises ValueError if an endpoint is no URL: the client would panic at the first request."""
+    told = {f"storage_options[{key!r}]": options[key] for key in options if "endpoint" in key}
+    for name, value in {**told, **endpoints(scheme)}.items():
+        if isinstance(value, str) and not _ENDPOINT.match(value):
+            cure = "unset it to use the store's own endpoint" if not value else "mend it"
+            raise ValueError(
+                f"{name} is {value!r}, must be a URL such as https://host:9000; {cure}"
+            )
 
 
 _SLOW = "the credentials were not there after"
@@ -155,6 +168,36 @@ def client() -> Any:
     return obstore
 
 
+_NAMES = {
+    "endpoint": "endpoint_url",
+    "region": "region_name",
+    "access_key_id": "aws_access_key_id",
+    "secret_access_key": "aws_secret_access_key",
+    "session_token": "aws_session_token",
+    "token": "aws_session_token",
+}
+
+
+def botocore_client(path: str) -> Any:
+    """Returns botocore's client for S3, with the options of the path's URL.
+
+    Raises ImportError: botocore is not installed.
+    """
+    import botocore.config
+    import botocore.session
+
+    options, timeout_s = options_of(divided(path)[0]), _SHARE * timeout_s_of(path)
+    if "credential_provider" in options:
+        options |= _bounded(options["credential_provider"], min(_REQUEST_S, timeout_s))()
+    known = {_NAMES[key]: value for key, value in options.items() if key in _NAMES}
+    config = botocore.config.Config(
+        connect_timeout=min(_SHORT_PATIENCE_S, timeout_s),
+        read_timeout=min(_REQUEST_S, timeout_s),
+        s3={"addressing_style": "path"},
+    )
+    return botocore.session.get_session().create_client("s3", config=config, **known)
+
+
 def asked(op: str, path: str, call: Callable[..., T], *args: Any, **how: Any) -> T:
     """Calls the client, and turns its errors into OSErrors.
 
@@ -191,8 +234,11 @@ _BY_NAME = {
     "UnauthenticatedError": errno.EKEYREJECTED,
     "AlreadyExistsError": errno.EEXIST,
     "PreconditionError": errno.ESTALE,
+    "InvalidPathError": errno.EILSEQ,
     "NotSupportedError": errno.EOPNOTSUPP,
 }
+# A refusal whose answer, to a HEAD, holds no reason.
+UNTOLD = "status code: 400"
 _BY_TEXT = {
     "status code: 401": errno.EKEYREJECTED,
     "status code: 403": errno.EKEYREJECTED,

@@ -23,7 +23,8 @@ from typing import Any
 from fastckpt import _engine
 from fastckpt.arguments.urls import divided, is_mounted
 from fastckpt.errors import StorageError
-from fastckpt.storage import calls
+from fastckpt.latch import items_of
+from fastckpt.storage import calls, object_botocore
 from fastckpt.storage.file_system import (
     Opening,
     Refusal,
@@ -33,7 +34,7 @@ from fastckpt.storage.file_system import (
 )
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.object_upload import CONCURRENCY, Upload
-from fastckpt.storage.object_urls import asked, client, store_of
+from fastckpt.storage.object_urls import UNTOLD, asked, client, store_of
 from fastckpt.storage.owners import Owner
 from fastckpt.storage.owners import divided as owner_divided
 from fastckpt.storage.policies import Policy
@@ -44,6 +45,8 @@ _CLAIMED_S = 24 * 3600.0
 _STREAM_BYTES = 1 << 20  # what the client holds of one read at a time
 _LISTED_S = 1.0  # for how long a listing answers
 _PAGE = 1000  # objects of a listing, as S3 has it
+_KEY_BYTES_MAX = 1024  # as S3, Google and Azure have it
+_APPENDED_BYTES_MAX = 8 << 20  # what append() keeps of the lines before, since it writes them anew
 _ANY = 1 << 62
 DROPPING = "fastckpt-drop"  # the name of a thread
 _MARK = "fastckpt"  # metadata of an object: which put has made it
@@ -145,7 +148,13 @@ class ObjectStorage:
         close_scratch(fd)
 
     def _head(self, path: str) -> Any:
-        return asked("open", path, client().head, store_of(path), _key(path))
+        try:
+            found = asked("open", path, client().head, store_of(path), _key(path))
+        except StorageError as error:
+            if UNTOLD not in error.detail:
+                raise
+            found = self._get(path).meta
+        return _of_a_store("open", path, found)
 
     def _put(self, op: str, path: str, content: Any, **how: Any) -> Any:
         """Puts an object, and returns what the store says of it. A missing bucket is an error of
@@ -179,7 +188,9 @@ class ObjectStorage:
 
     @staticmethod
     def _get(path: str, **options: Any) -> Any:
-        return asked("read", path, client().get, store_of(path), _key(path), options=options)
+        got = asked("read", path, client().get, store_of(path), _key(path), options=options)
+        _of_a_store("read", path, got.meta)
+        return got
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
         found = self._get(path)
@@ -261,7 +272,7 @@ class ObjectStorage:
         """Gives a new object, which is open here, its name; that must be free in a directory that
         was claimed here, and if the claim is lost, another one may have it.
         """
-        opened = next((it for it in self.open_now.values() if it.path == source), None)
+        opened = next((it for _fd, it in items_of(self.open_now) if it.path == source), None)
         if opened is None:
             raise OSError(errno.EOPNOTSUPP, "objects cannot be renamed", source)
         if opened.upload is not None:
@@ -316,11 +327,7 @@ class ObjectStorage:
                 return self._status(path, listed)
             with suppress(FileNotFoundError):  # it may be a directory
                 return self._status(path, self._head(path))
-            pages = client().list(store_of(path), key, chunk_size=1)
-            with suppress(FileNotFoundError):  # there is not even a bucket
-                if asked("list", path, next, iter(pages), []):
-                    return _DIRECTORY
-            return None
+            return _DIRECTORY if self._page(path, None)[0] else None
         return _DIRECTORY
 
     def _status(self, path: str, found: Any) -> os.stat_result:
@@ -351,10 +358,39 @@ class ObjectStorage:
         """Returns the objects in a directory, by name, and the names of the directories there."""
         key = _key(path)
         how = (store_of(path), key or None)
-        found = asked("list", path, client().list_with_delimiter, *how)
+        try:
+            found = _listing(path, client().list_with_delimiter, *how)
+        except StorageError as error:
+            if error.errno != errno.EILSEQ:
+                raise
+            found = object_botocore.listed(path, error)
         cut = len(key) + 1 if key else 0
+        below = dict.fromkeys(each[cut:].rstrip("/") for each in found["common_prefixes"])
         objects = {each["path"][cut:]: each for each in found["objects"]}
-        return objects, [each[cut:].rstrip("/") for each in found["common_prefixes"]]
+        if not objects and not below:
+            self._confirm_nothing(path)
+        # Consoles mark a folder by an object of no bytes, whose name ends with a slash.
+        objects = {name: its for name, its in objects.items() if name and name not in below}
+        return objects, [*below]
+
+    def _confirm_nothing(self, path: str) -> None:
+        """Makes sure that it is a store which has listed nothing: a page of HTML reads as an empty
+        listing, too. Raises StorageError.
+        """
+        with suppress(FileNotFoundError):  # as a store says
+            self._head(os.path.join(path, CLAIM))
+
+    def _page(self, path: str, after: str | None) -> tuple[list[Any], str | None]:
+        """Returns a page of the objects below a path, and the last key, if there may be more."""
+        key = _key(path) or None
+        pages = client().list(store_of(path), key, offset=after, chunk_size=_PAGE)
+        try:
+            page = _listing(path, next, iter(pages), [])
+        except StorageError as error:
+            if error.errno != errno.EILSEQ:
+                raise
+            return object_botocore.page(path, after, error)
+        return page, page[-1]["path"] if len(page) == _PAGE else None
 
     def names(self, directory: str, *, directories: bool = False) -> list[str]:
         """As Storage's. A claim is told of only while it is the only thing there, new, and not of a
@@ -380,20 +416,23 @@ class ObjectStorage:
         it tells of an object is the answer to the next question for its status.
         """
         self._listed_now.clear()
-        key, found, after = _key(path), dict[str, None](), None
+        key, found = _key(path), dict[str, None]()
         cut = len(key) + 1 if key else 0
-        how = (store_of(path), key or None)
+        after: str | None = None
         while True:
-            pages = client().list(*how, offset=after, chunk_size=_PAGE)
-            page = asked("list", path, next, iter(pages), [])
+            page, last = self._page(path, after)
+            if not page and last is None and after is None:
+                self._confirm_nothing(path)
             inner = [each["path"][cut:].partition("/") for each in page]
             found.update((name, None) for name, slash, _rest in inner if slash)
             now, base = time.monotonic(), path.rstrip("/")
-            self._listed_now.update((f"{base}/{each['path'][cut:]}", (each, now)) for each in page)
-            if len(page) < _PAGE:
+            self._listed_now.update(
+                (f"{base}/{each['path'][cut:]}", (each, now)) for each in page if each["size"]
+            )  # an object of no bytes may mark a folder
+            if last is None:
                 return [*found]
-            name, slash, _rest = inner[-1]
-            after = page[-1]["path"][:cut] + name + (slash and "0")  # "0" follows "/"
+            name, slash, _rest = last[cut:].partition("/")
+            after = last[:cut] + name + (slash and "0")  # "0" follows "/"
 
     def make_directory(self, path: str, *, parents: bool = False) -> None:
         """Claims a directory; with `parents` it does nothing, since prefixes need not be made."""
@@ -435,11 +474,13 @@ class ObjectStorage:
 
     def remove_directory(self, path: str, *, content: bool = False) -> None:
         if content:
-            key, store = _key(path), store_of(path)
-            for page in asked("list", path, lambda: [*client().list(store, key)]):
-                names = [each["path"] for each in page]
-                asked("remove", path, client().delete, store, names)
-            return
+            last: str | None = None
+            while True:
+                page, last = self._page(path, last)
+                if names := [each["path"] for each in page]:
+                    asked("remove", path, client().delete, store_of(path), names)
+                if last is None:
+                    return
         is_claimed = self._claims.pop(path, None) is not None
         if not is_claimed:  # else whoever empties it has just listed it
             objects, below = self._listed(path)
@@ -455,12 +496,18 @@ class ObjectStorage:
         return "objects", self._policy
 
     def append(self, path: str, line: bytes) -> None:
-        """Writes all of the object anew, unless somebody else has done so meanwhile."""
+        """Writes the object anew, unless somebody else has done so meanwhile. If it has grown long,
+        its oldest lines go.
+        """
         for last in (False, False, False, True):
             mode: Any = "create"
             content = b""
             with suppress(FileNotFoundError):  # it is made
-                mode, content = _version(self._head(path)), self.read_file(path, _ANY)
+                found = self._head(path)
+                mode, end = _version(found), found["size"]
+                begin = max(0, end - _APPENDED_BYTES_MAX)
+                content = self._range(path, found["e_tag"], begin, end) if end else b""
+                content = content[content.find(b"\n") + 1 if begin else 0 :]
             try:
                 self._put("append", path, content + line, mode=mode)
                 return
@@ -508,7 +555,39 @@ for _name, _method in [*vars(Storage).items()]:
 
 
 def _key(path: str) -> str:
-    return divided(path)[2]
+    """Returns the key of a path. Raises OSError (ENAMETOOLONG) if no store can have it."""
+    key = divided(path)[2]
+    if (nbytes := len(os.fsencode(key))) > _KEY_BYTES_MAX:
+        detail = (
+            f"its key has {nbytes} bytes, and stores take {_KEY_BYTES_MAX}: choose a shorter URL"
+        )
+        raise StorageError("open", path, errno.ENAMETOOLONG, detail=detail)
+    return key
+
+
+def _of_a_store(op: str, path: str, found: Any) -> Any:
+    """Returns what was said of an object, if it has an ETag, as every store's has.
+
+    Raises StorageError: it is something else that answers, such as a console, or a portal.
+    """
+    if found.get("e_tag"):
+        return found
+    detail = (
+        "what answers is no object store, since it gives no ETag: check the endpoint (its port may "
+        "be that of a console), and whether a proxy or a portal is in between"
+    )
+    raise StorageError(op, path, errno.EPROTO, detail=detail)
+
+
+def _listing(path: str, call: Callable[..., Any], *args: Any) -> Any:
+    """Returns the result of a call that lists objects. Raises StorageError, also if there is no
+    bucket (ENOENT), or if a key is no path for the client (EILSEQ).
+    """
+    try:
+        return asked("list", path, call, *args)
+    except FileNotFoundError:
+        detail = f"there is no bucket {divided(path)[1]!r}"
+        raise StorageError("list", path, errno.ENOENT, detail=detail) from None
 
 
 def _version(found: Any) -> dict[str, str]:

@@ -41,12 +41,13 @@ class Request:
         key: with the bucket.
         part: the number of the part, of a part.
         nbytes: of its body.
+        query: what its URL asks for, by name.
     """
 
     def __init__(self, method: str, target: str, headers: Any, stream: Any) -> None:
         url = urllib.parse.urlsplit(target)
         query = dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
-        self.method, self.target, self.headers = method, target, headers
+        self.method, self.target, self.headers, self.query = method, target, headers, query
         self.kind = kind_of(method, query, headers)
         self.key = urllib.parse.unquote(url.path)[1:]
         self.part = int(query.get("partNumber", 0))

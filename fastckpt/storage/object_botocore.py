@@ -1,0 +1,154 @@
+"""What the client of objects cannot list in S3, and botocore can, where that is installed: uploads
+that have not ended, and objects of other programs whose keys are no paths. It must not know what
+objects are for.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple
+
+from fastckpt.arguments.urls import divided
+from fastckpt.errors import StorageError, telling
+from fastckpt.storage.object_urls import botocore_client
+
+log = logging.getLogger("fastckpt")
+
+_PAGES_MAX = 100  # of 1,000 keys each, that foreign_keys() reads
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_REFUSED = re.compile("Denied|Forbidden|Expired|Invalid(AccessKeyId|Token)|SignatureDoesNotMatch")
+
+
+def is_foreign(key: str) -> bool:
+    """Whether a key is no path for the client of objects, which never writes such a key."""
+    parts = key.removesuffix("/").split("/")
+    return bool(_CONTROL.search(key)) or any(part in ("", ".", "..") for part in parts)
+
+
+def page(
+    path: str, after: str | None, why: StorageError
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Returns a page of the objects below a path without those whose keys are no paths, and the
+    last key, if there may be more.
+
+    Args:
+        after: the key that the page comes after; None: the first page.
+        why: the client's error.
+
+    Raises:
+        StorageError: they cannot be listed.
+    """
+    answer = _asked(path, why, {"StartAfter": after} if after is not None else {})
+    content = answer.get("Contents", ())
+    found = [_described(each) for each in content if not is_foreign(each["Key"])]
+    return found, content[-1]["Key"] if answer["IsTruncated"] else None
+
+
+def listed(path: str, why: StorageError) -> dict[str, Any]:
+    """Returns the objects in a directory and the directories there, as the client does, without
+    those whose keys are no paths. Raises as page().
+    """
+    objects, below, how = list[dict[str, Any]](), list[str](), {"Delimiter": "/"}
+    while True:
+        answer = _asked(path, why, how)
+        content = answer.get("Contents", ())
+        objects += [_described(each) for each in content if not is_foreign(each["Key"])]
+        prefixes = (each["Prefix"] for each in answer.get("CommonPrefixes", ()))
+        below += [each.removesuffix("/") for each in prefixes if not is_foreign(each)]
+        if not answer["IsTruncated"]:
+            return {"objects": objects, "common_prefixes": below}
+        how["ContinuationToken"] = answer["NextContinuationToken"]
+
+
+def foreign_keys(root: str) -> list[str]:
+    """Returns keys below a path that stands for a URL that are no paths, the first ones of a large
+    bucket; none in other stores than S3's, or without botocore. Raises as page().
+    """
+    found, after = list[str](), None
+    if not root.startswith("/s3:") or importlib.util.find_spec("botocore") is None:
+        return found
+    for _ in range(_PAGES_MAX):
+        answer = _asked(root, None, {"StartAfter": after} if after is not None else {})
+        content = [each["Key"] for each in answer.get("Contents", ())]
+        found += filter(is_foreign, content)
+        if not answer["IsTruncated"]:
+            break
+        after = content[-1]
+    return found
+
+
+def _described(each: dict[str, Any]) -> dict[str, Any]:
+    key, when = each["Key"].removesuffix("/"), each["LastModified"]
+    return {"path": key, "size": each["Size"], "e_tag": each["ETag"], "last_modified": when}
+
+
+def _asked(path: str, why: StorageError | None, how: dict[str, str]) -> Any:
+    _mount, bucket, prefix = divided(path)
+    if why is not None and not path.startswith("/s3:"):
+        raise why
+    with _told(path, why):
+        client = botocore_client(path)
+        below = f"{prefix}/" if prefix else ""
+        return client.list_objects_v2(Bucket=bucket, Prefix=below, **how)
+
+
+@telling
+def _told(error: BaseException, path: str, why: StorageError | None) -> None:
+    """Turns the body's error into a StorageError."""
+    if isinstance(error, ImportError) and why is not None:
+        cure = "another program's object lies there: remove it, or install botocore to pass it over"
+        raise StorageError("list", path, errno.EILSEQ, detail=f"{cure}; {why.detail}") from None
+    if isinstance(error, Exception):
+        number = errno.EKEYREJECTED if _REFUSED.search(str(error)) else errno.EIO
+        raise StorageError("list", path, number, detail=str(error)) from error
+
+
+class StaleUpload(NamedTuple):
+    """An upload: the path that it would have, its bytes, its age, and what ends it."""
+
+    path: str
+    nbytes: int
+    age_s: float
+    abort: Callable[[], bool]
+
+
+def stale_uploads(root: str, after_s: float) -> Iterator[StaleUpload]:
+    """Yields the uploads below a path that stands for a URL, begun so long ago. None are found in
+    other stores than S3's, which drop uploads by themselves, or without botocore.
+    """
+    mount, bucket, prefix = divided(root)
+    if not mount.startswith("/s3:"):
+        return
+    try:
+        client = botocore_client(root)
+    except ImportError:
+        log.warning("%r: uploads that have not ended are found with botocore installed", root)
+        return
+    pages = client.get_paginator("list_multipart_uploads")
+    for page in pages.paginate(Bucket=bucket, Prefix=f"{prefix}/" if prefix else ""):
+        for each in page.get("Uploads", ()):
+            age_s = time.time() - each["Initiated"].timestamp()
+            if age_s >= after_s:
+                what = {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
+                path = os.path.join(mount, bucket, each["Key"])
+                abort = partial(_abort, client, what)
+                yield StaleUpload(path, _nbytes(client, what), age_s, abort)
+
+
+def _nbytes(client: Any, what: dict[str, str]) -> int:
+    pages = client.get_paginator("list_parts").paginate(**what)
+    return sum(part["Size"] for page in pages for part in page.get("Parts", ()))
+
+
+def _abort(client: Any, what: dict[str, str]) -> bool:
+    with suppress(client.exceptions.NoSuchUpload):  # it has ended meanwhile
+        client.abort_multipart_upload(**what)
+    return True
