@@ -36,6 +36,7 @@ _KNOWN_S = 300  # for how long credentials of a profile are used before they are
 _SHARE = 0.4
 _KEYS = re.compile("access_key|credential|skip_signature", re.IGNORECASE)  # options about them
 _CREDENTIALS = re.compile(r"//[^/@\s]+@")  # of an endpoint
+_ENDPOINT_KEY = re.compile(r"(?<!fabric_)endpoint(_url)?\Z", re.IGNORECASE)
 _ENDPOINT = re.compile(r"https?://[^/\s][^\s]*\Z", re.IGNORECASE)
 
 _lock = threading.Lock()
@@ -103,8 +104,9 @@ def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore
 
 def _check_endpoint(options: dict[str, Any], scheme: str) -> None:
     """Raises ValueError if an endpoint is no URL: the client would panic at the first request."""
-    told = {f"storage_options[{key!r}]": options[key] for key in options if "endpoint" in key}
-    for name, value in {**told, **endpoints(scheme)}.items():
+    keys = [key for key in options if _ENDPOINT_KEY.search(key)]
+    told = {f"storage_options[{key!r}]": options[key] for key in keys}
+    for name, value in (told or endpoints(scheme)).items():
         if isinstance(value, str) and not _ENDPOINT.match(value):
             cure = "unset it to use the store's own endpoint" if not value else "mend it"
             raise ValueError(

@@ -502,13 +502,13 @@ class ObjectStorage:
         for last in (False, False, False, True):
             mode: Any = "create"
             content = b""
-            with suppress(FileNotFoundError):  # it is made
-                found = self._head(path)
-                mode, end = _version(found), found["size"]
-                begin = max(0, end - _APPENDED_BYTES_MAX)
-                content = self._range(path, found["e_tag"], begin, end) if end else b""
-                content = content[content.find(b"\n") + 1 if begin else 0 :]
             try:
+                with suppress(FileNotFoundError):  # it is made
+                    found = self._head(path)
+                    mode, end = _version(found), found["size"]
+                    begin = max(0, end - _APPENDED_BYTES_MAX)
+                    content = self._range(path, found["e_tag"], begin, end) if end else b""
+                    content = content[content.find(b"\n") + 1 if begin else 0 :]
                 self._put("append", path, content + line, mode=mode)
                 return
             except OSError as error:
