@@ -33,11 +33,12 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.arguments.environment import launched_rank
 from fastckpt.arguments.memory import Memory as Memory
+from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.options import Pacing
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.arguments.urls import StorageOptions, path_of, refuse_for_url
 from fastckpt.directories.export import HuggingFace, Writing, checked_export, export_step
-from fastckpt.errors import as_url
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, as_url
 from fastckpt.formats.step_names import step_name
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
@@ -359,9 +360,9 @@ class Checkpointer:
             weights_only: as torch.load's, for what is asked for and is no tensor of the shards.
             required: raise if the root holds no committed step. Pass True in a job that must not
                 begin anew because of a mistyped root.
-            missing: what becomes of what the state asks for and was not saved: "raise", or "keep"
-                (such as what was read of a newer step that turned out to be damaged). Inside of an
-                object, this is for tensors alone: the rest becomes what it saved.
+            missing: what becomes of what the state asks for and was not saved: "raise", or "keep".
+                Inside of an object, this is for tensors alone: the rest becomes what it saved. A
+                tensor that a damaged newer step was read into cannot be kept: CorruptCheckpoint.
             unexpected: what becomes of what was saved and the state does not ask for. None: entries
                 of dicts are skipped, with a warning; modules raise; other objects get theirs.
                 "ignore": all are skipped. "raise". Inside of an object, this is for tensors alone.
@@ -382,14 +383,15 @@ class Checkpointer:
                 and step is in `differences`.
 
         Raises:
-            CorruptCheckpoint: no step is whole; the message says what is wrong. The state may have
-                been partly overwritten.
+            CorruptCheckpoint: no step is whole; or a step was damaged, and the one before it does
+                not fit the state or does not have all that was read of the damaged one. The message
+                says what is wrong. The state may have been partly overwritten.
             StorageError: the steps could not be listed, or the one to restore could not be read, in
                 several attempts over seconds. As it may be whole, no older one is restored and this
                 process does not remove it. The state may have been partly overwritten.
             IncompatibleCheckpoint: a newer fastckpt wrote the step, or the step does not fit the
                 state, by the arguments above; shapes and dtypes that differ are all told. The state
-                is unchanged, unless a newer step was damaged, as the message then says.
+                is unchanged.
             CheckpointError: there is no such step, or none at all though one is required.
             PeerFailed: another rank failed.
             TypeError: a tensor cannot be filled (meta, overlapping, another layout).
@@ -402,24 +404,33 @@ class Checkpointer:
         check_flag("weights_only", weights_only)
         check_flag("required", required)
         self.differences = _NO_DIFFERENCES
+        overwritten: dict[str, None] = {}  # names of tensors that steps were read into
 
         def read(reader: StepReader, spread: Spread) -> Template:
             rank = self._coordinator.rank
             own = reader.own_values(rank, self._coordinator.world_size, weights_only)
             saved = reader.objects(weights_only)
-            template = Template(state, saved, own, reader.find, reader.path, fit)
+            template = Template(state, saved, own, reader.find, reader.path, fit, overwritten)
             template.tell(logging.DEBUG if rank else logging.WARNING)
             mine = spread.mine(template.targets, reader.find)
             template.check_tied(reader.read)
+            overwritten.update(dict.fromkeys(template.names_of_targets))
             reader.read(mine, self._options.staging)
             return template
 
         started = time.perf_counter()
         with self._restoring() as agreement:
             spread = Spread(agreement, self.group, state, str(fit))
-            found = self._first_whole(
-                agreement, step, lambda reader: read(reader, spread), required
-            )
+            try:
+                found = self._first_whole(
+                    agreement, step, lambda reader: read(reader, spread), required
+                )
+            except IncompatibleCheckpoint as error:
+                if not overwritten:
+                    raise
+                names = listed(map(repr, overwritten))
+                told = f"{error}; a step that was tried before may have overwritten {names}"
+                raise CorruptCheckpoint(told) from None
         if found is None:
             return None
         number, template = found

@@ -17,6 +17,7 @@ import torch
 
 from fastckpt.arguments.near_names import instead_of, listed
 from fastckpt.arguments.urls import StorageOptions, path_of
+from fastckpt.errors import CheckpointError
 from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.value_names import joined
 from fastckpt.lazy.arranged import ArrangedSource
@@ -50,6 +51,7 @@ _CONVERTED_BYTES = 256 << 20  # of memory beside the state, for what has to be c
 class _Part(NamedTuple):
     """The part that this process holds of a state's tensor, and the stored tensor for it."""
 
+    own_name: str  # in the state
     name: str  # of the stored tensor
     stored: Stored
     tensor: torch.Tensor
@@ -105,8 +107,8 @@ def load_into(
     Raises:
         IncompatibleCheckpoint: the checkpoint does not fit, by the arguments above; the message
             tells all differences, and nothing has changed. Or it is of another version.
-        CorruptCheckpoint, StorageError: it is damaged, or cannot be read; tensors may have been
-            overwritten in part.
+        CorruptCheckpoint, StorageError: it is damaged, or cannot be read; the message names the
+            tensors that may have been overwritten.
         TypeError: a tensor cannot be filled (meta, overlapping, another layout), or the state is
             nothing that has tensors.
         CheckpointError, pickle.UnpicklingError, ValueError: as open().
@@ -158,7 +160,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         place = filling.place(repr(name), name, tensor, found, stored, known, there)
         if place is not None:
             memory, box = place
-            parts.append(_Part(found, stored, tensor, memory.detach(), box))
+            parts.append(_Part(name, found, stored, tensor, memory.detach(), box))
     if missing:  # of weights that are tied, a checkpoint may hold one name
         filled = {_identity(part.tensor) for part in parts}
         missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
@@ -199,28 +201,36 @@ def _identity(tensor: torch.Tensor) -> object:
 def _read(source: Source, parts: Sequence[_Part]) -> list[str]:
     """Reads parts into their memory, those that have to be converted by way of other memory.
 
-    Returns the names of tensors that cannot hold some of their values.
+    Returns the names of tensors that cannot hold some of their values. A CheckpointError names
+    those that may have been overwritten.
     """
-    lossy = list[str]()
     for part in parts:  # of a DTensor both, since both may be watched
         note_overwritten({part.tensor, part.memory})
-    as_they_are, converted = list[Wanted](), list[_Part]()
+    as_they_are, converted = list[_Part](), list[_Part]()
     for part in parts:
         if not part.box.numel:
             continue
         is_as_stored = part.memory.dtype == part.stored.dtype and not part.stored.repeated
         if is_as_stored and part.memory.is_contiguous() and takes_bytes(part.memory, ("cpu",)):
-            as_they_are.append(Wanted(part.name, part.box, part.memory))
+            as_they_are.append(part)
         else:
             converted.append(part)
-    if as_they_are:
-        source.read(as_they_are)
-    while converted:
-        some, nbytes = list[_Part](), 0
-        while converted and (not some or nbytes + converted[-1].nbytes <= _CONVERTED_BYTES):
-            some.append(converted.pop())
-            nbytes += some[-1].nbytes
-        lossy += _read_converted(source, some)
+    lossy, overwritten = list[str](), [part.own_name for part in as_they_are]
+    try:
+        if as_they_are:
+            source.read([Wanted(part.name, part.box, part.memory) for part in as_they_are])
+        while converted:
+            some, nbytes = list[_Part](), 0
+            while converted and (not some or nbytes + converted[-1].nbytes <= _CONVERTED_BYTES):
+                some.append(converted.pop())
+                nbytes += some[-1].nbytes
+            lossy += _read_converted(source, some)
+            overwritten += [part.own_name for part in some]
+    except CheckpointError as error:
+        if overwritten:
+            names = listed(map(repr, overwritten))
+            error.reword(f"{error}; tensors of the state may have been overwritten: {names}")
+        raise
     return lossy[::-1]  # they were read from the last on
 
 

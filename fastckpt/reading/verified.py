@@ -111,7 +111,7 @@ class Body:
         """
         if done:
             return
-        fault, path, left = stream.fault(), repr(self.path), f"; {self.outcome}"
+        fault, path, left = stream.fault(), repr(self.path), self.outcome and f"; {self.outcome}"
         assert fault is not None
         if fault.op == PEERS:
             raise PeerFailed(f"the load of {path} failed: {fault.text}{left}", fault.ranks)

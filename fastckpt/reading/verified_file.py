@@ -195,7 +195,7 @@ def open_verified(
     Raises:
         CorruptCheckpoint, IncompatibleCheckpoint, StorageError: as body_of().
     """
-    body = body_of(storage, staging, fd, path, verify)
+    body = body_of(storage, staging, fd, path, verify, "nothing was loaded")
     if body is None:
         return None
     if group is not None:
@@ -207,18 +207,20 @@ def open_verified(
 
 
 def body_of(
-    storage: Storage, staging: Staging, fd: int, path: str, verify: bool = True
+    storage: Storage, staging: Staging, fd: int, path: str, verify: bool = True, outcome: str = ""
 ) -> Body | None:
     """Returns the body of the file behind fd, whose end is verified already; None if fastckpt did
     not write the file.
 
     Args:
         storage, staging, fd, path, verify: as open_verified()'s.
+        outcome: the Body's, also for damage.
 
     Raises:
         CorruptCheckpoint: fastckpt wrote it, and its end is missing or damaged.
         IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: a read failed.
     """
+    advice = f"{outcome}: " * bool(outcome) + "restore it from another checkpoint"
     with reported("read", path):
         nbytes = storage.fstat(fd).st_size
         marked = torch_zip.is_marked(storage.read_at(fd, torch_zip.HEAD_BYTES, 0))
@@ -233,8 +235,7 @@ def body_of(
                 return None
             raise CorruptCheckpoint(
                 f"{path!r} is truncated or damaged: fastckpt began it, but its {nbytes} bytes "
-                "do not end in the closing record; nothing was loaded: restore it from another "
-                "checkpoint"
+                f"do not end in the closing record; {advice}"
             )
         tail = storage.read_at(fd, nbytes - offset, offset)
     try:
@@ -253,7 +254,7 @@ def body_of(
         except (OSError, CorruptCheckpoint):
             names = []  # a bad disk or a forged zip directory: damage is still told, without a name
         what = f"record {listed(names)}" if names else "a zip header or padding"
-        return f"{what}; nothing was loaded: restore it from another checkpoint"
+        return f"{what}; {advice}"
 
     checked = index if verify else replace(index, block_crcs=())
-    return Body(staging, fd, path, checked, damaged, "nothing was loaded")
+    return Body(staging, fd, path, checked, damaged, outcome)

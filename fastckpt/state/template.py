@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -78,9 +78,12 @@ class Template:
         find: raises unless the step holds all the parts of tensors it is given (StepReader.find).
         where: the path of the step, for messages.
         fit: how the state may differ from what was saved.
+        overwritten: names of tensors of the state that may hold bytes of another step by now: what
+            they held is lost, so they cannot be kept.
 
     Attributes:
         targets: the parts of tensors that must be read before put().
+        names_of_targets: the names of the tensors of the state among these.
 
     Raises:
         IncompatibleCheckpoint: the state has something that was not saved, or something that was
@@ -97,10 +100,13 @@ class Template:
         find: Callable[[Sequence[Place]], object],
         where: str,
         fit: Fit | None = None,
+        overwritten: Collection[str] = (),
     ) -> None:
         self._where = where
         self._fit = fit or Fit()
+        self._overwritten = overwritten
         self.targets: list[Target] = []
+        self.names_of_targets: list[str] = []
         self._find = find
         self._per_rank = per_rank
         self._actions: list[Callable[[], object]] = []
@@ -109,6 +115,7 @@ class Template:
         self._ignored: list[_At] = []
         self._refused: list[tuple[str, str]] = []  # names of what weights_only has left out
         self._missing: list[str] = []
+        self._kept: list[str] = []  # names of what is in optimizers that were not saved
         self._is_missing = False  # whether values that have to be there were not saved
         self._taken = 0  # values that are restored
         self._was_asked = False  # for any value
@@ -128,6 +135,9 @@ class Template:
         if self._refused:
             raise refused(self._where, self._refused)
         told = self._filling.misfits
+        kept = {*self._missing, *self._kept}
+        if lost := [name for name in self._overwritten if name in kept]:
+            told = [*told, _cannot_be_kept(lost)]
         if self._ignored and self._fit.unexpected == "raise":
             told = [*told, unexpected(listed(map(str, self._ignored)))]
         told = [*told, *self._useless] if self._is_missing else told
@@ -408,6 +418,7 @@ class Template:
         local, box = place
         if stored is not None:
             self.targets.append(Target(*stored, box, local))
+            self.names_of_targets.append(at.name)
             return
         part = saved if box == whole(saved.shape) else _part(saved, box)
 
@@ -498,6 +509,7 @@ class Template:
             self._was_asked = self._was_asked or any(map(self._fit.asks_for, inside))
             return
         if not self._has(saved, at):
+            self._kept += _names_within(value.state_dict(), at)
             return
         theirs = unescaped(saved)
         if not isinstance(theirs, dict) or _sizes(theirs) != _sizes(value.state_dict()):
@@ -542,6 +554,14 @@ def _names_within(value: Any, at: _At) -> Iterator[str]:
         if (is_nest or isinstance(value, list | tuple)) and id(value) not in seen:
             ahead += [(at.of(key), item) for key, item in items_in(unescaped(value))]
         seen.add(id(value))
+
+
+def _cannot_be_kept(names: Sequence[str]) -> str:
+    """Returns the misfit of tensors that should be kept, and may hold bytes of another step."""
+    return (
+        f"the checkpoint has no {listed(map(repr, names))}, and what the state had there may have "
+        "been overwritten (make the state anew, and restore this step by its number)"
+    )
 
 
 def _counts_parameters(optimizer: torch.optim.Optimizer) -> bool:

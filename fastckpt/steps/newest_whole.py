@@ -155,8 +155,7 @@ class _StepTrial(Trial[tuple[int, T]]):
             ) from error
         if isinstance(error, IncompatibleCheckpoint) and damaged:
             raise IncompatibleCheckpoint(
-                f"{error}; a newer step was damaged, and may have been partly read into "
-                f"the state: {damaged[-1]}"
+                f"{error}; a newer step was damaged: {damaged[-1]}"
             ) from None
 
 

@@ -169,6 +169,20 @@ def restore_rows(member: Member, root: str, repeats: int) -> list[tuple[int, int
     return seen
 
 
+def save_more_rows(member: Member, root: str) -> None:
+    """Saves a tensor, and then two."""
+    with Checkpointer(root) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, rows(member, step)).result()
+
+
+def keep_rows(member: Member, root: str) -> Outcome:
+    """Restores two tensors, and keeps what was not saved of them."""
+    with Checkpointer(root) as checkpointer:
+        state = {k: torch.zeros_like(v) for k, v in rows(member, 2).items()}
+        return attempt(lambda: checkpointer.restore(state, missing="keep"))
+
+
 def rows(member: Member, repeats: int) -> dict[str, Any]:
     """Tensors of which each rank holds some rows, 2 MB each."""
     whole = numbers(1, 512 * 1035).view(512, -1)  # blocks of rows are as even as the mesh

@@ -19,6 +19,7 @@ import fastckpt
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome, attempt
 from tests.lazy.test_open import KINDS, by_safetensors, by_torch
+from tests.noise import flip
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 
@@ -232,13 +233,24 @@ def test_keys_of_one_name(disk: Path) -> None:
 
 
 def test_damage_is_told(disk: Path) -> None:
-    saved = network(1)
-    fastckpt.save(saved.state_dict(), disk / "a.pt").result(60)
-    with open(disk / "a.pt", "r+b") as file:
-        file.seek(500_000)
-        file.write(b"\xff\x00\xff")
-    with pytest.raises(CorruptCheckpoint, match="CRC-32 mismatch"):
-        fastckpt.load_into(network(2), disk / "a.pt")
+    """With the names of the tensors that may have been overwritten; others are as they were."""
+    saved = {"a": torch.ones(5 << 20), "b": torch.ones(3)}
+    fastckpt.save(saved, disk / "a.pt").result(60)
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, saved).result(60)
+    for path, file in (("a.pt", ""), ("run/step-00000001", "rank-00000.safetensors")):
+        flip(disk / path / file, 0.5)
+        with pytest.raises(CorruptCheckpoint, match="CRC-32 mismatch") as caught:
+            fastckpt.load_into({"a": torch.zeros(5 << 20), "b": torch.zeros(3)}, disk / path)
+        told = str(caught.value)
+        assert told.endswith("; tensors of the state may have been overwritten: 'a', 'b'")
+        assert "nothing was" not in told
+        half = torch.zeros(5 << 20, dtype=torch.half)
+        with pytest.raises(CorruptCheckpoint, match="CRC-32 mismatch") as caught:
+            fastckpt.load_into({"a": half}, disk / path)
+        assert "overwritten" not in str(caught.value) and not half.any()
+    with pytest.raises(CorruptCheckpoint, match=r"CRC-32 mismatch.*; nothing was loaded: restore"):
+        fastckpt.load(disk / "a.pt")
 
 
 def read_sharded(member: Member, path: str) -> Outcome:

@@ -513,6 +513,17 @@ def test_ranks_fall_back_together(crew: Callable[[int], Crew], disk: Path, damag
     assert restored(crew(2), disk) == wanted
 
 
+def test_no_rank_keeps_what_a_damaged_step_was_read_into(
+    crew: Callable[[int], Crew], disk: Path
+) -> None:
+    """Even if only one of them has met the damage."""
+    crew(2)(bodies.save_more_rows, str(disk))
+    flip(disk / "step-00000002" / "rank-00001.safetensors", 0.75)
+    for outcome in crew(2)(bodies.keep_rows, str(disk)):
+        assert isinstance(outcome.error, fastckpt.CorruptCheckpoint | fastckpt.PeerFailed), outcome
+        assert "step-00000001' does not fit: the checkpoint has no '1', and" in str(outcome.error)
+
+
 def test_no_step_is_whole(crew: Callable[[int], Crew], disk: Path) -> None:
     assert restored(crew(2), disk / "none") is None
     crew(2)(bodies.save_steps, str(disk), [1, 2], {})

@@ -47,6 +47,7 @@ from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from tests import interpreters
 from tests.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid, process_on
+from tests.noise import flip
 from tests.saving.test_handle import warnings_in
 from tests.saving.test_process import run_python
 from tests.steps.test_checkpointer import assert_holds, directories, restored, state
@@ -750,16 +751,115 @@ def test_a_newest_step_of_a_newer_version_is_not_passed_over(root: Path) -> None
 
 
 def test_a_step_to_fall_back_to_does_not_fit(root: Path) -> None:
-    """The state may be half of another step by then, so the error says what came before."""
+    """The error says what came before. Nothing was read into the state."""
     saved(root, 1)
     with Checkpointer(root) as checkpointer:
         checkpointer.save(2, {**state(2), "more": torch.ones(3)}).result(WAIT_S)
-        shard = root / name(2) / "rank-00000.safetensors"
-        content = bytearray(shard.read_bytes())
-        content[-1] ^= 1
-        shard.write_bytes(content)
-        with pytest.raises(IncompatibleCheckpoint, match=r"'more'.*partly read.*CRC-32 mismatch"):
-            checkpointer.restore({**state(0), "more": torch.zeros(3)})
+        flip(root / name(2) / "rank-00000.safetensors", -1)  # the values of the rank: read first
+        target = {**state(0), "more": torch.zeros(3)}
+        with pytest.raises(IncompatibleCheckpoint, match=r"'more', which.*CRC-32 mismatch"):
+            checkpointer.restore(target)
+        assert torch.equal(target["model"]["w"], state(0)["model"]["w"])
+
+
+def full(**values: float) -> dict[str, torch.Tensor]:
+    """Tensors that are in the shards."""
+    return {name: torch.full((1 << 18,), float(value)) for name, value in values.items()}
+
+
+class Layers(torch.nn.Module):
+    """A module with one parameter for each name."""
+
+    def __init__(self, **values: float) -> None:
+        super().__init__()
+        for name, value in full(**values).items():
+            self.register_parameter(name, torch.nn.Parameter(value))
+
+
+def stepped(value: float, steps: int = 1) -> torch.optim.Optimizer:
+    """An optimizer whose moments are of that value; without steps it has none."""
+    parameter = torch.nn.Parameter(torch.zeros(1 << 18))
+    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    for _ in range(steps):
+        parameter.grad = torch.full_like(parameter, value)
+        optimizer.step()
+    return optimizer
+
+
+class Shadow:
+    """An object that makes its tensors when it needs them."""
+
+    def __init__(self, **values: float) -> None:
+        self.tensors = full(**values)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.tensors}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.tensors = dict(saved["shadow"])
+
+
+LOST: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "a dict": (lambda: {}, lambda: full(x=2), "'model/x'"),
+    "a module": (lambda: Layers(), lambda: Layers(x=2), "'model/x'"),
+    "an object": (lambda: Shadow(), lambda: Shadow(x=2), "'model/shadow/x'"),
+}
+
+
+def with_damage_in(root: Path, value: float, *states: dict[str, Any]) -> Checkpointer:
+    """Saves these states as steps 1, 2 and so on; the last one's tensors of a value are damaged."""
+    checkpointer = Checkpointer(root, durable=False)
+    for step, each in enumerate(states, 1):
+        checkpointer.save(step, each).result(WAIT_S)
+    shard = root / name(len(states)) / "rank-00000.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[content.index(full(x=value)["x"].numpy().tobytes()) + 5] ^= 1
+    shard.write_bytes(content)
+    return checkpointer
+
+
+def test_a_step_does_not_fit_a_state_that_a_damaged_one_was_read_into(root: Path) -> None:
+    with with_damage_in(root, 2, full(a=1), full(a=3, b=2)) as checkpointer:
+        told = r"has 'b', which.*CRC-32 mismatch.* tried before may have overwritten 'a', 'b'"
+        with pytest.raises(CorruptCheckpoint, match=told):
+            checkpointer.restore(full(a=0, b=0))
+
+
+@pytest.mark.parametrize("kind", LOST)
+def test_what_a_damaged_step_was_read_into_is_not_kept(kind: str, root: Path) -> None:
+    """Otherwise it would hold bytes of that step, in a restore of another one that succeeds."""
+    without, having, told = LOST[kind]
+    before = {**full(a=1), "model": without()}, {**full(a=3), "model": having()}
+    with with_damage_in(root, 2, *before) as checkpointer:
+        target = {**full(a=0), "model": having()}
+        with pytest.raises(CorruptCheckpoint, match=rf"has no {told}, .*this step by its number"):
+            checkpointer.restore(target, missing="keep")
+        target = {**full(a=0), "model": having()}
+        assert checkpointer.restore(target, 1, missing="keep") == 1
+        assert checkpointer.differences.missing == (told.strip("'"),)
+        assert torch.equal(target["a"], full(a=1)["a"])
+
+
+def test_an_optimizer_that_a_damaged_step_was_read_into_is_not_kept(root: Path) -> None:
+    """A new one has no state yet that could have been overwritten."""
+    states = full(a=1), {**full(a=3), "optimizer": stepped(2)}
+    with with_damage_in(root, 2, *states) as checkpointer:
+        target = {**full(a=0), "optimizer": stepped(5)}
+        with pytest.raises(CorruptCheckpoint, match="has no 'optimizer/state/0/momentum_buffer'"):
+            checkpointer.restore(target, missing="keep")
+        target = {**full(a=0), "optimizer": (new := stepped(5, steps=0))}
+        assert checkpointer.restore(target, missing="keep") == 1 and not new.state
+        assert torch.equal(target["a"], full(a=1)["a"])
+
+
+def test_what_a_damaged_step_was_read_into_is_of_the_older_one_or_gone(root: Path) -> None:
+    """An optimizer and an object whose older state has fewer tensors give up those they have."""
+    older = {"model": Layers(x=1), "optimizer": stepped(0, steps=0), "shadow": Shadow()}
+    newer = {"model": Layers(x=2), "optimizer": stepped(3), "shadow": Shadow()}
+    with with_damage_in(root, 2, older, newer) as checkpointer:
+        target = {"model": Layers(x=0), "optimizer": stepped(5), "shadow": Shadow()}
+        assert checkpointer.restore(target, missing="keep") == 1
+        assert torch.equal(target["model"].x, full(x=1)["x"]) and not target["optimizer"].state
 
 
 def test_a_run_that_was_copied_elsewhere(disk: Path, root: Path) -> None:
