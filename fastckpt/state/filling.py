@@ -4,10 +4,12 @@ not fit. It must not know files, nor how the names of the two are matched.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
 
+from fastckpt.arguments.near_names import listed
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.state.dtensors import dtensor_part
 from fastckpt.state.fit import Fit
@@ -26,17 +28,24 @@ class _Stored(Protocol):
 class Filling:
     """The tensors that are filled in one restore.
 
+    Args:
+        fit: how the state may differ from what was saved.
+        overwritten: names of tensors of the state that may hold bytes of another step by now.
+
     Attributes:
         misfits: what does not fit, in words.
         cast: the names of tensors whose stored dtype is another.
         tied: all that are filled, by their memory.
+        optimizers: the names in optimizers of what stays in them unless it is filled, by their own
+            names; other tensors in them leave with the state that they have now.
     """
 
-    def __init__(self, fit: Fit) -> None:
-        self._fit = fit
+    def __init__(self, fit: Fit, overwritten: Collection[str] = ()) -> None:
+        self._fit, self._overwritten, self._names = fit, overwritten, set[str]()
         self.misfits: list[str] = []
         self.cast: list[str] = []
         self.tied = Tied()
+        self.optimizers: dict[str, set[str]] = {}
 
     def place(
         self,
@@ -61,6 +70,7 @@ class Filling:
         Raises:
             TypeError: nothing can be put into the tensor.
         """
+        self._names.add(name)
         check_shape(at, tensor)
         shape = tuple(tensor.shape)
         if tuple(stored.shape) != shape:
@@ -74,6 +84,22 @@ class Filling:
         _check_target(local, stored, at)
         self.tied.add(at, local, box, key, stored if known is None else known)
         return local, box
+
+    def lost(self) -> list[str]:
+        """Returns what does not fit, in words: overwritten tensors that would stay as they are."""
+
+        def stays(name: str) -> bool:
+            for optimizer, staying in self.optimizers.items():
+                if name.startswith(f"{optimizer}/") or not optimizer:
+                    return name in staying
+            return True
+
+        lost = [name for name in self._overwritten if name not in self._names and stays(name)]
+        told = (
+            f"the checkpoint has no {listed(map(repr, lost))}, and what the state had there may "
+            "have been overwritten (make the state anew, and restore this step by its number)"
+        )
+        return [told] * bool(lost)
 
 
 def check_shape(at: str, tensor: Any) -> None:

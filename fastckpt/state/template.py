@@ -78,8 +78,8 @@ class Template:
         find: raises unless the step holds all the parts of tensors it is given (StepReader.find).
         where: the path of the step, for messages.
         fit: how the state may differ from what was saved.
-        overwritten: names of tensors of the state that may hold bytes of another step by now: what
-            they held is lost, so they cannot be kept.
+        overwritten: names of tensors of the state that may hold bytes of another step by now: all
+            of them have to be filled.
 
     Attributes:
         targets: the parts of tensors that must be read before put().
@@ -104,7 +104,6 @@ class Template:
     ) -> None:
         self._where = where
         self._fit = fit or Fit()
-        self._overwritten = overwritten
         self.targets: list[Target] = []
         self.names_of_targets: list[str] = []
         self._find = find
@@ -115,11 +114,10 @@ class Template:
         self._ignored: list[_At] = []
         self._refused: list[tuple[str, str]] = []  # names of what weights_only has left out
         self._missing: list[str] = []
-        self._kept: list[str] = []  # names of what is in optimizers that were not saved
         self._is_missing = False  # whether values that have to be there were not saved
         self._taken = 0  # values that are restored
         self._was_asked = False  # for any value
-        self._filling = Filling(self._fit)
+        self._filling = Filling(self._fit, overwritten)
         self._renamed: dict[str, str] = {}
         self._useless: list[str] = []  # patterns of rename
         if self._fit.rename is not None:
@@ -134,10 +132,7 @@ class Template:
         """Raises if anything was found that does not fit, or was left out."""
         if self._refused:
             raise refused(self._where, self._refused)
-        told = self._filling.misfits
-        kept = {*self._missing, *self._kept}
-        if lost := [name for name in self._overwritten if name in kept]:
-            told = [*told, _cannot_be_kept(lost)]
+        told = [*self._filling.misfits, *self._filling.lost()]
         if self._ignored and self._fit.unexpected == "raise":
             told = [*told, unexpected(listed(map(str, self._ignored)))]
         told = [*told, *self._useless] if self._is_missing else told
@@ -452,6 +447,8 @@ class Template:
             if is_there and _counts_parameters(value) and _sizes(nest) != _sizes(own):
                 self._filling.misfits.append(_other_parameters(at, own, nest))
                 return
+            if is_there and _counts_parameters(value):  # it drops the state that it had
+                self._filling.optimizers[at.name] = set()
             own = _completed(value, own, nest)
         own = _copied(own)  # it may be the very dict that the object keeps its state in
         taken = self._taken
@@ -509,7 +506,7 @@ class Template:
             self._was_asked = self._was_asked or any(map(self._fit.asks_for, inside))
             return
         if not self._has(saved, at):
-            self._kept += _names_within(value.state_dict(), at)
+            self._filling.optimizers[at.name] = {*_names_within(value.state_dict(), at)}
             return
         theirs = unescaped(saved)
         if not isinstance(theirs, dict) or _sizes(theirs) != _sizes(value.state_dict()):
@@ -554,14 +551,6 @@ def _names_within(value: Any, at: _At) -> Iterator[str]:
         if (is_nest or isinstance(value, list | tuple)) and id(value) not in seen:
             ahead += [(at.of(key), item) for key, item in items_in(unescaped(value))]
         seen.add(id(value))
-
-
-def _cannot_be_kept(names: Sequence[str]) -> str:
-    """Returns the misfit of tensors that should be kept, and may hold bytes of another step."""
-    return (
-        f"the checkpoint has no {listed(map(repr, names))}, and what the state had there may have "
-        "been overwritten (make the state anew, and restore this step by its number)"
-    )
 
 
 def _counts_parameters(optimizer: torch.optim.Optimizer) -> bool:
