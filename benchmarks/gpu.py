@@ -37,7 +37,10 @@ PARTS = {
     "fence": ("What a save costs training", run_fence),
 }
 NO_GPU = "No GPU: torch.cuda.is_available() is False here, so nothing was measured or written."
-NO_NUMBERS = "Stand-in on the CPU: the steps ran; the numbers mean nothing, no bar is judged."
+NO_NUMBERS = (
+    "Stand-in on the CPU: the steps ran, no bar is judged; numbers of a GPU's parts mean nothing, "
+    "those of the part fence tell what saves cost training here, if the state is large."
+)
 GIB = {"cuda": 10.0, "cpu": 1 / 64}
 STEP_S = {"cuda": 0.5, "cpu": 0.0}
 DISK_SHARE = 4.5  # three files to load, fio's, and room to spare

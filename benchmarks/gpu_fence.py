@@ -63,7 +63,7 @@ class Blocks:
 
     def run(self, kind: str, steps: int, peer: Peer | None = None) -> Row:
         """Train for so many steps; with a peer save first, and train until its file is gone."""
-        marks, started = [self.last], time.perf_counter()
+        marks, started, cpu_s = [self.last], time.perf_counter(), time.process_time()
         clocks: list[tuple[float, ...]] = []
         row: Row = {"kind": kind, "marks": marks, "steps": clocks}
         watch: Watch | None = None
@@ -79,6 +79,7 @@ class Blocks:
             if watch is not None and "copied" not in row:  # by now all copies are queued
                 row["copied"] = self.device.mark_of_copies()
         row["wall_s"] = time.perf_counter() - started
+        row["cpu_s"] = time.process_time() - cpu_s
         if watch is not None:
             watch.finish()
             facts = save.facts()
@@ -141,6 +142,7 @@ def losses(blocks: Sequence[Row], every: int) -> list[Row]:
         around = before["steps"] + after["steps"]
         quiet_s = statistics.mean(step[0] for step in around)
         wall_s = (before["wall_s"] + after["wall_s"]) / len(around)
+        cpu_s = (before["cpu_s"] + after["cpu_s"]) / len(around)
         count = len(row["steps"])
         lost_s = sum(step[0] for step in row["steps"]) - count * quiet_s
         found.append(
@@ -151,6 +153,7 @@ def losses(blocks: Sequence[Row], every: int) -> list[Row]:
                 "lost_s": lost_s,
                 "lost_percent": lost_s / quiet_s / every * 100,
                 "lost_wall_percent": (row["wall_s"] / wall_s - count) / every * 100,
+                "cpu_s": row["cpu_s"] - count * cpu_s,
                 "excess_s": [step[0] - quiet_s for step in row["steps"]],
             }
         )
@@ -218,6 +221,7 @@ def fence_lines(lost: Sequence[Row], blocks: Sequence[Row]) -> tuple[list[Line],
         shown = {"save() returns": "returned_s", "copied": "copied_s", "durable": "durable_s"}
         values = {what: [row[key] * 1e3 for row in mine] for what, key in shown.items()}
         values["the optimizer's call after it"] = [row["steps"][0][2] * 1e3 for row in mine]
+        values["CPU"] = [row["cpu_s"] * 1e3 for row in of[kind]]
         lines += [told(f"fence {kind}, {what}", its, ".1f", " ms") for what, its in values.items()]
     cells = [
         [
