@@ -35,6 +35,7 @@ import fastckpt
 from fastckpt.integrations import dcp as ours
 from tests.crews.dcp_states import blank, is_same, numbers, sharded
 from tests.crews.group_crew import Member, Outcome, attempt
+from tests.doubles import Recorder, process_on
 
 TIMEOUT_S = 20.0
 
@@ -184,6 +185,18 @@ def big(member: Member, seed: int) -> dict[str, torch.Tensor]:
 def save_big(member: Member, path: str, seed: int) -> None:
     with quiet():
         ours.save({"model": big(member, seed)}, checkpoint_id=path, process_group=member.group)
+
+
+def result_of_a_save(member: Member, path: str) -> tuple[bool, list[str]]:
+    """Whether result() returns Metadata, and what files it opens for that."""
+    with quiet(), process_on(storage := Recorder()) as own:
+        state = {"model": big(member, 1)}
+        saving = ours.async_save(state, checkpoint_id=path, process_group=member.group)
+        saving.wait_done()
+        own.drain()
+        count = len(storage.log)
+        metadata = saving.result()
+        return metadata is not None, [str(each) for each in storage.log[count:]]
 
 
 def save_once(member: Member, path: str, seed: int, how: str) -> Outcome:

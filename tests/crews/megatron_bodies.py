@@ -433,6 +433,13 @@ def save_many(_member: Member, root: str, numbers: list[int], how: Any) -> list[
 
 
 @on_the_cpu
+def save_with_random_init(_member: Member, root: str) -> None:
+    """Data parallel ranks have random numbers of their own."""
+    args = argparse.Namespace(data_parallel_random_init=True)
+    megatron.save_checkpoint(1, *ready(1, 1), save=root, args=args).result()
+
+
+@on_the_cpu
 def train_by_megatron(member: Member, root: str) -> Any:
     """Saves and loads by what Megatron's own training loop calls for it, once installed."""
     from megatron.core.timers import Timers

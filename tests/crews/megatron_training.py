@@ -234,16 +234,15 @@ class Double:
     # What pretrain() calls, by the names in its module.
 
     def _setup(self, *parts: Any, checkpointing_context: Any = None) -> Any:
+        self.args.iteration, self.flops = 0, 0
         if self.args.load is not None or self.args.pretrained_checkpoint is not None:
-            self.args.iteration, flops = self.training.load_checkpoint(
+            self.args.iteration, self.flops = self.training.load_checkpoint(
                 *parts,
                 checkpointing_context=checkpointing_context,
                 skip_load_to_model_and_opt=self.args.use_torch_fsdp2
                 and self.args.ckpt_format == "torch_dist",
             )
-            return self.args.iteration, flops
-        self.args.iteration = 0
-        return 0, 0
+        return parts
 
     def save_checkpoint_and_time(
         self, parts: Any, iteration: int, non_persistent_ckpt: bool = False
@@ -358,7 +357,8 @@ def _act(double: Double, act: str, *more: Any) -> Any:
         double.save_checkpoint_and_time(parts(), *more)
         return None
     if act == "setup":
-        return double.training.setup_model_and_optimizer(*parts()), marks()
+        double.training.setup_model_and_optimizer(*parts())
+        return (double.args.iteration, double.flops), marks()
     if act == "load_args":
         double.modules["initialize"].load_args_from_checkpoint(double.args)
         return double.args.iteration

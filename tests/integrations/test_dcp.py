@@ -1096,6 +1096,12 @@ def test_plans_are_exchanged_only_when_they_change(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.multiprocess
+@pytest.mark.xfail(strict=True, reason="result() gives each rank the Metadata, and reads no file")
+def test_the_result_is_there_without_reading(crew: Callable[[int], Crew], tmp_path: Path) -> None:
+    assert crew(2)(bodies.result_of_a_save, str(tmp_path)) == [(True, [])] * 2
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("late", [0, 1])
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_the_call_waits_for_no_rank_that_has_yet_to_call(

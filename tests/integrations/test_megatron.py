@@ -25,6 +25,7 @@ from torch.torch_version import TorchVersion
 
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.integrations import dcp
+from fastckpt.integrations.megatron import strategies
 from tests import jobs
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
@@ -238,6 +239,15 @@ def test_a_run_that_went_back_goes_on_from_its_own_last_commit(crew: Crew, disk:
     assert crew(bodies.load_any, str(disk))[0].value == (2, 20)
     shutil.rmtree(disk / "non_persistent")
     assert crew(bodies.load_any, str(disk))[0].value == (4, 40)
+
+
+@pytest.mark.xfail(strict=True, reason="stock finds the random states of all data parallel ranks")
+def test_random_states_are_where_stock_looks_for_them(crew: Crew, disk: Path) -> None:
+    crew(bodies.save_with_random_init, str(disk))
+    path, key = str(disk / "iter_0000001"), "rng_state/shard_0.0_1.1"
+    stored = strategies.read_objects(path, [key], True)[key]
+    (states,) = strategies.unpickled(stored, key, True)
+    assert len(states) == 2
 
 
 def test_non_persistent_keeps_one_and_is_preferred_when_newer(crew: Crew, disk: Path) -> None:

@@ -23,6 +23,7 @@ from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.integrations import megatron
 from fastckpt.integrations.megatron import flag_support
 from fastckpt.integrations.megatron.flag_support import FLAGS, FlagSupport
+from fastckpt.integrations.megatron.state import chunks
 from fastckpt.integrations.megatron.strategies import stored_common, stored_metadata
 from tests.crews import megatron_training as training
 from tests.crews.group_crew import Crew, Nursery
@@ -289,7 +290,7 @@ def obeys_validation(run: Run) -> None:
 
 
 def obeys_checkpoint_args(run: Run) -> None:
-    (run.root / TRACKER).write_text("2")
+    kill_before_tracker(run.root)
     assert run(("load_args",), ("load_args",)) == [3, 3]
     assert run(("load_args",), ckpt_step=1) == [1]
     assert run.loads()[0] == (3, 30)
@@ -399,6 +400,22 @@ def test_refusal_comes_before_training(run: Run) -> None:
     assert isinstance(refused, NotImplementedError) and "ckpt_format is 'torch'" in str(refused)
     (refused,) = run(("setup",), load=None, replication=True)
     assert isinstance(refused, NotImplementedError) and "--replication" in str(refused)
+
+
+def set_up_by_modelopt(double: training.Double) -> Any:
+    """ModelOpt marks a model that it has changed."""
+    given = training.parts()
+    (model,) = chunks(given[0])
+    model._modelopt_state = []
+    try:
+        return double.training.setup_model_and_optimizer(*given)
+    finally:
+        del model._modelopt_state
+
+
+def test_a_model_whose_state_would_be_left_out_is_refused_before_training(run: Run) -> None:
+    (refused,) = run(("do", set_up_by_modelopt))
+    assert isinstance(refused, NotImplementedError) and "ModelOpt" in str(refused)
 
 
 def test_what_has_no_effect_changes_nothing(run: Run) -> None:

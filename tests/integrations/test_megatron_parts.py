@@ -37,6 +37,7 @@ from fastckpt.integrations.megatron import (
     partial_reads,
     save_planner,
     saves,
+    strategies,
 )
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.reshard import (
@@ -464,6 +465,27 @@ def test_what_another_job_is_saving_stays(number: int, tmp_path: Path) -> None:
     dist_checkpoint.load(rows, storage_reader=dcp.Reader(path), no_dist=True)
     assert rows["rows"].unique().tolist() == [2.0 if number == 1 else 1.0]
     assert len(list(path.glob("*.distcp"))) == 1
+
+
+def test_the_state_of_modelopt_is_not_left_out(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model[0]._modelopt_state = []
+    with pytest.raises(NotImplementedError, match="changed by NVIDIA ModelOpt"):
+        megatron.save_checkpoint(1, model, save=str(tmp_path))
+    assert not list(tmp_path.iterdir())
+    begun(tmp_path, 1, 1.0).result(WAIT_S)
+    (tmp_path / iterations.directory_name(1) / "modelopt_state").mkdir()
+    with pytest.raises(IncompatibleCheckpoint, match="does not restore"):
+        megatron.load_checkpoint(torch.nn.Linear(2, 2), load=str(tmp_path))
+
+
+def test_random_states_of_cuda_graphs_are_loaded() -> None:
+    """They are generators, not tensors."""
+    generator = torch.Generator().manual_seed(5)
+    content = strategies.serialized([{"rng_tracker_states": {"model-parallel-rng": generator}}])
+    (back,) = partial_reads.unpickled(content, "rng_state")
+    found = back["rng_tracker_states"]["model-parallel-rng"]
+    assert torch.equal(found.get_state(), generator.get_state())
 
 
 def test_what_this_process_is_saving_is_loaded(

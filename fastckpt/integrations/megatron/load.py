@@ -31,6 +31,7 @@ from fastckpt.integrations.megatron.state import (
     RNG,
     chunks,
     content_metadata,
+    is_by_modelopt,
     model_state,
     named,
     rng_objects,
@@ -47,6 +48,7 @@ from fastckpt.storage.vanishing import listed_anew
 log = logging.getLogger("fastckpt")
 
 _DAMAGE = (CorruptCheckpoint, FileNotFoundError, EOFError, pickle.UnpicklingError)
+_OF_MODELOPT = "modelopt_state"
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 # Keys of the optimizer that load_buckets() reads.
 _BUCKETS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
@@ -271,6 +273,14 @@ class _Loading:
     def look(self) -> None:
         """Reads the metadata and the common state, without a collective."""
         self._metadata = stored_metadata(self._path)
+        if os.path.isdir(os.path.join(self._path, _OF_MODELOPT)) and not is_by_modelopt(
+            self._models
+        ):
+            raise IncompatibleCheckpoint(
+                f"{self._path!r} has a directory {_OF_MODELOPT!r}, the state of NVIDIA ModelOpt, "
+                "which fastckpt does not restore: load it by Megatron's own load_checkpoint, "
+                "without install()"
+            )
         if not os.path.isfile(os.path.join(self._path, iterations.CONFIG)):
             if any(key.startswith("model.") for key in self._metadata.state_dict_metadata):
                 self._look_at_fsdp()

@@ -21,9 +21,11 @@ from fastckpt import IncompatibleCheckpoint
 from fastckpt.formats.torch_pickle import torch_load
 from fastckpt.integrations import dcp
 
-# Classes that Megatron allows in common.pt; numpy 2 moved the function that makes its arrays.
+# Classes that Megatron allows in common.pt; numpy 2 moved the function that makes its arrays. With
+# CUDA graphs, states of random numbers are generators.
 _ALLOWED: list[Any] = [
     *SAFE_GLOBALS,
+    torch.Generator,
     *((_reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
 ]
 

@@ -22,6 +22,7 @@ from fastckpt.integrations.megatron.state import (
     chunks,
     content_metadata,
     model_state,
+    refuse_modelopt,
     rng_objects,
     rng_state,
 )
@@ -99,6 +100,7 @@ def save_checkpoint(
 
     Raises:
         ValueError: an argument is unknown or out of range.
+        NotImplementedError: NVIDIA ModelOpt has changed the model; its state would be lost.
         CheckpointError: with on_error="raise", an earlier save failed.
         megatron's CheckpointingException: at the first save, the ranks' shards do not fit together.
     """
@@ -117,6 +119,8 @@ def save_checkpoint(
             f"save_retain_interval is {save_retain_interval}, keep_last is {keep_last}: the former "
             "must be 1 or more, and only one of them can say which iterations stay"
         )
+    models = chunks(model)
+    refuse_modelopt(models)
     root, retention = os.path.realpath(check_path("save", save)), Retention(keep_last, keep_every)
     if save_retain_interval is not None:
         retention = Retention(1, save_retain_interval, superseded_only=True)
@@ -126,7 +130,7 @@ def save_checkpoint(
     metadata = content_metadata(
         distrib_optim_sharding_type, distrib_optim_fully_reshardable_mem_efficient
     )
-    state = _state(model, optimizer, opt_param_scheduler, metadata)
+    state = _state(models, optimizer, opt_param_scheduler, metadata)
     for mine in rng_objects([rng_state()]) if save_rng else []:
         state[mine.key] = mine
     state |= {"iteration": iteration, "checkpoint_version": 3.0}
@@ -149,8 +153,10 @@ def save_checkpoint(
     return saves.begin(root, iteration, retention, begin)
 
 
-def _state(model: Any, optimizer: Any, scheduler: Any, metadata: dict[str, Any]) -> dict[str, Any]:
-    state = model_state(chunks(model), metadata)
+def _state(
+    models: list[Any], optimizer: Any, scheduler: Any, metadata: dict[str, Any]
+) -> dict[str, Any]:
+    state = model_state(models, metadata)
     if optimizer is not None:
         maps = saved_maps(optimizer, state) if metadata[SHARDING] == "dp_reshardable" else []
         kept = optimizer.sharded_state_dict(dict(state), metadata=metadata)

@@ -17,6 +17,7 @@ from megatron.core.utils import unwrap_model
 
 from fastckpt.integrations.megatron.optimizer import SHARDING
 
+_MODELOPT = "_modelopt_state"  # an attribute of a model that ModelOpt has changed
 RNG, OWN_RNG = "rng_state", "fastckpt.rng_state"
 
 
@@ -35,6 +36,21 @@ def content_metadata(sharding_type: str, mem_efficient: bool = False) -> dict[st
 
 def chunks(model: Any) -> list[Any]:
     return list(unwrap_model(model if isinstance(model, list) else [model]))
+
+
+def is_by_modelopt(models: Sequence[Any]) -> bool:
+    """Whether NVIDIA ModelOpt has changed a model, such as by quantizing it: it marks that."""
+    return any(hasattr(part, _MODELOPT) for model in models for part in model.modules())
+
+
+def refuse_modelopt(models: Sequence[Any]) -> None:
+    """Raises NotImplementedError for models that have more state than what is saved of them."""
+    if is_by_modelopt(models):
+        raise NotImplementedError(
+            "the model was changed by NVIDIA ModelOpt, whose state fastckpt does not save: without "
+            "that the weights cannot be loaded as what they are; save by Megatron's own "
+            "save_checkpoint, without install()"
+        )
 
 
 def named(models: Sequence[Any]) -> list[tuple[str, Any]]:

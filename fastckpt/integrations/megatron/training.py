@@ -26,6 +26,7 @@ from fastckpt.integrations.megatron.load import LoadRequest, Restored, restore
 from fastckpt.integrations.megatron.reports import Reports
 from fastckpt.integrations.megatron.save import save_checkpoint
 from fastckpt.integrations.megatron.saves import Saves
+from fastckpt.integrations.megatron.state import chunks, refuse_modelopt
 from fastckpt.saving.handle import InnerHandle
 
 log = logging.getLogger("fastckpt")
@@ -164,9 +165,12 @@ class _Functions:
         self._checked: Any = None  # Megatron's arguments, once checked
 
     def setup_model_and_optimizer(self, *given: Any, **named: Any) -> Any:
-        """Checks Megatron's arguments, then calls its own function."""
-        self._args()
-        return self._stock_setup(*given, **named)
+        """Checks Megatron's arguments, calls its own function, then checks the model."""
+        args = self._args()
+        made = self._stock_setup(*given, **named)
+        if args.save is not None:
+            refuse_modelopt(chunks(made[0]))
+        return made
 
     def append_to_progress_log(self, *given: Any, **named: Any) -> None:
         """Calls Megatron's own; for "Saved checkpoint", once that is so."""
