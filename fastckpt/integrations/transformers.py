@@ -199,6 +199,8 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         return newest_whole(listed, group_of_job(), self._saving["timeout_s"]) or resume_from
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()  # now, as it is a collective: what follows may fail on one rank alone
         run_dir = super()._get_output_dir(trial)
         path = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         state = self.state
@@ -229,6 +231,10 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         # While fill() runs, Trainer asks here for the directory to save to.
         directory: str = super()._get_output_dir(trial)
         return directory if self._draft is None else self._draft.root
+
+    def store_flos(self) -> None:
+        if self._draft is None:  # in a draft it has been done
+            super().store_flos()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         if self._draft is None:

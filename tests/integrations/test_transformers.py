@@ -176,6 +176,32 @@ class Begun(TrainerCallback):
         self.handles += [handle for handle, _path in self.trainer._saves]
 
 
+class Looks(TrainerCallback):
+    """Looks for each checkpoint when it is told of it, as those of W&B and MLflow do."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self.seen: list[bool] = []
+        self._gate = gate
+
+    def on_save(self, args: Any, state: Any, *_args: Any, **_kwargs: Any) -> None:
+        path = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        self.seen.append((path / "trainer_state.json").exists())
+        self._gate.set()
+
+    def on_step_begin(self, args: Any, state: Any, *_args: Any, **_kwargs: Any) -> None:
+        if state.global_step == EVERY:
+            self._gate.set()
+
+
+@pytest.mark.xfail(strict=True, reason="on_save is called when the checkpoint has its name")
+def test_callbacks_are_told_of_a_checkpoint_when_it_is_there(disk: Path) -> None:
+    gate = threading.Event()
+    looks = Looks(gate)
+    with process_on(Delay("sync", gate)):
+        make(AsyncTrainer, disk, Plain(), [looks], max_steps=EVERY + 1).train()
+    assert looks.seen == [True, True]
+
+
 def test_options_of_the_engine_arrive(disk: Path) -> None:
     options: dict[str, Any] = {"backend": "threads", "staging_bytes": "8MiB", "durable": False}
     storage, begun = Recorder(by_engine=True), Begun()
@@ -555,19 +581,22 @@ def test_shards_of_fsdp2_go_on_other_numbers_of_ranks(disk: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_rank_that_fails_keeps_all_from_committing(disk: Path) -> None:
+@pytest.mark.parametrize("when", ["within", "before"])
+def test_a_rank_that_fails_keeps_all_from_committing(when: str, disk: Path) -> None:
+    """Whether or not Trainer's own save, which runs collectives, has begun there."""
     job = jobs.Job(
         "tests/crews/trainer_life.py",
         disk,
         disk / "run",
+        when,
         ranks=2,
         imports="tests.crews.trainer_imports",
     )
     said = job.finish()
     assert numbers(disk / "run") == [2, 6]
     assert not list((disk / "run").glob(".*"))
-    told = re.findall(r"checkpoint-4' was not saved: (\w+): .*no room for this rank", said)
-    assert sorted(told) == ["OSError", "PeerFailed"]
+    told = re.findall(r"checkpoint-4' was not saved: (\w+): ", said)
+    assert sorted(told) == sorted(["PeerFailed", "OSError" if when == "within" else "StorageError"])
     assert said.count("trained to step 6") == 2
 
 
