@@ -48,7 +48,7 @@ from fastckpt.ranks.coordinator import ranks_within
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle, SaveHandle
-from fastckpt.state.dtensors import OtherRanks, Parts
+from fastckpt.state.dtensors import OtherRanks, Parts, wraps_others
 from fastckpt.state.fit import Fit, Rename
 from fastckpt.state.identity import NO_MEMORY, memory_of
 from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded
@@ -391,7 +391,9 @@ def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
     """Returns this rank's part of a tensor; raises TypeError for what files cannot hold."""
     replicas = (0,) if is_first_ranks else parts.everybody
     if is_sharded(tensor):
-        local, box, holders, placement, identity = parts.of(key, tensor)
+        local, box, holders, placement, _spread, identity = parts.of(key, tensor)
+        if wraps_others(local):
+            raise TypeError(f"{key!r} is a DTensor with parts that are a {type(local).__name__}")
         if holders is parts.everybody:
             holders = replicas
         shape = tuple(tensor.shape)

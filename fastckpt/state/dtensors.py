@@ -15,7 +15,8 @@ import torch
 from fastckpt.formats import safetensors
 from fastckpt.plan.boxes import Box, mesh_holders, shard_box
 from fastckpt.state.identity import NO_MEMORY, memory_of
-from fastckpt.state.kinds import PLAIN_TENSORS
+from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded
+from fastckpt.state.spread import Spread
 
 
 class OtherRanks(TypeError):
@@ -29,6 +30,7 @@ class Part(NamedTuple):
         local, box: its memory, and its place in the global tensor.
         holders: the group's ranks with the same part, ascending; equal tuples are one object.
         placement: the placement in words, the same on all ranks.
+        spread: the placement as a placeholder has it; one object for all that are spread alike.
         identity: equal for DTensors that share their memory; all ranks find the same ones equal.
     """
 
@@ -36,15 +38,17 @@ class Part(NamedTuple):
     box: Box
     holders: tuple[int, ...]
     placement: str
+    spread: str
     identity: tuple[Any, ...]
 
 
-class _Spread(NamedTuple):
+class _Alike(NamedTuple):
     """The facts that follow from mesh, placements and shape, alike for many tensors of a model."""
 
     box: Box
     holders: tuple[int, ...]
     placement: str
+    spread: str
     is_empty_somewhere: bool
 
 
@@ -58,7 +62,7 @@ class Parts:
         self._rank_of = rank_of
         self._ranks: dict[Any, tuple[int, ...]] = {}
         self._holders: dict[tuple[Any, ...], tuple[int, ...]] = {}
-        self._spreads: dict[tuple[Any, ...], _Spread] = {}
+        self._alike: dict[tuple[Any, ...], _Alike] = {}
         self._kept: list[Any] = []  # keeps tensors alive, so that their ids stay theirs
 
     def of(self, key: str, tensor: Any) -> Part:
@@ -71,18 +75,20 @@ class Parts:
         self._kept.append(tensor)
         mesh, placements, shape = tensor.device_mesh, tuple(tensor.placements), tensor.shape
         spread_by = (mesh, placements, shape, getattr(tensor._spec, "shard_order", None))
-        spread = self._spreads.get(spread_by)
-        if spread is None:
-            spread = self._spreads[spread_by] = self._spread(key, tensor)
-        local = _local(tensor)
-        _check_local(key, tensor, local, spread.box)
-        _check_storable(key, local)
+        alike = self._alike.get(spread_by)
+        if alike is None:
+            alike = self._alike[spread_by] = self._facts(key, tensor)
+        local = local_of(tensor)
+        _check_local(key, tensor, local, alike.box)
+        is_told = not (alike.is_empty_somewhere or wraps_others(local))
+        if not wraps_others(local):
+            _check_storable(key, local)
         # If some ranks have no memory to tell tensors by, no rank uses its own.
-        memory = None if spread.is_empty_somewhere else memory_of(local)
+        memory = memory_of(local) if is_told else None
         identity = (id(tensor),) if memory is None else (memory, spread_by)
-        return Part(local, spread.box, spread.holders, spread.placement, identity)
+        return Part(local, alike.box, alike.holders, alike.placement, alike.spread, identity)
 
-    def _spread(self, key: str, tensor: Any) -> _Spread:
+    def _facts(self, key: str, tensor: Any) -> _Alike:
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         box = _box(key, tensor)
         if mesh not in self._ranks:
@@ -109,8 +115,9 @@ class Parts:
             found = mesh_holders(self._ranks[mesh], sizes, tuple(mesh.get_coordinate()), dims)
             self._holders[among] = self.everybody if found == self.everybody else found
         words = f"{placements} on a mesh {sizes}"
+        spread = Spread(sizes, _names(mesh), dims, _strided(tensor))
         is_empty_somewhere = _is_empty_somewhere(tensor.shape, dims, order, sizes)
-        return _Spread(box, self._holders[among], words, is_empty_somewhere)
+        return _Alike(box, self._holders[among], words, spread.text(), is_empty_somewhere)
 
 
 def _is_empty_somewhere(
@@ -137,7 +144,7 @@ def dtensor_identity(tensor: Any) -> object:
         return id(tensor)
     # As in Parts.of().
     is_told = not _is_empty_somewhere(shape, dims, order, sizes)
-    memory = memory_of(_local(tensor)) if is_told else None
+    memory = memory_of(local_of(tensor)) if is_told else None
     return id(tensor) if memory is None else (memory, mesh, placements, shape)
 
 
@@ -148,18 +155,59 @@ def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
         TypeError: its placement is Partial or unknown, makes no rectangles, or does not match its
             memory; or this rank is not in its mesh.
     """
-    box, local = _box(key, tensor), _local(tensor)
+    box, local = _box(key, tensor), local_of(tensor)
     _check_local(key, tensor, local, box)
     return local, box
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def local_of(tensor: Any) -> torch.Tensor:
+    """Returns this rank's part of a DTensor, once it has arrived."""
     with torch.no_grad():  # else to_local() adds a node to a graph
         local: torch.Tensor = tensor.to_local()
     if type(local) not in PLAIN_TENSORS and hasattr(local, "wait"):
         arrived: torch.Tensor = local.wait()  # a collective may still be computing it
         return arrived
     return local
+
+
+def wraps_others(local: torch.Tensor) -> bool:
+    """Returns whether a rank's part of a DTensor keeps its elements in other tensors, as quantized
+    ones do, so that only its class knows what they are.
+    """
+    kind = type(local)
+    if kind in PLAIN_TENSORS:
+        return False
+    has_parts = hasattr(kind, "__tensor_flatten__")
+    return has_parts or (local.numel() > 0 and not local.is_meta and memory_of(local) is None)
+
+
+def part_kind(tensor: Any) -> str:
+    """Returns the name of a tensor's class, of a DTensor that of its parts; "" of plain ones."""
+    kind = type(local_of(tensor)) if is_sharded(tensor) else type(tensor)
+    return "" if kind in PLAIN_TENSORS else kind.__qualname__
+
+
+def empty_beside(tensor: Any, dtype: torch.dtype) -> Any:
+    """Returns a new tensor with the shape, device and placement of another one; plain memory."""
+    tensor = tensor.detach()
+    if not part_kind(tensor):
+        return torch.empty_like(tensor, dtype=dtype)
+    if not is_sharded(tensor):
+        return torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+    local = local_of(tensor)
+    empty = torch.empty(local.shape, dtype=dtype, device=local.device)
+    return (
+        type(tensor)
+        .from_local(
+            empty,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+        .to(local.device)
+    )
 
 
 def _box(key: str, tensor: Any) -> Box:
@@ -214,16 +262,13 @@ def _chunks(size: int, ranks: int) -> set[int]:
 def _dims(key: str, tensor: Any, sizes: Sequence[int]) -> tuple[tuple[int | None, ...], list[int]]:
     """Returns the tensor dimension that each mesh dimension shards, and the order they apply in."""
     dims: list[int | None] = []
-    late = []
-    for number, placement in enumerate(tensor.placements):
+    late = [number for number, is_late in enumerate(_strided(tensor)) if is_late]
+    for placement in tensor.placements:
         if placement.is_replicate():
             dims.append(None)
         elif hasattr(placement, "dim") and not placement.is_partial():
             dim = int(placement.dim)
             dims.append(dim + tensor.dim() if dim < 0 else dim)
-            # FSDP over TP shards what TP has sharded: the mesh dimension on its left applies last.
-            if type(placement).__name__ == "_StridedShard":
-                late.append(number)
         else:
             raise TypeError(
                 f"{key!r} is a DTensor with placement {placement!r}: reduce it first, "
@@ -239,6 +284,17 @@ def _dims(key: str, tensor: Any, sizes: Sequence[int]) -> tuple[tuple[int | None
         _refuse_placement(key, tensor, f"applied in the order {orders}")
     order = [number for number in range(len(dims)) if number not in late]
     return tuple(dims), order + late[::-1]
+
+
+def _strided(tensor: Any) -> tuple[bool, ...]:
+    """Returns for each dimension of the mesh whether it is applied after those on its right: FSDP
+    over TP shards what TP has sharded.
+    """
+    return tuple(type(placement).__name__ == "_StridedShard" for placement in tensor.placements)
+
+
+def _names(mesh: Any) -> tuple[str | None, ...]:
+    return tuple(mesh.mesh_dim_names or [None] * mesh.ndim)
 
 
 def _refuse_placement(key: str, tensor: Any, why: str) -> None:

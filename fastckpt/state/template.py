@@ -21,6 +21,8 @@ from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.partial_objects import left_out, notes_in
 from fastckpt.formats.value_names import items_in, joined
 from fastckpt.plan.boxes import Box, whole
+from fastckpt.state.additions import Additions, is_other
+from fastckpt.state.dtensors import dtensor_part
 from fastckpt.state.filling import Filling
 from fastckpt.state.fit import (
     Differences,
@@ -31,6 +33,14 @@ from fastckpt.state.fit import (
     renamed,
     unexpected,
 )
+from fastckpt.state.kinds import is_sharded
+from fastckpt.state.optimizers import (
+    completed,
+    counts_parameters,
+    is_of_optimizer,
+    other_parameters,
+    sizes,
+)
 from fastckpt.state.targets import Place, Target, tell_lossy
 from fastckpt.state.tree import (
     ATOMS,
@@ -38,10 +48,12 @@ from fastckpt.state.tree import (
     PER_RANK,
     TENSOR,
     OwnValues,
+    Parted,
     PerRank,
     Stored,
     fill,
     is_stateful,
+    parted_of,
     stored_of,
     unescaped,
     unwrapped,
@@ -122,8 +134,10 @@ class Template:
         self._useless: list[str] = []  # patterns of rename
         if self._fit.rename is not None:
             saved, self._renamed, self._useless = renamed(saved, self._fit, where)
-        self._whole: dict[str, torch.Tensor] = {}
         self._saved = saved
+        self._additions = Additions(state, saved, per_rank, find, self.targets, self._refused)
+        self._copies: list[_At] = []  # dicts that are the state of an optimizer, not the optimizer
+        self._within = 0  # the objects with state_dict() that are being visited
         self._filled: dict[int, Any] = {}  # by identity; self._saved keeps the objects alive
         self._in_place(state, saved, _At(), 0)
         self._check()
@@ -132,7 +146,7 @@ class Template:
         """Raises if anything was found that does not fit, or was left out."""
         if self._refused:
             raise refused(self._where, self._refused)
-        told = [*self._filling.misfits, *self._filling.lost()]
+        told = [*self._filling.misfits, *self._filling.lost(), *self._additions.misfits()]
         if self._ignored and self._fit.unexpected == "raise":
             told = [*told, unexpected(listed(map(str, self._ignored)))]
         told = [*told, *self._useless] if self._is_missing else told
@@ -194,6 +208,17 @@ class Template:
                 self._where,
                 told,
             )
+        if self._copies:
+            log.log(
+                level,
+                "%r: the state has dicts that state_dict() of an optimizer made: %s. restore() "
+                "puts the saved values into these dicts alone: an optimizer gets its learning "
+                "rates, and state that it did not have, by load_state_dict() of its dict after "
+                "the restore (by set_optimizer_state_dict(), if get_optimizer_state_dict() made "
+                "the dict). Or pass the optimizer itself in the state",
+                self._where,
+                listed(map(str, self._copies)),
+            )
         if self._unmerged and self._per_rank is not None:
             log.log(
                 level,
@@ -230,6 +255,7 @@ class Template:
         if isinstance(value, dict) and not at.keys and not is_stateful(value):
             if (nest := _nest(saved)) is None:
                 raise self._misfit(f"{at} is a dict, in the checkpoint {_described(saved)}")
+            self._note_copy(value, at)
             self._match_dict(value, nest, at, depth)
             return
         new = self._visit(value, saved, at, depth)
@@ -257,7 +283,7 @@ class Template:
                 self._own_value(value, saved, at)
             return value
         is_exact = is_exact and saved is not _ABSENT
-        if isinstance(value, torch.Tensor) and not (is_exact and _kind(saved) is None):
+        if isinstance(value, torch.Tensor) and not (is_exact and is_other(value, saved)):
             if self._takes(saved, at):
                 if depth and value.is_nested:
                     return self._nested(value, saved, at)
@@ -300,6 +326,7 @@ class Template:
 
     def _dict(self, value: dict[Any, Any], saved: Any, at: _At, depth: int, is_exact: bool) -> None:
         """Visits a dict inside the state. If it holds nothing to fill in place, it is replaced."""
+        self._note_copy(value, at)
         nest = _nest(saved) or {}
         if (_holds_tensors(value) and not is_exact) or not self._asks_for_all(at):
             self._match_dict(value, nest, at, depth)
@@ -307,6 +334,11 @@ class Template:
         with self._fitting(self._fit.without_only()):
             if self._has(saved, at):
                 self._replace_dict(value, nest, at, depth)
+
+    def _note_copy(self, value: dict[Any, Any], at: _At) -> None:
+        """Notes a dict of the caller's that holds the state of an optimizer."""
+        if not self._within and is_of_optimizer(value):
+            self._copies.append(at)
 
     def _match_dict(
         self,
@@ -400,6 +432,9 @@ class Template:
 
     def _tensor(self, tensor: Any, saved: Any, at: _At) -> None:
         """Makes a target or an action that fills a tensor with its part of a stored one."""
+        if (parted := parted_of(saved)) is not None:
+            self._put_part(tensor, parted, at)
+            return
         stored = stored_of(saved)
         if stored is not None:
             source: tuple[object, Any] = stored.key, stored
@@ -424,13 +459,28 @@ class Template:
         if local.numel():
             self._actions.append(put)
 
+    def _put_part(self, tensor: Any, parted: Parted, at: _At) -> None:
+        """Makes an action that fills this rank's part of a DTensor with the saved one."""
+        if not is_sharded(tensor) or tuple(tensor.shape) != parted.shape:
+            kind = "DTensor" if is_sharded(tensor) else type(tensor).__name__
+            self._filling.misfits.append(
+                f"{at} is a {kind} of shape {[*tensor.shape]}, in the checkpoint a DTensor of "
+                f"shape {[*parted.shape]}, each part of which is a {parted.spread.kind}"
+            )
+            return
+        local, box = dtensor_part(str(at), tensor)
+        if (part := self._additions.part(parted, box)) is not None:
+            self._actions.append(lambda: put_converted(local, part))
+
     def _stateful(self, value: Any, saved: Any, at: _At, depth: int) -> None:
         """Restores an object by its load_state_dict(), after its tensors in place."""
         value = unwrapped(value)
+        self._within += 1
         if isinstance(value, torch.optim.Optimizer) and self._fit != Fit():
             self._optimizer(value, saved, at, depth)
         else:
             self._stateful_in(value, saved, at, depth)
+        self._within -= 1
 
     def _stateful_in(self, value: Any, saved: Any, at: _At, depth: int) -> None:
         """Gives an object what it saved, in its own tensors where it has them."""
@@ -444,12 +494,12 @@ class Template:
             raise self._misfit(f"{at} has a dict, in the checkpoint {_described(saved)}")
         nest = {} if nest is None else nest
         if isinstance(value, torch.optim.Optimizer):
-            if is_there and _counts_parameters(value) and _sizes(nest) != _sizes(own):
-                self._filling.misfits.append(_other_parameters(at, own, nest))
+            if is_there and counts_parameters(value) and sizes(nest) != sizes(own):
+                self._filling.misfits.append(other_parameters(at, own, nest))
                 return
-            if is_there and _counts_parameters(value):  # it drops the state that it had
+            if is_there and counts_parameters(value):  # it drops the state that it had
                 self._filling.optimizers[at.name] = set()
-            own = _completed(value, own, nest)
+            own = completed(value, own, nest)
         own = _copied(own)  # it may be the very dict that the object keeps its state in
         taken = self._taken
         if isinstance(value, torch.nn.Module):
@@ -509,31 +559,27 @@ class Template:
             self._filling.optimizers[at.name] = {*_names_within(value.state_dict(), at)}
             return
         theirs = unescaped(saved)
-        if not isinstance(theirs, dict) or _sizes(theirs) != _sizes(value.state_dict()):
-            self._filling.misfits.append(_other_parameters(at, value.state_dict(), theirs))
+        if not isinstance(theirs, dict) or sizes(theirs) != sizes(value.state_dict()):
+            self._filling.misfits.append(other_parameters(at, value.state_dict(), theirs))
             return
         with self._fitting(Fit(dtype=self._fit.dtype)):
             self._stateful_in(value, saved, at, depth)
 
     def _loaded(self, saved: Any, at: _At) -> Any:
-        """Returns a saved value as a new object, with tensors of the shards read whole."""
+        """Returns a saved value as a new object, with new tensors."""
         self._refused += notes_in(saved, at.name)
+        if self._within and "state" in at.keys:
+            self._additions.check(saved, at.name)
 
-        def own_value_of(name: str) -> PerRank:
+        def own_value_of(name: str, parted: Parted | None) -> Any:
             assert self._per_rank is not None
+            if parted is not None:
+                return self._additions.parted(parted)
             own = self._per_rank.value(name)
             self._refused += notes_in(own.value, name)
             return own
 
-        return fill(saved, self._whole_tensor, own_value_of, self._filled)
-
-    def _whole_tensor(self, stored: Stored) -> torch.Tensor:
-        key, dtype, shape = stored
-        if key not in self._whole:
-            self._find([(*stored, whole(shape))])  # raises before memory is taken in vain
-            self._whole[key] = torch.empty(shape, dtype=dtype, device="cpu")
-            self.targets.append(Target(*stored, whole(shape), self._whole[key]))
-        return self._whole[key]
+        return fill(saved, self._additions.tensor, own_value_of, self._filled)
 
 
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -551,64 +597,6 @@ def _names_within(value: Any, at: _At) -> Iterator[str]:
         if (is_nest or isinstance(value, list | tuple)) and id(value) not in seen:
             ahead += [(at.of(key), item) for key, item in items_in(unescaped(value))]
         seen.add(id(value))
-
-
-def _counts_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether load_state_dict() is torch's own, which refuses other numbers of them."""
-    is_own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
-    return is_own and not optimizer._optimizer_load_state_dict_pre_hooks
-
-
-def _other_parameters(at: _At, own: Mapping[str, Any], saved: Any) -> str:
-    """Returns the misfit of an optimizer."""
-    theirs = _sizes(saved) if isinstance(saved, dict) else None
-    return (
-        f"{at} is an optimizer with groups of {_sizes(own)} parameters, in the checkpoint "
-        f"{'none' if theirs is None else theirs}: make it as it was, or leave it out of the state "
-        "or by only= if the model has changed"
-    )
-
-
-def _sizes(state: Mapping[str, Any]) -> list[int] | None:
-    """Returns how many parameters each group of an optimizer's state_dict() has."""
-    groups = state.get("param_groups")
-    if not isinstance(groups, list | tuple):
-        return None
-    return [len(group.get("params", ())) if isinstance(group, dict) else 0 for group in groups]
-
-
-def _completed(
-    optimizer: torch.optim.Optimizer,
-    own: dict[str, Any],
-    saved: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Returns the state_dict of an optimizer, with tensors for the state it has not made yet; state
-    of a parameter's shape is spread over ranks as the parameter is.
-    """
-    state = own.get("state")
-    theirs = unescaped(saved.get("state"))
-    if not isinstance(state, dict) or not isinstance(theirs, dict):
-        return own
-    parameters: dict[Any, torch.Tensor] = {}
-    for group, described in zip(optimizer.param_groups, own["param_groups"], strict=True):
-        parameters.update(zip(described["params"], group["params"], strict=True))
-    # State of another shape, and of later parameters, is left out: load_state_dict() deals with it.
-    completed = {number: items for number, items in state.items() if number in theirs}
-    for number, items in theirs.items():
-        parameter, items = parameters.get(number), unescaped(items)
-        if parameter is None or not isinstance(items, dict):
-            continue
-        had, mine = state.get(number, {}), {}
-        for name, item in items.items():
-            found, there = _kind(item), had.get(name)
-            if found is None:
-                continue
-            if isinstance(there, torch.Tensor) and tuple(there.shape) == found.shape:
-                mine[name] = there
-            elif found.shape == tuple(parameter.shape) != ():
-                mine[name] = torch.empty_like(parameter.detach(), dtype=found.dtype)
-        completed[number] = mine
-    return own | {"state": completed}
 
 
 def _copied(value: Any, depth: int = 0) -> Any:
@@ -635,13 +623,6 @@ def _refill(value: dict[Any, Any], items: Mapping[Any, Any]) -> None:
     value.clear()
     for key, item in items.items():
         value[key] = item
-
-
-def _kind(item: Any) -> Stored | None:
-    """Returns dtype and shape of a saved tensor, in the shards or not; None for other values."""
-    if isinstance(item, torch.Tensor) and not item.is_nested:
-        return Stored("", item.dtype, tuple(item.shape))
-    return stored_of(item)
 
 
 def _holds_tensors(value: Any, depth: int = 0) -> bool:

@@ -23,9 +23,10 @@ from fastckpt.formats.strict_json import check_text, check_texts
 from fastckpt.formats.torch_pickle import pickles
 from fastckpt.formats.value_names import below, items_in, joined
 from fastckpt.plan.boxes import Box, whole
-from fastckpt.state.dtensors import Parts
+from fastckpt.state.dtensors import Part, Parts, wraps_others
 from fastckpt.state.identity import NO_MEMORY, memory_of
 from fastckpt.state.kinds import PLAIN_TENSORS, is_of_several_ranks, is_sharded
+from fastckpt.state.spread import PARTS, SPREAD, Spread, shape_of, spread_of
 
 TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})
@@ -110,7 +111,39 @@ def stored_of(value: object) -> Stored | None:
 
 def _placeholder(leaf: Leaf) -> dict[str, Any]:
     dtype = safetensors.NAMES[leaf.local.dtype]
-    return {TENSOR: leaf.key, "dtype": dtype, "shape": list(leaf.shape)}
+    its = {TENSOR: leaf.key, "dtype": dtype, "shape": list(leaf.shape)}
+    return its if leaf.spread is None else its | _spread(leaf.spread, leaf.local)
+
+
+def _spread(spread: str, local: torch.Tensor) -> dict[str, Any]:
+    """Returns what the placeholder of a DTensor has of its spread."""
+    kind = type(local)
+    return {SPREAD: spread} if kind in PLAIN_TENSORS else {SPREAD: spread, PARTS: kind.__qualname__}
+
+
+class Parted(NamedTuple):
+    """A DTensor whose parts are saved as values of single ranks, as its placeholder gives it.
+
+    Attributes:
+        name: of the values, each a dict of the part and its place: {"local": ..., "offsets": ...}.
+        shape: of the whole tensor.
+        spread: over a mesh.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    spread: Spread
+
+
+def parted_of(value: object) -> Parted | None:
+    """Returns the DTensor that a placeholder stands for, if its parts are values of single ranks.
+
+    Raises CorruptCheckpoint for a placeholder that flatten() does not make.
+    """
+    if type(value) is not dict or not isinstance(value.get(PER_RANK), str):
+        return None
+    spread = spread_of(value)
+    return None if spread is None else Parted(value[PER_RANK], shape_of(value), spread)
 
 
 class Leaf(NamedTuple):
@@ -123,6 +156,7 @@ class Leaf(NamedTuple):
         box: the part of the global tensor that `local` is.
         holders: the ranks that hold the same part, ascending; a tuple shared between leaves.
         placement: how the global tensor is spread, in words; equal on all ranks.
+        spread: the same of a DTensor, for its placeholder; None of others.
     """
 
     key: str
@@ -131,6 +165,7 @@ class Leaf(NamedTuple):
     box: Box
     holders: tuple[int, ...]
     placement: str
+    spread: str | None = None
 
 
 class TensorSpec(NamedTuple):
@@ -265,6 +300,7 @@ class _Flattening:
         self.small: list[_Small] = []
         self.boxes: dict[tuple[int, ...], Box] = {}  # of whole tensors, by their shape
         self.leaf_of: dict[tuple[Any, ...], Leaf] = {}
+        self.own_parts: dict[int, dict[str, Any]] = {}  # placeholders, by identity of the tensor
         self.searched: dict[int, Any] = {}  # keeps objects alive, so that their ids stay theirs
         self.above: dict[int, str | None] = {}  # names of what is being visited, by identity
 
@@ -350,7 +386,21 @@ class _Flattening:
                     return _placeholder(self._leaf(value, name or "", is_small=True))
                 self.small.append(_Small(value, name or ""))
                 return self.small[-1]
-        return _placeholder(self._leaf(value, name or ""))
+            return _placeholder(self._leaf(value, name or ""))
+        part = self.parts.of(name or "", value)
+        if wraps_others(part.local):
+            return self._own_part(value, part, name or "")
+        return _placeholder(self._leaf(value, name or "", part))
+
+    def _own_part(self, tensor: Any, part: Part, name: str) -> dict[str, Any]:
+        """Adds a part of a DTensor, which shards cannot hold, to the values of this rank."""
+        if id(tensor) not in self.own_parts:
+            key = self._unique(name)
+            value = {"local": part.local.detach(), "offsets": [*part.box.offsets]}
+            self.flat.per_rank[key] = PerRank(value)
+            its = {PER_RANK: key, "shape": [*tensor.shape], **_spread(part.spread, part.local)}
+            self.own_parts[id(tensor)] = its  # self.parts keeps it alive
+        return self.own_parts[id(tensor)]
 
     def _as_it_is(self, value: Any, name: str | None) -> Any:
         """Returns a value that the first rank pickles whole; raises if it holds DTensors."""
@@ -395,13 +445,15 @@ class _Flattening:
         self.keys.add(key)
         return key
 
-    def _leaf(self, tensor: Any, name: str, is_small: bool = False) -> Leaf:
-        """Adds a leaf and returns it; a tensor that stands in the state twice gets one leaf. Of a
-        small one only the first rank's copy counts.
+    def _leaf(
+        self, tensor: Any, name: str, part: Part | None = None, is_small: bool = False
+    ) -> Leaf:
+        """Adds a leaf and returns it, of a DTensor by its part; a tensor that stands in the state
+        twice gets one leaf. Of a small one only the first rank's copy counts.
         """
-        everybody = self.parts.everybody
-        if is_sharded(tensor):
-            local, box, holders, placement, identity = self.parts.of(name, tensor)
+        everybody, spread = self.parts.everybody, None
+        if part is not None:
+            local, box, holders, placement, spread, identity = part
             local, shape = local.detach().resolve_neg(), tuple(tensor.shape)
         else:
             memory, placement, holders = memory_of(tensor), "replicated", everybody
@@ -414,7 +466,7 @@ class _Flattening:
         key = self._unique(name)
         if is_small or (holders is everybody and key in self.first_rank):
             holders = (0,)
-        leaf = Leaf(key, local, shape, box, holders, placement)
+        leaf = Leaf(key, local, shape, box, holders, placement, spread)
         self.flat.leaves.append(leaf)
         self.leaf_of[identity] = leaf
         return leaf
@@ -477,15 +529,16 @@ def tensors_in(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
 
 def fill(
     objects: Any,
-    tensor: Callable[[Stored], Any],
-    per_rank: Callable[[str], Any],
+    tensor: Callable[[Stored, Spread | None], Any],
+    per_rank: Callable[[str, Parted | None], Any],
     done: dict[int, Any] | None = None,
 ) -> Any:
     """Puts values back where flatten() left placeholders.
 
     Args:
         objects: as in Flat, read from a file.
-        tensor, per_rank: return the value of a tensor, or of this rank under a name.
+        tensor: returns the value of a tensor of the shards; its spread is None of a plain one.
+        per_rank: returns the value of this rank under a name, which may be a part of a DTensor.
         done: containers that were filled before, by identity. One that stands in `objects` many
             times is filled once; otherwise a small file could ask for any amount of memory.
 
@@ -507,9 +560,9 @@ def fill(
             new = [v if type(v) in ATOMS else visit(v, depth + 1) for v in value]
             new = new if type(value) is list else tuple(new)
         elif (stored := stored_of(value)) is not None:
-            new = tensor(stored)
+            new = tensor(stored, spread_of(value))
         elif isinstance(value.get(PER_RANK), str):
-            new = per_rank(value[PER_RANK])
+            new = per_rank(value[PER_RANK], parted_of(value))
         else:
             new = {k: visit(v, depth + 1) for k, v in unescaped(value).items()}
         filled[id(value)] = new
@@ -534,8 +587,10 @@ class OwnValues(NamedTuple):
     saving_ranks: int
     of_all: Callable[[str], list[Any]]
 
-    def value(self, name: str) -> PerRank:
-        """Returns a PerRank with the value that this rank saved under a name, if it has."""
+    def value(self, name: str, _parted: Parted | None = None) -> PerRank:
+        """Returns a PerRank with the value that this rank saved under a name, if it has: of a
+        DTensor a dict of its part (see Parted).
+        """
         made = PerRank()
         made.found = self.own is not None and name in self.own
         made.value = self.own[name] if self.own is not None and made.found else None

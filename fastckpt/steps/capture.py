@@ -22,6 +22,7 @@ from fastckpt.formats.value_names import below, items_in
 from fastckpt.ranks.same_state import Description
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.state.identity import copied_later
+from fastckpt.state.kinds import PLAIN_TENSORS
 from fastckpt.state.tree import Flat, Leaf, flatten, is_stateful
 
 
@@ -163,16 +164,25 @@ def _named(error: BaseException, nests: Mapping[Any, object]) -> None:
     own names.
     """
     found = (_refused(nest, name) for name, nest in nests.items())
-    if isinstance(error, Exception) and (name := next(filter(None, found), None)):
-        raise retold(error, f"{error}: this is in the value of {name!r}") from error
+    refused = next(filter(None, found), None)
+    if not isinstance(error, Exception) or refused is None or refused[0] is None:
+        return
+    name, value = refused
+    advice = ""
+    if isinstance(value, torch.Tensor) and type(value) not in PLAIN_TENSORS:
+        advice = (
+            f" (a tensor of the class {type(value).__name__}: leave it out of the state, and save "
+            "what it consists of in a PerRank)"
+        )
+    raise retold(error, f"{error}: this is in the value of {name!r}{advice}") from error
 
 
-def _refused(nest: object, name: str | None) -> str | None:
-    """Returns the name of the first value of a nest that cannot be pickled."""
+def _refused(nest: object, name: str | None) -> tuple[str | None, object] | None:
+    """Returns the first value of a nest that cannot be pickled, after its name."""
     try:
         _objects(nest, False, frozenset({"cpu"}))
     except Exception:  # of any class: the value's own code raises it
         inner = items_in(nest) if type(nest) in (dict, list, tuple) else ()
         found = (_refused(value, below(name, str(key))) for key, value in inner)
-        return next(filter(None, found), name)
+        return next(filter(None, found), (name, nest))
     return None

@@ -129,7 +129,7 @@ class StepReader:
         if left_out:
             raise refused(self.path, left_out, is_restore=False)
         found: dict[str, Stored] = {}
-        fill(objects, lambda stored: found.setdefault(stored.key, stored), lambda _name: None)
+        fill(objects, lambda stored, _: found.setdefault(stored.key, stored), lambda *_: None)
         self.find([(*stored, whole(stored.shape)) for stored in found.values()])
         tensors = {
             key: torch.empty(shape, dtype=dtype, device="cpu")
@@ -138,7 +138,7 @@ class StepReader:
         self.read(
             [Target(*stored, whole(stored.shape), tensors[key]) for key, stored in found.items()]
         )
-        return fill(objects, lambda stored: tensors[stored.key], own_values.value)
+        return fill(objects, lambda stored, _: tensors[stored.key], own_values.value)
 
     def own_values(self, rank: int, world_size: int, weights_only: bool) -> OwnValues:
         """Returns the values of single ranks, as a rank of a job of so many restores them; raises

@@ -14,7 +14,7 @@ from tests.paths import ROOT
 
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 # Their examples are run from the first to the last, in one program.
-RUN = ("README.md", "training.md", "ranks.md", "commands.md", "migration.md")
+RUN = ("README.md", "training.md", "ranks.md", "commands.md", "migration.md", "fsdp2.md")
 _BLOCK = re.compile(r"^```python( notest)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -61,9 +61,32 @@ def evaluate(model):
 os.mkdir("run")
 """
 BEFORE = {
+    "fsdp2.md": """
+from torch.distributed.fsdp import fully_shard
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+train()
+real_restore = fastckpt.Checkpointer.restore
+
+def restore_of_a_new_job(checkpointer, state):
+    moments = optimizer.state[model.head.weight]
+    moments["exp_avg"].zero_()
+    optimizer.param_groups[0]["lr"] = 0.1
+    if state["optimizer"] is not optimizer:
+        state["optimizer"]["param_groups"][0]["lr"] = 0.1
+    return real_restore(checkpointer, state)
+
+fastckpt.Checkpointer.restore = restore_of_a_new_job
+""",
     "commands.md": """
 with fastckpt.Checkpointer("run") as checkpointer:
     checkpointer.save(1, {"model": model})
+""",
+}
+END = {
+    "fsdp2.md": """
+assert optimizer.param_groups[0]["lr"] == 0.5
+assert optimizer.state[model.head.weight]["exp_avg"].full_tensor().any()
 """,
 }
 AFTER = """
@@ -90,7 +113,7 @@ def test_examples_run(name: str, disk: Path) -> None:
     (document,) = (path for path in DOCUMENTS if path.name == name)
     examples = [*blocks(document, every=False)]
     assert examples
-    text = "\n".join([PRELUDE, BEFORE.get(name, ""), *examples, AFTER])
+    text = "\n".join([PRELUDE, BEFORE.get(name, ""), *examples, END.get(name, ""), AFTER])
     ran = run(text, cwd=disk, timeout=120)
     assert ran.returncode == 0 and ran.stdout.endswith("ran\n"), ran.stderr
 

@@ -71,8 +71,9 @@ def keys_of(state: Any) -> list[str]:
 
 def put_together(flat: Flat) -> Any:
     tensors = {leaf.key: leaf.local for leaf in flat.leaves}
+    own = flat.per_rank
     return fill(
-        flat.objects, lambda stored: tensors[stored.key], lambda name: flat.per_rank[name].value
+        flat.objects, lambda stored, _: tensors[stored.key], lambda name, _: own[name].value
     )
 
 
@@ -823,7 +824,8 @@ def test_what_is_shared_is_filled_once() -> None:
     """40 levels of it would be 2^60 lists."""
     calls: list[Stored] = []
 
-    def tensor(stored: Stored) -> Any:
+    def tensor(stored: Stored, spread: object) -> Any:
+        assert spread is None
         calls.append(stored)
         return stored.key
 

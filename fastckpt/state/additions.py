@@ -1,0 +1,192 @@
+"""The tensors that a state lacks and a restore adds: as what was saved, where this job has such.
+
+It must not know files, nor where in a state they go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+
+from fastckpt.arguments.near_names import listed
+from fastckpt.formats.partial_objects import notes_in
+from fastckpt.formats.value_names import items_in
+from fastckpt.plan.boxes import Box, whole
+from fastckpt.state.dtensors import dtensor_part, part_kind
+from fastckpt.state.kinds import PLAIN_TENSORS
+from fastckpt.state.meshes import Meshes, NoMesh
+from fastckpt.state.spread import PARTS, Spread
+from fastckpt.state.targets import Place, Target
+from fastckpt.state.tree import ATOMS, OwnValues, Parted, Stored, parted_of, stored_of
+
+_HOW = (
+    "Pass in the same state what is on that mesh, such as the model; or let their object make them "
+    "before the restore, as an optimizer does by a step with zero gradients; or read whole tensors "
+    "by load()"
+)
+
+
+class Additions:
+    """The tensors that one restore adds to a state.
+
+    Args:
+        state, saved, per_rank, find: as Template's.
+        targets: gets what has to be read into them.
+        refused: gets the names of what weights_only has left out, each with its maker.
+    """
+
+    def __init__(
+        self,
+        state: Any,
+        saved: Any,
+        per_rank: OwnValues | None,
+        find: Callable[[Sequence[Place]], object],
+        targets: list[Target],
+        refused: list[tuple[str, str]],
+    ) -> None:
+        self._state, self._saved, self._per_rank, self._find = state, saved, per_rank, find
+        self._targets, self._refused = targets, refused
+        self._made: dict[str, Any] = {}  # by key, or by the name of parts
+        self._known_meshes: Meshes | None = None
+        self._reasons: dict[str, list[str]] = {}  # names of what cannot be added, by the reason
+
+    def misfits(self) -> list[str]:
+        """Returns what cannot be added, in words."""
+        reasons = self._reasons.items()
+        return [f"{listed(map(repr, names))} {reason}" for reason, names in reasons]
+
+    def check(self, saved: Any, name: str) -> None:
+        """Notes the tensors of an optimizer's state that nobody can place: those of a job without
+        DTensors, in a job with them. Numbers are the same on all ranks in either.
+        """
+        if _has_numbers(saved) and self._meshes.are_new:
+            self._cannot(
+                name,
+                "was saved by a job without DTensors, and this job has them: nothing says how it "
+                "is spread. Let its object make its state before the restore, as an optimizer does "
+                "by a step with zero gradients, or leave it out of the state",
+            )
+
+    def tensor(self, stored: Stored, spread: Spread | None) -> Any:
+        """Returns a tensor of the shards, which is going to be read: a DTensor if one was saved and
+        this job has some.
+        """
+        if stored.key not in self._made:
+            self._made[stored.key] = self._tensor(stored, spread)
+        return self._made[stored.key]
+
+    def _tensor(self, stored: Stored, spread: Spread | None) -> Any:
+        key, dtype, shape = stored
+        if spread is not None and spread.kind:
+            return self._cannot(
+                key,
+                f"was saved as a DTensor with parts that are {spread.kind}, which only the object "
+                "that they belong to can make: let it do so before the restore",
+            )
+        try:
+            room = None if spread is None else self._meshes.room(shape, spread)
+        except NoMesh as error:
+            return self._cannot(key, f"was saved as a DTensor, {spread}, and {error}. {_HOW}")
+        box = whole(shape) if room is None else room.box
+        self._find([(*stored, box)])  # raises before memory is taken in vain
+        device = "cpu" if room is None else room.device
+        made = local = torch.empty(box.sizes, dtype=dtype, device=device)
+        if room is not None:
+            made = room.tensor(local)
+            local, _box = dtensor_part(key, made)
+        self._targets.append(Target(*stored, box, local))
+        return made
+
+    def parted(self, parted: Parted) -> Any:
+        """Returns a DTensor with the part that this rank saved of it."""
+        if parted.name not in self._made:
+            self._made[parted.name] = self._parted(*parted)
+        return self._made[parted.name]
+
+    def _parted(self, name: str, shape: tuple[int, ...], spread: Spread) -> Any:
+        try:
+            room = self._meshes.room(shape, spread)
+        except NoMesh as error:
+            return self._cannot(name, f"was saved as a DTensor, {spread}, and {error}. {_HOW}")
+        box = whole(shape) if room is None else room.box
+        part = self.part(Parted(name, shape, spread), box)
+        return part if part is None or room is None else room.tensor(part)
+
+    def part(self, parted: Parted, box: Box) -> Any:
+        """Returns the saved part of a DTensor that lies in this place; None if no rank saved it."""
+        its = self._per_rank
+        assert its is not None
+        own = None if its.own is None else its.own.get(parted.name)
+        if notes := [*notes_in(own, parted.name)]:
+            self._refused += notes
+            return None
+        found = _at(box, [own])
+        found = _at(box, its.of_all(parted.name)) if found is None else found
+        if found is None:
+            self._cannot(
+                parted.name,
+                f"was saved as a DTensor, {parted.spread}, of parts that are "
+                f"{parted.spread.kind}, which cannot be divided otherwise: restore it on as many "
+                "ranks with the same placements, or leave its object out of the state",
+            )
+        return found
+
+    def _cannot(self, name: str, reason: str) -> None:
+        self._reasons.setdefault(reason, []).append(name)
+
+    @property
+    def _meshes(self) -> Meshes:
+        if self._known_meshes is None:
+            self._known_meshes = Meshes(self._state, self._saved)
+        return self._known_meshes
+
+
+def saved_kind(saved: Any) -> str | None:
+    """Returns what part_kind() said of a tensor that was saved; None of nested ones and
+    of other values.
+    """
+    if isinstance(saved, torch.Tensor):
+        if saved.is_nested:
+            return None
+        return "" if type(saved) in PLAIN_TENSORS else type(saved).__qualname__
+    if (parted := parted_of(saved)) is not None:
+        return parted.spread.kind
+    return None if stored_of(saved) is None else str(saved.get(PARTS, ""))
+
+
+def is_other(tensor: Any, saved: Any) -> bool:
+    """Returns whether a saved value can only take the place of a tensor, and not fill it: it is
+    none, or only a class knows what is in one of them.
+    """
+    mine, theirs = part_kind(tensor), saved_kind(saved)
+    if theirs is None:
+        return True
+    return bool(mine or theirs) and (mine != theirs or stored_of(saved) is None)
+
+
+def _has_numbers(saved: Any) -> bool:
+    """Returns whether floating-point tensors of several elements are in what was saved."""
+    ahead, seen = [saved], set[int]()
+    while ahead:
+        value = ahead.pop()
+        tensor = value if isinstance(value, torch.Tensor) else stored_of(value)
+        if tensor is not None:
+            if tensor.dtype.is_floating_point and prod(tensor.shape) > 1:
+                return True
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            ahead += [item for _, item in items_in(value) if type(item) not in ATOMS]
+    return False
+
+
+def _at(box: Box, parts: Sequence[Any]) -> Any:
+    """Returns the one of several parts of a DTensor, as ranks saved them, that has this place."""
+    for part in parts:
+        local = part.get("local") if isinstance(part, dict) else None
+        is_alike = isinstance(local, torch.Tensor) and tuple(local.shape) == box.sizes
+        if is_alike and part["offsets"] == [*box.offsets]:
+            return local
+    return None

@@ -1,0 +1,83 @@
+"""The state of optimizers: what it must have in common with a saved one, and tensors for what an
+optimizer has not made yet. It must not know files or ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fastckpt.state.additions import saved_kind
+from fastckpt.state.dtensors import empty_beside, part_kind
+from fastckpt.state.tree import stored_of, unescaped
+
+
+def is_of_optimizer(value: dict[Any, Any]) -> bool:
+    """Returns whether a dict is like those that an optimizer's state_dict() returns, or torch's
+    get_optimizer_state_dict(), which may join their keys by dots.
+    """
+    if "state" in value and "param_groups" in value:
+        return True
+    return any(isinstance(key, str) and key.startswith("param_groups.") for key in value)
+
+
+def counts_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether load_state_dict() is torch's own, which refuses other numbers of them."""
+    is_own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    return is_own and not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def other_parameters(at: object, own: Mapping[str, Any], saved: Any) -> str:
+    """Returns the misfit of an optimizer."""
+    theirs = sizes(saved) if isinstance(saved, dict) else None
+    return (
+        f"{at} is an optimizer with groups of {sizes(own)} parameters, in the checkpoint "
+        f"{'none' if theirs is None else theirs}: make it as it was, or leave it out of the state "
+        "or by only= if the model has changed"
+    )
+
+
+def sizes(state: Mapping[str, Any]) -> list[int] | None:
+    """Returns how many parameters each group of an optimizer's state_dict() has."""
+    groups = state.get("param_groups")
+    if not isinstance(groups, list | tuple):
+        return None
+    return [len(group.get("params", ())) if isinstance(group, dict) else 0 for group in groups]
+
+
+def completed(
+    optimizer: torch.optim.Optimizer,
+    own: dict[str, Any],
+    saved: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Returns the state_dict of an optimizer, with tensors for the state it has not made yet; state
+    of a parameter's shape is spread over ranks as the parameter is.
+    """
+    state = own.get("state")
+    theirs = unescaped(saved.get("state"))
+    if not isinstance(state, dict) or not isinstance(theirs, dict):
+        return own
+    parameters: dict[Any, torch.Tensor] = {}
+    for group, described in zip(optimizer.param_groups, own["param_groups"], strict=True):
+        parameters.update(zip(described["params"], group["params"], strict=True))
+    # State of another shape, and of later parameters, is left out: load_state_dict() deals with it.
+    found = {number: items for number, items in state.items() if number in theirs}
+    for number, items in theirs.items():
+        parameter, items = parameters.get(number), unescaped(items)
+        if parameter is None or not isinstance(items, dict):
+            continue
+        had, mine = state.get(number, {}), {}
+        for name, item in items.items():
+            kind, there = saved_kind(item), had.get(name)
+            stored = item if isinstance(item, torch.Tensor) else stored_of(item)
+            if kind is None or stored is None:
+                continue
+            is_there = isinstance(there, torch.Tensor) and part_kind(there) == kind
+            if is_there and tuple(there.shape) == tuple(stored.shape):
+                mine[name] = there
+            elif not kind and tuple(stored.shape) == tuple(parameter.shape) != ():
+                mine[name] = empty_beside(parameter, stored.dtype)
+        found[number] = mine
+    return own | {"state": found}
