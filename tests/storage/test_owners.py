@@ -6,6 +6,7 @@ test_crash.py's.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -103,3 +104,14 @@ def test_names_of_the_version_before_are_understood(
     monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
     assert atomic.remove_debris(storage, path) == [own]
     os.unlink(cut)
+
+
+def test_a_token_tells_whether_its_process_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In names that may hold nothing but digits; nothing is told of processes elsewhere."""
+    token = owners.new_token()
+    assert re.fullmatch(owners.TOKEN, token) and token != owners.new_token()
+    assert owners.is_token_of_dead(token) is False
+    assert owners.is_token_of_dead(f"{token[:12]}{dead_pid():06x}{token[18:]}") is True
+    assert owners.is_token_of_dead(token[:16]) is None
+    monkeypatch.setattr(owners, "pid_space", lambda: "another")
+    assert owners.is_token_of_dead(token) is None
