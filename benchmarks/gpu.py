@@ -53,7 +53,7 @@ def arguments() -> argparse.Namespace:
     add("--gib", type=float, help="GiB of the state; default 10, on the CPU 1/64")
     add("--every", type=harness.positive, default=10, help="steps from one save to the next")
     add("--step-s", type=float, help="least seconds of a training step; default 0.5, on the CPU 0")
-    help_of_seconds = "since the start, after which the part fence begins no further round"
+    help_of_seconds = "since the start, by which the last round of the part fence is to end"
     add("--seconds", type=float, default=130.0, help=help_of_seconds)
     harness.choice(parser, "--parts", [*PARTS])
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only test the steps")

@@ -79,7 +79,7 @@ class Here:
         rounds: how often.
         every: training steps from one save to the next.
         step_s: how long a training step is made, at least.
-        seconds: since the start, after which the fences are compared in no further round.
+        seconds: since the start, by which the last round that compares fences is to end.
         directory: on the file system to measure.
         missing: what was not measured, and why.
         failures: what went wrong.
