@@ -265,6 +265,7 @@ def _hint_to_open(path: str) -> str:
     """Returns how to load a directory that fastckpt.open knows; "" if it knows none there."""
     from fastckpt.lazy.open import open as opened
 
+    # This hint only adds to an error that the caller raises.
     with suppress(CheckpointError, OSError), opened(path) as found:
         return (
             f"it holds {found.kind}: load it by fastckpt.load_into(state, {path!r}), or read "
