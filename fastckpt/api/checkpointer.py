@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastckpt.arguments.checks import (
-    FENCES,
     ON_ERROR,
     BackendName,
     Codec,
@@ -26,6 +25,7 @@ from fastckpt.arguments.checks import (
     check_callable,
     check_choice,
     check_deadline,
+    check_fence,
     check_flag,
     check_integer,
     check_seconds,
@@ -203,7 +203,7 @@ class Checkpointer:
             terms = common_terms(self.root, codec, *kept)
             self._coordinator = Coordinator.of_group(self.group, "steps", terms)
             opened.push(self._coordinator.give_up)
-            check_choice("fence", fence, FENCES)
+            check_fence(fence)
             check_choice("on_error", on_error, ON_ERROR)
             check_flag("log", log)
             optional(check_callable, "before_commit", before_commit)

@@ -15,7 +15,6 @@ from typing import IO, Any
 import torch
 
 from fastckpt.arguments.checks import (
-    FENCES,
     ON_ERROR,
     STAGINGS,
     BackendName,
@@ -25,6 +24,7 @@ from fastckpt.arguments.checks import (
     Stripe,
     check_callable,
     check_choice,
+    check_fence,
     check_flag,
     check_seconds,
     check_size,
@@ -143,7 +143,7 @@ def save(
             writes itself, or for an object with DTensors.
     """
     started = time.perf_counter()
-    check_choice("fence", fence, FENCES)
+    check_fence(fence)
     check_seconds("timeout_s", timeout_s)
     check_choice("on_error", on_error, ON_ERROR)
     optional(check_callable, "before_commit", before_commit)

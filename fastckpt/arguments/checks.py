@@ -11,6 +11,7 @@ import operator
 import os
 import re
 import reprlib
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from math import isfinite, isnan
@@ -37,7 +38,7 @@ STRIPE_SIZE_UNIT = 1 << 16  # LOV_MIN_STRIPE_SIZE
 STRIPE_COUNT_MAX = 2000  # LOV_MAX_STRIPE_COUNT
 _STRIPE_SIZE_MAX = (1 << 32) - STRIPE_SIZE_UNIT  # of 32 bits
 
-FENCES: tuple[Fence, ...] = get_args(Fence)
+_FENCES: tuple[Fence, ...] = get_args(Fence)
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 STAGINGS: tuple[StagingWay, ...] = get_args(StagingWay)
 CODECS: tuple[Codec | None, ...] = (None, *get_args(Codec))
@@ -56,6 +57,17 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Raises ValueError unless the value is one of the choices."""
     if value not in choices:
         raise ValueError(f"{name} is {shown(value)}, must be one of {choices}")
+
+
+def check_fence(value: object, name: str = "fence") -> None:
+    """Raises ValueError unless the value is a fence that works in this interpreter."""
+    check_choice(name, value, _FENCES)
+    if value == "step" and not getattr(sys, "_is_gil_enabled", lambda: True)():
+        raise ValueError(
+            f'{name} is "step", which needs the GIL: this interpreter runs without it '
+            "(sys._is_gil_enabled() is False), so whether another thread is changing a tensor "
+            f'while it is copied cannot be told. Pass {name}="call", or run with PYTHON_GIL=1'
+        )
 
 
 def check_flag(name: str, value: object) -> bool:

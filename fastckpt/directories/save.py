@@ -15,12 +15,12 @@ from contextlib import suppress
 from typing import Any, Literal
 
 from fastckpt.arguments.checks import (
-    FENCES,
     ON_ERROR,
     BackendName,
     Fence,
     OnError,
     check_choice,
+    check_fence,
     check_path,
 )
 from fastckpt.arguments.options import WriteOptions
@@ -90,7 +90,7 @@ def save_directory(
         CheckpointError: an earlier save failed, and nobody asked for its error (on_error="raise").
         Exception: fill() raised it (on_error="raise").
     """
-    check_choice("fence", fence, FENCES)
+    check_fence(fence)
     check_choice("on_error", on_error, (*ON_ERROR, "keep"))
     options = WriteOptions(backend, durable, staging_bytes)
     given, handled = check_path("path", path), sys.exc_info()[1]

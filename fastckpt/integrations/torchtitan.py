@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.tensor import DTensor
 
 from fastckpt import Checkpointer, IncompatibleCheckpoint, PerRank, export, load_into
-from fastckpt.arguments.checks import CODECS, FENCES, Codec, Fence, check_choice
+from fastckpt.arguments.checks import CODECS, Codec, Fence, check_choice, check_fence
 from fastckpt.formats.step_names import step_name
 from fastckpt.integrations import require
 from fastckpt.integrations.dcp import Reader
@@ -92,7 +92,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
-            check_choice("checkpoint.fence", self.fence, FENCES)
+            check_fence(self.fence, "checkpoint.fence")
             check_choice("checkpoint.codec", self.codec, CODECS)
             if self.create_seed_checkpoint and self.load_only:
                 raise ValueError("create_seed_checkpoint saves, which load_only forbids")

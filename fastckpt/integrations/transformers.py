@@ -20,12 +20,12 @@ from typing import Any
 import safetensors.torch
 
 from fastckpt.arguments.checks import (
-    FENCES,
     ON_ERROR,
     BackendName,
     Fence,
     OnError,
     check_choice,
+    check_fence,
 )
 from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories.draft import Draft
@@ -104,7 +104,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         timeout_s: float = TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
-        check_choice("fence", fence, FENCES)
+        check_fence(fence)
         check_choice("on_error", on_error, ON_ERROR)
         WriteOptions(backend, durable, staging_bytes)  # refuses here what each save would refuse
         self._draft: Draft | None = None

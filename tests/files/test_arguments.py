@@ -10,6 +10,7 @@ import pathlib
 import pickle
 import re
 import stat
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +39,22 @@ TAKES_A_PATH: dict[str, Callable[[Any], object]] = {
     "root": fastckpt.Checkpointer,
     "local": lambda path: fastckpt.Checkpointer("run", local=path),
 }
+
+
+def test_the_step_fence_is_refused_without_a_gil(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What tells of changes is read under the GIL (see docs/design.md)."""
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    calls: list[Callable[[], object]] = [
+        lambda: fastckpt.save(torch.ones(9), disk / "a.pt", fence="step"),
+        lambda: fastckpt.Checkpointer(disk / "run", fence="step"),
+        lambda: fastckpt.export({"a": torch.ones(9)}, disk / "hf", fence="step"),
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match=r'fence is "step", which needs the GIL: .*"call"'):
+            call()
+    fastckpt.save(torch.ones(9), disk / "a.pt", fence="call").result()
 
 
 @pytest.mark.parametrize("url", [*URLS, pathlib.Path("hdfs://host/a.pt"), "simplecache::s3://b/a"])

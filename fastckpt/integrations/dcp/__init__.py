@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 
 from fastckpt.arguments.checks import (
-    FENCES,
     ON_ERROR,
     Fence,
     OnError,
     check_choice,
+    check_fence,
     check_flag,
 )
 from fastckpt.arguments.environment import launched_rank
@@ -167,7 +167,7 @@ def async_save(
             another argument is unknown.
     """
     started = time.perf_counter()
-    check_choice("fence", fence, FENCES)
+    check_fence(fence)
     check_choice("on_error", on_error, ON_ERROR)
     check_flag("durable", durable)
     writer = _writer(storage_writer, checkpoint_id, durable)
