@@ -13,6 +13,7 @@ from contextlib import suppress
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
+from fastckpt.latch import taken
 from fastckpt.ranks.round import HEED_S
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.mutation_check import MutationCheck, WatchedTensors
@@ -51,6 +52,7 @@ class CopyCompletion:
         self._watcher: threading.Thread | None = None
         self._lock = threading.Lock()
         self._error: BaseException | None = None  # under _lock
+        self._claims = [None]
         self.interrupted = False
 
     def watch(self) -> None:
@@ -90,17 +92,14 @@ class CopyCompletion:
         if self._reads.ranges:
             for transfer in self.transfers:
                 while not transfer.queued(HEED_S):
-                    self._heed()
+                    self._look()
             self._handle.mark_queued(self._order)
         for transfer in self.transfers:
             self.wait_for(transfer)
             transfer.account(self._handle.stats)
         self._verdict.check(self._handle.path)
-        if self.interrupted:
-            raise CheckpointError(
-                f"the save to {self._handle.path!r} was interrupted before everything was copied; "
-                "nothing was committed"
-            )
+        if self.interrupted or not self.settle():
+            raise self._interruption()
         self._forget()
         self._handle.mark_staged()
 
@@ -109,7 +108,25 @@ class CopyCompletion:
         SaveCancelled as wait() does.
         """
         while not transfer.staged(HEED_S):
-            self._heed()
+            self._look()
+
+    def _look(self) -> None:
+        """Ends the save, before everything has been copied, if the caller does not wait for it."""
+        self._heed()
+        if self.interrupted:
+            raise self._interruption()
+
+    def settle(self) -> bool:
+        """Returns True once: to the save, when everything has been copied, or to an interrupted
+        caller, if that came first; then the save fails.
+        """
+        return taken(self._claims)
+
+    def _interruption(self) -> CheckpointError:
+        return CheckpointError(
+            f"the save to {self._handle.path!r} was interrupted before everything was copied; "
+            "nothing was committed"
+        )
 
     def _order(self) -> bool:
         """Orders the calling thread's streams after the copies; returns False if it cannot."""

@@ -224,7 +224,7 @@ class InnerHandle(SaveHandle):
             exports.
         unkept: called when its error has been told.
         tells: whether this rank, the first one, says what all ranks know.
-        goes_on_told: whether a line has said that the save goes on after Ctrl-C.
+        goes_on_told: whether a line has said what becomes of the save after Ctrl-C.
         given_up_s: when it was given up, by time.monotonic(); else None.
 
     Args:
@@ -247,7 +247,7 @@ class InnerHandle(SaveHandle):
         self.kind = kind
         self.unkept: Callable[[], object] = bool
         self.tells = True
-        self.goes_on_told = False
+        self.goes_on_told = self._is_broken_off = False
         self.given_up_s: float | None = None
         self._queued = Latch()
         self._order: Callable[[], bool] | None = None
@@ -333,16 +333,35 @@ class InnerHandle(SaveHandle):
         try:
             return super()._wait_ended(timeout)
         except KeyboardInterrupt:
-            if not self.done():
-                self.goes_on_told = True
-                log_aside(
-                    logging.WARNING if self.tells else logging.INFO,
-                    "the %s goes on: %s. This process waits for it at exit; Ctrl-C during that "
-                    "wait, or cancel(), gives it up, and what was committed before stays",
-                    self.subject(),
-                    self.how_far(),
-                )
+            if not (self.done() or self._is_broken_off):
+                self._tell_goes_on()
             raise
+
+    def tell_interrupted(self, is_lost: bool) -> None:
+        """Says what becomes of the save, whose save() has been ended by Ctrl-C; `is_lost`: before
+        everything was copied.
+        """
+        if not is_lost:
+            if not self.done():
+                self._tell_goes_on()
+            return
+        self._is_broken_off = self.goes_on_told = True
+        log_aside(
+            logging.WARNING if self.tells else logging.INFO,
+            "the %s was interrupted before everything was copied: nothing of it is committed, and "
+            "what was committed before stays",
+            self.subject(),
+        )
+
+    def _tell_goes_on(self) -> None:
+        self.goes_on_told = True
+        log_aside(
+            logging.WARNING if self.tells else logging.INFO,
+            "the %s goes on: %s. This process waits for it at exit; Ctrl-C during that wait, or "
+            "cancel(), gives it up, and what was committed before stays",
+            self.subject(),
+            self.how_far(),
+        )
 
     def wait_done(self, timeout: float | None = None) -> bool:
         """Waits, for at most `timeout` seconds, for the end of the save, which does not count as

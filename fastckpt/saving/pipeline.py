@@ -97,7 +97,7 @@ class Pipeline:
                 self.staging.fence_next_step(handle)
             else:
                 handle.pass_fence()
-        except BaseException:  # Ctrl-C, say: the caller goes on, and may change what is not copied
+        except BaseException as raised:  # the caller goes on, and may change what is not copied
             # This store comes first: a second signal may end this handler at its first call.
             job.copying.interrupted = True
             handle.note_reported()
@@ -105,6 +105,8 @@ class Pipeline:
                 error = CheckpointError(f"the save to {handle.path!r} was interrupted as it began")
                 job.agreement.fail(error)
                 self._finish(job, error)
+            elif isinstance(raised, KeyboardInterrupt):
+                handle.tell_interrupted(is_lost=job.copying.settle())
             raise
         handle.stats.stall_s = handle.elapsed_s()
         return handle

@@ -196,6 +196,40 @@ def test_the_first_says_what_is_awaited_and_the_second_gives_it_up(
     assert sorted(os.listdir(folder / "run")) == ["step-00000001"]
 
 
+# Of two blocks, the second has to wait for memory until the first is written.
+IN_SAVE = """
+from fastckpt.saving import pipeline
+
+def watch():
+    while not any(handle.progress().written for handle in pipeline.current().in_flight()):
+        threading.Event().wait(0.01)
+    print("NOW", flush=True)
+
+threading.Thread(target=watch).start()
+how = {"drain_rate": 1e5, "staging_bytes": 8 << 20}
+if argument == "with":
+    with fastckpt.Checkpointer(root, **how) as checkpointer:
+        checkpointer.save(2, {"w": torch.full((4 << 20,), 2.0)})
+else:
+    fastckpt.save({"w": torch.full((4 << 20,), 2.0)}, path, **how)
+"""
+
+
+@pytest.mark.parametrize("way", ["with", "loop"])
+def test_one_in_the_midst_of_save_says_that_nothing_is_committed(folder: Path, way: str) -> None:
+    """And the process ends at once, since it need not wait for what cannot be committed."""
+    with terminal(IN_SAVE, folder, way) as person:
+        person.until("NOW")
+        person.press()
+        person.until(STAYS)
+        assert person.status() == -signal.SIGINT, person.shown
+    (line,) = [line for line in person.shown.splitlines() if STAYS in line]
+    target = folder / ("run/step-00000002" if way == "with" else "a.pt")
+    told = "was interrupted before everything was copied: nothing of it is committed"
+    assert f"the save to '{target}' {told}" in line
+    assert newest(folder) == (1, 1)
+
+
 HELD = """
 from tests.saving.test_handle import HeldTensor
 held = HeldTensor(value=2.0)
