@@ -111,7 +111,8 @@ class ImageTransfer:
         reads: says which of its memory is on devices.
         direct: writes blocks of a GPU straight to the file where it can.
         known: has what need not be staged, and sees to it when the rest is written.
-        landing: a file in memory to stage it in; it is given back when nothing is in flight.
+        landing: a file in memory to stage it in; it is given back when nothing is in flight, or if
+            no transfer is made.
         timeout_s: for how long writes may be under way, or memory be lacking, without any that gets
             on. After that waits fail; so do those of leaving the context, which leaves to
             Staging.stranded what the kernel holds. inf: there is no limit.
@@ -152,18 +153,23 @@ class ImageTransfer:
         self.nbytes = image.body_nbytes
         self._job = None
         if image.body_nbytes:
-            self._job = staging.engine().stage(
-                image.segments,
-                image.slots,
-                allowance,
-                max(1, stagers),
-                [] if reads is None else reads.ranges,
-                None if direct is None else direct.stage,
-                image.numbers,
-                image.conversions,
-                None if known is None else known.of_engine,
-                None if landing is None else landing.of_engine,
-            )
+            try:
+                self._job = staging.engine().stage(
+                    image.segments,
+                    image.slots,
+                    allowance,
+                    max(1, stagers),
+                    [] if reads is None else reads.ranges,
+                    None if direct is None else direct.stage,
+                    image.numbers,
+                    image.conversions,
+                    None if known is None else known.of_engine,
+                    None if landing is None else landing.of_engine,
+                )
+            except BaseException:
+                if landing is not None:
+                    landing.release()
+                raise
 
     def __enter__(self) -> ImageTransfer:
         return self

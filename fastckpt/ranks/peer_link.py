@@ -115,8 +115,10 @@ class PeerLink:
             raise ConnectionAbortedError("a message is none of this job's")
         return message
 
-    def send_file(self, fd: int, nbytes: int) -> None:
-        """Sends the first bytes of a file, which nobody changes meanwhile."""
+    def send_file(self, fd: int, nbytes: int) -> dict[str, Any]:
+        """Sends the first bytes of a file; returns what the other side says once it has them. Until
+        then the file must stay open and unchanged: the kernel sends its pages, not copies of them.
+        """
         at, poll = 0, select.poll()
         poll.register(self._socket, select.POLLOUT)
         while at < nbytes:
@@ -129,6 +131,7 @@ class PeerLink:
                 if not sent:
                     raise ConnectionAbortedError(f"the file has {at} bytes, not {nbytes}")
                 at += sent
+        return self.receive()
 
     def prove(self, secret: bytes, is_listening: bool) -> None:
         """Shows the other side that this one knows the secret, and has it show the same: first the

@@ -17,6 +17,7 @@ from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
     IncompatibleCheckpoint,
+    PeerFailed,
     StorageError,
     Telling,
     Vanished,
@@ -28,7 +29,9 @@ log = logging.getLogger("fastckpt")
 T = TypeVar("T")
 Candidate = tuple[int, str]  # whatever two values tell ranks which checkpoint it is
 
-GONE = "removed"  # the verdict on one that was removed meanwhile; others say what is wrong with it
+# Verdicts; others say what is wrong with a candidate.
+GONE = "removed"  # it was removed meanwhile
+COMING = "coming"  # a rank could not read it where it lies, but it is on its way to all ranks
 _TOLD = (CorruptCheckpoint, IncompatibleCheckpoint, CheckpointError)
 
 
@@ -43,13 +46,25 @@ class Trial(Generic[T]):
         is_gone: tells, after damage, whether it was removed meanwhile, which looks the same.
 
     Attributes:
-        verdict: of all ranks: "" if it is whole, GONE, or what the first that met damage says.
+        verdict: of all ranks: "" if it is whole, GONE, COMING, or what the first that met damage
+            says.
     """
 
     def __init__(
         self, path: str, stages: Sequence[Callable[[], T]], is_gone: Callable[[], bool]
     ) -> None:
         self.path, self.stages, self.is_gone, self.verdict = path, stages, is_gone, ""
+
+    def is_coming(self) -> bool:
+        """Returns whether the candidate is on its way to where all ranks can read it. If one says
+        so, await_coming() is called on all.
+        """
+        return False
+
+    def await_coming(self) -> None:
+        """Waits until it is there. Raises CorruptCheckpoint if it turned out to be damaged on this
+        rank, PeerFailed if another rank knows more; any other error ends the search.
+        """
 
     def end(self, error: BaseException | None) -> None:
         """Does what is left to do once the verdict is known, or the search ends with this error, in
@@ -100,6 +115,8 @@ class Search(Generic[T]):
                 if trial.verdict == GONE:
                     self.has_lost = True
                     raise Vanished(trial.path)
+                if trial.verdict == COMING:
+                    break  # it is there now: list again
                 self.damaged[candidate] = trial.verdict
                 if self._warns:
                     log.warning("skipping %s: %s", trial.path, trial.verdict)
@@ -125,7 +142,7 @@ class Search(Generic[T]):
         """Tries a candidate, and learns the verdict; returns what was found here."""
         found = None
         for stage in trial.stages:
-            problem = ""
+            problem, unread = "", None
             try:
                 found = stage()
             except Vanished:
@@ -133,27 +150,61 @@ class Search(Generic[T]):
             except CorruptCheckpoint as error:
                 problem = GONE if trial.is_gone() else str(error)
             except StorageError as error:  # where locks keep nothing, a part may be gone first
-                if error.errno not in (errno.ENOENT, errno.ESTALE) or not trial.is_gone():
+                if error.errno in (errno.ENOENT, errno.ESTALE) and trial.is_gone():
+                    problem = GONE
+                elif trial.is_coming():
+                    problem, unread = COMING, error
+                else:
                     raise
-                problem = GONE
             trial.verdict = self._verdict(problem)
+            if trial.verdict == COMING:
+                trial.verdict = self._arrival(trial, unread) or COMING
             if trial.verdict:
                 return None  # nor keeps this rank what it read of it
         return found
+
+    def _arrival(self, trial: Trial[T], unread: StorageError | None) -> str:
+        """Waits for a candidate that is coming; returns what the first rank that met damage says,
+        or "". Raises what else kept it from coming, after what this rank could not read.
+        """
+        problem, failure = "", None
+        try:
+            trial.await_coming()
+        except CorruptCheckpoint as error:
+            problem = str(error)
+        except PeerFailed as error:  # that rank says whether it was damage
+            failure = error
+        except CheckpointError as error:
+            raise _neither(unread, error) from error
+        verdict = self._verdict(problem)
+        if failure is not None and not verdict:
+            raise _neither(unread, failure) from failure
+        return verdict
 
     def _verdict(self, problem: str) -> str:
         """Returns what the first rank that met a problem says; "" if there is none.
 
         If a rank finds the candidate gone, that is the verdict: damage on the others may mean the
-        same.
+        same. Damage outweighs what could not be read.
         """
         agreement, number = self._agreement, next(self._numbers)
         agreement.put(f"tried {number}", problem.encode(errors="replace"))
         if agreement.rank == 0:
             answers = agreement.gather(f"tried {number}")
-            first = next((rank for rank, answer in enumerate(answers) if answer), 0)
-            told = f"rank {first}: " if len(answers) > 1 and answers[first] else ""
-            told += answers[first].decode()
+            coming = COMING.encode()
+            bad = (rank for rank, answer in enumerate(answers) if answer not in (b"", coming))
+            first = next(bad, answers.index(coming) if coming in answers else 0)
+            is_told = len(answers) > 1 and answers[first] not in (b"", coming)
+            told = f"rank {first}: " * is_told + answers[first].decode()
             told = GONE if GONE.encode() in answers else told
             agreement.put(f"verdict {number}", told.encode())
         return agreement.get(f"verdict {number}").decode()
+
+
+def _neither(unread: StorageError | None, failure: CheckpointError) -> CheckpointError:
+    """Returns the error for a candidate that this rank could not read, and that did not come."""
+    if unread is None:
+        return failure
+    number, detail = unread.errno or errno.EIO, f"{unread.detail}; " if unread.detail else ""
+    detail += f"it was to be copied to where all ranks can read it, but {failure}"
+    return StorageError(unread.op, unread.path, number, unread.offset, detail)

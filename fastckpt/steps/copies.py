@@ -39,7 +39,8 @@ class StepCopies:
         storage, staging: read the files.
         directories: the nearest first; all but the last may lack files.
         fetch: brings a file to the first directory, which lacks it or (True) has a damaged copy;
-            returns where it came from, or "" if it could not be brought.
+            returns where it came from, or "" if there is no whole copy to bring. It raises
+            StorageError if there may be one, which could not be brought.
         kept: keeps shards open, with the route by which they are read, until it is closed; None:
             each is opened for one read.
 
@@ -59,6 +60,7 @@ class StepCopies:
         self._staging = staging
         self._directories = directories
         self._fetch, self._fetched = fetch, dict[str, str]()
+        self._unbrought = set[str]()  # files of which that was reported
         self._kept, self._bodies, self._lock = kept, dict[str, Body](), threading.Lock()
         self._number: dict[str, int] = {}  # the number of the directory that a file is read from
         self._damaged: set[tuple[str, int]] = set()  # copies, each by file and directory number
@@ -93,7 +95,8 @@ class StepCopies:
 
         Raises:
             CorruptCheckpoint: every copy is damaged; the error is that of the last one.
-            StorageError: no copy is whole, and one could not be read in several attempts.
+            StorageError: no copy is whole that could be read, and one could not be read, or
+                brought, in several attempts.
         """
         return persistently(lambda: self._first_whole(file, read), file)
 
@@ -101,17 +104,23 @@ class StepCopies:
         """Has a file brought to the first directory; returns whether it is there now."""
         if self._fetch is None or file in self._fetched:
             return False
-        self._fetched[file] = self._fetch(file, is_damaged)
+        self._fetched[file] = self._fetch(file, is_damaged)  # asked again if it raises
         if self._fetched[file]:
             self._damaged -= {(file, number) for number, _ in enumerate(self._directories)}
             self._number[file] = 0
         return self._fetched[file] != ""
 
     def _first_whole(self, file: str, read: Callable[[], T]) -> T:
-        if self._fetch is not None and not self._has(file, 0):
-            self._brought(file, is_damaged=False)
-        numbers = self._numbers(file)
         unread: StorageError | MemoryError | None = None
+        if self._fetch is not None and not self._has(file, 0):
+            try:
+                self._brought(file, is_damaged=False)
+            except StorageError as error:
+                unread = error
+                if file not in self._unbrought:
+                    log.warning("%s", error)
+                self._unbrought.add(file)
+        numbers = self._numbers(file)
         for number, later in zip(numbers, [*numbers[1:], None], strict=True):
             self._number[file] = number
             failure: CheckpointError | MemoryError

@@ -11,7 +11,7 @@ import logging
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastckpt.errors import (
     CheckpointError,
@@ -22,8 +22,9 @@ from fastckpt.errors import (
     Vanished,
 )
 from fastckpt.formats.manifest import Manifest
+from fastckpt.formats.step_names import step_name
 from fastckpt.ranks.round import Round
-from fastckpt.ranks.search import GONE, Candidate, Search, Trial
+from fastckpt.ranks.search import COMING, GONE, Candidate, Search, Trial
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.copies import Fetch, StepCopies
 from fastckpt.steps.dead import may_be_committed
@@ -39,6 +40,41 @@ T = TypeVar("T")
 # Returns directories with copies of a step's files, and what brings others to the first of them; it
 # enters contexts that keep them there.
 Near = Callable[[Manifest, ExitStack], tuple[list[str], Fetch | None]]
+_APART = -1  # the number of the shelf of steps that are on none
+
+
+class Apart(NamedTuple):
+    """A committed step that may lie where not every rank can read it.
+
+    Attributes:
+        step, sequence, nonce: its manifest's.
+        why: why a rank cannot, in words.
+    """
+
+    step: int
+    sequence: int
+    nonce: str
+    why: str
+
+
+class Elsewhere(Protocol):
+    """The committed steps that are not on shelves, or not whole there for every rank. All ranks
+    know the same of them.
+
+    Attributes:
+        apart: the steps; those that are on a shelf as well count as there.
+    """
+
+    apart: list[Apart]
+
+    def look_again(self) -> None:
+        """Looks at them and at the shelves anew, on all ranks together: a step was gone."""
+
+    def is_coming(self, nonce: str) -> bool:
+        """Returns whether a step is on its way to the first shelf."""
+
+    def await_coming(self, nonce: str) -> None:
+        """Waits until the step is there, once; raises what kept it from coming."""
 
 
 def first_whole(
@@ -49,11 +85,13 @@ def first_whole(
     read: Callable[[StepReader], T],
     near: Near | None = None,
     required: bool = False,
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[int, T] | None:
     """Reads the newest step in which no rank meets damage; all ranks call this together.
 
     A step that a rank cannot read, however often it tries, may be whole. So it is an error: no
-    older step is read in its place, and retention leaves it alone.
+    older step is read in its place, and retention leaves it alone. If the step is on its way to the
+    root, it is awaited and read from there.
 
     Args:
         agreement: a round for this restore alone.
@@ -63,6 +101,7 @@ def first_whole(
         read: reads all that this rank needs of a step.
         near: names directories with copies of some of a step's files, which are preferred.
         required: raise if there is no step.
+        elsewhere: knows of steps that not every rank can read on the shelves.
 
     Returns:
         The step and what `read` returned; None if no step was committed and `step` is None.
@@ -75,13 +114,24 @@ def first_whole(
 
     def listed() -> list[Candidate]:
         is_first = not (search.has_lost or search.damaged)
-        return candidates(shelves, step, required and not search.has_lost, warn=is_first)
+        apart = () if elsewhere is None else elsewhere.apart
+        return candidates(shelves, step, required and not search.has_lost, is_first, apart)
 
-    def trial_of(place: Candidate) -> _StepTrial[T]:
-        return _StepTrial(current, shelves[place[0]], place[1], read, near, search.damaged)
+    def trial_of(place: Candidate) -> Trial[tuple[int, T]]:
+        number, name = place
+        if elsewhere is not None and number == _APART:
+            (item,) = (each for each in elsewhere.apart if each.nonce == name)
+            return _ApartTrial(shelves[0].path(step_name(item.step)), item, elsewhere)
+        damaged = search.damaged
+        return _StepTrial(current, shelves[number], name, read, near, damaged, elsewhere)
+
+    def look() -> tuple[int, T] | None:
+        if search.has_lost and elsewhere is not None:
+            elsewhere.look_again()
+        return search.look()
 
     search: Search[tuple[int, T]] = Search(agreement, listed, trial_of, warns=step is None)
-    found = listed_anew(search.look)
+    found = listed_anew(look)
     if found is None and search.damaged:
         which = f"step {step}" if step is not None else "no step"
         state = "damaged" if step is not None else "whole"
@@ -100,6 +150,7 @@ class _StepTrial(Trial[tuple[int, T]]):
         current, read, near: as first_whole's.
         steps, name: the step's directory.
         damaged: the verdicts on newer steps.
+        elsewhere: as first_whole's.
     """
 
     def __init__(
@@ -110,10 +161,12 @@ class _StepTrial(Trial[tuple[int, T]]):
         read: Callable[[StepReader], T],
         near: Near | None,
         damaged: Mapping[Candidate, str],
+        elsewhere: Elsewhere | None,
     ) -> None:
         super().__init__(steps.path(name), [self._tried], self._is_gone)
         self._current, self._steps, self._name = current, steps, name
         self._read, self._near, self._damaged = read, near, damaged
+        self._elsewhere = elsewhere
         self._holding = ExitStack()
         self._manifest: Manifest | None = None
 
@@ -139,35 +192,81 @@ class _StepTrial(Trial[tuple[int, T]]):
         except CheckpointError:
             return False
 
+    def is_coming(self) -> bool:
+        manifest, elsewhere = self._manifest, self._elsewhere
+        return (
+            elsewhere is not None and manifest is not None and elsewhere.is_coming(manifest.nonce)
+        )
+
+    def await_coming(self) -> None:
+        assert self._elsewhere is not None and self._manifest is not None
+        self._elsewhere.await_coming(self._manifest.nonce)
+
     def end(self, error: BaseException | None) -> None:
         self._holding.close()
         known, damaged = self._steps.known(self._name), [*self._damaged.values()]
-        if error is None and self.verdict != GONE:
+        if error is None and self.verdict not in (GONE, COMING):
             known.note_read(is_whole=not self.verdict)
         if isinstance(error, StorageError | PeerFailed | MemoryError):
             known.is_unread = True
         if isinstance(error, StorageError):
-            detail = f"{error.detail}; " if error.detail else ""
-            detail += "the step may be whole, so none before it was restored: ask for one by its "
-            detail += "number if this one is lost"
-            raise StorageError(
-                error.op, error.path, error.errno or errno.EIO, error.offset, detail
-            ) from error
+            raise _may_be_whole(error) from error
         if isinstance(error, IncompatibleCheckpoint) and damaged:
             raise IncompatibleCheckpoint(
                 f"{error}; a newer step was damaged: {damaged[-1]}"
             ) from None
 
 
+class _ApartTrial(Trial[Any]):
+    """The trial of a step that is on no shelf: it is awaited there, or cannot be read.
+
+    Args:
+        path: what the step has as its path in the root.
+        item: the step.
+        elsewhere: as first_whole's.
+    """
+
+    def __init__(self, path: str, item: Apart, elsewhere: Elsewhere) -> None:
+        super().__init__(path, [self._tried], lambda: False)
+        self._item, self._elsewhere = item, elsewhere
+
+    def _tried(self) -> None:
+        detail = f"step {self._item.step} was committed on the nodes: {self._item.why}"
+        raise StorageError("read", self.path, errno.EREMOTE, detail=detail)
+
+    def is_coming(self) -> bool:
+        return self._elsewhere.is_coming(self._item.nonce)
+
+    def await_coming(self) -> None:
+        self._elsewhere.await_coming(self._item.nonce)
+
+    def end(self, error: BaseException | None) -> None:
+        if isinstance(error, StorageError):
+            raise _may_be_whole(error) from error
+
+
+def _may_be_whole(error: StorageError) -> StorageError:
+    """Returns an error of a step that could not be read, with what follows from that."""
+    detail = f"{error.detail}; " if error.detail else ""
+    detail += "the step may be whole, so none before it was restored: ask for one by its number if "
+    detail += "this one is lost"
+    return StorageError(error.op, error.path, error.errno or errno.EIO, error.offset, detail)
+
+
 def candidates(
-    shelves: Sequence[Steps], step: int | None, required: bool = False, warn: bool = True
-) -> list[tuple[int, str]]:
+    shelves: Sequence[Steps],
+    step: int | None,
+    required: bool = False,
+    warn: bool = True,
+    apart: Sequence[Apart] = (),
+) -> list[Candidate]:
     """Returns the directories to try, the best first, each after the number of its shelf; the first
     rank calls this for all. Raises as first_whole().
 
     Args:
         shelves, step, required: as first_whole's.
         warn: log which directories are no steps, or that there is none.
+        apart: further steps; one that is on a shelf is taken from there.
     """
     steps = shelves[0]
     found, faults = steps.survey(step)
@@ -177,15 +276,21 @@ def candidates(
             if shelf_of.setdefault(item.manifest.nonce, number) == number:
                 found.append(item)
     found.sort(key=in_order, reverse=True)
+    ordered = [(in_order(item), (shelf_of[item.manifest.nonce], item.name)) for item in found] + [
+        ((item.sequence, item.step), (_APART, item.nonce))
+        for item in apart
+        if item.nonce not in shelf_of
+    ]
+    ordered.sort(reverse=True)
     if step is not None:
-        chosen = [item for item in found if item.manifest.step == operator.index(step)]
+        chosen = [place for (_, number), place in ordered if number == operator.index(step)]
         if not chosen:
-            known = sorted({item.manifest.step for item in found})
+            known = sorted({number for (_, number), _place in ordered})
             raise CheckpointError(
                 f"{steps.root!r} holds no committed step {step}: there are {known[-10:]}"
                 + (f"; {faults[0].error}" if faults else f"; {what_is_there(steps)}" * (not known))
             )
-        return [(shelf_of[item.manifest.nonce], item.name) for item in chosen[:1]]
+        return chosen[:1]
     last = found[0].manifest.step if found else -1
     for fault in faults:
         number = last + 1 if fault.step is None else fault.step
@@ -202,9 +307,9 @@ def candidates(
         if save.is_begun or save.manifest is not None or is_export(steps, name):
             continue
         log.warning("skipping %s: its save was not committed", steps.path(name))
-    if faults and not found:
+    if faults and not ordered:
         raise CorruptCheckpoint(f"no step under {steps.root!r} is whole: {faults[0].error}")
-    if not found:
+    if not ordered:
         if required:
             raise CheckpointError(
                 f"{steps.root!r} holds no committed step: {what_is_there(steps)}; nothing was "
@@ -212,7 +317,7 @@ def candidates(
             )
         if warn:
             warn_once(steps)
-    return [(shelf_of[item.manifest.nonce], item.name) for item in found]
+    return [place for _order, place in ordered]
 
 
 def survey_of_copy(steps: Steps) -> list[Committed]:

@@ -81,6 +81,14 @@ class UncommittedStep:
         if self._begun is not None:
             close_quietly(self._storage, self._begun.manifest_fd)
 
+    def share(self) -> None:
+        """Lets others read the step from now on, which is committed; it is not removed before
+        close().
+        """
+        if self._begun is not None:
+            with suppress(OSError):  # as when it was claimed
+                self._storage.lock(self._begun.manifest_fd, shared=True)
+
     def path(self, *names: str) -> str:
         return self.steps.path(self.name, *names)
 

@@ -12,10 +12,12 @@ import logging
 import os
 import secrets
 import threading
+import time
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
 from fastckpt.arguments.memory import Memory
+from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.formats.step_names import DRAINED, REPLICATED, SPARES, tier_name
@@ -24,7 +26,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving.spares import Spares
 from fastckpt.steps.copies import Fetch
 from fastckpt.steps.lease import lease_of_node
-from fastckpt.steps.newest_whole import readable, survey_of_copy
+from fastckpt.steps.newest_whole import Apart, readable, survey_of_copy
 from fastckpt.steps.pins import deleted
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
@@ -32,6 +34,7 @@ from fastckpt.storage.keep import Entry, may_go
 from fastckpt.storage.machine import this_machine
 from fastckpt.tiers.memory_budget import SPARE_BYTES, MemoryBudget
 from fastckpt.tiers.nodes import (
+    OBJECTS_PART,
     NodesSteps,
     RanksByNode,
     check_alike,
@@ -43,6 +46,8 @@ from fastckpt.tiers.replicas import Replicas
 log = logging.getLogger("fastckpt")
 
 _MARGIN = 1.5  # a step goes straight to the root only if that is hoped to take so much less
+# The pauses before the steps of the nodes are listed again, while a job beside changes them.
+_LOOK_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
 SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
 
 
@@ -53,14 +58,12 @@ class Undrained(NamedTuple):
         step, nonce: the step's number, and what tells it from all others.
         names: the step's directory on each node that has it, by the node's first rank.
         parts: as Drain's, for each node, by the node's first rank.
-        is_newer: whether it was committed after all that the root has.
     """
 
     step: int
     nonce: str
     names: dict[int, str]
     parts: dict[int, list[int]]
-    is_newer: bool
 
 
 class LocalTier:
@@ -129,11 +132,13 @@ class LocalTier:
         self._told = ""
         self._sequence: int | None = None
         self._highest = 0  # the highest sequence number that a step of any node has
-        # Nonces of steps of which no node has some parts, or the root has a later attempt.
+        # Nonces of steps of which the root has a later attempt, or a step that takes their place.
         self._useless: set[str] = set()
+        self._incomplete: set[str] = set()  # nonces of steps of which no node has some parts
         # By nonce, of the steps that the nodes hold together, the name on each node, and its files.
         self._held: dict[str, dict[int, tuple[str, list[int]]]] = {}
-        self._step_of: dict[str, int] = {}
+        self._order_of: dict[str, tuple[int, int]] = {}  # their steps and sequence numbers
+        self._why_undrained = ""  # why the root does not get them now, in words
         self._times_s: tuple[float, float] | None = None
         self._is_beside = False  # whether another job saved here when the steps were listed
 
@@ -183,12 +188,15 @@ class LocalTier:
         group = None if self.memory is None else self.memory.groups
         at = None if replicas is None else (*replicas.address, group or f"rank {self._rank}")
         every = 1 if self.memory is None else self.memory.root_every
-        meeting.put("identity", json.dumps([self._identity(), at, every]).encode())
+        here = (item.manifest.sequence for item in readable(self.steps))
+        identity = [self._identity(), at, every, max(here, default=0)]
+        meeting.put("identity", json.dumps(identity).encode())
         if self._rank == 0:
             first: dict[str, int] = {}
             records = [json.loads(record) for record in meeting.gather("identity")]
-            check_alike([every for *_, every in records])
-            told = [(identity, at) for identity, at, _every in records]
+            check_alike([every for _identity, _at, every, _highest in records])
+            self._highest = max(highest for *_, highest in records)
+            told = [(identity, at) for identity, at, *_ in records]
             shared = [first.setdefault(identity, rank) for rank, (identity, _at) in enumerate(told)]
             listening = [at for _identity, at in told]
             warn_of_loopback(told)
@@ -307,9 +315,13 @@ class LocalTier:
         log.log(level, "step %d goes straight to %s: the local tier %s", step, self.root.root, why)
 
     def next_sequence(self, steps: Steps) -> int:
-        """Returns the sequence number of the next commit, above those in all tiers; on rank 0."""
+        """Returns the sequence number of the next commit, above those in all tiers; on rank 0.
+
+        Nodes that are not of this job may have steps of which no other node knows, committed or
+        not. The clock puts the first number of this job above all of an earlier one.
+        """
         if self._sequence is None:  # asked once: a commit to the local tier must not wait for it
-            self._sequence = self.root.next_sequence()
+            self._sequence = max(self.root.next_sequence(), int(time.time() * 1000))
         self._sequence = steps.next_sequence(max(self._sequence, self._highest))
         return self._sequence
 
@@ -342,46 +354,69 @@ class LocalTier:
 
         return fetch
 
-    def gathered(self, agreement: Round, found: list[Undrained]) -> list[NodesSteps]:
+    def gathered(
+        self, agreement: Round, found: list[Undrained], number: int = 0
+    ) -> tuple[list[Steps], list[Apart]]:
         """Has every node take part in steps that only some hold, where its budget allows that. All
-        ranks call it, after survey().
+        ranks call it, after survey(), with the same number.
 
         Returns:
-            Those steps of the nodes of which each rank can have all files; none without neighbours.
+            The steps of the nodes of which each rank can have all files, none without neighbours;
+                and with several nodes, all steps that they hold together, each with the reason why
+                it may be none of those.
         """
-        if self.replicas is None:
-            return []
         firsts, own = self.nodes().firsts, self.nodes().first(self._rank)
+        if len(firsts) == 1:
+            return [self.steps], []
+        if self.replicas is None:
+            why = "ranks need files of other nodes, which send each other none"
+            return [], [self._apart(nonce, why) for nonce in self._held]
         if own == self._rank:
-            agreement.put("names", json.dumps(self._adopted(self.replicas)).encode())
+            agreement.put(f"names {number}", json.dumps(self._adopted(self.replicas)).encode())
         if self._rank == 0:
-            told = {first: json.loads(agreement.get("names", first)) for first in firsts}
-            agreement.put("gathered", json.dumps(told).encode())
-        names = {int(at): each for at, each in json.loads(agreement.get("gathered")).items()}
+            told = {first: json.loads(agreement.get(f"names {number}", first)) for first in firsts}
+            agreement.put(f"gathered {number}", json.dumps(told).encode())
+        told = json.loads(agreement.get(f"gathered {number}"))
+        names = {int(at): its for at, (its, _whys) in told.items()}
+        whys = {nonce: why for _its, each in told.values() for nonce, why in each.items()}
         for each in found:
             each.names.update(
                 {at: its[each.nonce] for at, its in names.items() if each.nonce in its}
             )
         common = set(names[0]).intersection(*names.values())
         own_names = {names[0][nonce]: names[own][nonce] for nonce in common}
-        return [NodesSteps(self.steps, own_names, common)]
+        unlisted = "its manifest is damaged on the first node, or was removed there"
+        apart = [self._apart(nonce, whys.get(nonce, unlisted)) for nonce in self._held]
+        return [NodesSteps(self.steps, own_names, common)], apart
 
-    def _adopted(self, replicas: Replicas) -> dict[str, str]:
+    def _apart(self, nonce: str, why: str) -> Apart:
+        if self._why_undrained:
+            why += f"; and it is not copied to the root, since {self._why_undrained}"
+        return Apart(*self._order_of[nonce], nonce, why)
+
+    def _adopted(self, replicas: Replicas) -> tuple[dict[str, str], dict[str, str]]:
         """Returns this node's names of the steps that the nodes hold together and whose files all
-        fit into its budget.
+        fit into its budget; and of the others, why that is not so.
         """
-        names = dict[str, str]()
+        names, whys = dict[str, str](), dict[str, str]()
         for nonce, copies in self._held.items():
             name, parts = copies.get(self._rank, ("", []))
-            if not name and not self._is_beside:
-                name = replicas.adopt(self._step_of[nonce], nonce, [*copies])
-            with suppress(CheckpointError):  # it was removed meanwhile, or there is none
+            try:
+                if not name and self._is_beside:
+                    raise CheckpointError("the job that saves there has not put it there")
+                if not name:
+                    name = replicas.adopt(self._order_of[nonce][0], nonce, [*copies])
                 manifest = self.steps.read(name)
                 of = parts_of(manifest)
                 needed = sum(sum(of[part].values()) for part in of.keys() - {*parts})
-                if self.has_room(needed):
-                    names[nonce] = name
-        return names
+                if not self.has_room(needed):
+                    raise CheckpointError(
+                        f"the budget has no room for the {shown_size(needed)} that it lacks there"
+                    )
+                names[nonce] = name
+            except CheckpointError as error:
+                whys[nonce] = f"{self.steps.root!r} cannot have it: {error}"
+        return names, whys
 
     def has_room(self, nbytes: int) -> bool:
         """Returns whether files of so many bytes fit into the budget; removes spares for that. Only
@@ -424,8 +459,13 @@ class LocalTier:
             is_needed = self.is_due(item.manifest.step) or not of_use or (is_safe and not has_safe)
             is_needed = is_needed and not (is_useless or self._has(item.name, DRAINED))
             # Its files are still being sent, here or from here.
-            is_needed = is_needed or (self._budget is not None and self._budget.awaits(item.name))
-            if not is_useless and not self.steps.known(item.name).is_damaged:
+            is_awaited = self._budget is not None and self._budget.awaits(item.name)
+            is_needed = is_needed or is_awaited
+            if item.manifest.nonce in self._incomplete:
+                # Nodes that are not of this job may have the rest: a newer step has to be here.
+                if of_use and not is_awaited:
+                    going.append(item.name)
+            elif not is_useless and not self.steps.known(item.name).is_damaged:
                 of_use.append(Entry(item.name, is_pinned=is_needed))
                 has_safe = has_safe or is_safe
             elif not is_needed:
@@ -472,9 +512,35 @@ class LocalTier:
             self._useless |= {each.nonce for each in attempts if each.sequence < last}
             self.evict()
 
-    def survey(self, agreement: Round, is_able: bool) -> list[Undrained]:
+    def survey(self, agreement: Round, is_able: bool, number: int = 0) -> list[Undrained]:
         """Returns the steps that the nodes hold together and the root lacks, newest first; none if
-        a rank is not able to drain them, or the job lives that saves them. All ranks call it.
+        a rank is not able to drain them, or the job lives that saves them. All ranks call it, with
+        another `number` each time in one round.
+        """
+        for look, pause_s in enumerate((*_LOOK_PAUSES_S, None)):
+            key = f"{number} {look}"
+            told = self._surveyed(agreement, key, is_able, is_last=pause_s is None)
+            if not told["again"]:
+                break
+            time.sleep(pause_s or 0.0)
+        self._order_of = {nonce: (step, at) for nonce, (step, at, _its) in told["held"].items()}
+        self._held = {
+            nonce: {int(first): (name, parts) for first, (name, parts) in copies.items()}
+            for nonce, (_step, _sequence, copies) in told["held"].items()
+        }
+        return [
+            Undrained(
+                step,
+                nonce,
+                {int(first): name for first, name in names.items()},
+                {int(first): mine for first, mine in parts.items()},
+            )
+            for step, nonce, names, parts in told["undrained"]
+        ]
+
+    def _surveyed(self, agreement: Round, key: str, is_able: bool, is_last: bool) -> dict[str, Any]:
+        """Has each node list its steps, and the first rank sort them; keeps what it says of those
+        of this node.
         """
         nodes, lease = self.nodes(), self.steps.lease
         is_first = nodes.first(self._rank) == self._rank
@@ -485,37 +551,41 @@ class LocalTier:
         found = survey_of_copy(self.steps) if is_first else []
         there = {item.manifest.nonce: item for item in found}
         listed = [*map(self._listed, there.values())]
-        agreement.put("local", json.dumps([why, listed]).encode())
+        agreement.put(f"local {key}", json.dumps([why, self._is_beside, listed]).encode())
         if self._rank == 0:
-            told = [json.loads(record) for record in agreement.gather("local")]
-            merged = self._merged([listing for _why, listing in told])
-            why = next((why for why, _listing in told if why), "")
-            if why and merged["undrained"]:
-                steps = ", ".join(str(step) for step, *_ in merged["undrained"])
-                log.warning("not copied to %s yet: steps %s; %s", self.root.root, steps, why)
-                merged["undrained"] = []
-            agreement.put("survey", json.dumps(merged).encode())
-        told = json.loads(agreement.get("survey"))
-        for nonce in there.keys() & set(told["drained"]):
-            self.note_drained(there[nonce].name)
-        self._useless = there.keys() & set(told["useless"])
-        for nonce in there.keys() & set(told["deleted"]):
+            records = [json.loads(record) for record in agreement.gather(f"local {key}")]
+            merged = self._merged([listing for *_, listing in records])
+            # The job beside may have removed a step here after it was listed there.
+            is_beside = any(beside for _why, beside, _listing in records)
+            merged["again"] = is_beside and not is_last and bool(merged["lost"])
+            why = next((why for why, *_ in records if why), "")
+            if not merged["again"]:
+                self._tell_survey(merged, why)
+            merged["undrained"] = [] if why else merged["undrained"]
+            merged["why"] = why
+            agreement.put(f"survey {key}", json.dumps(merged).encode())
+        told: dict[str, Any] = json.loads(agreement.get(f"survey {key}"))
+        if not self._is_beside:  # else the job that saves here marks its own
+            for nonce in there.keys() & {*told["drained"]}:
+                self.note_drained(there[nonce].name)
+        self._useless = there.keys() & {*told["useless"]}
+        self._incomplete = there.keys() & {*told["incomplete"]}
+        for nonce in there.keys() & {*told["deleted"]}:
             self._remove(there[nonce].name, nonce)
-        self._step_of = {nonce: step for nonce, (step, _copies) in told["held"].items()}
-        self._held = {
-            nonce: {int(first): (name, parts) for first, (name, parts) in copies.items()}
-            for nonce, (_step, copies) in told["held"].items()
-        }
-        return [
-            Undrained(
-                step,
-                nonce,
-                {int(first): name for first, name in names.items()},
-                {int(first): mine for first, mine in parts.items()},
-                is_newer,
+        self._why_undrained = told["why"]
+        return told
+
+    def _tell_survey(self, merged: dict[str, Any], why: str) -> None:
+        """Logs which steps stay on the nodes alone, and which are lost, on the first rank."""
+        if why and merged["undrained"]:
+            steps = ", ".join(str(step) for step, *_ in merged["undrained"])
+            log.warning("not copied to %s yet: steps %s; %s", self.root.root, steps, why)
+        for step, missing in merged["lost"]:
+            log.warning(
+                "skipping step %d of %s: no node of this job has %s, so it is lost if they were "
+                "on nodes that are gone, or was not committed",
+                *(step, self.steps.root, missing),
             )
-            for step, nonce, names, parts, is_newer in told["undrained"]
-        ]
 
     def _listed(self, item: Committed) -> dict[str, Any]:
         """Returns what a node tells the others of its copy of a step."""
@@ -528,7 +598,7 @@ class LocalTier:
             "nonce": manifest.nonce,
             "sequence": manifest.sequence,
             "parts": parts,
-            "of": len(of),
+            "of": [*of],
             "drained": self._has(item.name, DRAINED),
         }
 
@@ -546,7 +616,6 @@ class LocalTier:
         in_root = {item.manifest.nonce for item in found}
         newest, last = found[0].manifest.sequence if found else -1, _last_of(found)
         gone = deleted(self.root)
-        safe = newest  # of steps committed before it the root gets those alone that are due
         of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         for rank, listing in enumerate(listings):
             for each in listing:
@@ -554,35 +623,46 @@ class LocalTier:
                 if each["nonce"] not in gone:
                     of.setdefault(each["nonce"], []).append((rank, each))
         told: dict[str, Any] = {"drained": [], "useless": [], "undrained": [], "held": {}}
-        told["deleted"] = sorted(gone)
+        told |= {"deleted": sorted(gone), "incomplete": [], "lost": []}
+        has_newest = False  # whether a step that is newer than all in the root is here, whole
         for nonce, copies in sorted(of.items(), key=lambda pair: -pair[1][0][1]["sequence"]):
             one = copies[0][1]
             holder = {part: rank for rank, each in reversed(copies) for part in each["parts"]}
             was_drained = any(each["drained"] for _rank, each in copies)
-            if len(holder) == one["of"]:
+            step, sequence, is_newer = one["step"], one["sequence"], one["sequence"] > newest
+            missing = [part for part in one["of"] if part not in holder]
+            if not missing:
                 its = {rank: (each["name"], each["parts"]) for rank, each in copies}
-                told["held"][nonce] = one["step"], its
+                told["held"][nonce] = step, sequence, its
             # The root lacks a drained step because retention removed it, or, if it is newer than
             # all that the root has, because the root has lost it: then it is drained again.
-            if one["sequence"] < last.get(one["step"], -1) and nonce not in in_root:
+            if sequence < last.get(step, -1) and nonce not in in_root:
                 told["useless"].append(nonce)
             elif (
                 nonce in in_root
-                or (was_drained and one["sequence"] <= newest)
-                or (one["sequence"] < safe and not self.is_due(one["step"]))
+                or (was_drained and not is_newer)
+                or (sequence < newest and not self.is_due(step))
             ):
                 told["drained"].append(nonce)
-            elif len(holder) < one["of"]:
-                told["useless"].append(nonce)
-            else:
+            elif missing:
+                told["incomplete"].append(nonce)
+                if is_newer and not has_newest:
+                    told["lost"].append((step, _named(missing)))
+            elif self.is_due(step) or not has_newest:
                 parts: dict[int, list[int]] = {}
                 for part, rank in sorted(holder.items()):
                     parts.setdefault(rank, []).append(part)
                 names = {rank: each["name"] for rank, each in copies}
-                is_newer = one["sequence"] > newest
-                safe = max(safe, one["sequence"])
-                told["undrained"].append([one["step"], nonce, names, parts, is_newer])
+                told["undrained"].append([step, nonce, names, parts])
+            has_newest = has_newest or (is_newer and not missing)
         return told
+
+
+def _named(parts: list[int]) -> str:
+    """Returns what a step lacks, in words."""
+    ranks = [str(part) for part in parts if part != OBJECTS_PART]
+    texts = [f"the files of ranks {', '.join(ranks[:8])}"] if ranks else []
+    return " and ".join([*texts, "its objects"] if OBJECTS_PART in parts else texts)
 
 
 def _last_of(found: list[Committed]) -> dict[int, int]:

@@ -328,6 +328,7 @@ class NodePlace(Place):
         self._is_committed = True
         if self._past is not None:
             return
+        self._own.share()
         self._handle.mark_local()
         # The handle tells the step's fate in the root, on which ranks agree in `_draining`.
         save.agreement.may_be_visible = False

@@ -13,13 +13,13 @@ import os
 import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
 from fastckpt.arguments.memory import Memory
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest
 from fastckpt.ranks.peer_link import Listener, PeerLink, connected
 from fastckpt.saving.pipeline import current
@@ -118,7 +118,7 @@ class Replicas:
     def _linked(self, rank: int) -> Iterator[PeerLink]:
         """Yields a connection to a rank; one that hangs is not tried again for a while."""
         if time.monotonic() < self._passed_until.get(rank, 0.0):
-            raise CheckpointError("it did not answer in time before")
+            raise TimeoutError("it did not answer in time before")
         try:
             with connected(self._addresses[rank], self._secret, self._within_s) as link:
                 yield link
@@ -169,10 +169,9 @@ class Replicas:
                 if answer.get("takes"):
                     fd = storage.open(steps.path(name, file))
                     try:
-                        link.send_file(fd, nbytes)
+                        answer = link.send_file(fd, nbytes)
                     finally:
                         atomic.close_quietly(storage, fd)
-                    answer = link.receive()
                 if answer.get("error"):
                     return str(answer["error"])
         return ""
@@ -287,13 +286,15 @@ class Replicas:
 
     def adopt(self, step: int, nonce: str, holders: Sequence[int]) -> str:
         """Makes this node's directory of a step that others hold, with the manifest alone; returns
-        its name, or "" if no holder gave it. Only the first rank of a node calls it.
+        its name. Only the first rank of a node calls it. Raises CheckpointError.
         """
+        troubles = []
         for rank in map(self._rank_on, holders):
             try:
                 with self._linked(rank) as link:
                     nbytes, _path = self._asked(link, MANIFEST, nonce)
                     content = link.receive_bytes(min(nbytes, MANIFEST_BYTES_MAX))
+                    link.send({})
                 manifest = Manifest.from_bytes(content)
                 if (manifest.step, manifest.nonce) != (step, nonce):
                     raise CheckpointError(f"its manifest is of another step, {manifest.step}")
@@ -307,8 +308,9 @@ class Replicas:
                 atomic.close_quietly(self._steps.storage, begun.manifest_fd)
                 return begun.name
             except (OSError, CheckpointError) as error:
-                log.warning("step %d was not taken from %s: %s", step, self._named(rank), error)
-        return ""
+                troubles.append(f"{self._named(rank)}: {str(error) or type(error).__name__}")
+                log.warning("step %d was not taken from %s", step, troubles[-1])
+        raise CheckpointError(f"its manifest was not taken from {'; '.join(troubles)}")
 
     def _asked(self, link: PeerLink, file: str, nonce: str) -> tuple[int, str]:
         """Asks for a file; returns its size, and its path there."""
@@ -340,35 +342,53 @@ class Replicas:
     def fetch(self, item: Committed, holders: Sequence[int], file: str, is_damaged: bool) -> str:
         """Has a file of a step sent by the first holder whose copy is whole, unless another rank
         has done so; if it `is_damaged` here, in the place of that. Returns where the copy lies that
-        was sent, or "" if there is none, or no index by which it could be verified, or this node's
-        memory was removed.
+        was sent, or "" if there is none, or this node's memory was removed.
+
+        Raises:
+            StorageError: a holder may have one, but could not be asked, or this node not take it.
         """
         index = next((each.index for each in item.manifest.writers if each.file == file), "")
-        if index and not self._has(item.name, index, sizes_of(item.manifest)[index]):
-            return ""
-        try:
-            with self._alone(self._steps.path(item.name, index)):
-                if not is_damaged and self._has(item.name, file, sizes_of(item.manifest)[file]):
-                    return self._steps.path(item.name, file)
-                return self._fetched(item, holders, file)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            log.warning("%r was not fetched: %s", self._steps.path(item.name, file), error)
-            return ""
+        sizes, path = sizes_of(item.manifest), self._steps.path(item.name, file)
+        has_index = not index or self._has(item.name, index, sizes[index])
+        if not has_index and not self.fetch(item, holders, index, False):
+            return ""  # there is nothing by which the file could be verified
+        with ExitStack() as alone:
+            try:
+                alone.enter_context(self._alone(self._steps.path(item.name, index)))
+            except StorageError as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                log.warning("%r was not fetched: %s", path, error)
+                return ""
+            if not is_damaged and self._has(item.name, file, sizes[file]):
+                return path
+            return self._fetched(item, holders, file)
 
     def _fetched(self, item: Committed, holders: Sequence[int], file: str) -> str:
-        steps, nbytes = self._steps, sizes_of(item.manifest)[file]
+        nbytes, path = sizes_of(item.manifest)[file], self._steps.path(item.name, file)
+        troubles, number = list[str](), 0
         for rank in map(self._rank_on, holders):
             try:
                 with self._linked(rank) as link:
                     link.limit(time.monotonic() + self._within_s)
-                    found, path = self._asked(link, file, item.manifest.nonce)
+                    found, there = self._asked(link, file, item.manifest.nonce)
                     if found != nbytes:
-                        raise CheckpointError(f"its {file!r} has {found} bytes, must have {nbytes}")
+                        raise CorruptCheckpoint(f"its copy has {found} bytes, must have {nbytes}")
                     self._receive(link, item, file, nbytes)
-                return f"{self._addresses[rank][0]}:{path}"
+                    link.send({})
+                for why in troubles:
+                    log.warning("%r was not taken from %s", path, why)
+                return f"{self._addresses[rank][0]}:{there}"
             except (OSError, CheckpointError) as error:
-                where = steps.path(item.name, file)
-                log.warning("%r was not taken from %s: %s", where, self._named(rank), error)
+                why = f"{self._named(rank)}: {str(error) or type(error).__name__}"
+                if isinstance(error, CorruptCheckpoint):
+                    log.warning("%r was not taken from %s", path, why)
+                    continue
+                is_late = isinstance(error, TimeoutError)  # its copy may be whole
+                own = error.errno if isinstance(error, OSError) else None
+                number = own or (errno.ETIMEDOUT if is_late else errno.EIO)
+                troubles.append(why)
+        if troubles:
+            detail = f"step {item.manifest.step} was not taken from {'; '.join(troubles)}"
+            raise StorageError("fetch", path, number, detail=detail)
         return ""

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fastckpt.errors import StorageError, as_url
+from fastckpt.errors import as_url
 from fastckpt.formats.step_names import step_name
 from fastckpt.ranks.round import Round
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.load import StepReader
-from fastckpt.steps.newest_whole import first_whole
+from fastckpt.steps.newest_whole import Apart, first_whole
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.root import Steps
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
@@ -42,30 +42,13 @@ def first_whole_of_tiers(
 
     Steps of the local tier that the root lacks are now drained in the background. If all ranks see
     one local directory, or nodes send each other files, they can read such a step from there
-    meanwhile. Else, as ranks need files that other nodes have, it has to be in the root first. A
-    file of which this node has an undamaged copy is read from there in any case.
+    meanwhile. Else, or if a file does not arrive, it has to be in the root first. A file of which
+    this node has an undamaged copy is read from there in any case.
 
     Arguments, result and errors are those of first_whole(), for the root of the tier;
     `options` say how drained steps are written.
     """
-    is_able = current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN
-    undrained = tier.survey(agreement, is_able)
-    gathered = tier.gathered(agreement, undrained)
-    begun = _resumed(agreement, current, tier, options, undrained)
-    shelves: list[Steps] = [tier.root, tier.steps]
-    if len(tier.nodes().firsts) > 1:
-        shelves = [tier.root, *gathered]
-        readable = set[str]().union(*(each.nonces for each in gathered))
-        for each, handle in begun:
-            if each.nonce in readable:
-                continue
-            if each.is_newer if step is None else each.step == step:
-                handle.wait_done()
-                failure = handle.failure()
-                if failure is None:
-                    break
-                if isinstance(failure, StorageError):
-                    raise failure  # the step may be whole: no older one is restored in its place
+    nodes = _Nodes(agreement, current, tier, options)
     taken: dict[str, str] = {}
 
     def noting(reader: StepReader) -> T:
@@ -73,7 +56,7 @@ def first_whole_of_tiers(
         taken.update(reader.copies.taken)
         return found
 
-    found = first_whole(agreement, current, shelves, step, noting, tier.near, required)
+    found = first_whole(agreement, current, nodes.shelves, step, noting, tier.near, required, nodes)
     if found is not None:
         own, far = (os.path.join(as_url(each.root), "") for each in (tier.steps, tier.root))
         local, rest = (sum(path.startswith(at) for path in taken.values()) for at in (own, far))
@@ -81,6 +64,45 @@ def first_whole_of_tiers(
         told += f", {len(taken) - local - rest} from other nodes" if tier.replicas else ""
         log.info("step %d: %s", found[0], told)
     return found
+
+
+class _Nodes:
+    """The steps of the nodes during one restore, as first_whole() asks for them (see Elsewhere).
+
+    Attributes:
+        shelves: the root, and the steps of the nodes that every rank can read.
+        apart: with several nodes, all steps that they hold together.
+    """
+
+    def __init__(
+        self, agreement: Round, current: Pipeline, tier: LocalTier, options: StepOptions
+    ) -> None:
+        self._agreement, self._tier, self._looks = agreement, tier, 0
+        is_able = current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN
+        self.shelves: list[Steps] = [tier.root]
+        self.apart: list[Apart] = []
+        begun = _resumed(agreement, current, tier, options, self._look(is_able))
+        self._coming = {each.nonce: handle for each, handle in begun}
+
+    def _look(self, is_able: bool) -> list[Undrained]:
+        tier, agreement, number = self._tier, self._agreement, self._looks
+        self._looks += 1
+        undrained = tier.survey(agreement, is_able, number)
+        self.shelves[1:], self.apart = tier.gathered(agreement, undrained, number)
+        return undrained
+
+    def look_again(self) -> None:
+        self._look(is_able=True)
+
+    def is_coming(self, nonce: str) -> bool:
+        return nonce in self._coming
+
+    def await_coming(self, nonce: str) -> None:
+        handle = self._coming.pop(nonce)
+        handle.wait_done()
+        failure = handle.failure()
+        if failure is not None:
+            raise failure
 
 
 def _resumed(

@@ -6,6 +6,8 @@ Must not know what should come of it.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import itertools
 import logging
 import os
@@ -13,17 +15,22 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fastckpt import Checkpointer, Memory
+from fastckpt import Checkpointer, CheckpointError, Memory, SaveHandle
 from fastckpt.formats.lease_record import NAME
 from fastckpt.ranks.peer_link import PeerLink
-from fastckpt.storage import machine
+from fastckpt.saving import pipeline
+from fastckpt.storage import file_system, machine
+from fastckpt.storage.file_system import Storage
+from fastckpt.tiers.drain import Drain
 from fastckpt.tiers.replicas import Replicas
 from tests.crews.group_crew import Member, Outcome, Told, attempt
 from tests.crews.steps_bodies import found_in, meet
 from tests.crews.steps_states import stamped
+from tests.crews.tiers_bodies import Deadly
 
 
 def memory(member: Member, locals_: list[str], options: dict[str, Any]) -> Memory:
@@ -221,3 +228,187 @@ def meet_as_machines(member: Member, root: str, locals_: list[str], machines: in
     finally:
         logging.getLogger("fastckpt").removeHandler(told)
     return told.lines
+
+
+def _result_path(handle: SaveHandle) -> str:
+    handle.result()
+    return handle.path
+
+
+_BUDGET_MIB = 64
+
+
+class Trouble:
+    """What is wrong with a job's nodes while it lasts; made before a rank meets the others.
+
+    Args:
+        kind: "" for nothing; "refused": nobody listens; "hung": whoever listens never answers;
+            "full": a node has no room for new files; "budget": files of others that are in use take
+            all of its budget.
+        bad: the rank on whose node that is so.
+    """
+
+    def __init__(self, kind: str, bad: int) -> None:
+        self.kind, self.bad = kind, bad
+
+    def timeout_s(self) -> float:
+        return 6.0 if self.kind == "hung" else 60.0
+
+    def options(self, member: Member) -> dict[str, Any]:
+        return {"budget": f"{_BUDGET_MIB}MiB"} if self.kind == "budget" else {}
+
+    def begin(self, member: Member, checkpointer: Checkpointer, local: str) -> None:
+        """Begins once all ranks know where the others listen; what is read again and again while it
+        fails is so without a pause.
+        """
+        file_system.REREAD_PAUSES_S = (0.02,)
+        tier = checkpointer._tier
+        assert tier is not None and tier.nodes() is not None
+        if self.kind == "hung":
+            Replicas._serve = lambda _self, _link: threading.Event().wait(600)  # type: ignore
+        if self.kind == "full" and member.rank == self.bad:
+            real = Storage.allocate
+
+            def allocate(storage: Storage, fd: int, nbytes: int) -> None:
+                if os.readlink(f"/proc/self/fd/{fd}").startswith(local):
+                    raise OSError(errno.ENOSPC, "planted")
+                real(storage, fd, nbytes)
+
+            Storage.allocate = allocate  # type: ignore[method-assign]
+        if self.kind == "budget" and member.rank == self.bad:
+            assert tier.spares is not None
+            used = Path(tier.spares._directory) / "of-another.1"
+            used.parent.mkdir(exist_ok=True)
+            self._file = used.open("wb")
+            self._file.write(bytes(_BUDGET_MIB << 20))
+            self._file.flush()
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        meet(member)
+        if self.kind == "refused" and tier.replicas is not None:
+            tier.replicas.close()
+        meet(member)
+
+
+def live(
+    member: Member,
+    root: str,
+    locals_: list[str],
+    options: dict[str, Any],
+    trouble: tuple[str, int],
+    saves: list[tuple[int, str]],
+    report: str,
+    ends: bool,
+) -> None:
+    """The life of a job: restores, saves these steps, waits for each as it says, and ends, or goes
+    on until it is killed. Reports what was restored, and which promises were kept, each at once.
+    """
+    wrong = Trouble(*trouble)
+    own = memory(member, locals_, {**options, **wrong.options(member)})
+    checkpointer = Checkpointer(
+        root, group=member.group, local=own, timeout_s=wrong.timeout_s(), on_error="warn"
+    )
+    with open(f"{report}-{member.rank}", "w", encoding="utf-8") as file:
+
+        def tell(*words: object) -> None:
+            print(*words, file=file, flush=True)
+
+        wrong.begin(member, checkpointer, locals_[member.rank])
+        found = attempt(lambda: found_in(member, checkpointer))
+        if isinstance(found.error, CheckpointError):
+            tell("refused", type(found.error).__name__, str(found.error).replace("\n", " "))
+        elif found.error is not None:
+            tell("broken", repr(found.error))
+        else:
+            tell("restored", found.value or 0)
+            for step, wait in saves:
+                handle = checkpointer.save(step, stamped(member, step))
+                with suppress(CheckpointError):
+                    tell("local" if handle.wait_local(60) else "root", step)
+                    if wait in ("memory", "result") and handle.wait_memory(60):
+                        tell("memory", step)
+                    if wait == "result" and _result_path(handle).startswith(root):
+                        tell("root", step)
+        tell("over")
+    if not ends:
+        threading.Event().wait(600)
+    checkpointer.close()
+
+
+def save_unsent(
+    member: Member,
+    root: str,
+    locals_: list[str],
+    options: dict[str, Any],
+    restores: int,
+    sent: list[int],
+    unsent: list[int],
+    report: str,
+) -> None:
+    """Restores a step, if one is named, whose drain never ends; saves steps that come to the
+    neighbours, and steps that do not, once nobody listens: each is reported, and the next waits for
+    the test.
+    """
+
+    def hang(*_: Any) -> Any:
+        threading.Event().wait(600)
+
+    saving = Checkpointer(root, group=member.group, local=memory(member, locals_, options))
+    if restores:
+        Drain.write = hang  # type: ignore[method-assign]
+        assert found_in(member, saving) == restores
+    for step in sent:
+        assert saving.save(step, stamped(member, step)).wait_memory(60)
+    assert saving._tier is not None and saving._tier.nodes() is not None
+    assert saving._tier.replicas is not None
+    meet(member)
+    saving._tier.replicas.close()
+    meet(member)
+    with open(f"{report}-{member.rank}", "w", encoding="ascii") as file:
+        for step in unsent:
+            assert saving.save(step, stamped(member, step)).wait_local(60)
+            print(step, file=file, flush=True)
+            member.store.wait([f"after {step}"])
+    hang()
+
+
+def restore_in_trouble(
+    member: Member,
+    root: str,
+    locals_: list[str],
+    options: dict[str, Any],
+    trouble: tuple[str, int],
+    steps: list[int | None],
+) -> list[tuple[Outcome, dict[str, str]]]:
+    """What is restored of these steps, all of which was looked at, and where it was read from."""
+    wrong, told = Trouble(*trouble), []
+    own = memory(member, locals_, {**options, **wrong.options(member)})
+    with Checkpointer(
+        root, group=member.group, local=own, timeout_s=wrong.timeout_s()
+    ) as checkpointer:
+        wrong.begin(member, checkpointer, locals_[member.rank])
+        for step in steps:
+            found = attempt(lambda step=step: found_in(member, checkpointer, step))
+            told.append((found, checkpointer.restored_from))
+            meet(member)
+    return told
+
+
+def save_small(
+    member: Member, root: str, locals_: list[str], steps: list[int], deadly: int | None
+) -> tuple[int | None, list[bool]]:
+    """Restores and saves a state that the first rank writes alone; one rank is killed before it
+    publishes a step. Returns what was restored, and which saves were committed on the nodes.
+    """
+    if deadly is not None and member.rank:
+        step_name = f"step-{deadly:08d}"
+        pipeline._current = pipeline.Pipeline(Deadly("rename", step_name))
+    state, told = {"step": 0}, []
+    saving = Checkpointer(
+        root, group=member.group, local=memory(member, locals_, {"root_every": 1000}), timeout_s=3
+    )
+    found = saving.restore(state)
+    assert state["step"] == (found or 0)
+    for step in steps:
+        handle = saving.save(step, {"step": step})
+        told.append(attempt(lambda handle=handle: handle.wait_local(60)).value is True)
+    return found, told

@@ -11,6 +11,7 @@ import os
 import select
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ import torch
 from fastckpt import Checkpointer, Memory
 from fastckpt.cli import main
 from fastckpt.formats.lease_record import NAME
+from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import memory_budget
+from fastckpt.tiers.drain import Drain
 from tests.files.test_faults import mounted
 from tests.interpreters import Program
 from tests.saving.test_handle import wait_until
@@ -239,6 +242,30 @@ def test_a_job_that_only_restores_is_in_nobodys_way(disk: Path, local: Path) -> 
         assert told(third).startswith("NoneType"), "though the second job is there"
     with Checkpointer(root, local=memory) as checkpointer:
         assert checkpointer.restore(state(999)) == 10
+
+
+@pytest.mark.multiprocess
+def test_others_restore_a_step_that_is_on_its_way_to_the_root(
+    disk: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, memory = disk / "run", Memory(directory=local, budget="400MiB", peers=0)
+    real, may_drain = Drain.write, threading.Event()
+
+    def write(drain: Drain, pipeline: Pipeline) -> None:
+        assert may_drain.wait(100)
+        real(drain, pipeline)
+
+    monkeypatch.setattr(Drain, "write", write)
+    with (
+        Program(OF_ANOTHER_JOB, root, local, "1") as other,
+        Checkpointer(root, local=memory) as checkpointer,
+    ):
+        assert checkpointer.save(1, state(1)).wait_local(60)
+        try:
+            tell(other, "restore")
+            assert told(other) == "1"
+        finally:
+            may_drain.set()
 
 
 @pytest.mark.multiprocess

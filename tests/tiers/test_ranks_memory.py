@@ -18,10 +18,11 @@ from typing import Any
 
 import pytest
 
-from fastckpt import Checkpointer, PeerFailed
+from fastckpt import Checkpointer, PeerFailed, StorageError
 from tests.crews import memory_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.noise import flip
+from tests.saving.test_handle import wait_until
 from tests.steps.test_checkpointer import directories
 from tests.storm import Storm
 from tests.tiers.test_tiers import local, local_step
@@ -325,6 +326,114 @@ def test_a_neighbour_that_hangs_is_passed_over(nursery: Nursery, disk: Path, loc
             assert why.endswith(wanted), why
     with Checkpointer(nodes.root) as checkpointer:
         assert checkpointer.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["a job beside", "the next job"])
+def test_what_neighbours_have_stays_until_they_have_something_newer(
+    nursery: Nursery, disk: Path, local: Path, beside: bool
+) -> None:
+    """Though others restore a newer step, which only the nodes have that wrote it."""
+    nodes, report, options = Nodes(disk, local, 2), disk / "report", {**SOME, "keep": 1}
+    arguments = (bodies.save_unsent, str(nodes.root), nodes.locals, options)
+
+    with nursery.crew(2) as crew:
+        crew.begin(*arguments, 0, [1], [2, 3] if beside else [2], str(report))
+        await_saves(report, 2)
+        if beside:
+            with nursery.crew(2) as other:
+                assert nodes.restored(other, options)[0] == 2
+            assert not [*local.rglob("drained")], "the root has none of them"
+            crew._store.set("test/after 2", b"")
+            await_saves(report, 3)
+        kill(crew)
+    if not beside:
+        with nursery.crew(2) as crew:
+            crew.begin(*arguments, 2, [], [3], str(report))
+            await_saves(report, 3)
+            kill(crew)
+    for path in nodes.each:
+        assert "rank-00000.safetensors" in directories(local_step(path, 1))
+    nodes.lose(0)
+    with nursery.crew(2) as crew:
+        assert nodes.restored(crew, options)[0] in (1, 2), "a reader may have fetched all of 2"
+
+
+def await_saves(report: Path, step: int) -> None:
+    """Waits until both ranks have reported a step."""
+
+    def have_both() -> bool:
+        paths = [report.with_name(f"{report.name}-{rank}") for rank in (0, 1)]
+        return all(str(step) in path.read_text("ascii").split() for path in paths if path.exists())
+
+    wait_until(lambda: len(reported(report)) > 0 and have_both())
+
+
+def kill(crew: Crew) -> None:
+    """Kills all ranks at once."""
+    for pid in crew._pids:
+        os.kill(pid, signal.SIGKILL)
+    assert all(isinstance(result, RankDied) for result in crew.end())
+
+
+@pytest.mark.parametrize(
+    "trouble", ["refused", "full", pytest.param("hung", marks=pytest.mark.torture)]
+)
+def test_what_cannot_be_fetched_is_read_from_the_root(
+    nursery: Nursery, disk: Path, local: Path, trouble: str
+) -> None:
+    """Once it was copied there: the root has an older step, which is not taken in its place."""
+    nodes = Nodes(disk, local, 2)
+    with nursery.crew(2) as crew:
+        crew(bodies.save_steps, str(nodes.root), nodes.locals, [1], {})
+        crew(bodies.save_and_die, str(nodes.root), nodes.locals, [4], SOME)
+    nodes.lose(1)
+    arguments = (str(nodes.root), nodes.locals, SOME, (trouble, 1), [None])
+    with nursery.crew(2) as crew:
+        results = crew(bodies.restore_in_trouble, *arguments)
+    for ((outcome, _taken),) in results:
+        assert outcome.value == 4, outcome.error
+    shard = results[1][0][1]["rank-00001.safetensors"]
+    assert shard == str(nodes.root / "step-00000004/rank-00001.safetensors")
+
+
+def test_what_cannot_be_fetched_and_does_not_come_to_the_root_is_an_error(
+    nursery: Nursery, disk: Path, local: Path
+) -> None:
+    """The job lives that saves it, and does not send it. An older step is restored on request."""
+    nodes, report = Nodes(disk, local, 2), disk / "report"
+    with nursery.crew(2) as crew:
+        crew.begin(
+            bodies.save_unsent, str(nodes.root), nodes.locals, SOME, 0, [1], [2], str(report)
+        )
+        await_saves(report, 2)
+        arguments = (str(nodes.root), nodes.locals, SOME, ("refused", 0), [None, 1])
+        with nursery.crew(2) as other:
+            results = other(bodies.restore_in_trouble, *arguments)
+        kill(crew)
+    failures = [its[0][0].error for its in results]
+    assert all(isinstance(failure, StorageError | PeerFailed) for failure in failures), failures
+    text = " ".join(map(str, failures))
+    for part in ("step 2 was not taken from rank", "at 127.0.0.1:", "Connection refused"):
+        assert part in text
+    assert "ask for one by its number" in text
+    assert [its[1][0].value for its in results] == [1, 1]
+
+
+def test_a_step_of_one_node_alone_gives_way_to_a_later_job_s(
+    nursery: Nursery, disk: Path, local: Path
+) -> None:
+    """The second node was killed before it published a step, and knew nothing of it; the job that
+    went on there had another one committed, which everybody was told of.
+    """
+    nodes, arguments = Nodes(disk, local, 2), bodies.save_small
+    with nursery.crew(2) as crew:
+        first, died = crew(arguments, str(nodes.root), nodes.locals, [10, 20], 20)
+    assert first == (None, [True, False]) and isinstance(died, RankDied)
+    assert (local_step(nodes.each[0], 20) / "manifest.json").exists()
+    with nursery.crew(1) as crew:
+        assert crew(arguments, str(nodes.root), nodes.locals[1:], [15], None) == [(10, [True])]
+    with nursery.crew(2) as crew:
+        assert crew(arguments, str(nodes.root), nodes.locals, [], None) == [(15, [])] * 2
 
 
 @pytest.mark.torture

@@ -5,6 +5,7 @@ Nodes of one rank each live in this process; whole jobs are test_ranks_memory.py
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from fastckpt import Checkpointer, Memory
+from fastckpt import Checkpointer, Memory, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.formats.step_names import SPARES
 from fastckpt.ranks.peer_link import _UNPROVEN_MAX, PART_BYTES, PeerLink, connected
@@ -113,7 +114,6 @@ def test_ranks_of_a_node_fetch_different_shards_at_the_same_time(
 ) -> None:
     _a, b = pair
     (writer,) = b.manifest.writers
-    assert b.fetch(writer.file, [0]) == "", "there is no index to verify it by"
     assert b.fetch(writer.index, [0])
     with (b.path / writer.index).open("rb") as index:
         fcntl.flock(index, fcntl.LOCK_EX)  # as another rank that fetches this shard
@@ -222,6 +222,66 @@ def test_who_hangs_is_passed_over(
         assert "was not taken from rank 0" in caplog.text
         for node in (hung, c):
             node.replicas.close()
+
+
+@pytest.mark.parametrize("trouble", ["refused", "gone there", "no room here"])
+def test_what_could_not_be_fetched_may_be_whole(
+    pair: tuple[Node, Node], trouble: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that is an error which names the step and the neighbour: only bytes tell of damage."""
+    a, b = pair
+    real = Storage.allocate
+
+    def allocate(storage: Storage, fd: int, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "planted")
+
+    if trouble == "refused":
+        a.replicas.close()
+    elif trouble == "gone there":
+        shutil.rmtree(a.path)
+    else:
+        monkeypatch.setattr(Storage, "allocate", allocate)
+    for file in ("objects.pt", "rank-00000.safetensors"):
+        with pytest.raises(StorageError, match=r"step 3 was not taken from rank 0 at 127\.0\.0\.1"):
+            b.fetch(file, [0])
+    if trouble == "no room here":
+        monkeypatch.setattr(Storage, "allocate", real)
+        assert b.fetch("rank-00000.safetensors", [0]), "its index as well"
+
+
+def test_a_step_stays_until_who_was_sent_a_file_has_it(pair: tuple[Node, Node]) -> None:
+    a, _b = pair
+    nonce = a.manifest.nonce
+    with connected(a.replicas.address, bytes.fromhex(SECRET), 30.0) as link:
+        link.send({"get": "objects.pt", "nonce": nonce})
+        nbytes = link.receive()["nbytes"]
+        assert link.receive_bytes(nbytes) == (a.path / "objects.pt").read_bytes()
+        assert not a.steps.remove_unread(NAME, nonce)
+        link.send({})
+        wait_until(lambda: a.steps.remove_unread(NAME, nonce))
+
+
+def test_a_file_is_sent_when_the_other_side_says_so(disk: Path) -> None:
+    """Until then the kernel sends what is in the file, whatever comes to be there."""
+    path, sent = disk / "file", threading.Event()
+    path.write_bytes(bytes(4096))
+    ours, theirs = socket.socketpair()
+    with ours, theirs, path.open("rb") as file:
+        sender, receiver = (PeerLink.__new__(PeerLink) for _ in range(2))
+        for link, its in ((sender, ours), (receiver, theirs)):
+            link._socket, link._until = its, time.monotonic() + 30.0
+
+        def send() -> None:
+            assert sender.send_file(file.fileno(), 4096) == {"answer": 1}
+            sent.set()
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        assert receiver.receive_bytes(4096) == bytes(4096)
+        assert not sent.is_set()
+        receiver.send({"answer": 1})
+        sending.join()
+        assert sent.is_set()
 
 
 def test_a_rate_at_which_nothing_arrives_in_time_is_told(
