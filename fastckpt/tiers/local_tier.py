@@ -48,6 +48,7 @@ log = logging.getLogger("fastckpt")
 _MARGIN = 1.5  # a step goes straight to the root only if that is hoped to take so much less
 # The pauses before the steps of the nodes are listed again, while a job beside changes them.
 _LOOK_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
+_DRAIN_POLL_S = 0.5
 SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
 
 
@@ -138,7 +139,8 @@ class LocalTier:
         # By nonce, of the steps that the nodes hold together, the name on each node, and its files.
         self._held: dict[str, dict[int, tuple[str, list[int]]]] = {}
         self._order_of: dict[str, tuple[int, int]] = {}  # their steps and sequence numbers
-        self._why_undrained = ""  # why the root does not get them now, in words
+        self._why_undrained = ""  # why this job does not copy them to the root now, in words
+        self._drained_beside: set[str] = set()  # nonces of steps that another job is to copy there
         self._times_s: tuple[float, float] | None = None
         self._is_beside = False  # whether another job saved here when the steps were listed
 
@@ -561,6 +563,8 @@ class LocalTier:
             why = next((why for why, *_ in records if why), "")
             if not merged["again"]:
                 self._tell_survey(merged, why)
+            due = [nonce for step, nonce, *_ in merged["undrained"] if self.is_due(step)]
+            merged["drained beside"] = due if is_beside else []
             merged["undrained"] = [] if why else merged["undrained"]
             merged["why"] = why
             agreement.put(f"survey {key}", json.dumps(merged).encode())
@@ -572,8 +576,29 @@ class LocalTier:
         self._incomplete = there.keys() & {*told["incomplete"]}
         for nonce in there.keys() & {*told["deleted"]}:
             self._remove(there[nonce].name, nonce)
-        self._why_undrained = told["why"]
+        self._why_undrained, self._drained_beside = told["why"], {*told["drained beside"]}
         return told
+
+    def is_drained_beside(self, nonce: str) -> bool:
+        """Returns whether the job beside is to copy a step to the root."""
+        return nonce in self._drained_beside
+
+    def await_drain_beside(self, nonce: str) -> None:
+        """Waits on the first rank, once, until that is done; for half of timeout_s, since the other
+        ranks wait for this one. Raises StorageError.
+        """
+        self._drained_beside.discard(nonce)
+        until = time.monotonic() + self._timeout_s / 2
+        while self._rank == 0:
+            if any(item.manifest.nonce == nonce for item in readable(self.root)):
+                return
+            if time.monotonic() > until:
+                detail = (
+                    f"step {self._order_of[nonce][0]}, which another job is to copy there, has "
+                )
+                detail += f"not come within {self._timeout_s / 2:.0f} s, half of timeout_s"
+                raise StorageError("read", self.root.root, errno.ETIMEDOUT, detail=detail)
+            time.sleep(_DRAIN_POLL_S)
 
     def _tell_survey(self, merged: dict[str, Any], why: str) -> None:
         """Logs which steps stay on the nodes alone, and which are lost, on the first rank."""

@@ -95,10 +95,13 @@ class _Nodes:
         self._look(is_able=True)
 
     def is_coming(self, nonce: str) -> bool:
-        return nonce in self._coming
+        return nonce in self._coming or self._tier.is_drained_beside(nonce)
 
     def await_coming(self, nonce: str) -> None:
-        handle = self._coming.pop(nonce)
+        handle = self._coming.pop(nonce, None)
+        if handle is None:
+            self._tier.await_drain_beside(nonce)
+            return
         handle.wait_done()
         failure = handle.failure()
         if failure is not None:

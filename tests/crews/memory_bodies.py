@@ -15,9 +15,10 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fastckpt import Checkpointer, CheckpointError, Memory, SaveHandle
 from fastckpt.formats.lease_record import NAME
@@ -31,6 +32,9 @@ from tests.crews.group_crew import Member, Outcome, Told, attempt
 from tests.crews.steps_bodies import found_in, meet
 from tests.crews.steps_states import stamped
 from tests.crews.tiers_bodies import Deadly
+from tests.doubles import Operation, Recorder
+
+T = TypeVar("T")
 
 
 def memory(member: Member, locals_: list[str], options: dict[str, Any]) -> Memory:
@@ -412,3 +416,38 @@ def save_small(
         handle = saving.save(step, {"step": step})
         told.append(attempt(lambda handle=handle: handle.wait_local(60)).value is True)
     return found, told
+
+
+class Freezing(Recorder):
+    """Stops the process at one operation, as if its machine were suspended, until it is woken."""
+
+    def __init__(self) -> None:
+        super().__init__(by_engine=True)
+        self._at, self._report = 1 << 40, ""
+
+    def arm(self, count: int, report: str) -> None:
+        """Stops at the operation after so many others; reports what that is before."""
+        self._at, self._report = len(self.log) + count, report
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if number == self._at:
+            Path(self._report).write_text(f"{operation.name} {operation.path}", "utf-8")
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return real()
+
+
+def save_frozen(
+    member: Member, root: str, locals_: list[str], count: int, report: str
+) -> BaseException | None:
+    """Saves step 1, and step 2, in which the process is stopped after so many operations; returns
+    what its caller is told in the end.
+    """
+    storage = Freezing()
+    pipeline._current = pipeline.Pipeline(storage)
+    own = memory(member, locals_, {"root_every": 1000, "peers": 0})
+    saving = Checkpointer(root, group=member.group, local=own, timeout_s=30)
+    assert saving.save(1, stamped(member, 1)).wait_local(60)
+    state = stamped(member, 2)
+    storage.arm(count, report)
+    handle = saving.save(2, state)
+    return attempt(lambda: handle.wait_local(60)).error

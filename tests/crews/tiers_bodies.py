@@ -17,6 +17,8 @@ import torch
 from fastckpt import Checkpointer, PerRank
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage
+from fastckpt.tiers.drain import Drain
+from fastckpt.tiers.local_tier import LocalTier
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.crews.steps_bodies import found_in, meet, saved
 from tests.crews.steps_states import stamped
@@ -117,6 +119,35 @@ def save_and_die(
     handle = checkpointer.save(step, state)
     local = attempt(lambda: handle.wait_local(60))
     return local, handle.exception(), handle.stats.local_committed_s
+
+
+def save_and_drain_later(member: Member, root: str, locals_: list[str], step: int) -> None:
+    """Saves a stamped step, which is copied to the root when the test says so."""
+    real = Drain.write
+
+    def write(drain: Drain, current: pipeline.Pipeline) -> None:
+        member.store.wait(["drain"])
+        real(drain, current)
+
+    Drain.write = write  # type: ignore[method-assign]
+    with Checkpointer(root, group=member.group, local=locals_[member.rank]) as saving:
+        assert saving.save(step, stamped(member, step)).wait_local(60)
+        meet(member)
+        member.store.set("saved", b"")
+    meet(member)
+
+
+def restore_beside(member: Member, root: str, locals_: list[str]) -> Outcome:
+    """What is restored; tells the test when it waits for another job to copy that to the root."""
+    real = LocalTier.await_drain_beside
+
+    def wait(tier: LocalTier, nonce: str) -> None:
+        member.store.set("waits", b"")
+        real(tier, nonce)
+
+    LocalTier.await_drain_beside = wait  # type: ignore[method-assign]
+    with Checkpointer(root, group=member.group, local=locals_[member.rank]) as checkpointer:
+        return attempt(lambda: found_in(member, checkpointer))
 
 
 def restore_tiered(

@@ -21,9 +21,11 @@ import pytest
 import torch
 
 from fastckpt import Checkpointer, Memory
+from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.step_names import SPARES
-from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.plan.image import BLOCK_BYTES, Image
+from fastckpt.saving import pipeline
 from fastckpt.saving.spares import Spares
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.memory_budget import MemoryBudget
@@ -254,6 +256,20 @@ def test_who_looks_for_spares_keeps_none_from_being_removed(local: Path) -> None
     finally:
         over.set()
         looking.join()
+
+
+def test_a_file_that_was_taken_in_vain_is_given_back(disk: Path, local: Path) -> None:
+    with Checkpointer(disk / "run", local=memory(local)) as checkpointer:
+        for step in (1, 2, 3):
+            save(checkpointer, local, step)
+        assert checkpointer._tier is not None and checkpointer._tier.spares is not None
+        own, nbytes = checkpointer._tier.spares, shard(local, 3).stat().st_size
+        taken, staging = own.take(SHARD, nbytes), pipeline.current().staging
+        refused = Image.of_bytes(bytearray(8))
+        refused.slots.append(1)  # half of one
+        with pytest.raises(ValueError):
+            ImageTransfer(staging, refused, "x", staging.allowance(None), 1, landing=taken)
+        assert own.take(SHARD, nbytes) is taken
 
 
 def test_two_checkpointers_of_one_process_do_not_share_a_file(disk: Path, local: Path) -> None:

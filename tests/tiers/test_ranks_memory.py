@@ -6,6 +6,7 @@ does with memory is test_memory.py's business.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -19,6 +20,7 @@ from typing import Any
 import pytest
 
 from fastckpt import Checkpointer, PeerFailed, StorageError
+from fastckpt.cli import main
 from tests.crews import memory_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.noise import flip
@@ -434,6 +436,45 @@ def test_a_step_of_one_node_alone_gives_way_to_a_later_job_s(
         assert crew(arguments, str(nodes.root), nodes.locals[1:], [15], None) == [(10, [True])]
     with nursery.crew(2) as crew:
         assert crew(arguments, str(nodes.root), nodes.locals, [], None) == [(15, [])] * 2
+
+
+def is_frozen(crew: Crew, report: Path) -> bool:
+    """Waits until a rank has reported that it is about to stop, or is done."""
+    wait_until(lambda: report.exists() or crew._connections[0].poll())
+    return report.exists()
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.torture)])
+def test_a_job_is_frozen_at_any_operation_and_taken_over(
+    nursery: Nursery, disk: Path, local: Path, stride: int
+) -> None:
+    """What the other job was told of is restored, whole, whatever the first one does afterwards."""
+    for number in itertools.count(3, stride):
+        (disk / f"{number}").mkdir()
+        (local / f"{number}").mkdir()
+        nodes = Nodes(disk / f"{number}", local / f"{number}", 1)
+        arguments, report = (str(nodes.root), nodes.locals), disk / f"report-{number}"
+        with nursery.crew(1) as crew:
+            crew.begin(bodies.save_frozen, *arguments, number, str(report))
+            is_over = not is_frozen(crew, report)
+            if not is_over:
+                assert (
+                    main(["repair", arguments[0], "--takeover", "--local", str(nodes.each[0])]) == 0
+                )
+                with nursery.crew(1) as other:
+                    more = ({"root_every": 1000, "peers": 0}, ("", 0), [(5, "local"), (6, "local")])
+                    other(bodies.live, *arguments, *more, str(report), True)
+                told = Path(f"{report}-0").read_text("utf-8").split("\n")
+                assert "local 6" in told, (report.read_text("utf-8"), told)
+                os.kill(crew._pids[0], signal.SIGCONT)
+            (error,) = crew.end()
+        with nursery.crew(1) as crew:
+            step, _taken, _lines = nodes.restored(crew, SOME)
+        if is_over:
+            assert (error, step) == (None, 2)
+            return
+        assert step == 6 or (error is None and step == 2), report.read_text("utf-8")
 
 
 @pytest.mark.torture

@@ -220,6 +220,20 @@ def test_a_job_that_was_killed_and_lost_something(
     assert killed.restored(crew(4), killed.two)[0] == 4
 
 
+def test_a_job_beside_waits_for_the_copy_to_the_root(nursery: Nursery, nodes: Nodes) -> None:
+    """Which the other job makes: ranks need files of each other's nodes, and the root has none."""
+    arguments = (str(nodes.root), [str(nodes.a), str(nodes.b)])
+    with nursery.crew(2) as crew, nursery.crew(2) as other:
+        crew.begin(bodies.save_and_drain_later, *arguments, 1)
+        crew._store.wait(["test/saved"])
+        other.begin(bodies.restore_beside, *arguments)
+        other._store.wait(["test/waits"])
+        crew._store.set("test/drain", b"")
+        outcomes = other.end()
+        crew.end()
+    assert [outcome.value for outcome in outcomes] == [1, 1], outcomes[0].error
+
+
 def test_killed_between_the_commits_of_two_nodes(nursery: Nursery, nodes: Nodes) -> None:
     """One node has published and the other has not: the step was committed nowhere."""
     with nursery.crew(4) as crew:
