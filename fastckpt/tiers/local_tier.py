@@ -34,10 +34,10 @@ from fastckpt.storage.keep import Entry, may_go
 from fastckpt.storage.machine import this_machine
 from fastckpt.tiers.memory_budget import SPARE_BYTES, MemoryBudget
 from fastckpt.tiers.nodes import (
-    OBJECTS_PART,
     NodesSteps,
     RanksByNode,
     check_alike,
+    named_parts,
     parts_of,
     warn_of_loopback,
 )
@@ -570,8 +570,9 @@ class LocalTier:
             agreement.put(f"survey {key}", json.dumps(merged).encode())
         told: dict[str, Any] = json.loads(agreement.get(f"survey {key}"))
         if not self._is_beside:  # else the job that saves here marks its own
-            for nonce in there.keys() & {*told["drained"]}:
-                self.note_drained(there[nonce].name)
+            for what, nonces in ((DRAINED, told["drained"]), (REPLICATED, told["replicated"])):
+                for nonce in there.keys() & {*nonces}:
+                    self._note(there[nonce].name, what)
         self._useless = there.keys() & {*told["useless"]}
         self._incomplete = there.keys() & {*told["incomplete"]}
         for nonce in there.keys() & {*told["deleted"]}:
@@ -625,6 +626,7 @@ class LocalTier:
             "parts": parts,
             "of": [*of],
             "drained": self._has(item.name, DRAINED),
+            "replicated": self._has(item.name, REPLICATED),
         }
 
     def _has(self, name: str, file: str, nbytes: int | None = None) -> bool:
@@ -648,7 +650,7 @@ class LocalTier:
                 if each["nonce"] not in gone:
                     of.setdefault(each["nonce"], []).append((rank, each))
         told: dict[str, Any] = {"drained": [], "useless": [], "undrained": [], "held": {}}
-        told |= {"deleted": sorted(gone), "incomplete": [], "lost": []}
+        told |= {"deleted": sorted(gone), "incomplete": [], "lost": [], "replicated": []}
         has_newest = False  # whether a step that is newer than all in the root is here, whole
         for nonce, copies in sorted(of.items(), key=lambda pair: -pair[1][0][1]["sequence"]):
             one = copies[0][1]
@@ -656,6 +658,8 @@ class LocalTier:
             was_drained = any(each["drained"] for _rank, each in copies)
             step, sequence, is_newer = one["step"], one["sequence"], one["sequence"] > newest
             missing = [part for part in one["of"] if part not in holder]
+            if any(each["replicated"] for _rank, each in copies):  # all ranks agreed on that
+                told["replicated"].append(nonce)
             if not missing:
                 its = {rank: (each["name"], each["parts"]) for rank, each in copies}
                 told["held"][nonce] = step, sequence, its
@@ -672,7 +676,7 @@ class LocalTier:
             elif missing:
                 told["incomplete"].append(nonce)
                 if is_newer and not has_newest:
-                    told["lost"].append((step, _named(missing)))
+                    told["lost"].append((step, named_parts(missing)))
             elif self.is_due(step) or not has_newest:
                 parts: dict[int, list[int]] = {}
                 for part, rank in sorted(holder.items()):
@@ -681,13 +685,6 @@ class LocalTier:
                 told["undrained"].append([step, nonce, names, parts])
             has_newest = has_newest or (is_newer and not missing)
         return told
-
-
-def _named(parts: list[int]) -> str:
-    """Returns what a step lacks, in words."""
-    ranks = [str(part) for part in parts if part != OBJECTS_PART]
-    texts = [f"the files of ranks {', '.join(ranks[:8])}"] if ranks else []
-    return " and ".join([*texts, "its objects"] if OBJECTS_PART in parts else texts)
 
 
 def _last_of(found: list[Committed]) -> dict[int, int]:

@@ -73,6 +73,13 @@ def parts_of(manifest: Manifest) -> dict[int, dict[str, int]]:
     return shards | {OBJECTS_PART: {manifest.objects.file: manifest.objects.nbytes}}
 
 
+def named_parts(parts: Sequence[int]) -> str:
+    """Returns parts of a step in words."""
+    ranks = [str(part) for part in parts if part != OBJECTS_PART]
+    texts = [f"the files of ranks {', '.join(ranks[:8])}"] if ranks else []
+    return " and ".join([*texts, "its objects"] if OBJECTS_PART in parts else texts)
+
+
 def sizes_of(manifest: Manifest) -> dict[str, int]:
     """Returns the size of each file of a step but the manifest's."""
     return {file: size for files in parts_of(manifest).values() for file, size in files.items()}

@@ -326,7 +326,7 @@ def live(
             tell("restored", found.value or 0)
             for step, wait in saves:
                 handle = checkpointer.save(step, stamped(member, step))
-                with suppress(CheckpointError):
+                with suppress(CheckpointError):  # it is not acknowledged then
                     tell("local" if handle.wait_local(60) else "root", step)
                     if wait in ("memory", "result") and handle.wait_memory(60):
                         tell("memory", step)

@@ -360,6 +360,20 @@ def test_what_neighbours_have_stays_until_they_have_something_newer(
         assert nodes.restored(crew, options)[0] in (1, 2), "a reader may have fetched all of 2"
 
 
+def test_all_nodes_note_what_one_has_noted(nursery: Nursery, disk: Path, local: Path) -> None:
+    """A job may be killed when its caller was told that a step is safe, and one node has noted it:
+    the next job removes that step on no node before it has a newer one that is safe.
+    """
+    nodes = Nodes(disk, local, 2)
+    with nursery.crew(2) as crew:
+        crew(bodies.save_and_die, str(nodes.root), nodes.locals, [1], SOME)
+    noted = [local_step(path, 1) / "replicated" for path in nodes.each]
+    noted[1].unlink()
+    with nursery.crew(2) as crew:
+        assert nodes.restored(crew, SOME)[0] == 1
+    assert noted[1].exists()
+
+
 def await_saves(report: Path, step: int) -> None:
     """Waits until both ranks have reported a step."""
 

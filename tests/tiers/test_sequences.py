@@ -108,7 +108,7 @@ class World:
             if not ends:
                 self.story.append(f"it is killed after {told}")
                 for pid in crew._pids:
-                    with suppress(ProcessLookupError):
+                    with suppress(ProcessLookupError):  # it has died
                         os.kill(pid, signal.SIGKILL)
             crew.end()
         self._reported(nodes, least, must=not trouble)
@@ -140,7 +140,7 @@ class World:
     def _reported(self, nodes: str, least: int, must: bool) -> tuple[int, int]:
         """Looks at what the ranks report; returns how many lines, and how many ranks are over."""
         for rank, known in enumerate(self._lines):
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):  # it has not begun
                 text = Path(f"{self._report}-{rank}").read_text("utf-8")
                 for line in text.splitlines()[len(known) :]:
                     known.append(line)
