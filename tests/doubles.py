@@ -337,13 +337,13 @@ def process_on(storage: Storage | None, budget_bytes: int | None = None) -> Iter
     finally:
         pipeline_module._current = before
         mine.close()
-        for thread in set(threading.enumerate()) - others:
-            thread.join(60.0)
-        # The process of a machine that is gone releases nothing: else its leases would do so, and
-        # raise PowerCut, whenever they are collected, in whichever test.
+        # The process of a machine that is gone neither renews nor releases its leases.
         for lease in [*lease_module._held] if isinstance(storage, Crash) else []:
             if lease._storage is storage:
                 lease._let_go()
+        for thread in set(threading.enumerate()) - others:
+            if thread.name != lease_module.BEATING:
+                thread.join(60.0)
 
 
 @contextmanager

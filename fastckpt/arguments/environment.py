@@ -115,12 +115,17 @@ def is_first_on_machine() -> bool:
     return next((int(rank) == 0 for rank in ranks if rank.isdigit()), True)
 
 
-def launched_job() -> str:
-    """Returns the name that a scheduler or launcher gives a job, and again after a restart; "" if
-    none does.
+def launched_job() -> tuple[str, int]:
+    """Returns the name that a scheduler or launcher gives a job, and again after a restart, "" if
+    none does; and how often the scheduler has begun the job again. It ends a job before it begins
+    it again, so a higher number proves that all processes with a lower one were told to end.
+
+    Only Slurm has such a number. The name alone proves nothing: two job steps of one allocation
+    have the same one, and so have two jobs that were given the same --rdzv-id.
     """
     for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID"):
         job = os.environ.get(name, "")
         if job not in ("", "none"):  # torchrun's, if it was given no --rdzv-id
-            return f"{name}={job}"
-    return ""
+            restarts = os.environ.get("SLURM_RESTART_COUNT", "") if name == "SLURM_JOB_ID" else ""
+            return f"{name}={job}", _count(restarts)
+    return "", 0

@@ -24,9 +24,10 @@ class LeaseRecord(NamedTuple):
         nonce: tells this process from every other one.
         host: its host's name.
         space, pid, started: as machine.pid_space() and machine.started() have them.
-        job: the launcher's name for the job; "" if it has none.
+        job, restarts: the launcher's name for the job, "" if it has none; and how often the
+            scheduler has begun the job again.
         began, renewed: when the lease was taken and last renewed, in ISO 8601.
-        lasts_s: for how long after that another host takes it for held.
+        lasts_s: for how long after that other hosts take it for held.
         is_over: whether the job has given it up.
     """
 
@@ -36,6 +37,7 @@ class LeaseRecord(NamedTuple):
     pid: int
     started: int
     job: str
+    restarts: int
     began: str
     renewed: str
     lasts_s: int
@@ -56,7 +58,7 @@ class LeaseRecord(NamedTuple):
         if not isinstance(value, dict) or not {"fastckpt-lease", *cls._fields} <= value.keys():
             return None
         value = {name: value[name] for name in cls._fields}
-        numbers = [value["pid"], value["started"], value["lasts_s"]]
+        numbers = [value[name] for name in ("pid", "started", "restarts", "lasts_s")]
         if any(type(number) is not int or not 0 <= number < NUMBER_END for number in numbers):
             return None
         if any(type(value[name]) is not str for name in _CHARS_MAX):

@@ -3,10 +3,14 @@ second one does meanwhile.
 
 The module takes, renews and releases it, and decides whether a job that has it still lives. It must
 not know what is saved.
+
+What was committed does not depend on leases: an attempt at a step has a directory that no other one
+ever has. A lease keeps two jobs from training on without knowing of each other.
 """
 
 from __future__ import annotations
 
+import _thread
 import errno
 import os
 import shlex
@@ -19,22 +23,22 @@ from functools import partial
 from fastckpt.arguments.environment import launched_job
 from fastckpt.errors import RootInUse, StorageError
 from fastckpt.formats.lease_record import NAME, NBYTES, LeaseRecord, now_text
-from fastckpt.latch import SERVER_S, within
+from fastckpt.latch import SERVER_S, start_thread, within
 from fastckpt.saving import pipeline
-from fastckpt.storage.atomic import DEAD_AFTER_S, close_quietly
+from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.calls import NotedLock
 from fastckpt.storage.file_system import NEW_MODE, Storage, patiently, reported
 from fastckpt.storage.machine import pid_space, started
 from fastckpt.storage.vanishing import is_removed
 
+BEATING = "fastckpt-lease"  # the name of a thread
 _TRIES_MAX, _PAUSE_S = 50, 0.01
-# How long a lease of another host lasts: so many times the longest time between two renewals, but
-# at least an hour; DEAD_AFTER_S until there were two.
-_TIMES, _LASTS_S_MIN = 3, 3600.0
+# How often a job renews its lease, and how long after that other hosts take it for held.
+BEAT_S, LASTS_S = 60.0, 900.0
 _UNWRITTEN_S = 60.0  # what says nothing may be a lease that is just being made
 
-# By this process, which releases them as it exits.
-_held: weakref.WeakSet[Lease] = weakref.WeakSet()
+# By this process, which releases them as it exits. Changed and copied by single operations.
+_held: set[Lease] = set()
 _process = (0, "")  # this process's pid, and the nonce of its leases
 
 
@@ -56,15 +60,13 @@ class Lease:
         self._takes_over = False
         self._storage, self._root = storage, root
         self._lock = NotedLock("lease", self.path)
-        self._fd, self._pid = -1, 0
-        self._began, self._renewed_s, self._longest_s, self._renewals = "", 0.0, 0.0, 0
+        self._fd, self._pid, self._began = -1, 0, ""
+        # Taken while the lease is held, by the thread that renews it: whoever releases it ends
+        # that. A finalizer may, since it waits for nothing.
+        self._holding: _thread.LockType | None = None
         self._may_come_back = False  # whether a job that had it before may still live
         self._is_of_use = True
         self._is_kept, self._passing = False, 0  # by whom take() was called
-
-    def __del__(self) -> None:
-        if self._fd >= 0:  # the Checkpointers of the root are forgotten, not closed
-            self._release()
 
     @property
     def is_held(self) -> bool:
@@ -105,7 +107,7 @@ class Lease:
 
     def _was_made(self) -> bool:
         """Makes the file; returns False if there is one, or if another job thought it dead."""
-        self._began, self._renewals = now_text(), 0
+        self._began = now_text()
         storage, content = self._storage, self._record()
         with reported("open", self.path):
             try:
@@ -188,8 +190,9 @@ class Lease:
 
     @staticmethod
     def _is_of_same_job(record: LeaseRecord) -> bool:
-        """Returns whether a scheduler has begun the job anew, and so has ended it before."""
-        return record.job != "" and record.job == launched_job()
+        """Returns whether the scheduler has begun the job again, and so has ended it before."""
+        job, restarts = launched_job()
+        return record.job == job != "" and record.restarts < restarts
 
     def _age_s(self) -> float:
         status = self._storage.status(self.path)
@@ -220,11 +223,31 @@ class Lease:
                 self._let_go()
                 raise RootInUse(_loss(self._root, record))
             if self.is_held:
-                now = time.monotonic()
-                self._longest_s = max(self._longest_s, now - self._renewed_s)
-                self._renewed_s, self._renewals = now, self._renewals + 1
                 self._write(self._record())
             self._take()
+
+    def is_lost(self) -> bool:
+        """Returns whether another job has taken it. Raises StorageError."""
+        if not self._is_of_use:
+            return False
+        with reported("read", self.path):
+            try:
+                record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
+            except FileNotFoundError:
+                return False
+        return record is not None and record.nonce != _nonce()
+
+    def _keep_renewed(self, holding: _thread.LockType) -> None:
+        """Renews it every BEAT_S, whether anything is saved or not, until it is given up. Once it
+        is another job's, the next save finds that out.
+        """
+        while not holding.acquire(timeout=BEAT_S):
+            with self._lock, suppress(OSError):  # it is renewed at the next beat, or the next save
+                if self._holding is holding and self.is_held and not self.is_lost():
+                    self._write(self._record())
+        with self._lock:
+            if self._holding is holding:  # those who used it were collected
+                self._release()
 
     def _is_there(self) -> bool:
         """Returns whether the file that is open here has the lease's name."""
@@ -243,7 +266,9 @@ class Lease:
             within(SERVER_S, partial(self._release, only_unwanted=True))
 
     def join(self, user: object) -> None:
-        """Notes who is to leave(). Whoever is collected before leaves with that."""
+        """Notes who is to leave(). Whoever is collected before leaves with that: then the thread
+        that renews the lease gives it up, or this process when it ends.
+        """
         self._users.add(weakref.ref(user, self._forgotten))
 
     def leave(self, user: object, timeout_s: float) -> None:
@@ -257,7 +282,7 @@ class Lease:
     def _forgotten(self, user: weakref.ref[object]) -> None:
         self._users.discard(user)
         if not self._users:
-            self._release()  # nobody is left who could hold the lock
+            self._end_beats()
 
     def release(self, within_s: float = SERVER_S) -> None:
         """Gives the lease up, if this process has it and the server answers soon. Idempotent."""
@@ -271,6 +296,11 @@ class Lease:
             self._is_kept = False
             if not self._is_of_use or not self.is_held:
                 return
+            heirs = [each for each in _held.copy() if each is not self and each._is_of(self)]
+            if heirs:  # a Checkpointer that was made later has it, too
+                self._let_go()
+                heirs[0]._is_unlocked(heirs[0]._fd)
+                return
             try:
                 record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
                 if record is not None and record.nonce == _nonce():
@@ -283,6 +313,9 @@ class Lease:
                 pass  # it counts for nothing once this process has ended
             finally:
                 self._let_go()
+
+    def _is_of(self, other: Lease) -> bool:
+        return self.path == other.path and self._storage is other._storage
 
     def is_left(self) -> bool:
         """Returns whether a lease lies there whose job is gone, and did not give it up."""
@@ -318,29 +351,36 @@ class Lease:
 
     def _keep(self, fd: int) -> None:
         self._fd, self._pid, self._began = fd, os.getpid(), now_text()
-        self._renewed_s, self._longest_s, self._renewals = time.monotonic(), 0.0, 0
         _held.add(self)
+        self._holding = holding = _thread.allocate_lock()
+        holding.acquire()
+        # Without a thread it is renewed by saves alone.
+        start_thread(partial(self._keep_renewed, holding), BEATING, daemon=True)
+
+    def _end_beats(self) -> None:
+        if (holding := self._holding) is not None:
+            with suppress(RuntimeError):  # it was ended before
+                holding.release()
 
     def _let_go(self) -> None:
         _held.discard(self)
+        self._end_beats()
+        self._holding = None
         fd, self._fd = self._fd, -1  # first: if it is not known how the call ends, it has no file
         if fd >= 0 and self._pid == os.getpid():  # a child of fork() has closed it
             close_quietly(self._storage, fd)
 
     def _record(self, *, is_over: bool = False) -> bytes:
-        lasts_s = DEAD_AFTER_S
-        if self._renewals > 1:
-            lasts_s = min(lasts_s, max(_LASTS_S_MIN, _TIMES * self._longest_s))
         return LeaseRecord(
             _nonce(),
             socket.gethostname(),
             pid_space(),
             os.getpid(),
             started(os.getpid()) or 0,
-            launched_job(),
+            *launched_job(),
             self._began,
             now_text(),
-            int(lasts_s),
+            int(LASTS_S),
             is_over,
         ).to_bytes()
 
@@ -415,4 +455,14 @@ def _release_all() -> None:
         lease.release()
 
 
+def _forget_all() -> None:
+    """Leaves the leases to the parent of a forked child, where their threads may have been amid
+    anything.
+    """
+    for lease in _held:
+        lease._lock, lease._fd, lease._holding = NotedLock("lease", lease.path), -1, None
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 pipeline.when_drained.append(_release_all)

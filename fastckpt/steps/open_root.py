@@ -46,7 +46,11 @@ class OpenRoot:
         self._pid, self._wait_s = os.getpid(), min(SERVER_S, timeout_s)
         self._saves = self._has_warned = False
         known = [each.steps for each in _others(root) if each.steps.storage is storage]
-        self.steps: Steps = known[0] if known else Steps(storage, root, Lease(storage, root))
+        if not known:
+            lease = Lease(storage, root)
+            known = [Steps(storage, root, lease)]
+            lease.join(known[0])
+        self.steps: Steps = known[0]
         with suppress(StorageError):  # a save or restore will raise it again
             self.steps.is_step = is_step(root, timeout_s)
         _open.add(weakref.ref(self, _open.discard))

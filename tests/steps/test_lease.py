@@ -1,14 +1,19 @@
 """The lease of a root: of two live jobs the second is refused by name, whatever hosts and pid
-namespaces they are in; what a dead job left counts for nothing; and a job whose root was taken
-over commits nothing more. What becomes of the steps themselves is test_steps.py's.
+namespaces they are in, and however long it saves nothing; what a dead job left counts for nothing;
+and a job whose root was taken over commits nothing more. What becomes of the steps themselves is
+test_steps.py's, and test_frozen_jobs.py's.
 """
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
+import signal
 import socket
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +25,11 @@ from fastckpt.errors import RootInUse
 from fastckpt.formats.lease_record import NAME, NBYTES, LeaseRecord
 from fastckpt.formats.step_names import step_name as name
 from fastckpt.saving import pipeline
-from fastckpt.steps.lease import Lease, lease_of_node
-from fastckpt.storage.atomic import DEAD_AFTER_S
+from fastckpt.steps import lease as lease_module
+from fastckpt.steps.lease import BEATING, LASTS_S, Lease, lease_of_node
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.machine import pid_space, started
-from tests.doubles import dead_pid, process_on
+from tests.doubles import Operation, Recorder, T, dead_pid, process_on
 from tests.hosts import needs_root
 from tests.interpreters import Program
 from tests.network_double import NetworkClient
@@ -197,7 +202,7 @@ def record(**changes: Any) -> LeaseRecord:
     """The lease of another process, which is this one's parent if nothing else is said."""
     pid = os.getppid()
     whole = LeaseRecord(
-        "ab" * 16, "elsewhere", pid_space(), pid, started(pid) or 0, "", "then", "then", 7200
+        "ab" * 16, "elsewhere", pid_space(), pid, started(pid) or 0, "", 0, "then", "then", 7200
     )
     return whole._replace(**changes)
 
@@ -209,8 +214,12 @@ def put(disk: Path, content: bytes, age_s: float = 0.0) -> None:
 
 
 def test_a_lease_of_another_host(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process cannot be asked, and its locks may be its own: its age tells, or the job."""
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    """Its process cannot be asked, and its locks may be its own: its age tells, or that the
+    scheduler has begun the same job again. The job's name does not: two steps of an allocation have
+    one, and a --rdzv-id may be copied.
+    """
+    for variable in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(variable, raising=False)
     double = NetworkClient()
     far = record(space="of another machine", pid=7, job="SLURM_JOB_ID=41")
 
@@ -232,7 +241,16 @@ def test_a_lease_of_another_host(disk: Path, monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setenv("SLURM_JOB_ID", "42")
         assert refused() != ""
         monkeypatch.setenv("SLURM_JOB_ID", "41")
+        assert refused() != "", "another step of the allocation"
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
         assert refused() == "", "the scheduler has begun the job again"
+        put(disk, far._replace(restarts=1).to_bytes())
+        assert refused() != ""
+        monkeypatch.delenv("SLURM_JOB_ID")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "copied")
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        put(disk, far._replace(job="TORCHELASTIC_RUN_ID=copied").to_bytes())
+        assert refused() != ""
         put(disk, b"")
         assert "does not name" in refused()
         put(disk, b"", 100)
@@ -241,22 +259,123 @@ def test_a_lease_of_another_host(disk: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert refused() == ""
 
 
-def test_a_record_says_how_long_it_lasts(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A day until there were two commits, then three times the longest time between two."""
-    clock, found = [0.0], []
-    lease = Lease(Storage(), str(disk))
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+class Beats(Recorder):
+    """Tells when a lease was renewed without a save, and which threads have done what."""
+
+    def __init__(self) -> None:
+        super().__init__(by_engine=True)
+        self.renewed, self.read = threading.Event(), threading.Event()
+        self.by: list[tuple[str, str]] = []
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        result, name = real(), threading.current_thread().name
+        self.by.append((name, operation.name))
+        if name == BEATING and operation.name in ("write_at", "read_file"):
+            (self.renewed if operation.name == "write_at" else self.read).set()
+        return result
+
+
+def await_the_last_beat() -> None:
+    for thread in threading.enumerate():
+        if thread.name == BEATING:
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+def test_a_job_that_saves_nothing_renews_its_lease(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until it is given up, and not once it is another job's."""
+    monkeypatch.setattr(lease_module, "BEAT_S", 0.001)
+    double = Beats()
+    lease = Lease(double, str(disk))
     lease.take()
-    for seconds in (5.0, 5.0, 7000.0, 5.0):
-        clock[0] += seconds
-        lease.renew()
-        now = LeaseRecord.from_bytes((disk / NAME).read_bytes())
-        assert now is not None and (disk / NAME).stat().st_size == NBYTES
-        found.append(now.lasts_s)
-    assert found == [DEAD_AFTER_S, 3600, 21000, 21000]
+    assert double.renewed.wait(WAIT_S)
+    now = LeaseRecord.from_bytes((disk / NAME).read_bytes())
+    assert now is not None and (disk / NAME).stat().st_size == NBYTES
     assert (now.pid, now.host, now.space) == (os.getpid(), socket.gethostname(), pid_space())
+    assert now.lasts_s == LASTS_S
+    (disk / "others").write_bytes(record().to_bytes())
+    os.rename(disk / "others", disk / NAME)
+    for _ in range(2):  # what was read before may be of the own one
+        double.read.clear()
+        assert double.read.wait(WAIT_S)
+    double.renewed.clear()
+    for _ in range(3):
+        double.read.clear()
+        assert double.read.wait(WAIT_S)
+    assert not double.renewed.is_set()
+    with pytest.raises(RootInUse, match="was taken over"):
+        lease.renew()
+    await_the_last_beat()
+    assert (disk / NAME).read_bytes() == record().to_bytes()
+    (disk / NAME).unlink()
+    lease.take()
     lease.release()
+    await_the_last_beat()
     assert not (disk / NAME).exists()
+
+
+def test_who_collects_a_forgotten_checkpointer_asks_the_file_system_nothing(disk: Path) -> None:
+    """The thread that renews its lease gives it up, unless a new Checkpointer has it, too."""
+    double = Beats()
+    with process_on(double):
+        for is_another_there in (False, True):
+            forgotten = Checkpointer(disk)
+            forgotten.save(1, state(1)).result(WAIT_S)
+            pipeline.current().drain()
+            other = Checkpointer(disk) if is_another_there else None
+            double.by.clear()
+            del forgotten
+            gc.collect()
+            assert threading.current_thread().name not in {name for name, _what in double.by}
+            if other is None:
+                await_the_last_beat()
+                assert ("remove", BEATING) in {(what, name) for name, what in double.by}
+                assert not (disk / NAME).exists()
+            else:
+                assert (disk / NAME).exists()
+                other.close()
+                assert not (disk / NAME).exists()
+
+
+def test_a_second_lease_of_a_process_outlives_the_first(disk: Path) -> None:
+    """It has its lock, too."""
+    storage = Storage()
+    leases = [Lease(storage, str(disk)) for _ in range(2)]
+    for each in leases:
+        each.take()
+    leases[0].release()
+    assert leases[1].is_held and (disk / NAME).exists()
+    with open(disk / NAME, "r+b") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    leases[1].release()
+    assert not (disk / NAME).exists()
+
+
+def test_a_forked_child_leaves_a_lease_alone_that_was_being_renewed(disk: Path) -> None:
+    lease, at_fork, over = Lease(Storage(), str(disk)), threading.Event(), threading.Event()
+    lease.take()
+
+    def renew() -> None:
+        with lease._lock:
+            at_fork.set()
+            over.wait(WAIT_S)
+
+    thread = threading.Thread(target=renew)
+    thread.start()
+    at_fork.wait(WAIT_S)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(int(WAIT_S))
+        lease.release()
+        lease_module._release_all()
+        os._exit(int(lease.is_held))
+    assert os.waitpid(child, 0)[1] == 0
+    over.set()
+    thread.join()
+    assert lease.is_held and (disk / NAME).exists()
+    lease.release()
 
 
 def test_it_lasts_as_long_as_a_checkpointer_that_saves(disk: Path) -> None:
