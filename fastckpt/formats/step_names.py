@@ -16,7 +16,8 @@ DRAINED, REPLICATED = "drained", "replicated"
 # The file in a root which says that a step was deleted, by its nonce: nodes do not bring it back.
 DELETED = "deleted-"
 SPARES = ".spares"  # the directory in a tier in memory of files whose pages are used again
-NAME = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?\Z", re.ASCII)
+NAME = re.compile(r"step-(\d{8,15})(?:-([0-9a-f]{1,32}))?\Z", re.ASCII)
+ATTEMPT_BYTES = 6  # of the random number, in hexadecimal digits, that a name may end with
 # The files that a save puts into a step's directory: a removal takes no others out of it.
 OURS = re.compile(
     r"\.?(rank-\d{5,}\.(json|safetensors(\.(zst|planes))?)|objects\.pt|manifest\.json)(\..+\.tmp)?|"
@@ -25,8 +26,12 @@ OURS = re.compile(
 )
 
 
-def step_name(step: int, attempt: int = 0) -> str:
-    """Returns the name of a step's directory; later attempts at the step count from 1.
+def step_name(step: int, attempt: str = "") -> str:
+    """Returns the name of a step's directory.
+
+    Args:
+        attempt: the random number, in hexadecimal digits, that no other attempt has; "" for the
+            plain name.
 
     Raises:
         ValueError: step is below 0, or not below STEP_MAX.
@@ -34,6 +39,11 @@ def step_name(step: int, attempt: int = 0) -> str:
     if not 0 <= step < STEP_MAX:
         raise ValueError(f"step is {step}, must be at least 0 and below {STEP_MAX}")
     return f"step-{step:08d}" + (f"-{attempt}" if attempt else "")
+
+
+def is_unique(name: str) -> bool:
+    """Returns whether a name, which NAME has to match, is one that a single attempt ever has."""
+    return len(name.split("-")) > 2
 
 
 def step_of(name: str) -> int:

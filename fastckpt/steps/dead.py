@@ -42,7 +42,7 @@ def left_in(
         if not is_directory(storage, directory) or may_be_committed(storage, directory):
             return None
         entries = storage.names(directory)
-        if not all(map(OURS.fullmatch, entries)):
+        if MANIFEST in entries or not all(map(OURS.fullmatch, entries)):
             return None
         for left in atomic.temporaries_among(entries, MANIFEST):
             path = os.path.join(directory, left)

@@ -270,6 +270,7 @@ def candidates(
     """
     steps = shelves[0]
     found, faults = steps.survey(step)
+    steps.note_seen(found)
     shelf_of = {item.manifest.nonce: 0 for item in found}
     for number, other in enumerate(shelves[1:], 1):
         for item in survey_of_copy(other):

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.step_names import DELETED, PINNED
-from fastckpt.steps.root import Steps
+from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import NEW_MODE, reported
 from fastckpt.storage.vanishing import listed_anew
@@ -58,18 +58,19 @@ def delete(shelves: Sequence[Steps], step: int) -> None:
         StorageError: it cannot be removed.
     """
     root, *others = shelves
-    found = [(steps, name) for steps in (*others, root) for name in _attempts(steps, step)[::-1]]
+    found = [(steps, item) for steps in (*others, root) for item in _attempts(steps, step)[::-1]]
     if not found:
         raise _none(shelves, step)
-    for steps, name in found:
+    for steps, (name, _manifest) in found:
         if is_pinned(steps, name):
             raise CheckpointError(f"{steps.path(name)!r} is pinned: call unpin({step}) first")
     # Nodes that this process does not see, or that take part in a later job alone, have copies.
-    nonces = {steps.read(name).nonce for steps, name in found} if others else set[str]()
+    nonces = {item.manifest.nonce for _steps, item in found} if others else set[str]()
     try:
         _note_deleted(root, nonces)
-        for steps, name in found:
-            if not steps.remove_unread(name) and name in _attempts(steps, step):
+        for steps, (name, manifest) in found:
+            is_gone = steps.remove_unread(name, manifest.nonce)
+            if not is_gone and name in [item.name for item in _attempts(steps, step)]:
                 raise CheckpointError(f"{steps.path(name)!r} is being read, and was not removed")
     except BaseException:
         for nonce in nonces:  # what was not removed must not vanish later
@@ -126,7 +127,7 @@ def _change(steps: Steps, step: int, change: Callable[[str], None], count: int |
 
     def changed() -> bool:
         attempts = _attempts(steps, step)
-        for name in attempts[:count]:
+        for name, _manifest in attempts[:count]:
             with steps.hold(name), reported("pin", steps.path(name)):
                 change(steps.path(name, PINNED))
                 steps.storage.sync_directory(steps.path(name))
@@ -136,9 +137,9 @@ def _change(steps: Steps, step: int, change: Callable[[str], None], count: int |
         raise _none([steps], step)
 
 
-def _attempts(steps: Steps, step: int) -> list[str]:
-    """Returns the names of the committed attempts at a step, the last first."""
-    return [item.name for item in steps.survey(step)[0] if item.manifest.step == step]
+def _attempts(steps: Steps, step: int) -> list[Committed]:
+    """Returns the committed attempts at a step, the last first."""
+    return [item for item in steps.survey(step)[0] if item.manifest.step == step]
 
 
 def _none(shelves: Sequence[Steps], step: int) -> CheckpointError:

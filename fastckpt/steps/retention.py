@@ -32,6 +32,9 @@ def tidy(steps: Steps, keep: str, options: StepOptions) -> None:
         nonces = {item.name: item.manifest.nonce for item in found}
         left: set[int] = set()  # of which an older attempt stays: it would come back
         going = superfluous(steps, found, keep, options)
+        if going and steps.lease is not None and steps.lease.is_lost():
+            log.warning("%r was taken over by another job: its steps stay", steps.root)
+            going = []
         if going and options.keep_best is not None:
             _warn_of_no_best(steps, found, options.keep_best)
         for name in reversed(going):
@@ -65,8 +68,9 @@ def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOp
     """Returns the names of the committed steps that need not stay: what is beyond keep_last, and
     all attempts at the step just committed but the newest, which is not `keep` if that was drained
     late. A step that is damaged or may not be durable, as far as is known, does not count. Nor does
-    one that could not be read when it was last tried, but it stays: it may be the newest that is
-    whole.
+    one that another job has committed meanwhile, which replaces nothing and is replaced by nothing;
+    nor one that could not be read when it was last tried, but it stays: it may be the newest that
+    is whole.
 
     Args:
         steps: the root.
@@ -78,6 +82,9 @@ def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOp
     if own is None:  # somebody has removed it, and may be about to remove others
         return []
     entries = [_entry(steps, item, options.keep_best) for item in found]
+    for place, item in enumerate(found):
+        if not steps.has_seen(item):
+            entries[place] = entries[place]._replace(number=None, counts=False)
     going = may_go([each for each in entries if each.number == own.step], 1)
     if options.keep_last is not None:
         rest = [

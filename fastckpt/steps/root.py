@@ -9,17 +9,26 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import secrets
 import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import NamedTuple
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
 from fastckpt.formats.shard_index import ShardIndex
-from fastckpt.formats.step_names import NAME, OURS, PINNED, step_name, step_of
+from fastckpt.formats.step_names import (
+    ATTEMPT_BYTES,
+    NAME,
+    OURS,
+    PINNED,
+    is_unique,
+    step_name,
+    step_of,
+)
 from fastckpt.steps import dead
 from fastckpt.steps.known import UNSEEN, Begun, Known
 from fastckpt.steps.lease import Lease
@@ -37,8 +46,7 @@ from fastckpt.storage.vanishing import kept, leads_nowhere, listed_anew
 
 log = logging.getLogger("fastckpt")
 
-_ATTEMPTS_MAX = 1000  # names tried for one step
-_CREATES_MAX = 5  # times that the directory of one name is made
+_CREATES_MAX = 5  # directories that are made for one save, and names that are tried for each
 _LOOKS_MAX = 5  # listings of a root in which some steps, but not all, vanish while they are read
 
 
@@ -61,6 +69,7 @@ class Fault(NamedTuple):
         return step_of(self.name) if self.name else None
 
 
+TAKEN = "another process took the directory for one that was left behind: save again"
 # The kinds of directory in which no manifest was found:
 _GONE = "gone"  # a step: it vanished after it was seen, now or earlier, with a manifest
 _UNSEEN = "unseen"  # it had vanished when it was looked at: a step, or of a save that failed
@@ -73,6 +82,10 @@ class _Look(NamedTuple):
     found: list[Committed]
     faults: list[Fault]
     marks: dict[str, str]
+
+
+def _unique_name(step: int) -> str:
+    return step_name(step, secrets.token_hex(ATTEMPT_BYTES))
 
 
 def in_order(item: Committed) -> tuple[int, int]:
@@ -98,6 +111,8 @@ class Steps:
         self._told: set[str] = set()  # see dead.left_in()
         self._names: dict[str, Known] = {}
         self._cleaned = False
+        self._is_shared: bool | None = None  # see may_be_taken_again(); None: not known yet
+        self._seen: set[str] | None = None  # see note_seen(); None: nobody has looked yet
         self._lock = threading.Lock()
         # Held while a directory is removed. It has no manifest then and seems dead, so a save that
         # began meanwhile would take its name and lose the files it made there.
@@ -197,7 +212,19 @@ class Steps:
 
         found = listed_anew(settled)
         assert found is not None
+        if self._seen is None:
+            self.note_seen(found[0])
         return found
+
+    def note_seen(self, found: list[Committed]) -> None:
+        """Notes the steps that were there when this process first looked, or restored. What comes
+        later, and is not its own, another job has committed that does not know of this one.
+        """
+        self._seen = (self._seen or set()) | {item.manifest.nonce for item in found}
+
+    def has_seen(self, item: Committed) -> bool:
+        """Returns whether a step was noted by note_seen(), or is this process's own."""
+        return item.manifest.nonce in (self._seen or ())
 
     def _looked(self, afresh: bool) -> _Look:
         look = _Look([], [], {})
@@ -310,26 +337,22 @@ class Steps:
             if failed or not self._cleaned:
                 self._cleaned = True
                 self.remove_dead()
-        # The name of a failed attempt is not used again: a late rank may still write there.
-        for attempt in range(_ATTEMPTS_MAX):
-            name = step_name(step, attempt)
-            for _ in range(0 if self.known(name).is_abandoned else _CREATES_MAX):
-                if not self._make(name):
-                    break
-                temporary = atomic.temporary_path(self.path(name, MANIFEST))
-                with reported("open", temporary):
-                    try:
-                        fd = self.storage.create(temporary, NEW_MODE)
-                    except FileNotFoundError:
-                        continue  # another save found the directory empty and removed it as dead
-                begun = Begun(name, fd, temporary)
-                self.known(name).is_begun = True
+        for _ in range(_CREATES_MAX):
+            name = self._make(step)
+            temporary = atomic.temporary_path(self.path(name, MANIFEST))
+            with reported("open", temporary):
                 try:
-                    atomic.claim(self.storage, fd, temporary)
-                except BaseException:
-                    self.abandon(begun)
-                    raise
-                return begun
+                    fd = self.storage.create(temporary, NEW_MODE)
+                except FileNotFoundError:
+                    continue  # another save found the directory empty and removed it as dead
+            begun = Begun(name, fd, temporary)
+            self.known(name).is_begun = True
+            try:
+                atomic.claim(self.storage, fd, temporary)
+            except BaseException:
+                self.abandon(begun)
+                raise
+            return begun
         raise StorageError("make directory", self.path(step_name(step)), errno.EEXIST)
 
     @contextmanager
@@ -366,23 +389,68 @@ class Steps:
             with suppress(ValueError):  # another save of this rank has done so, too
                 self._grown.remove(path)
 
-    def _make(self, name: str) -> bool:
-        """Makes the directory, if the name is free or its directory is dead; returns whether."""
+    def _make(self, step: int) -> str:
+        """Makes the directory of a new attempt at a step; returns its name: the plain one if that
+        may be taken again and is free, or its directory is dead.
+
+        Nor is it that of an attempt that failed here, since a late rank may still write there.
+        """
+        name = step_name(step)
+        if not self.may_be_taken_again(name) or self.known(name).is_abandoned:
+            name = _unique_name(step)
         with self._removing:
-            for _ in range(3):
+            for _ in range(_CREATES_MAX):
                 try:
                     with reported("make directory", self.path(name)):
                         self.storage.make_directory(self.path(name))
                     self.take(name)
-                    return True
+                    return name
                 except StorageError as error:
                     if error.errno == errno.ENOENT:
                         self.make_root()
                     elif error.errno != errno.EEXIST:
                         raise
-                    elif not self.remove_if_dead(name):
-                        break
+                    elif is_unique(name) or not self.remove_if_dead(name):
+                        name = _unique_name(step)
+        raise StorageError("make directory", self.path(name), errno.EEXIST)
+
+    def may_be_taken_again(self, name: str) -> bool:
+        """Returns whether a later attempt may have this name, which then proves nothing: that holds
+        for plain names on a local file system, where everybody sees everybody's locks. A job of
+        another host might come back at any time to a directory that it takes for its own.
+        """
+        if is_unique(name):
             return False
+        if self._is_shared is None:
+            with reported("open directory", self.root):
+                try:
+                    fd = self.storage.open(self.root, "directory")
+                except FileNotFoundError:
+                    self.make_root()
+                    fd = self.storage.open(self.root, "directory")
+                try:
+                    self._is_shared = self.storage.policy(fd)[1].remote
+                finally:
+                    atomic.close_quietly(self.storage, fd)
+        return not self._is_shared
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[bool]:
+        """Yields whether this process alone may empty a directory while the body runs.
+
+        A directory whose name may be taken again is locked for that: else another process might
+        find it half emptied and take it for dead, a save take the name, and lose its files here.
+        """
+        if not self.may_be_taken_again(name):
+            yield True
+            return
+        fd = self.storage.open(self.path(name), "directory")
+        try:
+            is_locked = self.storage.lock(fd)
+            now = self.storage.status(self.path(name))
+            yield is_locked and now is not None and os.path.samestat(now, self.storage.fstat(fd))
+        finally:
+            atomic.close_quietly(self.storage, fd)
 
     def next_sequence(self, above: int = 0) -> int:
         """Returns the sequence number of the next commit: above that of any here, and `above`."""
@@ -429,22 +497,45 @@ class Steps:
             # among those that stay: nor does it if the rename is given up, and happens later.
             known.is_doubtful = True
             with reported("rename", name):
-                patiently(storage, fd, lambda: storage.rename(begun.temporary, name))
+                try:
+                    patiently(
+                        storage, fd, lambda: storage.rename(begun.temporary, name, replaces=False)
+                    )
+                except FileNotFoundError:
+                    raise StorageError("rename", name, errno.ENOENT, detail=TAKEN) from None
             known.manifest, known.version, known.is_begun = manifest, UNSEEN, False
+            self._seen = (self._seen or set()) | {manifest.nonce}
             make_durable()
             known.is_doubtful = False
 
     def abandon(self, begun: Begun) -> None:
-        """Ends a save that failed: closes its manifest and removes its directory, whose name is not
-        used again here.
+        """Ends a save that failed: closes its manifest, and removes its directory if that is still
+        its own. The name is not used again here.
         """
-        # Closed first: a network client keeps an open file that is removed, and so its directory.
-        atomic.close_quietly(self.storage, begun.manifest_fd)
-        known = self.known(begun.name)
-        known.is_abandoned, known.is_begun = True, False  # before it vanishes
-        with self._removing, suppress(OSError):  # what stays is left to the next removal
-            self._remove_manifest(begun.name)
-            self._empty(begun.name, self.storage.names(self.path(begun.name)))
+        name, known = begun.name, self.known(begun.name)
+        with ExitStack() as closing:
+            closing.callback(atomic.close_quietly, self.storage, begun.manifest_fd)
+            known.is_abandoned, known.is_begun = True, False  # before it vanishes
+            with self._removing, ExitStack() as alone:
+                is_own = False
+                with suppress(OSError):  # it is gone, or is left to the next removal
+                    is_own = alone.enter_context(self.alone(name)) and self._is_own(begun)
+                # Before _empty(): a network client keeps an open file, and so its directory.
+                closing.close()
+                if is_own:
+                    with suppress(OSError):  # as above
+                        self._empty(name, self.storage.names(self.path(name)))
+
+    def _is_own(self, begun: Begun) -> bool:
+        """Returns whether a directory is the one that a save has made: others may have taken it for
+        dead, and its name. The inode that is open here is nobody else's.
+        """
+        if not self.may_be_taken_again(begun.name):
+            return True
+        status = self.storage.status(begun.temporary)
+        return status is not None and os.path.samestat(
+            status, self.storage.fstat(begun.manifest_fd)
+        )
 
     def has_another(self, name: str) -> bool:
         """Returns whether this process knows another committed attempt at the step of `name`."""
@@ -497,12 +588,24 @@ class Steps:
                 self._forget(name)
 
     def remove_if_dead(self, name: str, others_after_s: float = atomic.DEAD_AFTER_S) -> bool:
-        """Removes a directory without a manifest if its save is surely over; returns whether."""
-        entries = dead.left_in(self.storage, self.path(name), others_after_s, self._told)
-        with suppress(OSError):  # it is left to a later call
-            if entries is not None:
-                self._empty(name, entries)
-                return True
+        """Removes a directory without a manifest if its save is surely over; returns whether.
+
+        Should that save come back, either it commits or its directory is removed, whatever happens
+        when: this removes the temporary manifest first, which is there no more if it was renamed
+        before. Where no file is renamed, the save looks for it after it has made its manifest.
+        """
+        storage, path = self.storage, self.path(name)
+        with suppress(OSError), self.alone(name) as is_alone:  # it is left to a later call
+            entries = dead.left_in(storage, path, others_after_s, self._told) if is_alone else None
+            if entries is None:
+                return False
+            temporaries = atomic.temporaries_among(entries, MANIFEST)
+            for temporary in temporaries:
+                storage.remove(os.path.join(path, temporary))
+            if dead.may_be_committed(storage, path):
+                return False
+            self._empty(name, [entry for entry in entries if entry not in temporaries])
+            return True
         return False
 
     def remove_dead(self) -> list[str]:
@@ -510,20 +613,16 @@ class Steps:
         with self._removing:
             return [name for name in self.incomplete() if self.remove_if_dead(name)]
 
-    def remove_unread(self, name: str, nonce: str | None = None) -> bool:
+    def remove_unread(self, name: str, nonce: str) -> bool:
         """Removes a committed step unless somebody holds it or it is pinned; returns whether it is
         gone. Raises StorageError.
 
         Args:
-            name, nonce: of the step. Without a nonce, of whichever has the name by now: of two
-                threads that remove one, the second may come after a save that has taken the name.
+            name, nonce: of the step: by now another one may have the name.
         """
         path = self.path(name, MANIFEST)
         # Held until the directory is empty, so that no save that begins takes its name before.
-        with self._removing:
-            known = self.known(name).manifest
-            if nonce is not None and (known is None or known.nonce != nonce):
-                return True
+        with self._removing, ExitStack() as alone:
             try:
                 fd = self.storage.open(path, "lock")
             except FileNotFoundError:
@@ -534,12 +633,20 @@ class Steps:
                 with reported("lock", path):
                     if not self.storage.lock(fd):
                         return False
+                if self.read(name).nonce != nonce:
+                    return True
+                if not alone.enter_context(self.alone(name)):
+                    return False
                 entries = self.storage.names(self.path(name))
                 if PINNED in entries:
                     return False
                 self._remove_manifest(name)
+            except Vanished:
+                return True
             except StorageError:
                 raise
+            except CheckpointError:
+                return False  # it is damaged by now
             except OSError as error:
                 raise StorageError("remove", path, error.errno or errno.EIO) from error
             finally:

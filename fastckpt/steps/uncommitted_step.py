@@ -7,6 +7,7 @@ system than the first; it removes them if the save fails. It must not know what 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -18,6 +19,8 @@ from fastckpt.steps.root import Steps
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
+
+_ALONE_S, _ALONE_POLL_S = 5.0, 0.01  # for how long a rank waits while another one removes files
 
 
 class UncommittedStep:
@@ -35,7 +38,9 @@ class UncommittedStep:
         self._storage = steps.storage
         self._agreement = agreement
         self._begun: Begun | None = None
-        self._made: list[tuple[str, os.stat_result]] = []  # paths, and what has them
+        self._made: list[str] = []  # paths of files
+        # The directory, open where its name may be taken again: then that proves whose it is.
+        self._directory = -1
         self._has_own_directory = False
 
     @property
@@ -65,21 +70,39 @@ class UncommittedStep:
         begun, self._begun = self._begun, None
         if begun is not None:
             self.steps.abandon(begun)
-        for path, made in self._made:
-            with suppress(OSError):  # removed with its directory, or left to remove_dead()
-                # If this rank was late, another save may have made a file of this name by now.
-                status = self._storage.status(path)
-                if status is not None and os.path.samestat(status, made):
-                    self._storage.remove(path)
-        if self._made and begun is None:
-            # The first rank could not remove the directory if one of these was made meanwhile.
-            with suppress(OSError):  # it is gone, or has a file that another rank is to remove
-                self._storage.remove_directory(self.path())
+            return
+        until = time.monotonic() + _ALONE_S
+        while self._made and not self._removed() and time.monotonic() < until:
+            time.sleep(_ALONE_POLL_S)
+
+    def _removed(self) -> bool:
+        """Removes this rank's files unless another process is emptying the directory just now;
+        returns whether that is over. A rank may be late, and the directory another save's by now.
+        """
+        with suppress(OSError):  # it is gone, or left to remove_dead()
+            if self._directory >= 0 and not self._is_own_directory():
+                return True
+            with self.steps.alone(self.name) as is_alone:
+                if not is_alone:
+                    return False
+                if self._directory < 0 or self._is_own_directory():
+                    self._storage.remove_all(self.path(), [*map(os.path.basename, self._made)])
+                    # It has a file that another rank is to remove, or the first rank could not
+                    # remove it since it had one of these.
+                    self._storage.remove_directory(self.path())
+        return True
+
+    def _is_own_directory(self) -> bool:
+        status = self._storage.status(self.path())
+        return status is not None and os.path.samestat(status, self._storage.fstat(self._directory))
 
     def close(self) -> None:
         """Closes the temporary manifest, whose lock tells others that the save is alive."""
         if self._begun is not None:
             close_quietly(self._storage, self._begun.manifest_fd)
+        directory, self._directory = self._directory, -1
+        if directory >= 0:
+            close_quietly(self._storage, directory)
 
     def share(self) -> None:
         """Lets others read the step from now on, which is committed; it is not removed before
@@ -104,16 +127,19 @@ class UncommittedStep:
                 self._has_own_directory = True
                 fd = storage.create(path, 0o666, purpose)
             except FileExistsError:
-                # The directory is this save's alone, so the file is from a rank that was late for a
-                # failed save of this name, or from a first try for which there was no room.
-                storage.remove(path)
+                if path not in self._made:  # it is a rank's that was late for an earlier save
+                    raise
+                storage.remove(path)  # of a first try, for which there was no room
                 fd = storage.create(path, 0o666, purpose)
             return self._noted(path, fd)
 
     def _noted(self, path: str, fd: int) -> int:
         """Notes a file as made here; returns its descriptor."""
         try:
-            self._made.append((path, self._storage.fstat(fd)))
+            proves_it = self._directory >= 0 or self.is_begun
+            if not proves_it and self.steps.may_be_taken_again(self.name):
+                self._directory = self._storage.open(self.path(), "directory")
+            self._made.append(path)
         except BaseException:
             close_quietly(self._storage, fd)
             raise
@@ -127,7 +153,9 @@ class UncommittedStep:
         """Makes a file of what lies beside the step's directory; returns a new descriptor."""
         path, storage = self.path(name), self._storage
         with reported("rename", path):
-            storage.rename(source, path)
+            if path in self._made:
+                storage.remove(path)
+            storage.rename(source, path, replaces=False)
         with reported("open", path):
             return self._noted(path, storage.open(path, "write"))
 

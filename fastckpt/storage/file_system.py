@@ -385,8 +385,11 @@ class Storage:
         self.direct_trial.flushed(fd)
         os.close(os.dup(fd))
 
-    def rename(self, source: str, target: str) -> None:
-        renames.rename(source, target)
+    def rename(self, source: str, target: str, *, replaces: bool = True) -> None:
+        """Renames a file or directory; without `replaces` it is an error if something has the
+        target's name.
+        """
+        renames.rename(source, target, replaces)
 
     def link(self, source: str, target: str) -> None:
         os.link(source, target, follow_symlinks=False)

@@ -1,8 +1,8 @@
 """ObjectStorage: the seam to file systems, for objects; and PathStorage, which serves both.
 
 It gives the words of the seam the meaning that lets a commit be atomic where nothing is renamed: an
-upload is there when it is completed, a directory is claimed by an object that only one can make,
-and a manifest takes its name by a put that fails if the name is taken. It must not know formats.
+upload is there when it is completed, a directory needs none to make it, and a manifest takes its
+name by a put that fails if the name is taken. It must not know formats.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ from fastckpt.storage.owners import Owner
 from fastckpt.storage.owners import divided as owner_divided
 from fastckpt.storage.policies import Policy
 
-CLAIM, _CLAIM_BYTES = ".claim", 255  # in a directory: it was made, and by whom
-# For how long a directory that has nothing but its claim counts as one that is just being made.
-_CLAIMED_S = 24 * 3600.0
 _STREAM_BYTES = 1 << 20  # what the client holds of one read at a time
 _LISTED_S = 1.0  # for how long a listing answers
+_ABSENT = ".absent"  # the name of no object
 _PAGE = 1000  # objects of a listing, as S3 has it
 _KEY_BYTES_MAX = 1024  # as S3, Google and Azure have it
 _APPENDED_BYTES_MAX = 8 << 20  # what append() keeps of the lines before, since it writes them anew
@@ -73,12 +71,14 @@ class _Open:
         upload: what is written to it; None: its bytes lie in the descriptor until they are put.
         target: the path that an upload will have.
         is_new: whether its bytes have changed since they were put.
+        marks: of the puts that it was made and written by, see _MARK.
         has: what it was made with, until something is put again.
     """
 
     def __init__(self, path: str, found: Any = None, upload: Upload | None = None) -> None:
         self.path, self.found, self.upload = path, found, upload
         self.target, self.is_new, self.has = path, False, b""
+        self.marks: list[str] = []
         self.content, self.ends = -1, 1  # the descriptor with its bytes; how many it has in all
         self.number = next(_numbers)
 
@@ -90,7 +90,6 @@ class ObjectStorage:
 
     def __init__(self) -> None:
         self.open_now: dict[int, _Open] = {}
-        self._claims: dict[str, Any] = {}  # of directories that were made here
         self._listed_now: dict[str, tuple[Any, float]] = {}  # with when they were
         self._clocks_s: dict[tuple[str, str], float] = {}  # by how much ours is ahead, by bucket
         self._policy = _POLICY._replace(
@@ -110,9 +109,11 @@ class ObjectStorage:
             self._probe(path)
             opened = _Open(path)
             opened.has = first or secrets.token_hex(16).encode()
-            opened.found = self._put("create", path, opened.has, mode="create")
+            marks = opened.marks
+            opened.found = self._put("create", path, opened.has, marks, mode="create")
             return self._noted(opened)
         if purpose is None:
+            self._probe(path)
             return self._noted(_Open(path, self._put("create", path, b"")))
         target = path if owner is None else os.path.join(os.path.dirname(path), name[1:])
         put = partial(self._put, "write", target)
@@ -156,14 +157,22 @@ class ObjectStorage:
             found = self._get(path).meta
         return _of_a_store("open", path, found)
 
-    def _put(self, op: str, path: str, content: Any, **how: Any) -> Any:
+    def _put(
+        self, op: str, path: str, content: Any, marks: list[str] | None = None, **how: Any
+    ) -> Any:
         """Puts an object, and returns what the store says of it. A missing bucket is an error of
         its own, since a missing file is none.
+
+        Args:
+            marks: of earlier puts of the same writer, which gets that of this one: the object of
+                any of them is the writer's own, since the answer to a put may have been lost.
         """
         store = store_of(path, how.get("chunk_size", 0))
         if "max_concurrency" not in how:
             how["use_multipart"] = False
-        mark = {_MARK: secrets.token_hex(8)}
+        mark, earlier = {_MARK: secrets.token_hex(8)}, [*(marks or [])]
+        if marks is not None:
+            marks.append(mark[_MARK])
         # Parts are there for one try: another one would complete an object without them.
         for last in (False, False, True) if isinstance(content, bytes) else (True,):
             try:
@@ -176,6 +185,9 @@ class ObjectStorage:
                     there = self._get(path, head=True)
                     if there.attributes.get(_MARK) == mark[_MARK]:
                         return _version(there.meta)
+                    if there.attributes.get(_MARK) in earlier and not last:
+                        how["mode"] = _version(there.meta)
+                        continue
                     raise
                 if error.errno == errno.ENOENT:
                     detail = (
@@ -258,8 +270,10 @@ class ObjectStorage:
         elif opened.is_new:
             content = self._content(opened)
             if content != opened.has:
-                mode = _version(opened.found)  # unless somebody else has replaced it
-                opened.found = self._put("write", opened.path, content, mode=mode)
+                mode, marks = _version(opened.found), opened.marks
+                # Unless somebody else has replaced it.
+                opened.found = self._put("write", opened.path, content, marks, mode=mode)
+                opened.marks = marks[-1:]
             opened.has, opened.is_new = b"", False
 
     flush = sync
@@ -268,9 +282,12 @@ class ObjectStorage:
     def _content(opened: _Open) -> bytes:
         return os.pread(opened.content, os.fstat(opened.content).st_size, 0)
 
-    def rename(self, source: str, target: str) -> None:
-        """Gives a new object, which is open here, its name; that must be free in a directory that
-        was claimed here, and if the claim is lost, another one may have it.
+    def rename(self, source: str, target: str, *, replaces: bool = True) -> None:
+        """Gives a new object, which is open here, its name.
+
+        Without `replaces` it is made only where there is none, and stands only if its temporary
+        name is there after that. Whoever takes the name's directory for dead removes the temporary
+        name first and then looks for the other, so not both of them have their way.
         """
         opened = next((it for _fd, it in items_of(self.open_now) if it.path == source), None)
         if opened is None:
@@ -280,16 +297,12 @@ class ObjectStorage:
                 raise OSError(errno.EOPNOTSUPP, "objects cannot be renamed", source)
             opened.found, opened.path = opened.upload.finish(), target
             return
-        content, directory = self._content(opened), os.path.dirname(target)
-        if directory in self._claims:
-            self._check_claim(directory)
-            try:
-                opened.found = self._put("create", target, content, mode="create")
-            except FileExistsError:
-                self._check_claim(directory)
-                raise
-        else:
+        content = self._content(opened)
+        if replaces:
             opened.found = self._put("rename", target, content)
+        else:
+            opened.found = self._put("create", target, content, mode="create")
+            self._check_source(source, target)
         opened.path, opened.is_new = target, False
         self._drop(source)
 
@@ -378,7 +391,7 @@ class ObjectStorage:
         listing, too. Raises StorageError.
         """
         with suppress(FileNotFoundError):  # as a store says
-            self._head(os.path.join(path, CLAIM))
+            self._head(os.path.join(path, _ABSENT))
 
     def _page(self, path: str, after: str | None) -> tuple[list[Any], str | None]:
         """Returns a page of the objects below a path, and the last key, if there may be more."""
@@ -393,21 +406,12 @@ class ObjectStorage:
         return page, page[-1]["path"] if len(page) == _PAGE else None
 
     def names(self, directory: str, *, directories: bool = False) -> list[str]:
-        """As Storage's. A claim is told of only while it is the only thing there, new, and not of a
-        process that is surely gone: then the directory is just being made.
-        """
+        """As Storage's."""
         if directories:
             return self._prefixes(directory)
         objects, below = self._listed(directory)
         if not objects and not below:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
-        claim = objects.pop(CLAIM, None)
-        is_alone = claim is not None and not objects and not below
-        if is_alone and time.time() - self._made_at(directory, claim) < _CLAIMED_S:
-            told = os.fsdecode(self.read_file(os.path.join(directory, CLAIM), _CLAIM_BYTES))
-            owner = owner_divided(told)[1]
-            if owner is None or not (owner.is_beside_this and owner.is_gone):
-                return [CLAIM]
         return [*objects, *below]
 
     def _prefixes(self, path: str) -> list[str]:
@@ -435,20 +439,27 @@ class ObjectStorage:
             after = last[:cut] + name + (slash and "0")  # "0" follows "/"
 
     def make_directory(self, path: str, *, parents: bool = False) -> None:
-        """Claims a directory; with `parents` it does nothing, since prefixes need not be made."""
-        if parents:
-            return
-        self._probe(path)
-        content = os.fsencode(CLAIM + Owner.this().suffix())
-        self._claims[path] = self._put("create", os.path.join(path, CLAIM), content, mode="create")
+        """Does nothing, since prefixes need not be made: who names one has to know that it is
+        nobody else's.
+        """
 
-    def _check_claim(self, directory: str) -> None:
-        claim = os.path.join(directory, CLAIM)
-        with suppress(FileNotFoundError):  # which means the same as another one
-            if self._head(claim)["e_tag"] == self._claims[directory]["e_tag"]:
+    def _check_source(self, source: str, target: str) -> None:
+        """Removes an object that was just made if its temporary name is there no more.
+
+        Raises:
+            StorageError: it is not. ETIMEDOUT: that cannot be found out, or the object not removed.
+        """
+        try:
+            try:
+                self._head(source)
                 return
+            except FileNotFoundError:
+                self._remove(target)
+        except OSError as error:
+            detail = f"it was made, but whether it stands is not known: {error}"
+            raise StorageError("rename", target, errno.ETIMEDOUT, detail=detail) from error
         detail = "another process took the directory for one that was left behind: save again"
-        raise StorageError("rename", directory, errno.ESTALE, detail=detail)
+        raise StorageError("rename", target, errno.ESTALE, detail=detail)
 
     def _probe(self, path: str) -> None:
         """Finds out, once for each bucket, that the store heeds conditions, and how late it is
@@ -481,14 +492,6 @@ class ObjectStorage:
                     asked("remove", path, client().delete, store_of(path), names)
                 if last is None:
                     return
-        is_claimed = self._claims.pop(path, None) is not None
-        if not is_claimed:  # else whoever empties it has just listed it
-            objects, below = self._listed(path)
-            if below or objects.keys() - {CLAIM}:
-                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
-            is_claimed = bool(objects)
-        if is_claimed:
-            self.remove(os.path.join(path, CLAIM))
 
     # Differences from a file system.
 

@@ -331,29 +331,35 @@ def test_an_object_that_changes_while_it_is_read(weed: Weed, proxy: Proxy, root:
     assert step_of(fastckpt.load(url, storage_options=told)) == 2
 
 
-def test_a_claim_that_was_lost_before_the_manifest_came(
-    weed: Weed, proxy: Proxy, root: str, bare: Any, client: Any
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_directory_that_was_taken_for_dead_before_the_manifest_came(
+    weed: Weed, proxy: Proxy, root: str, bare: Any, client: Any, is_known: bool
 ) -> None:
-    """Another host has taken the directory meanwhile, and its manifest has the same bytes, which do
-    not tell whose shards lie there.
+    """Another host removes the temporary name first, so the manifest does not stand; if that cannot
+    be found out, it is in doubt.
     """
     storage = pipeline.current().storage
-    directory = path_of("root", f"{root}/step", options(proxy.port))
+    directory = path_of("root", f"{root}/step", impatient(proxy.port))
     key = root.partition(f"{BUCKET}/")[2] + "/step"
-    storage.make_directory(directory)
     name = f"{directory}/.manifest.json{Owner.this().suffix()}"
     fd = storage.create(name, 0o600)
     storage.write_at(fd, b"{}", 0)
 
     def take(passage: Any) -> None:
-        client.put(bare, f"{key}/.claim", b"another's")
-        client.put(bare, f"{key}/manifest.json", b"{}")
+        client.delete(bare, f"{key}/{os.path.basename(name)}")
         status, headers, body = passage.ask()
         passage.answer(status, body, headers)
 
     proxy.on("create", take)
-    with pytest.raises(StorageError, match="another process"):
-        storage.rename(name, f"{directory}/manifest.json")
+    if not is_known:
+        proxy.on("head", faults.busy, times=ALWAYS)
+    with pytest.raises(StorageError) as raised:
+        storage.rename(name, f"{directory}/manifest.json", replaces=False)
+    if is_known:
+        assert "another process" in str(raised.value)
+        assert storage.status(f"{directory}/manifest.json") is None
+    else:
+        assert raised.value.errno == errno.ETIMEDOUT
     storage.close(fd)
 
 

@@ -177,6 +177,7 @@ class Naming:
             text = text.replace(path, called)
         text = re.sub(r"(run-)[0-9a-f]{12}", r"\1<hash>", text)
         text = re.sub(r"(__\d+_)[0-9a-f]{28}([0-9a-f]{12}\.distcp)", r"\1<process>\2", text)
+        text = re.sub(r"(step-\d{8}-)[0-9a-f]{12}", r"\1<nonce>", text)
         text = re.sub(r"/proc/\d+/fd/\d+", "/proc/<pid>/fd/<n>", text)
         return _TEMPORARY.sub(self._temporary, text)
 

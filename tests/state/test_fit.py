@@ -200,7 +200,9 @@ def test_an_optimizer_of_another_model_changes_nothing(restore: Restore) -> None
     told = r"'optimizer' is an optimizer with groups of \[6\] parameters, in the checkpoint \[4\]"
     with pytest.raises(IncompatibleCheckpoint, match=told):
         restore(saved, state, missing="keep")
-    with pytest.raises(IncompatibleCheckpoint, match=rf"step-00000007-1' .*{told}.*by only="):
+    with pytest.raises(
+        IncompatibleCheckpoint, match=rf"step-00000007-[0-9a-f]+' .*{told}.*by only="
+    ):
         restore(saved, {"optimizer": state["optimizer"]})
     assert not state["optimizer"].state
     assert all(bool((parameter == 5).all()) for parameter in state["model"].parameters())

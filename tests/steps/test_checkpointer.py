@@ -40,7 +40,7 @@ from fastckpt import Checkpointer, PerRank, SaveHandle
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StagingConflict, StorageError
 from fastckpt.formats import lease_record
-from fastckpt.formats.step_names import SPARES
+from fastckpt.formats.step_names import ATTEMPT_BYTES, SPARES
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks import coordinator
 from fastckpt.saving.pipeline import Pipeline
@@ -101,8 +101,16 @@ def restored(root: Path, elements: int = BIG) -> int | None:
 
 
 def directories(root: Path) -> list[str]:
+    """What lies in a root, with "again" for the random number that a name may end with."""
     found = {path.name for path in root.iterdir()}
-    return sorted(found - {lease_record.NAME, SPARES})
+    drawn = rf"(?<=step-\d{{8}}-)[0-9a-f]{{{2 * ATTEMPT_BYTES}}}\Z"
+    return sorted(re.sub(drawn, "again", each) for each in found - {lease_record.NAME, SPARES})
+
+
+def attempt(root: Path, step: int) -> Path:
+    """The directory of the attempt at a step whose name ends with a random number."""
+    (found,) = root.glob(f"step-{step:08d}-{'?' * 2 * ATTEMPT_BYTES}")
+    return found
 
 
 @contextmanager
@@ -725,16 +733,16 @@ def test_a_step_is_replaced_by_the_commit_and_not_before(disk: Path) -> None:
     with held_up("rename") as (storage, go_on), Checkpointer(root) as checkpointer:
         handle = checkpointer.save(1, state(2))
         assert storage.reached.wait(WAIT_S)
-        assert directories(root) == ["step-00000001", "step-00000001-1"]
+        assert directories(root) == ["step-00000001", "step-00000001-again"]
         assert restored_from(root) == 1, "not committed: the old one loads"
         assert checkpointer.steps() == [1] and checkpointer.latest() == 1
         go_on.set()
         handle.result(WAIT_S)
-        assert handle.path == str(root / "step-00000001-1")
+        assert handle.path == str(attempt(root, 1))
         found = state(999)
         assert checkpointer.restore(found) == 1
         assert found["name"] == "step 2"
-    assert directories(root) == ["step-00000001-1"], "the old one is gone"
+    assert directories(root) == ["step-00000001-again"], "the old one is gone"
     with Checkpointer(root) as checkpointer:
         assert checkpointer.save(1, state(3)).result(WAIT_S) and checkpointer.steps() == [1]
         assert_holds(checkpointer.load(1), 3)

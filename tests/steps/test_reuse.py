@@ -763,7 +763,7 @@ def test_a_step_that_is_removed_while_it_is_reused(memory: Path) -> None:
         handle = checkpointer.save(2, state(2))
         assert storage.reached.wait(WAIT_S)
         # Nobody holds it: retention, of another process too, need not wait for a save.
-        assert checkpointer._steps.remove_unread(name(1))
+        assert checkpointer._steps.remove_unread(name(1), checkpointer._steps.read(name(1)).nonce)
         assert directories(memory) == [name(2)]
         storage.go_on.set()
         assert handle.result(WAIT_S).reused_nbytes > 0

@@ -19,6 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +48,7 @@ from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from tests import interpreters
 from tests.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid, process_on
+from tests.network_double import NetworkClient
 from tests.noise import flip
 from tests.saving.test_handle import warnings_in
 from tests.saving.test_process import run_python
@@ -70,14 +72,14 @@ def saved(root: Path, *steps: int, **options: Any) -> list[str]:
 
 
 def name(step: int, attempt: int = 0) -> str:
-    return f"step-{step:08d}" + (f"-{attempt}" if attempt else "")
+    return f"step-{step:08d}" + ("-again" if attempt else "")
 
 
 # ---- names ----
 
 
 def test_names() -> None:
-    assert step_name(100) == "step-00000100" and step_name(0, 3) == "step-00000000-3"
+    assert step_name(100) == "step-00000100" and step_name(0, "3f") == "step-00000000-3f"
     assert step_name(STEP_MAX - 1) == "step-999999999999999"
     for step in (-1, STEP_MAX):
         with pytest.raises(ValueError, match="must be at least 0 and below"):
@@ -110,26 +112,36 @@ def test_other_names_are_not_looked_at(root: Path) -> None:
 
 
 def test_a_taken_name_gets_a_number(root: Path) -> None:
-    """By a file, a link, a directory of somebody else: none of them is touched."""
+    """By a file, a link, a directory of somebody else: none of them is touched. A directory that a
+    save has left that died at once has a free name.
+    """
     root.mkdir()
     (root / name(1)).write_bytes(b"a file")
-    (root / name(1, 1)).symlink_to("nowhere")
-    (root / name(1, 2)).mkdir()
-    (root / name(1, 2) / "model.distcp").write_bytes(b"of another tool")
-    (root / name(1, 3) / "below").mkdir(parents=True)
-    (root / name(1, 4)).mkdir()  # empty: what a save leaves that died at once
-    assert saved(root, 1) == [name(1), *(name(1, n) for n in range(1, 5))]
-    assert (root / name(1, 4) / "manifest.json").exists()
+    (root / name(2)).symlink_to("nowhere")
+    (root / name(3)).mkdir()
+    (root / name(3) / "model.distcp").write_bytes(b"of another tool")
+    (root / name(4) / "below").mkdir(parents=True)
+    (root / name(5)).mkdir()
+    every = [name(step, attempt) for step in (1, 2, 3, 4) for attempt in (0, 1)]
+    assert saved(root, 1, 2, 3, 4, 5) == [*every, name(5)]
+    assert (root / name(5) / "manifest.json").exists()
     assert (root / name(1)).read_bytes() == b"a file"
-    assert (root / name(1, 2) / "model.distcp").read_bytes() == b"of another tool"
-    assert restored(root) == 1
+    assert (root / name(3) / "model.distcp").read_bytes() == b"of another tool"
+    assert restored(root) == 5
+
+
+def test_a_name_on_what_several_hosts_see_is_one_attempt_s_alone(root: Path) -> None:
+    """They may not see each other's locks, so nobody knows if a plain name is anybody's."""
+    double = NetworkClient()
+    with double.mounted(), process_on(double):
+        assert saved(root, 1, 2) == [name(1, 1), name(2, 1)]
 
 
 def test_a_number_of_names_is_tried(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastckpt.steps.root._ATTEMPTS_MAX", 3)
+    monkeypatch.setattr("fastckpt.steps.root.secrets.token_hex", lambda _nbytes: "0a")
     root.mkdir()
-    for attempt in range(3):
-        (root / name(1, attempt)).write_bytes(b"")
+    for taken in (name(1), f"{name(1)}-0a"):
+        (root / taken).write_bytes(b"")
     handle = Checkpointer(root).save(1, state(1))
     error = handle.exception(WAIT_S)
     assert isinstance(error, StorageError) and error.errno == errno.EEXIST
@@ -334,7 +346,7 @@ def test_what_was_committed_later_is_not_removed(root: Path) -> None:
     saved(root, 1, 2, 3)
     steps = Steps(Storage(), str(root))
     assert superfluous(steps, steps.committed()[0], name(2), StepOptions(keep_last=1)) == [name(1)]
-    steps.remove_unread(name(1))
+    steps.remove_unread(name(1), steps.read(name(1)).nonce)
     with Checkpointer(root) as checkpointer:
         with steps.hold(name(3)):
             checkpointer.save(3, state(33)).result(WAIT_S)
@@ -554,28 +566,31 @@ def test_a_directory_that_is_taken_for_dead_while_it_is_empty(root: Path) -> Non
     assert directories(root) == [name(5)] and restored(root) == 5
 
 
-def test_two_processes_clean_up_at_once(root: Path) -> None:
-    class Second(Recorder):
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_two_processes_clean_up_at_once(root: Path, is_shared: bool) -> None:
+    """Where locks are seen, the second leaves to the first what that is removing."""
+
+    class Second(NetworkClient):
         def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
             if operation.name == "remove" and len(self.numbers_of("remove")) == 1:
-                assert Steps(Storage(), str(root)).remove_dead() == [name(5)]
-            return real()
+                removed = Steps(Storage(), str(root)).remove_dead()
+                assert removed == ([name(5)] if is_shared else [])
+            return super().perform(number, operation, real)
 
     unfinished(root, 5, None)
-    assert Steps(Second(), str(root)).remove_dead() == []
+    double = Second()
+    with double.mounted() if is_shared else nullcontext():
+        assert Steps(double, str(root)).remove_dead() == ([] if is_shared else [name(5)])
     assert directories(root) == []
 
 
-@pytest.mark.parametrize("removed_first", [False, True])
-def test_a_file_that_comes_while_a_failed_step_is_removed(root: Path, removed_first: bool) -> None:
+def test_a_file_that_comes_while_a_failed_step_is_removed(root: Path) -> None:
     """Whichever rank removes last removes the directory, too."""
 
     class Between(Recorder):
         def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
             if operation.name == "remove_directory":
                 os.close(late.create("rank-00001.safetensors"))
-                if removed_first:
-                    late.abandon()
             return real()
 
     agreement = Coordinator.alone().begin("step 1")
@@ -584,6 +599,7 @@ def test_a_file_that_comes_while_a_failed_step_is_removed(root: Path, removed_fi
     late.name = first.begin(1)
     first.abandon()
     late.abandon()
+    late.close()
     agreement.close()
     assert os.listdir(root) == []
 
@@ -921,7 +937,7 @@ def test_a_save_keeps_its_directory_while_an_old_one_of_that_name_is_removed(roo
     steps = Steps(storage, str(root))
     steps._cleaned = True
     storage.begin = lambda: begun.append(steps.begin(1))
-    assert steps.remove_unread(name(1))
+    assert steps.remove_unread(name(1), steps.read(name(1)).nonce)
     assert storage.thread is not None
     storage.thread.join(WAIT_S)
     assert begun[0].name == name(1) and os.path.exists(begun[0].temporary)

@@ -23,7 +23,7 @@ from fastckpt.storage.file_system import Storage
 from fastckpt.storage.vanishing import is_removed
 from tests.doubles import dead_pid, process_on
 from tests.network_double import Cifs, NetworkClient, RemembersAbsence, Stale, lingering
-from tests.steps.test_checkpointer import directories, state
+from tests.steps.test_checkpointer import attempt, directories, state
 
 WAIT_S = 60.0
 CLIENTS = pytest.mark.parametrize("client", [NetworkClient, Cifs], ids=["nfs", "cifs"])
@@ -69,13 +69,13 @@ def test_a_step_that_is_read_is_not_removed(root: Path, client: type[NetworkClie
     double = client()
     with double.mounted(), process_on(double), Checkpointer(root, keep_last=1) as checkpointer:
         checkpointer.save(1, state(1)).result(WAIT_S)
-        with Steps(double, str(root)).hold("step-00000001"):
+        with Steps(double, str(root)).hold(attempt(root, 1).name):
             checkpointer.save(2, state(2)).result(WAIT_S)
             fastckpt.saving.pipeline.current().drain()
-            assert directories(root) == ["step-00000001", "step-00000002"]
-            assert len(os.listdir(root / "step-00000001")) == 4
+            assert directories(root) == ["step-00000001-again", "step-00000002-again"]
+            assert len(os.listdir(attempt(root, 1))) == 4
         checkpointer.save(3, state(3))
-    assert directories(root) == ["step-00000003"]
+    assert directories(root) == ["step-00000003-again"]
 
 
 @CLIENTS
@@ -87,10 +87,11 @@ def test_a_step_that_was_removed_is_found_gone_by_who_waited_for_it(
     with double.mounted(), process_on(double):
         with Checkpointer(root) as checkpointer:
             checkpointer.save(1, state(1)).result(WAIT_S)
-        path = str(root / "step-00000001" / "manifest.json")
+        path = str(attempt(root, 1) / "manifest.json")
         fd = double.open(path)
         assert not is_removed(double, fd, path)
-        assert Steps(double, str(root)).remove_unread("step-00000001")
+        steps, name = Steps(double, str(root)), attempt(root, 1).name
+        assert steps.remove_unread(name, steps.read(name).nonce)
         assert os.fstat(fd).st_nlink == 1 and is_removed(double, fd, path)
         double.close(fd)
 
@@ -104,11 +105,11 @@ def test_pruned_and_failed_steps_leave_no_directory(
         for step in (1, 2, 3):
             checkpointer.save(step, state(step))
         fastckpt.saving.pipeline.current().drain()
-        assert directories(root) == ["step-00000003"]
+        assert directories(root) == ["step-00000003-again"]
         double.is_full = True
         assert checkpointer.save(4, state(4)).exception(WAIT_S) is not None
         fastckpt.saving.pipeline.current().drain()
-    assert directories(root) == ["step-00000003"]
+    assert directories(root) == ["step-00000003-again"]
 
 
 @CLIENTS
@@ -118,17 +119,18 @@ def test_a_directory_in_which_something_lingers_goes_at_the_next_save(
     double = client()
     with double.mounted(), process_on(double), Checkpointer(root, keep_last=1) as checkpointer:
         checkpointer.save(1, state(1)).result(WAIT_S)
-        fd = double.open(str(root / "step-00000001" / "objects.pt"))  # as torch.load(mmap=True) has
+        directory = attempt(root, 1)
+        fd = double.open(str(directory / "objects.pt"))  # as torch.load(mmap=True) has
         checkpointer.save(2, state(2)).result(WAIT_S)
         fastckpt.saving.pipeline.current().drain()
-        assert len(lingering(root / "step-00000001")) == 1
-        assert double.names(str(root / "step-00000001")) == []
+        assert len(lingering(directory)) == 1
+        assert double.names(str(directory)) == []
         checkpointer.save(3, state(3)).result(WAIT_S)
         fastckpt.saving.pipeline.current().drain()
-        assert directories(root) == ["step-00000001", "step-00000003"]
+        assert directories(root) == ["step-00000001-again", "step-00000003-again"]
         double.close(fd)
         checkpointer.save(4, state(4))
-    assert directories(root) == ["step-00000004"]
+    assert directories(root) == ["step-00000004-again"]
 
 
 @CLIENTS

@@ -123,7 +123,7 @@ def test_an_earlier_attempt_that_is_drained_later_does_not_stay(disk: Path, loca
         assert not first.done()
         storage.open_doors()
         first.result(WAIT_S)
-    assert directories(root) == ["step-00000005-1"]
+    assert directories(root) == ["step-00000005-again"]
     found = state(999)
     with Checkpointer(root) as checkpointer:
         assert checkpointer.restore(found) == 5

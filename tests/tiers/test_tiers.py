@@ -230,8 +230,8 @@ def test_what_the_root_removes_may_stay_and_what_it_lacks_must(disk: Path, local
         assert checkpointer.restore(state(0)) == 3
         checkpointer.save(4, state(4)).result(WAIT_S)
         checkpointer.save(4, state(4)).result(WAIT_S)  # again, which replaces it
-    assert directories(root) == ["step-00000004-1"]
-    assert local_steps(local) == ["step-00000004", "step-00000004-1"]
+    assert directories(root) == ["step-00000004-again"]
+    assert local_steps(local) == ["step-00000004", "step-00000004-again"]
 
 
 def test_two_roots_in_one_local_directory(disk: Path, local: Path) -> None:
@@ -673,7 +673,7 @@ def test_a_step_that_is_saved_again_past_the_tier_is_no_longer_there(
             assert checkpointer.restore(state(0)) == 5
             checkpointer.save(6, state(6)).result(WAIT_S)
     assert local_steps(local) == [f"step-{step:08d}" for step in (4, 6)]
-    assert directories(root) == ["step-00000005-1", "step-00000006"]
+    assert directories(root) == ["step-00000005-again", "step-00000006"]
 
 
 # ---- a commit that may not be durable ----

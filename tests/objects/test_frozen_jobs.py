@@ -1,0 +1,126 @@
+"""What was acknowledged is there, whole, whichever request to a bucket a job is frozen at until its
+lease has run out, and then goes on; and a root that was uploaded is as good as one that was saved.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fastckpt
+from fastckpt.errors import StorageError
+from fastckpt.saving import pipeline
+from tests.frozen import SecondJob, first_is_frozen
+from tests.hosts import needs_root
+from tests.objects import proxy as faults
+from tests.objects.conftest import settle
+from tests.objects.proxy import Passage, Proxy
+from tests.objects.states import LARGE, SMALL, blank, state_of, step_of
+from tests.objects.weed import BUCKET, Weed, options
+
+ALWAYS = 1 << 30
+SOME = 5  # of so many requests one is tried in `make test`
+
+
+class FrozenWay:
+    """Requests wait until the test says so, and then pass."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, passage: Passage) -> None:
+        self.reached.set()
+        assert self.go_on.wait(120)
+        status, headers, body = passage.ask()
+        passage.answer(status, body, headers)
+
+
+@pytest.fixture
+def other(weed: Weed) -> Iterator[SecondJob]:
+    with SecondJob(weed.port) as job:
+        yield job
+
+
+@needs_root
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("step", [SOME, pytest.param(1, marks=pytest.mark.torture)])
+def test_a_job_that_is_frozen_in_a_save(
+    weed: Weed, proxy: Proxy, root: str, other: SecondJob, step: int
+) -> None:
+    told = {"storage_options": options(proxy.port)}
+    for at in itertools.count(step // 2, step):
+        way = FrozenWay()
+
+        def freeze(way: FrozenWay = way, at: int = at) -> FrozenWay:
+            settle()
+            proxy.on("", way, skip=at, times=ALWAYS)
+            return way
+
+        is_frozen = first_is_frozen(f"{root}-{at}", other, freeze, **told)
+        proxy.heal()
+        if not is_frozen:
+            break
+    assert at > 10, "a save and a removal make more requests"
+
+
+def upload(bare: Any, directory: Path, prefix: str) -> None:
+    for path in directory.rglob("*"):
+        if path.is_file():
+            bare.put(f"{prefix}/{path.relative_to(directory)}", path.read_bytes())
+
+
+@pytest.mark.parametrize("fault", [None, faults.expired])
+def test_a_step_of_an_uploaded_root_is_saved_again(
+    weed: Weed, proxy: Proxy, root: str, bare: Any, disk: Path, fault: Any
+) -> None:
+    """As `aws s3 sync` copies it from a disk. If the save fails, the step that was there stays."""
+    with fastckpt.Checkpointer(disk / "run") as saver:
+        for step in (1, 2, 3):
+            saver.save(step, state_of(step)).result()
+    upload(bare, disk / "run", root.partition(f"{BUCKET}/")[2])
+    with fastckpt.Checkpointer(root, storage_options=options(proxy.port)) as saver:
+        assert saver.restore(blank(SMALL)) == 3
+        if fault is not None:
+            proxy.on("create", fault, key="/manifest.json", times=ALWAYS)
+        error = saver.save(3, state_of(30)).exception()
+        assert (error is None) == (fault is None), error
+        pipeline.current().drain()
+        proxy.heal()
+    into = blank(SMALL)
+    with fastckpt.Checkpointer(root, storage_options=options(weed.port)) as reader:
+        assert reader.steps() == [1, 2, 3] and reader.restore(into) == 3
+        assert step_of(into) == (30 if fault is None else 3)
+        assert len(reader._steps.names()) == 3
+
+
+def test_a_failed_save_leaves_no_object(proxy: Proxy, weed: Weed, root: str, bare: Any) -> None:
+    """Nor what a rank has made that is not the first."""
+    told = options(proxy.port)
+    with fastckpt.Checkpointer(root, storage_options=told) as saver:
+        saver.save(1, state_of(1, LARGE)).result()
+        proxy.on("put", faults.expired, key="rank-00000.json", times=ALWAYS)
+        assert isinstance(saver.save(2, state_of(2, LARGE)).exception(), StorageError)
+        proxy.heal()
+    settle()
+    prefix = root.partition(f"{BUCKET}/")[2]
+    names = {each["path"].split("/")[1] for each in bare.list(f"{prefix}/").collect()}
+    assert len(names) == 1, names
+
+
+def test_a_renewal_whose_answer_is_lost(weed: Weed, proxy: Proxy, root: str) -> None:
+    """The save that asked for it fails; the lease is this job's own, so the next ones succeed."""
+    told = options(proxy.port)
+    told["retry_config"] = {"max_retries": 0}
+    with fastckpt.Checkpointer(root, storage_options=told) as saver:
+        saver.save(1, state_of(1)).result()
+        proxy.on("put", faults.lost, key="lease.json")
+        assert isinstance(saver.save(2, state_of(2)).exception(), StorageError)
+        proxy.heal()
+        for step in (3, 4):
+            saver.save(step, state_of(step)).result()
+        assert saver.steps() == [1, 3, 4]
