@@ -645,7 +645,7 @@ def test_nothing_changes_where_something_does_not_fit(disk: Path) -> None:
         ("large", torch.zeros(2, 1 << 20), r"'large' has shape \[2, 1048576\]"),
         ("missing", 5, "state has 'missing', which the checkpoint has not"),
         ("text", torch.zeros(3), r"'text' is a tensor, in the checkpoint a str"),
-        ("x", {"a": 1}, r"'x' is a dict, in the checkpoint a Tensor"),
+        ("x", {"a": 1}, r"'x' is a dict, in the checkpoint a tensor"),
         ("large", {"a": 1}, "'large' is a dict, in the checkpoint a tensor"),
         ("own", {"a": 1}, "'own' is a dict, in the checkpoint a PerRank"),
         ("nest", [{"w": big(), "v": 1}, torch.zeros(3), 1], "the state has 'nest/0/v', which"),
@@ -654,7 +654,7 @@ def test_nothing_changes_where_something_does_not_fit(disk: Path) -> None:
         ("x", PerRank(1), "is PerRank, in the checkpoint it is not"),
         ("own", torch.zeros(3), r"'own' is a tensor, in the checkpoint"),
         ("items", torch.nn.Linear(2, 2), r"'items' has a dict, in the checkpoint 2 items"),
-        ("x", torch.nn.Linear(2, 2), r"'x' has a dict, in the checkpoint a Tensor"),
+        ("x", torch.nn.Linear(2, 2), r"'x' has a dict, in the checkpoint a tensor"),
         ("large", torch.nn.Linear(2, 2), r"'large' has a dict, in the checkpoint a tensor"),
         ("model", torch.nn.Linear(600, 601), r"'model/weight' has shape \[601, 600\]"),
         (
