@@ -9,7 +9,6 @@ import errno
 import os
 import pickle
 import time
-from contextlib import suppress
 from typing import IO, Any
 
 import torch
@@ -32,7 +31,7 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.arguments.options import Pacing, WriteOptions
 from fastckpt.arguments.urls import StorageOptions, path_of, refuse_for_url
-from fastckpt.errors import CheckpointError, NoPath, telling
+from fastckpt.errors import NoPath, telling
 from fastckpt.files.load import TorchLoad, load_alone, load_together
 from fastckpt.files.save import TorchSave, begin_save
 from fastckpt.ranks.round import TIMEOUT_S
@@ -255,23 +254,9 @@ def _directory_told(error: BaseException, f: Any) -> None:
     if isinstance(error, IsADirectoryError):
         from fastckpt.steps.no_steps import hint_for_load  # which few loads need
 
-        path = os.fspath(f)
-        if hint := hint_for_load(path) or _hint_to_open(path):
+        if hint := hint_for_load(os.fspath(f)):
             why = f"{os.strerror(errno.EISDIR)}; {hint}"
             raise IsADirectoryError(errno.EISDIR, why, f) from error
-
-
-def _hint_to_open(path: str) -> str:
-    """Returns how to load a directory that fastckpt.open knows; "" if it knows none there."""
-    from fastckpt.lazy.open import open as opened
-
-    # This hint only adds to an error that the caller raises.
-    with suppress(CheckpointError, OSError), opened(path) as found:
-        return (
-            f"it holds {found.kind}: load it by fastckpt.load_into(state, {path!r}), or read "
-            f"single tensors by fastckpt.open({path!r})"
-        )
-    return ""
 
 
 def _mmap_is_default() -> bool:

@@ -25,6 +25,7 @@ from fastckpt.storage.file_system import Storage, reported
 log = logging.getLogger("fastckpt")
 
 _METADATA = ".metadata"  # a file in each checkpoint of torch.distributed.checkpoint
+_SAFETENSORS = ".safetensors"
 _NAMES_TOLD = 3  # entries of a directory that one message names
 _HEAD_BYTES = 64  # of a manifest, which tell that it is one
 _ENTRIES_TRIED = 50  # entries of a directory without steps that are searched for steps
@@ -111,6 +112,11 @@ def hint_for_load(path: str) -> str:
         return f"it is a root: load it by fastckpt.Checkpointer({path!r}).load() or restore()"
     if _METADATA in entries:
         return "it is a checkpoint of torch.distributed.checkpoint: load it by that module's load()"
+    if any(name.endswith(_SAFETENSORS) for name in entries):
+        return (
+            "it is a directory of safetensors files, as Hugging Face's are: load it by "
+            f"fastckpt.load_into(state, {path!r}), or read single tensors by fastckpt.open({path!r})"
+        )
     return ""
 
 
