@@ -115,7 +115,8 @@ def hint_for_load(path: str) -> str:
     if any(name.endswith(_SAFETENSORS) for name in entries):
         return (
             "it is a directory of safetensors files, as Hugging Face's are: load it by "
-            f"fastckpt.load_into(state, {path!r}), or read single tensors by fastckpt.open({path!r})"
+            f"fastckpt.load_into(state, {path!r}), or read single tensors by "
+            f"fastckpt.open({path!r})"
         )
     return ""
 
