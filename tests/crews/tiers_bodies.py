@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.drain import Drain
 from fastckpt.tiers.local_tier import LocalTier
-from tests.crews.group_crew import Member, Outcome, attempt
+from tests.crews.group_crew import WAIT_S, Member, Outcome, attempt
 from tests.crews.steps_bodies import found_in, meet, saved
 from tests.crews.steps_states import stamped
 from tests.doubles import Operation, Recorder
@@ -123,10 +124,10 @@ def save_and_die(
 
 def save_and_drain_later(member: Member, root: str, locals_: list[str], step: int) -> None:
     """Saves a stamped step, which is copied to the root when the test says so."""
-    real = Drain.write
+    real, may_drain = Drain.write, threading.Event()
 
     def write(drain: Drain, current: pipeline.Pipeline) -> None:
-        member.store.wait(["drain"])
+        may_drain.wait(WAIT_S)
         real(drain, current)
 
     Drain.write = write  # type: ignore[method-assign]
@@ -134,6 +135,8 @@ def save_and_drain_later(member: Member, root: str, locals_: list[str], step: in
         assert saving.save(step, stamped(member, step)).wait_local(60)
         meet(member)
         member.store.set("saved", b"")
+        member.store.wait(["drain"])
+        may_drain.set()
     meet(member)
 
 
