@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from unittest import mock
@@ -252,8 +252,7 @@ def second_is_frozen(root: Path, other: SecondJob, at: int, where: str) -> bool:
             pass
         theirs = other.ask("go")[1]
         storage.go_on.set()
-        with suppress(TimeoutError):
-            over.result(WAIT_S)
+        over.result(WAIT_S)
         ((found, own),) = outcomes
         assert own or theirs
         other.ask("-")

@@ -238,7 +238,7 @@ def test_all_ranks_hear_that_another_job_has_the_root(
     crew: Callable[[int], Crew], disk: Path
 ) -> None:
     pid, space = os.getpid(), pid_space()
-    lease = LeaseRecord("ab" * 16, "h", space, pid, started(pid) or 0, "", "then", "then", 60)
+    lease = LeaseRecord("ab" * 16, "h", space, pid, started(pid) or 0, "", 0, "then", "then", 60)
     (disk / "run").mkdir()
     (disk / "run" / "lease.json").write_bytes(lease.to_bytes())
     for outcomes in crew(2)(bodies.save_as_second_job, str(disk / "run"), str(disk / "other")):
