@@ -510,7 +510,7 @@ class Steps:
 
     def abandon(self, begun: Begun) -> None:
         """Ends a save that failed: closes its manifest, and removes its directory if that is still
-        its own. The name is not used again here.
+        its own, although it was published. The name is not used again here.
         """
         name, known = begun.name, self.known(begun.name)
         with ExitStack() as closing:
@@ -524,18 +524,22 @@ class Steps:
                 closing.close()
                 if is_own:
                     with suppress(OSError):  # as above
-                        self._empty(name, self.storage.names(self.path(name)))
+                        entries = self.storage.names(self.path(name))
+                        if MANIFEST in entries:
+                            self._remove_manifest(name)
+                        self._empty(name, [entry for entry in entries if entry != MANIFEST])
 
     def _is_own(self, begun: Begun) -> bool:
         """Returns whether a directory is the one that a save has made: others may have taken it for
-        dead, and its name. The inode that is open here is nobody else's.
+        dead, and its name. The inode that is open here is nobody else's, whichever name it has: the
+        manifest is published if the save failed after that, on another node.
         """
         if not self.may_be_taken_again(begun.name):
             return True
-        status = self.storage.status(begun.temporary)
-        return status is not None and os.path.samestat(
-            status, self.storage.fstat(begun.manifest_fd)
-        )
+        own = self.storage.fstat(begun.manifest_fd)
+        paths = (begun.temporary, self.path(begun.name, MANIFEST))
+        found = (self.storage.status(path) for path in paths)
+        return any(status is not None and os.path.samestat(status, own) for status in found)
 
     def has_another(self, name: str) -> bool:
         """Returns whether this process knows another committed attempt at the step of `name`."""

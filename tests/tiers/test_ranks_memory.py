@@ -189,6 +189,8 @@ def test_a_lease_of_another_node_is_taken_over_or_fails(
     assert all("rank 1 failed: " in why for why in (first[1], second[1])), "the next one goes past"
     with Checkpointer(other) as checkpointer:
         assert checkpointer.steps() == [1, 3]
+    for path in nodes.each:
+        assert not [*path.glob("*/step-00000002*")], "it is committed on none"
 
 
 def test_ranks_that_send_different_steps_to_the_root_are_told(
