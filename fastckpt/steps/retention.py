@@ -68,8 +68,8 @@ def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOp
     """Returns the names of the committed steps that need not stay: what is beyond keep_last, and
     all attempts at the step just committed but the newest, which is not `keep` if that was drained
     late. A step that is damaged or may not be durable, as far as is known, does not count. Nor does
-    one that another job has committed meanwhile, which replaces nothing and is replaced by nothing;
-    nor one that could not be read when it was last tried, but it stays: it may be the newest that
+    one that another job has committed meanwhile, which replaces nothing, and stays until this one
+    restores; nor one that could not be read when it was last tried, but it stays: it may be the newest that
     is whole.
 
     Args:
@@ -84,7 +84,7 @@ def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOp
     entries = [_entry(steps, item, options.keep_best) for item in found]
     for place, item in enumerate(found):
         if not steps.has_seen(item):
-            entries[place] = entries[place]._replace(number=None, counts=False)
+            entries[place] = entries[place]._replace(number=None, counts=False, is_pinned=True)
     going = may_go([each for each in entries if each.number == own.step], 1)
     if options.keep_last is not None:
         rest = [

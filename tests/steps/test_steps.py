@@ -352,9 +352,27 @@ def test_what_was_committed_later_is_not_removed(root: Path) -> None:
             checkpointer.save(3, state(33)).result(WAIT_S)
             pipeline.current().drain()  # it has tried to remove the first attempt, which is held
         assert directories(root) == [name(2), name(3), name(3, 1)]
-        # The first attempt, if it came last.
-        assert superfluous(steps, steps.committed()[0], name(3), StepOptions()) == [name(3)]
+        # The first attempt, if it came last, once the job knows of the other one.
+        found = steps.committed()[0]
+        assert superfluous(steps, found, name(3), StepOptions()) == []
+        steps.note_seen(found)
+        assert superfluous(steps, found, name(3), StepOptions()) == [name(3)]
         assert checkpointer.load()["name"] == "step 33"
+
+
+def test_what_another_job_has_committed_meanwhile_stays_until_a_restore(root: Path) -> None:
+    saved(root, 1)
+    steps, options = Steps(Storage(), str(root)), StepOptions(keep_last=1)
+    manifest = steps.committed()[0][0].manifest
+    saved(root, 2)
+    begun = steps.begin(3)
+    own = replace(manifest, step=3, nonce="ab" * 16, sequence=manifest.sequence + 2)
+    steps.publish(begun, own, durable=False)
+    atomic.close_quietly(steps.storage, begun.manifest_fd)
+    found = steps.committed()[0]
+    assert superfluous(steps, found, name(3), options) == [name(1)]
+    steps.note_seen(found)
+    assert superfluous(steps, found, name(3), options) == [name(2), name(1)]
 
 
 def test_checkpointers_of_one_root_commit_in_one_order(root: Path) -> None:
