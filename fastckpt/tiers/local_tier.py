@@ -141,6 +141,7 @@ class LocalTier:
         self._order_of: dict[str, tuple[int, int]] = {}  # their steps and sequence numbers
         self._why_undrained = ""  # why this job does not copy them to the root now, in words
         self._drained_beside: set[str] = set()  # nonces of steps that another job is to copy there
+        self._newest = -1  # the highest sequence number in the root when the steps were listed
         self._times_s: tuple[float, float] | None = None
         self._is_beside = False  # whether another job saved here when the steps were listed
 
@@ -585,17 +586,21 @@ class LocalTier:
         return nonce in self._drained_beside
 
     def await_drain_beside(self, nonce: str) -> None:
-        """Waits on the first rank, once, until that is done; for half of timeout_s, since the other
-        ranks wait for this one. Raises StorageError.
+        """Waits on the first rank, once, until that is done, or a newer step has come there, since
+        the step may have failed to, or gone already; for half of timeout_s, since the other ranks
+        wait for this one. Raises StorageError.
         """
         self._drained_beside.discard(nonce)
+        number, sequence = self._order_of[nonce]
+        beyond = max(sequence, self._newest)
         until = time.monotonic() + self._timeout_s / 2
         while self._rank == 0:
-            if any(item.manifest.nonce == nonce for item in readable(self.root)):
+            there = [item.manifest for item in readable(self.root)]
+            if any(each.nonce == nonce or each.sequence > beyond for each in there):
                 return
             if time.monotonic() > until:
                 detail = (
-                    f"step {self._order_of[nonce][0]}, which another job is to copy there, has "
+                    f"step {number}, which another job is to copy there, has "
                 )
                 detail += f"not come within {self._timeout_s / 2:.0f} s, half of timeout_s"
                 raise StorageError("read", self.root.root, errno.ETIMEDOUT, detail=detail)
@@ -642,6 +647,7 @@ class LocalTier:
         found, _faults = self.root.survey()
         in_root = {item.manifest.nonce for item in found}
         newest, last = found[0].manifest.sequence if found else -1, _last_of(found)
+        self._newest = newest
         gone = deleted(self.root)
         of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         for rank, listing in enumerate(listings):

@@ -407,6 +407,25 @@ def test_the_manifest_of_another_save_is_not_mixed_in(disk: Path, local: Path) -
     assert step == 1 and all(path.startswith(str(root)) for path in taken.values())
 
 
+def test_who_waits_for_a_job_beside_takes_a_newer_step_that_came_instead(
+    disk: Path, local: Path
+) -> None:
+    """As when that job could not copy the step to the root, and then copied the next one."""
+    with Checkpointer(disk, timeout_s=2) as beside:
+        beside.save(1, state(1)).result(WAIT_S)
+        with Checkpointer(disk, local=local, timeout_s=2) as checkpointer:
+            assert checkpointer.restore(state(999)) == 1
+            tier, nonce = checkpointer._tier, "ab" * 16
+            assert tier is not None
+            newest = tier.root.committed()[0][0].manifest.sequence
+            tier._order_of = {nonce: (2, newest + 1)}
+            with pytest.raises(StorageError, match="step 2, which another job is to copy"):
+                tier.await_drain_beside(nonce)
+            tier._order_of = {nonce: (2, newest)}
+            beside.save(3, state(3)).result(WAIT_S)
+            tier.await_drain_beside(nonce)
+
+
 def test_a_lost_local_tier_is_no_loss(disk: Path, local: Path) -> None:
     root = disk / "run"
     with Checkpointer(root, local=local) as checkpointer:
