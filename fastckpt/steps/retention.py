@@ -69,8 +69,8 @@ def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOp
     all attempts at the step just committed but the newest, which is not `keep` if that was drained
     late. A step that is damaged or may not be durable, as far as is known, does not count. Nor does
     one that another job has committed meanwhile, which replaces nothing, and stays until this one
-    restores; nor one that could not be read when it was last tried, but it stays: it may be the newest that
-    is whole.
+    restores; nor one that could not be read when it was last tried, but it stays: it may be the
+    newest that is whole.
 
     Args:
         steps: the root.

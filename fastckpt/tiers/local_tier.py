@@ -599,9 +599,7 @@ class LocalTier:
             if any(each.nonce == nonce or each.sequence > beyond for each in there):
                 return
             if time.monotonic() > until:
-                detail = (
-                    f"step {number}, which another job is to copy there, has "
-                )
+                detail = f"step {number}, which another job is to copy there, has "
                 detail += f"not come within {self._timeout_s / 2:.0f} s, half of timeout_s"
                 raise StorageError("read", self.root.root, errno.ETIMEDOUT, detail=detail)
             time.sleep(_DRAIN_POLL_S)
