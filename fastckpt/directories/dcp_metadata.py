@@ -36,7 +36,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from fastckpt.directories.items_load import OURS
-from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StorageError,
+)
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import NUMBER_END, Callee, Instance, Refused, are_numbers
 from fastckpt.formats.strict_json import shown
@@ -205,8 +210,8 @@ def files_named_by(storage: Storage, path: str) -> set[str]:
     if what is there cannot be read.
     """
     try:
-        return named_files(storage.read_file(path, _NBYTES_MAX))
-    except OSError:
+        return named_files(content_of(storage, path))
+    except CheckpointError:
         return set()
 
 

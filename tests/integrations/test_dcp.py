@@ -882,6 +882,13 @@ def test_an_overwrite_leaves_one_checkpoint(first: str, second: str, tmp_path: P
     assert is_same(load(blank(plain(2)), tmp_path), plain(2))
 
 
+def test_an_overwrite_reads_no_metadata_file_that_nobody_wrote(tmp_path: Path) -> None:
+    WAYS["call"](plain(1), tmp_path)
+    os.truncate(tmp_path / ".metadata", 1 << 42)  # of holes
+    WAYS["call"](plain(2), tmp_path)
+    assert is_same(load(blank(plain(2)), tmp_path), plain(2))
+
+
 ANOTHER_JOB = """
     import sys, threading
     from fastckpt.integrations.dcp import async_save
