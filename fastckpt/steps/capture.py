@@ -163,9 +163,11 @@ def _named(error: BaseException, nests: Mapping[Any, object]) -> None:
     """Adds to an error of pickling the name of the value that has caused it, given nests by their
     own names.
     """
+    if not isinstance(error, Exception):  # such as Ctrl-C, which must not pickle all of it again
+        return
     found = (_refused(nest, name) for name, nest in nests.items())
     refused = next(filter(None, found), None)
-    if not isinstance(error, Exception) or refused is None or refused[0] is None:
+    if refused is None or refused[0] is None:
         return
     name, value = refused
     advice = ""

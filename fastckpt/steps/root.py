@@ -453,11 +453,15 @@ class Steps:
             atomic.close_quietly(self.storage, fd)
 
     def next_sequence(self, above: int = 0) -> int:
-        """Returns the sequence number of the next commit: above that of any here, and `above`."""
+        """Returns the sequence number of the next commit: above that of any here, and `above`.
+
+        Other steps may exist whose numbers are unknown: damaged ones, and those of earlier jobs on
+        nodes. The clock puts the first number of this process above theirs.
+        """
         # Another Checkpointer may have committed meanwhile.
         found, faults = self.committed(afresh=False)
         last = found[0].manifest.sequence if found else 0
-        if faults:  # their numbers are unknown, but the clock's milliseconds exceed any count
+        if faults or not self._sequence:
             last = max(last, int(time.time() * 1000))
         with self._lock:
             self._sequence = min(max(self._sequence, last, above) + 1, SEQUENCE_MAX)

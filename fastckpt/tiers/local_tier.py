@@ -318,13 +318,9 @@ class LocalTier:
         log.log(level, "step %d goes straight to %s: the local tier %s", step, self.root.root, why)
 
     def next_sequence(self, steps: Steps) -> int:
-        """Returns the sequence number of the next commit, above those in all tiers; on rank 0.
-
-        Nodes that are not of this job may have steps of which no other node knows, committed or
-        not. The clock puts the first number of this job above all of an earlier one.
-        """
+        """Returns the sequence number of the next commit, above those in all tiers; on rank 0."""
         if self._sequence is None:  # asked once: a commit to the local tier must not wait for it
-            self._sequence = max(self.root.next_sequence(), int(time.time() * 1000))
+            self._sequence = self.root.next_sequence()
         self._sequence = steps.next_sequence(max(self._sequence, self._highest))
         return self._sequence
 

@@ -34,6 +34,7 @@ from fastckpt.steps.newest_whole import candidates
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import place as node_place
+from fastckpt.tiers.drain import Drain
 from tests.doubles import FailAt, Operation, Recorder, dead_pid, process_on
 from tests.files.test_faults import leave_free, mounted
 from tests.noise import flip
@@ -424,6 +425,29 @@ def test_who_waits_for_a_job_beside_takes_a_newer_step_that_came_instead(
             tier._order_of = {nonce: (2, newest)}
             beside.save(3, state(3)).result(WAIT_S)
             tier.await_drain_beside(nonce)
+
+
+def test_steps_that_never_came_to_the_root_do_not_outrank_those_of_a_later_job(
+    disk: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later job has no tier, and so does not see them; one after that has it again."""
+
+    def fails(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Drain, "write", fails)
+        with Checkpointer(disk, local=local, on_error="warn") as checkpointer:
+            for step in (1, 2, 3):
+                handle = checkpointer.save(step, state(step))
+                assert handle.wait_local(WAIT_S)
+                assert handle.exception(WAIT_S) is not None
+    with Checkpointer(disk) as checkpointer:
+        checkpointer.save(101, state(101)).result(WAIT_S)
+    target = state(999)
+    with Checkpointer(disk, local=local) as checkpointer:
+        assert checkpointer.restore(target) == 101
+    assert_holds(target, 101)
 
 
 def test_a_lost_local_tier_is_no_loss(disk: Path, local: Path) -> None:
