@@ -342,7 +342,7 @@ def process_on(storage: Storage | None, budget_bytes: int | None = None) -> Iter
             if lease._storage is storage:
                 lease._let_go()
         for thread in set(threading.enumerate()) - others:
-            if thread.name != lease_module.BEATING:
+            if isinstance(storage, Crash) or thread.name != lease_module.BEATING:
                 thread.join(60.0)
 
 

@@ -54,7 +54,8 @@ from fastckpt.storage.owners import TOKEN, is_token_of_dead
 NAME = ".metadata"
 # This stands behind the pickle, where readers stop: a version, and the pickle's size and CRC-32.
 _END = re.compile(rb"fastckpt metadata (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
-_END_BYTES = len(f"fastckpt metadata {1:02d} {0:016x} {0:08x}")
+_END_VERSION = 1
+_END_BYTES = len(f"fastckpt metadata {_END_VERSION:02d} {0:016x} {0:08x}")
 _DATA_FILE = re.compile(rf"__\d+_({TOKEN}|[0-9a-f]{{16}}|\d+)\.distcp")  # torch's and ours
 _NAMED = re.compile(_DATA_FILE.pattern.encode())
 _NAME_BYTES_MAX, _SEARCH_BYTES = 255, 1 << 20
@@ -179,17 +180,23 @@ def _find(module: str, name: str) -> Any:
 def encode(value: Metadata) -> bytes:
     """Returns the content of a `.metadata` file: torch's pickle, and a checksum behind it."""
     content = pickle.dumps(value)
-    end = f"fastckpt metadata 01 {len(content):016x} {zlib.crc32(content):08x}"
+    end = f"fastckpt metadata {_END_VERSION:02d} {len(content):016x} {zlib.crc32(content):08x}"
     return content + end.encode()
 
 
 def check(content: bytes, path: str) -> bool:
     """Compares the bytes of a `.metadata` file with the checksum behind them. Returns whether there
-    is one, since others write none; raises CorruptCheckpoint if it is another.
+    is one, since others write none; raises CorruptCheckpoint if it is another, and
+    IncompatibleCheckpoint if it is of an unknown version.
     """
     match = _END.search(content[-_END_BYTES:])
     if match is None:
         return False
+    if int(match[1]) != _END_VERSION:
+        raise IncompatibleCheckpoint(
+            f"{path!r} has a checksum of version {int(match[1])}, must be {_END_VERSION}: it is "
+            "damaged, or a newer fastckpt wrote it"
+        )
     body = content[:-_END_BYTES]
     if int(match[2], 16) != len(body) or int(match[3], 16) != zlib.crc32(body):
         raise CorruptCheckpoint(f"{path!r} is damaged: its bytes have another CRC-32 or size")

@@ -69,6 +69,7 @@ class Fault(NamedTuple):
         return step_of(self.name) if self.name else None
 
 
+ALONE_S, _LOCK_POLL_S = 5.0, 0.01  # for how long ranks of a failed save wait for each other
 TAKEN = "another process took the directory for one that was left behind: save again"
 # The kinds of directory in which no manifest was found:
 _GONE = "gone"  # a step: it vanished after it was seen, now or earlier, with a manifest
@@ -435,18 +436,23 @@ class Steps:
         return not self._is_shared
 
     @contextmanager
-    def alone(self, name: str) -> Iterator[bool]:
+    def alone(self, name: str, within_s: float = 0.0) -> Iterator[bool]:
         """Yields whether this process alone may empty a directory while the body runs.
 
         A directory whose name may be taken again is locked for that: else another process might
         find it half emptied and take it for dead, a save take the name, and lose its files here.
+
+        Args:
+            within_s: for how long to wait for others who have the lock, such as ranks of one save.
         """
         if not self.may_be_taken_again(name):
             yield True
             return
         fd = self.storage.open(self.path(name), "directory")
         try:
-            is_locked = self.storage.lock(fd)
+            until = time.monotonic() + within_s
+            while not (is_locked := self.storage.lock(fd)) and time.monotonic() < until:
+                time.sleep(_LOCK_POLL_S)
             now = self.storage.status(self.path(name))
             yield is_locked and now is not None and os.path.samestat(now, self.storage.fstat(fd))
         finally:
@@ -523,7 +529,7 @@ class Steps:
             with self._removing, ExitStack() as alone:
                 is_own = False
                 with suppress(OSError):  # it is gone, or is left to the next removal
-                    is_own = alone.enter_context(self.alone(name)) and self._is_own(begun)
+                    is_own = alone.enter_context(self.alone(name, ALONE_S)) and self._is_own(begun)
                 # Before _empty(): a network client keeps an open file, and so its directory.
                 closing.close()
                 if is_own:

@@ -7,7 +7,6 @@ system than the first; it removes them if the save fails. It must not know what 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -15,12 +14,10 @@ from functools import partial
 from fastckpt.formats.manifest import Manifest
 from fastckpt.ranks.round import Round
 from fastckpt.steps.known import Begun
-from fastckpt.steps.root import Steps
+from fastckpt.steps.root import ALONE_S, Steps
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
-
-_ALONE_S, _ALONE_POLL_S = 5.0, 0.01  # for how long a rank waits while another one removes files
 
 
 class UncommittedStep:
@@ -70,27 +67,18 @@ class UncommittedStep:
         begun, self._begun = self._begun, None
         if begun is not None:
             self.steps.abandon(begun)
-            return
-        until = time.monotonic() + _ALONE_S
-        while self._made and not self._removed() and time.monotonic() < until:
-            time.sleep(_ALONE_POLL_S)
+        elif self._made:
+            with suppress(OSError):  # it is gone, or left to remove_dead()
+                self._remove_made()
 
-    def _removed(self) -> bool:
-        """Removes this rank's files unless another process is emptying the directory just now;
-        returns whether that is over. A rank may be late, and the directory another save's by now.
-        """
-        with suppress(OSError):  # it is gone, or left to remove_dead()
-            if self._directory >= 0 and not self._is_own_directory():
-                return True
-            with self.steps.alone(self.name) as is_alone:
-                if not is_alone:
-                    return False
-                if self._directory < 0 or self._is_own_directory():
-                    self._storage.remove_all(self.path(), [*map(os.path.basename, self._made)])
-                    # It has a file that another rank is to remove, or the first rank could not
-                    # remove it since it had one of these.
-                    self._storage.remove_directory(self.path())
-        return True
+    def _remove_made(self) -> None:
+        """Removes this rank's files. It may be late, and the directory another save's by now."""
+        with self.steps.alone(self.name, ALONE_S) as is_alone:
+            if is_alone and (self._directory < 0 or self._is_own_directory()):
+                self._storage.remove_all(self.path(), [*map(os.path.basename, self._made)])
+                # It has a file that another rank is to remove, or the first rank could not remove
+                # it since it had one of these.
+                self._storage.remove_directory(self.path())
 
     def _is_own_directory(self) -> bool:
         status = self._storage.status(self.path())

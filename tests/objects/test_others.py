@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -324,7 +325,7 @@ def test_a_verdict_comes_before_what_others_keep_is_looked_at(
     proxy.count()
     status = main(["verify", root])
     said = capsys.readouterr().out
-    assert said.startswith(f"ok        {root}/step-00000001: "), said
+    assert re.match(rf"ok        {re.escape(root)}/step-00000001-[0-9a-f]+: ", said), said
     assert "not looked into" in said and status == 4
     assert proxy.count().requests.total() < 1000
 
@@ -346,7 +347,7 @@ def test_verify_calls_removed_what_retention_removes_meanwhile(
         status, headers, body = passage.ask()
         passage.answer(status, body, headers)
 
-    proxy.on("get", overtaken, key="step-00000001/objects.pt")
+    proxy.on("get", overtaken, key="/objects.pt")
     assert main(["verify", root]) == 0
     said = capsys.readouterr().out
-    assert said.startswith(f"removed   {root}/step-00000001: "), said
+    assert re.match(rf"removed   {re.escape(root)}/step-00000001-[0-9a-f]+: ", said), said

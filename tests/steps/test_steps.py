@@ -368,7 +368,7 @@ def test_what_another_job_has_committed_meanwhile_stays_until_a_restore(root: Pa
     manifest = steps.committed()[0][0].manifest
     saved(root, 2)
     begun = steps.begin(3)
-    own = replace(manifest, step=3, nonce="ab" * 16, sequence=manifest.sequence + 2)
+    own = replace(manifest, step=3, nonce="ab" * 16, sequence=steps.next_sequence())
     steps.publish(begun, own, durable=False)
     atomic.close_quietly(steps.storage, begun.manifest_fd)
     found = steps.committed()[0]
