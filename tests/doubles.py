@@ -337,13 +337,22 @@ def process_on(storage: Storage | None, budget_bytes: int | None = None) -> Iter
     finally:
         pipeline_module._current = before
         mine.close()
-        # The process of a machine that is gone neither renews nor releases its leases.
-        for lease in [*lease_module._held] if isinstance(storage, Crash) else []:
-            if lease._storage is storage:
-                lease._let_go()
-        for thread in set(threading.enumerate()) - others:
-            if isinstance(storage, Crash) or thread.name != lease_module.BEATING:
+        _wait_for(others, lambda thread: thread.name != lease_module.BEATING)
+        if isinstance(storage, Crash):
+            # The process of a machine that is gone neither renews nor releases its leases.
+            for lease in [*lease_module._held]:
+                if lease._storage is storage:
+                    lease._let_go()
+            _wait_for(others, lambda thread: True)
+
+
+def _wait_for(others: set[threading.Thread], which: Callable[[threading.Thread], bool]) -> None:
+    """Joins the threads that are not among others."""
+    while left := [*filter(which, set(threading.enumerate()) - others)]:
+        for thread in left:
+            if thread.is_alive():  # else it is being started just now
                 thread.join(60.0)
+                assert not thread.is_alive(), thread.name
 
 
 @contextmanager

@@ -1097,7 +1097,8 @@ def test_the_same_content_still_gives_the_same_bytes(disk: Path) -> None:
         elif path.suffix == ".json":
             old, new = (json.loads(file.read_bytes()) for file in (path, again))
             assert list(new) == list(old) and lasting(new) == lasting(old), path
-            assert len(again.read_bytes()) == len(path.read_bytes())
+            sizes = {len(re.sub(rb'"sequence":\d+', b"", it.read_bytes())) for it in (path, again)}
+            assert len(sizes) == 1, path
     assert sorted(p.name for p in made.rglob("*")) == sorted(
         p.name
         for p in golden_paths()

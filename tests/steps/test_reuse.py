@@ -901,6 +901,13 @@ def test_every_operation_may_fail(memory: Path, at_once: None, in_place: bool) -
     assert in_place or "clone_range" in failed  # when the engine clones is left to chance
 
 
+def leave_second(before: Prepared, in_place: bool) -> None:
+    """Saves step 2 by a Checkpointer that is forgotten then, so that it leaves no lease."""
+    checkpointer = Checkpointer(before.root, codec="reuse", keep_last=1)
+    checkpointer._steps.own_index = before.own if in_place else None
+    checkpointer.save(2, state(2)).exception(WAIT_S)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @IN_PLACE
@@ -912,9 +919,7 @@ def test_any_operation_may_be_the_last(memory: Path, in_place: bool) -> None:
         before = prepared(live)
         storage = CloningCrash(live, count)
         with process_on(storage), suppress(PowerCut):  # what it is for
-            checkpointer = Checkpointer(before.root, codec="reuse", keep_last=1)
-            checkpointer._steps.own_index = before.own if in_place else None
-            checkpointer.save(2, state(2)).exception(WAIT_S)
+            leave_second(before, in_place)
         if count > len(storage.log):
             break
         names = storage.names_logged()

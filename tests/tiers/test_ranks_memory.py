@@ -438,12 +438,12 @@ def test_what_cannot_be_fetched_and_does_not_come_to_the_root_is_an_error(
 
 
 def test_a_step_of_one_node_alone_gives_way_to_a_later_job_s(
-    nursery: Nursery, disk: Path, local: Path
+    nursery: Nursery, tmp_path: Path, local: Path
 ) -> None:
     """The second node was killed before it published a step, and knew nothing of it; the job that
     went on there had another one committed, which everybody was told of.
     """
-    nodes, arguments = Nodes(disk, local, 2), bodies.save_small
+    nodes, arguments = Nodes(tmp_path, local, 2), bodies.save_small
     with nursery.crew(2) as crew:
         first, died = crew(arguments, str(nodes.root), nodes.locals, [10, 20], 20)
     assert first == (None, [True, False]) and isinstance(died, RankDied)
