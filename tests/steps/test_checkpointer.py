@@ -926,9 +926,12 @@ def test_every_operation_may_fail(memory: Path, name: str, code: int) -> None:
             assert error.visible == (number == committed), what
         else:
             makes_root = operation == Operation("make_directory parents", os.fspath(root))
+            # Whether the attempt before is dead: this one has another name if that is not known.
+            looks = operation == Operation("open directory", os.fspath(root / "step-00000001"))
             assert (
                 number > committed
                 or operation.name in DISPENSABLE
+                or (looks and scenario.step == scenario.before)
                 or (makes_root and operation in storage.log[number + 1 :])
             ), f"{what}: swallowed"
         assert content_of(root) == (2 if error is None or error.visible else old), what
