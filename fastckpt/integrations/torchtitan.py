@@ -51,7 +51,7 @@ EXPORTS = "hf"  # the directory in the checkpoint folder that has the models for
 _ASSETS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
-# What a load begins with: its kind, path, number of the step and whether it has the model alone.
+# The beginning of a load: its kind, path, number of the step and whether it has the model alone.
 _Choice = tuple[str, str, int | None, bool]
 _NOTHING, _STEP, _FOLDER, _DCP, _HUGGING_FACE = "nothing", "step", "folder", "DCP", "Hugging Face"
 

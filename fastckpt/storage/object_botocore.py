@@ -1,4 +1,4 @@
-"""What the client of objects cannot list in S3, and botocore can, where that is installed: uploads
+"""Listings of S3 that the client of objects cannot make, by botocore, if it is installed: uploads
 that have not ended, and objects of other programs whose keys are no paths. It must not know what
 objects are for.
 """
