@@ -499,9 +499,9 @@ class Template:
                 return
             if is_there and counts_parameters(value):  # it drops the state that it had
                 self._filling.optimizers[at.name] = set()
-            own = completed(value, own, nest)
+            had, own = own, completed(value, own, nest)
         own = _copied(own)  # it may be the very dict that the object keeps its state in
-        taken = self._taken
+        taken, targets = self._taken, len(self.names_of_targets)
         if isinstance(value, torch.nn.Module):
             self._module(value, own, nest, at, depth)
         elif is_there and self._asks_for_all(at):
@@ -510,6 +510,10 @@ class Template:
                 self._replace_dict(own, nest, at, depth)
         else:
             self._match_dict(own, nest, at, depth)
+        if isinstance(value, torch.optim.Optimizer):  # it has no tensors that were only made here
+            names = {*_names_within(had, at)}
+            new = [name for name in self.names_of_targets[targets:] if name in names]
+            self.names_of_targets[targets:] = new
         if is_there and (self._taken > taken or self._fit.only is None):
             self._give(value, own, at)
 

@@ -812,10 +812,12 @@ class Layers(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(value))
 
 
-def stepped(value: float, steps: int = 1) -> torch.optim.Optimizer:
+def stepped(
+    value: float, steps: int = 1, kind: type[torch.optim.SGD] = torch.optim.SGD
+) -> torch.optim.Optimizer:
     """An optimizer whose moments are of that value; without steps it has none."""
     parameter = torch.nn.Parameter(torch.zeros(1 << 18))
-    optimizer = torch.optim.SGD([parameter], momentum=0.9)
+    optimizer = kind([parameter], momentum=0.9)
     for _ in range(steps):
         parameter.grad = torch.full_like(parameter, value)
         optimizer.step()
@@ -901,6 +903,23 @@ def test_an_optimizer_that_a_damaged_step_was_read_into_is_not_kept(root: Path) 
             checkpointer.restore(target, missing="keep")
         target = {**full(a=0), "optimizer": (new := stepped(5, steps=0))}
         assert checkpointer.restore(target, missing="keep") == 1 and not new.state
+        assert torch.equal(target["a"], full(a=1)["a"])
+
+
+class OwnLoad(torch.optim.SGD):
+    """An optimizer that loads its state in a way of its own."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+
+
+def test_state_that_an_optimizer_has_not_made_is_not_lost(root: Path) -> None:
+    """The step before the damaged one was saved before the optimizer had any."""
+    steps = [stepped(0, steps=0, kind=OwnLoad), stepped(2, kind=OwnLoad)]
+    states = [{**full(a=1 + 2 * i), "optimizer": each} for i, each in enumerate(steps)]
+    with with_damage_in(root, 2, *states) as checkpointer:
+        target = {**full(a=0), "optimizer": (new := stepped(5, steps=0, kind=OwnLoad))}
+        assert checkpointer.restore(target) == 1 and not new.state
         assert torch.equal(target["a"], full(a=1)["a"])
 
 

@@ -494,8 +494,10 @@ def test_a_job_is_frozen_at_any_operation_and_taken_over(
         if is_over:
             assert (error, step) == (None, 2)
             return
-        at = report.read_text("utf-8")
-        assert (is_taken_over and step == 6) or (error is None and step == 2), (at, error, step)
+        # Its step 2 is acknowledged, or it was waited for too long while it was frozen.
+        expected = {2} if error is None or not is_taken_over else set()
+        expected |= {6} if is_taken_over else set()
+        assert step in expected, (report.read_text("utf-8"), error, step)
 
 
 @pytest.mark.torture
