@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fastckpt
 from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline
-from tests.frozen import SecondJob, first_is_frozen
+from tests.frozen import FIRST, KEEP, SECOND, WAIT_S, SecondJob, begin_life, check, first_is_frozen
 from tests.hosts import needs_root
 from tests.objects import proxy as faults
 from tests.objects.conftest import settle
@@ -66,6 +67,26 @@ def test_a_job_that_is_frozen_in_a_save(
         if not is_frozen:
             break
     assert at > 10, "a save and a removal make more requests"
+
+
+@needs_root
+@pytest.mark.multiprocess
+def test_an_upload_that_ends_late(weed: Weed, proxy: Proxy, root: str, other: SecondJob) -> None:
+    """Its shard is completed after another job has committed that step: the step stays as it is."""
+    told, way = {"storage_options": options(proxy.port)}, FrozenWay()
+    with fastckpt.Checkpointer(root, keep_last=KEEP, **told) as saver:
+        begin_life(saver, FIRST)
+        settle()
+        proxy.on("complete", way, key=".safetensors", times=ALWAYS)
+        handle = saver.save(KEEP, {"weights": torch.zeros(LARGE)})
+        assert way.reached.wait(WAIT_S)
+        _found, acknowledged = other.ask(f"live {root}")
+        assert acknowledged == [[KEEP, SECOND]]
+        way.go_on.set()
+        assert isinstance(handle.exception(WAIT_S), fastckpt.CheckpointError)
+        pipeline.current().drain()
+        other.ask("-")
+        check(root, [[KEEP - 1, FIRST], *acknowledged], **told)
 
 
 def upload(bare: Any, directory: Path, prefix: str) -> None:
