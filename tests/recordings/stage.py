@@ -71,23 +71,20 @@ class Stage:
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """What is done meanwhile prepares the scene."""
-        with self._on(StageStorage(str(self._apart)), BUDGET_BYTES):
+        with self._on(StageStorage(str(self._apart))):
             yield
 
     @contextmanager
-    def recorded(
-        self, title: str = "", *, budget_bytes: int = BUDGET_BYTES, **options: Any
-    ) -> Iterator[StageStorage]:
+    def recorded(self, title: str = "", **options: Any) -> Iterator[StageStorage]:
         """What is done meanwhile is recorded, and so is the error that ends it, if one does.
 
         Args:
             title: of this part, where a scene has several.
-            budget_bytes: of staging memory.
             options: as StageStorage's.
         """
         double = StageStorage(str(self._apart), **options)
         outcome = []
-        with self._on(double, budget_bytes):
+        with self._on(double):
             try:
                 yield double
             except (CheckpointError, OSError) as error:
@@ -96,8 +93,8 @@ class Stage:
         self._lines += [*titles, *lines_of(double, self._naming), *outcome]
 
     @contextmanager
-    def _on(self, double: StageStorage, budget_bytes: int) -> Iterator[None]:
-        before, pipeline._current = pipeline._current, Pipeline(double, budget_bytes)
+    def _on(self, double: StageStorage) -> Iterator[None]:
+        before, pipeline._current = pipeline._current, Pipeline(double, BUDGET_BYTES)
         own = pipeline._current
         self.meet()
         try:
