@@ -147,12 +147,18 @@ def save(
     check_choice("on_error", on_error, ON_ERROR)
     optional(check_callable, "before_commit", before_commit)
     options = WriteOptions(backend, durable, staging_bytes, staging, stripe, Pacing(drain_rate))
-    how = (pickle_module, pickle_protocol, _use_new_zipfile_serialization)
-    asked = TorchSave(obj, *how, _disable_byteorder_record)
-    given = (fence, group, timeout_s, before_commit, on_error)
+    asked = TorchSave(
+        obj,
+        pickle_module,
+        pickle_protocol,
+        _use_new_zipfile_serialization,
+        _disable_byteorder_record,
+    )
     path = _checked_path(f, storage_options, timeout_s)
     refuse_for_url(path or "", staging=staging, backend=backend)
-    return begin_save(asked, f, path, options, *given, started)
+    return begin_save(
+        asked, f, path, options, fence, group, timeout_s, before_commit, on_error, started
+    )
 
 
 def prepare(nbytes: int | str) -> None:

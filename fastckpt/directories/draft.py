@@ -150,9 +150,11 @@ class Draft(HiddenDirectory):
         obj may change when the fence allows.
         """
         protocol = torch.serialization.DEFAULT_PROTOCOL
-        options = (pickle, protocol, False, self._copies_small, self._devices.readable())
+        on_devices = self._devices.readable()
         try:
-            captured = torch_pickle.capture(obj, *options)
+            captured = torch_pickle.capture(
+                obj, pickle, protocol, False, self._copies_small, on_devices
+            )
         except torch_pickle.SkipDataActive:
             torch_save(obj, os.path.join(self.directory, name))
             return

@@ -108,8 +108,9 @@ def save_directory(
     handle = made(path)
     agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
     try:
-        how = (beside, fence, options, on_error, retain, replaces, later)
-        job = _begun(handle, agreement, fill, *how)
+        job = _begun(
+            handle, agreement, fill, beside, fence, options, on_error, retain, replaces, later
+        )
     except Exception as error:
         if on_error == "raise":
             raise
@@ -135,15 +136,23 @@ def _begun(
         current = pipeline.current()
         if on_error == "raise":
             current.raise_unreported(handle.path, handle.kind)
-        to = (handle.path, beside, fence, agreement)
-        draft = Draft(current.storage, current.staging.devices, *to, later=later)
+        draft = Draft(
+            current.storage,
+            current.staging.devices,
+            handle.path,
+            beside,
+            fence,
+            agreement,
+            later=later,
+        )
         try:
             fill(draft)
             if not later and not is_directory(current.storage, draft.directory):
                 raise CheckpointError(f"fill() has put nothing into {draft.directory!r}")
             path = handle.path
-            how = (options.durable, retain, replaces)
-            place = SwapPlace(current.storage, path, agreement, draft, *how)
+            place = SwapPlace(
+                current.storage, path, agreement, draft, options.durable, retain, replaces
+            )
             plan = SwapPlan(handle, agreement, draft, place, options)
             lane = os.path.dirname(path)
             return Save(handle, agreement, plan, place, options, fence=fence, lane=lane)

@@ -132,8 +132,8 @@ class SharedFile:
             segment = self._add(address, run.nbytes, local)
             if its != local.dtype:
                 self.image.conversions.extend((segment, number_of(local.dtype), number_of(its)))
-            how = (its, tensor.dtype, offsets[run.number], rows)
-            self._elements.append(Elements(run.nbytes, *how))
+            offset = offsets[run.number]
+            self._elements.append(Elements(run.nbytes, its, tensor.dtype, offset, rows))
             self._names.append(tensor.name)
 
     def _add(self, address: int, nbytes: int, owner: torch.Tensor) -> int:

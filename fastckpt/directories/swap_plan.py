@@ -101,8 +101,9 @@ class SwapPlan(CapturedPlan):
         place: SwapPlace,
         options: WriteOptions,
     ) -> None:
-        captured = (draft.pending, draft.reads(), draft.watched)
-        super().__init__(*captured, draft.directory, draft.made, options)
+        super().__init__(
+            draft.pending, draft.reads(), draft.watched, draft.directory, draft.made, options
+        )
         self._handle = handle
         self._agreement = agreement
         self._listed = draft.listed

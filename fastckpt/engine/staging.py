@@ -410,8 +410,10 @@ class Staging:
         stream = None
         try:
             log.info("reading %r by %s", path, mode)
-            way = (sink, refusal is None, BLOCKS // 2, list(wanted), direct.stage)
-            stream = self.engine().read(fd, nbytes, list(crcs), *way)
+            is_direct, ahead = refusal is None, BLOCKS // 2
+            stream = self.engine().read(
+                fd, nbytes, list(crcs), sink, is_direct, ahead, list(wanted), direct.stage
+            )
             return EngineReadStream(stream, None, close, self.devices.text)
         except BaseException:  # the caller closes fd, whose number may become another file's
             if stream is not None:

@@ -111,9 +111,14 @@ def begin_save(
             raise missing
         try:
             devices = current.staging.devices
-            how = (asked.pickle_module, asked.pickle_protocol, asked.disable_byteorder)
-            copies = fence == "step"
-            captured = torch_pickle.capture(asked.obj, *how, copies, devices.readable())
+            captured = torch_pickle.capture(
+                asked.obj,
+                asked.pickle_module,
+                asked.pickle_protocol,
+                asked.disable_byteorder,
+                fence == "step",
+                devices.readable(),
+            )
         except torch_pickle.SkipDataActive:
             _refuse_group(group, "under skip_data()")
             agreement.close()
@@ -123,9 +128,18 @@ def begin_save(
         agreed = None if group is None else shared
         place = FilePlace(current.storage, real, agreement, options.durable)
         plan = FilePlan(captured, asked.obj, agreed, devices, agreement, place, options)
-        parts = (handle, agreement, plan, place, options, before_commit)
-        save = Save(*parts, fence=fence, lane=real, payer=_PROCESS)
-    del captured, parts
+        save = Save(
+            handle,
+            agreement,
+            plan,
+            place,
+            options,
+            before_commit,
+            fence=fence,
+            lane=real,
+            payer=_PROCESS,
+        )
+    del captured
     return current.save(save)
 
 

@@ -219,8 +219,9 @@ class _Builder(ImageBuilder):
         shell = _shell(tensor.dtype, tuple(tensor.shape), self._small)
         data = begin + len(shell.front)
         if nbytes:
-            framed = (shell.front, tensor, tensor.data_ptr(), nbytes, shell.back)
-            self._slot_of[len(self.items)] = self.put_framed(*framed, shell.crc_places)
+            self._slot_of[len(self.items)] = self.put_framed(
+                shell.front, tensor, tensor.data_ptr(), nbytes, shell.back, shell.crc_places
+            )
         else:
             self.put(shell.front + shell.back)
         name = str(tensor.dtype)[6:]

@@ -30,8 +30,9 @@ def damaged_records(
     """
     names = []
     directory = _directory(index)
-    columns = directory.names, directory.offsets, directory.sizes, directory.crcs
-    for name, offset, nbytes, expected in zip(*columns, strict=True):
+    for name, offset, nbytes, expected in zip(
+        directory.names, directory.offsets, directory.sizes, directory.crcs, strict=True
+    ):
         if offset >= end or nbytes > index.body_nbytes:
             continue
         data = zip_records.data_offset(read_at(offset, zip_records.LOCAL_BYTES), offset)

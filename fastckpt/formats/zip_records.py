@@ -57,9 +57,11 @@ def _padding(offset: int, name_nbytes: int, zip64_nbytes: int, alignment: int) -
 def _zip64_extra(offset: int, nbytes: int, stored_nbytes: int) -> bytes:
     if nbytes < _U32 and offset < _U32:  # mostly
         return b""
-    values = (nbytes, stored_nbytes) if nbytes >= _U32 else ()
+    values: list[int] = []
+    if nbytes >= _U32:
+        values += [nbytes, stored_nbytes]
     if offset >= _U32:
-        values = (*values, offset)
+        values.append(offset)
     return struct.pack(f"<HH{len(values)}Q", 1, 8 * len(values), *values)
 
 

@@ -162,8 +162,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._coordinator = Coordinator.of_group(dist.group.WORLD, "deepspeed")
         agreement = self._coordinator.begin(f"save of tag {info.tag!r}", self._timeout_s)
         latest = os.path.join(directory, "latest") if info.save_latest else ""
-        how = (self._options, self._on_error)
-        self._open = Tag(path, agreement, latest, info.tag, *how)
+        self._open = Tag(path, agreement, latest, info.tag, self._options, self._on_error)
         if unmade is not None:
             with self._open.keeping():
                 raise unmade

@@ -190,8 +190,14 @@ class ExtentsSource:
     def _rows(self, part: _Part) -> list[CopyRow]:
         """Returns the copies that bring a part's bytes to its memory."""
         memory, sizes = part.memory, tuple(part.memory.shape)
-        where = memory.data_ptr(), row_major(sizes)
-        return strided_copies(sizes, part.begin, part.steps, *where, memory.element_size())
+        return strided_copies(
+            sizes,
+            part.begin,
+            part.steps,
+            memory.data_ptr(),
+            row_major(sizes),
+            memory.element_size(),
+        )
 
     def _move(self, file: int, parts: Sequence[_Part]) -> None:
         rows = sorted(row for part in parts for row in self._rows(part))

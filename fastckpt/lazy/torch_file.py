@@ -149,8 +149,8 @@ class _Others:
         self.body = Body(staging, fd, path, BlockChecksums(nbytes, BLOCK_BYTES, (), b""))
         self._storage = storage
         names = [name.partition("/")[2] for name in directory.names]
-        columns = directory.sizes, directory.crcs, directory.offsets
-        self.records: dict[str, Record] = dict(zip(names, zip(*columns, strict=True), strict=True))
+        rows = zip(directory.sizes, directory.crcs, directory.offsets, strict=True)
+        self.records: dict[str, Record] = dict(zip(names, rows, strict=True))
         if len(self.records) < len(names):  # torch takes the first, others the last
             name = Counter(names).most_common(1)[0][0]
             raise CorruptCheckpoint(f"its zip directory names {name[:200]!r} more than once")

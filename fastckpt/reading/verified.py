@@ -61,8 +61,16 @@ class Body:
     ) -> EngineReadStream:
         """Begins to read blocks by their numbers, ascending, or all; with `direct` to its GPU."""
         index = self.index
-        blocks = (index.body_nbytes, index.block_bytes, index.block_crcs)
-        return self.staging.read(self.fd, self.path, *blocks, wanted, self.route, direct)
+        return self.staging.read(
+            self.fd,
+            self.path,
+            index.body_nbytes,
+            index.block_bytes,
+            index.block_crcs,
+            wanted,
+            self.route,
+            direct,
+        )
 
     def divided(
         self, wanted: Sequence[int], direct: GdsDevice | None, whole: Collection[int]

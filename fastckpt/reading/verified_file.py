@@ -199,8 +199,9 @@ def open_verified(
     if body is None:
         return None
     if group is not None:
-        sizes = (body.index.body_nbytes, body.index.block_bytes)
-        return VerifiedFile(body, BroadcastReadStream(group, body.stream, *sizes))
+        index = body.index
+        shared = BroadcastReadStream(group, body.stream, index.body_nbytes, index.block_bytes)
+        return VerifiedFile(body, shared)
     with naming(path):
         large = record_locations.blocks_of_large(body.index, DEFERRED_BYTES) if direct else ()
     return VerifiedFile(body, body.divided((), direct, large))

@@ -39,8 +39,9 @@ def write_portions(
     """
     with ExitStack() as files, _UnderWay(pace) as moving:
         allowance = pipeline.staging.allowance(2 * PORTION_BYTES)
-        what = (Image.tailless(), path, options, allowance, pace.timeout_s)
-        file = files.enter_context(ImageFile(pipeline, *what))
+        file = files.enter_context(
+            ImageFile(pipeline, Image.tailless(), path, options, allowance, pace.timeout_s)
+        )
         file.make(make, purpose)
         file.begin(0, pace)
         offset = 0

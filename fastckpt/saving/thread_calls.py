@@ -192,8 +192,11 @@ class _Call(NamedTuple):
         for depth in range(len(stack) - 1, -1, -1):
             frame, instruction = stack[depth]
             if frame.f_code.co_name == "__torch_dispatch__":
-                below = stack[depth + 1] if depth + 1 < len(stack) else (frame, -1)
-                return cls(*below, False)
+                if depth + 1 < len(stack):
+                    frame, instruction = stack[depth + 1]
+                else:
+                    instruction = -1
+                return cls(frame, instruction, False)
             if depth and frame.f_code.co_filename == torch._ops.__file__:
                 return cls(frame, instruction, False)
         return cls(*stack[0], True)

@@ -437,12 +437,14 @@ class Template:
             return
         stored = stored_of(saved)
         if stored is not None:
-            source: tuple[object, Any] = stored.key, stored
+            key: object = stored.key
         elif isinstance(saved, torch.Tensor) and (tensor.is_nested or not saved.is_nested):
-            source = id(saved), saved
+            key = id(saved)
         else:
             raise self._misfit(f"{at} is a tensor, in the checkpoint {_described(saved)}")
-        place = self._filling.place(str(at), at.name, tensor, *source)
+        place = self._filling.place(
+            str(at), at.name, tensor, key, saved if stored is None else stored
+        )
         if place is None:
             return
         local, box = place

@@ -51,11 +51,12 @@ def store_of(path: str, part_bytes: int = 0) -> ObjectStore:
     mount, bucket, _key = divided(path)
     # There are few clients, however many values callers pass: for each power of two.
     timeout_s = 2.0 ** (frexp(timeout_s_of(path))[1] - 1)
-    known = mount, bucket, part_bytes // BLOCK_BYTES, timeout_s
+    part_blocks = part_bytes // BLOCK_BYTES
+    known = mount, bucket, part_blocks, timeout_s
     if _pid not in (0, os.getpid()):
         raise StorageError("open", path, errno.ENOTSUP, detail=_FORKED)
     # Without the lock: what a profile names for its credentials may take long, or hang.
-    made = _stores[known] if known in _stores else _made(*known)
+    made = _stores[known] if known in _stores else _made(mount, bucket, part_blocks, timeout_s)
     with _lock:
         _pid = os.getpid()
         return _stores.setdefault(known, made)

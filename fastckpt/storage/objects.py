@@ -370,9 +370,9 @@ class ObjectStorage:
     def _listed(self, path: str) -> tuple[dict[str, Any], list[str]]:
         """Returns the objects in a directory, by name, and the names of the directories there."""
         key = _key(path)
-        how = (store_of(path), key or None)
+        store = store_of(path)
         try:
-            found = _listing(path, client().list_with_delimiter, *how)
+            found = _listing(path, client().list_with_delimiter, store, key or None)
         except StorageError as error:
             if error.errno != errno.EILSEQ:
                 raise

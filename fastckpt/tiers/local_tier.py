@@ -125,8 +125,7 @@ class LocalTier:
         self.replicas: Replicas | None = None
         if memory and self.spares and memory.peers and coordinator.world_size > 1:
             host = memory.address or coordinator.own_address()
-            own = (self.steps, self.spares, self._rank)
-            self.replicas = Replicas(memory, *own, host, timeout_s)
+            self.replicas = Replicas(memory, self.steps, self.spares, self._rank, host, timeout_s)
         self._meeting = self._begin("local tier")
         self._lock = threading.Lock()
         self._nodes: RanksByNode | None = None  # under _lock

@@ -209,10 +209,12 @@ def _reading(act: Callable[[], None], loading: _Loading) -> _Loading:
 def _found(request: LoadRequest, warns: bool) -> list[Candidate]:
     """Returns the (iteration, directory) pairs that may be loaded, best first."""
     root = os.path.realpath(check_path("load", request.load))
-    others = [] if request.non_persistent is None else [os.path.realpath(request.non_persistent)]
-    for each in (root, *others):  # this process may be saving there
+    roots = [root]
+    if request.non_persistent is not None:
+        roots.append(os.path.realpath(request.non_persistent))
+    for each in roots:  # this process may be saving there
         pipeline.current().wait_for(each)
-    found, latest = iterations.candidates(root, *others), iterations.tracked(root)
+    found, latest = iterations.candidates(*roots), iterations.tracked(root)
     if request.iteration is not None:
         found = [choice for choice in found if choice[0] == request.iteration]
         if not found:

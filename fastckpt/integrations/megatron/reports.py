@@ -14,6 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -185,8 +186,10 @@ class Reports:
 
     def _note_progress(self, text: str) -> None:
         parameters = inspect.signature(self._append_to_progress_log).parameters
-        where = [self._get_args().save] if "save_dir" in parameters else []  # since 0.18
-        self._append_to_progress_log(*where, text, barrier=False)
+        write = self._append_to_progress_log
+        if "save_dir" in parameters:  # since 0.18
+            write = partial(write, self._get_args().save)
+        write(text, barrier=False)
 
 
 def _now() -> str:

@@ -93,9 +93,17 @@ class Writer(dcp.Writer):
         self.lane = None if afterwards is None else afterwards.lane
 
     def _place(self, storage: Storage, path: str, agreement: Round) -> ItemsPlace:
-        how = (self.options.durable, METADATA, is_part, self._is_common_new)
         retain = None if self._afterwards is None else self._afterwards.retain
-        return SwapItemsPlace(storage, path, agreement, *how, retain)
+        return SwapItemsPlace(
+            storage,
+            path,
+            agreement,
+            self.options.durable,
+            METADATA,
+            is_part,
+            self._is_common_new,
+            retain,
+        )
 
     def commit(self, storage: Storage, metadata: Metadata, results: Any, directory: str) -> Any:
         """Commits, on the first rank in the background, when all data is durable."""
