@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from fastckpt.lazy.tensors import LazyTensor, LazyTensors
     from fastckpt.ranks.stop_signals import StopSignals
     from fastckpt.state.fit import Differences
-    from fastckpt.state.layouts import join, split
     from fastckpt.state.tree import PerRank
 
 __version__ = "0.1.0"
@@ -73,12 +72,10 @@ __all__ = [  # without open: `import *` must not hide the built-in
     "TruncatedFile",
     "__version__",
     "export",
-    "join",
     "load",
     "load_into",
     "prepare",
     "save",
-    "split",
 ]
 
 _NAMED_LATER = {
@@ -91,13 +88,11 @@ _NAMED_LATER = {
     "PerRank": "fastckpt.state.tree",
     "StopSignals": "fastckpt.ranks.stop_signals",
     "export": "fastckpt.directories.export",
-    "join": "fastckpt.state.layouts",
     "load": "fastckpt.api.files",
     "load_into": "fastckpt.lazy.into",
     "open": "fastckpt.lazy.open",
     "prepare": "fastckpt.api.files",
     "save": "fastckpt.api.files",
-    "split": "fastckpt.state.layouts",
 }
 
 if not TYPE_CHECKING:  # or type checkers would take any name for one of the package

@@ -371,8 +371,7 @@ class Checkpointer:
                 name, which returns None for what is left out; or a dict of regular expressions and
                 replacements, each of which is applied to each name (re.sub), in order; one that
                 fits none is warned of. A name is that of `fastckpt inspect`: the keys that lead to
-                the value, joined by "/". Values in lists keep their place. To split and join
-                tensors, use fastckpt.load_into.
+                the value, joined by "/". Values in lists keep their place.
             only: restore what has names like this glob, such as "model/*" ("*" matches "/", too).
                 An optimizer is restored as a whole or not at all, and has to have the parameters of
                 the one that was saved: leave it out, if the model has changed.

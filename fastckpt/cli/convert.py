@@ -115,28 +115,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rules(text: str) -> Mapping[Any, Any]:
-    """Returns the rename= that a text writes, in Python, of texts, split() and join()."""
-    makers = {"split": fastckpt.split, "join": fastckpt.join}
-
-    def value(node: ast.expr) -> Any:
-        called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
-        maker = makers.get(called.removeprefix("fastckpt."))
-        if isinstance(node, ast.Call) and maker is not None and not node.keywords:
-            return maker(*map(ast.literal_eval, node.args))
-        return str(ast.literal_eval(node))
-
+def _rules(text: str) -> Mapping[str, str]:
+    """Returns the rename= that a text writes, in Python."""
     try:
-        body = ast.parse(text.strip(), mode="eval").body
-        if not isinstance(body, ast.Dict) or None in body.keys:
+        rules = ast.literal_eval(text.strip())
+        if not isinstance(rules, dict):
             raise ValueError("it is no dict")
-        pairs = zip(body.keys, body.values, strict=True)
-        return {ast.literal_eval(key): value(its) for key, its in pairs if key is not None}
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise CheckpointError(
-            f"--rename is {text!r}, must be a dict as load_into(rename=) takes it, such as "
-            f'{{"gate_up": split(0, ["gate", "up"])}}: {error}'
+            f"--rename is {text!r}, must be a dict of texts as load_into(rename=) takes it, such "
+            f'as {{"^model/": ""}}: {error}'
         ) from None
+    return rules
 
 
 def _check_absent(target: str, is_step: bool) -> None:

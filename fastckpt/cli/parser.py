@@ -148,9 +148,8 @@ _COMMANDS = {
             "--rename",
             default="{}",
             metavar="DICT",
-            help="other names, and fused tensors split or others joined, as load_into has them in "
-            'Python: \'{"^model/": "", "gate_up": split(0, ["gate", "up"]), ("q", "k", "v"): '
-            'join(0, "qkv")}\'; --glob and --prefix then go by the new names',
+            help="other names, by the dict of patterns that load_into takes in Python: "
+            '\'{"^model/": ""}\'; --glob and --prefix then go by the new names',
         ),
         _any(
             "--dtype",

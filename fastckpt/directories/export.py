@@ -42,7 +42,6 @@ from fastckpt.formats.step_names import step_name
 from fastckpt.formats.strict_json import check_text
 from fastckpt.formats.value_names import dotted, joined
 from fastckpt.plan.boxes import whole
-from fastckpt.plan.layouts import source
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
 from fastckpt.ranks.round import TIMEOUT_S
@@ -52,7 +51,6 @@ from fastckpt.state.dtensors import OtherRanks, Parts, wraps_others
 from fastckpt.state.fit import Fit, Rename
 from fastckpt.state.identity import NO_MEMORY, memory_of
 from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded
-from fastckpt.state.layouts import Named
 from fastckpt.state.tree import Leaf, tensors_in
 from fastckpt.storage.file_system import Storage, reported
 
@@ -156,8 +154,7 @@ def export(
             are not, and the export fails.
         dtype: the dtype of tensors of floating-point numbers in the files; None: their own. A
             warning names, once, those whose finite numbers do not stay finite in it.
-        rename: gives tensors other names: as load_into()'s, applied to the keys joined by "/". By
-            fastckpt.split and join it makes several tensors of one, and one of several.
+        rename: gives tensors other names: as load_into()'s, applied to the keys joined by "/".
         only: export what has names in the state like this glob, such as "model/*".
         shard_bytes: the most bytes of tensors in a file, as a number or a text such as "5GB".
         files: files to copy into the directory, of 1 GiB each at most: config.json, without which
@@ -177,10 +174,9 @@ def export(
     Raises:
         TypeError: tensors are none that safetensors files can hold (the message names all);
             DTensors are spread over other ranks than the group's; or an argument has another type.
-        ValueError: two tensors get the same name, or none is left; some cannot be split or joined
-            as `rename` says (the message names them); one of `files` has the name of
-            another file of the export, is a directory, or has more than 1 GiB; or an argument is
-            out of range.
+        ValueError: two tensors get the same name, or none is left; `rename` has a pattern that fits
+            none; one of `files` has the name of another file of the export, is a directory, or has
+            more than 1 GiB; or an argument is out of range.
         CheckpointError: an earlier save failed, and nobody asked for its error.
         StorageError: one of `files` cannot be read, or the look at `directory` has not returned for
             timeout_s. All other errors of the file system are raised by result().
@@ -263,7 +259,7 @@ def _exported(
     def fill(draft: Draft) -> None:
         # Read once: an earlier export, which still runs, may add to it meanwhile.
         unequal, held = shared.unequal(), Parts(shared.coordinator.world_size, rank_of)
-        tensors, leaves = _named(state, options, draft, held, unequal)
+        tensors = _named(state, options, draft, held, unequal)
         parts = hugging_face.divided([tensor.nbytes for tensor in tensors], shard_bytes)
         names = hugging_face.file_names(len(parts))
         contents = {
@@ -273,10 +269,8 @@ def _exported(
             _add_others(draft, copied, contents, options.dtype, state)
         alike = [("the argument shard_bytes", str(shard_bytes))]
         draft.add_shared(
-            SharedFiles(
-                contents, leaves, hugging_face.METADATA, alike, unequal, shared.note_unequal
-            ),
-            {leaf.key: leaf.local for leaf in leaves},
+            SharedFiles(contents, hugging_face.METADATA, alike, unequal, shared.note_unequal),
+            {tensor.leaf.key: tensor.leaf.local for tensor in tensors},
         )
 
     return save_directory(
@@ -301,83 +295,66 @@ def _named(
     draft: Draft,
     parts: Parts,
     unequal: frozenset[str],
-) -> tuple[list[SharedTensor], list[Leaf]]:
-    """Returns the tensors to export, in the state's order, and what they are made of as this rank
-    holds it, captured; what is `unequal` is the first rank's.
+) -> list[SharedTensor]:
+    """Returns the tensors to export as this rank holds them, captured, in the state's order; those
+    that are `unequal` are the first rank's.
     """
     # Of all, so that their memory does not become others'.
     tensors = [(joined(keys), tensor) for keys, tensor in tensors_in(state)]
-    number_of: dict[int, int] = {}  # of leaves, by those of the state's tensors
-    leaves, found = list[Leaf](), list[SharedTensor]()
-    taken: dict[str, str] = {}
+    found: dict[str, SharedTensor] = {}
     seen: set[object] = set()
-    misfits: dict[int, str] = {}
-    for name, stored, form in _arranged(tensors, options):
-        olds = [tensors[each.source][0] for each in form.slices]
-        for at in dict.fromkeys(each.source for each in form.slices):
-            if at in number_of or at in misfits:
-                continue
-            old, tensor = tensors[at]
-            try:
-                held = _held(old, tensor, parts, old in unequal)
-            except OtherRanks:  # as all DTensors are, so one name is enough
-                raise
-            except TypeError as error:
-                misfits[at] = str(error)
-                continue
-            if form.is_source:  # a part of another tensor does not stand for the whole
-                if held.identity in seen:
-                    continue
-                seen.add(held.identity)
-            number_of[at] = len(leaves)
-            leaves.append(held.leaf._replace(local=draft.held(held.leaf.local)))
-        if any(each.source not in number_of for each in form.slices):
+    misfits: list[str] = []
+    for old, name, tensor in _renamed(tensors, options.fit):
+        try:
+            held = _held(old, tensor, parts, old in unequal)
+        except OtherRanks:  # as all DTensors are, so one name is enough
+            raise
+        except TypeError as error:
+            misfits.append(str(error))
             continue
+        if held.identity in seen:
+            continue
+        seen.add(held.identity)
         check_text(name)
-        if name in taken or name == safetensors.METADATA:
-            other = taken.get(name, "the header of safetensors files")
+        if name in found or name == safetensors.METADATA:
+            is_taken = name in found
+            other = repr(found[name].leaf.key) if is_taken else "the header of safetensors files"
             raise ValueError(
-                f"{listed(map(repr, olds))} would be named {name!r}, which {other} is: choose by "
-                "`only` or `rename`"
+                f"{old!r} would be named {name!r}, which {other} is: choose by `only` or `rename`"
             )
-        taken[name] = listed(map(repr, olds))
-        slices = [each._replace(source=number_of[each.source]) for each in form.slices]
-        found.append(SharedTensor(name, stored, form._replace(slices=tuple(slices))))
+        is_cast = options.dtype is not None and tensor.dtype.is_floating_point
+        stored = options.dtype if options.dtype is not None and is_cast else tensor.dtype
+        leaf = held.leaf._replace(local=draft.held(held.leaf.local))
+        found[name] = SharedTensor(name, stored, leaf)
     if misfits:
-        raise TypeError(
-            f"safetensors files cannot hold all of the state: {'; '.join(misfits.values())}"
-        )
+        raise TypeError(f"safetensors files cannot hold all of the state: {'; '.join(misfits)}")
     if not found:
         names = listed(old for old, _tensor in tensors)
         left = f": only={options.only!r} and rename leave out {names}" if names else ""
         raise ValueError(f"the state holds no tensor that is to be exported{left}")
-    return found, leaves
+    return [*found.values()]
 
 
-def _arranged(tensors: Sequence[tuple[str, torch.Tensor]], options: HuggingFace) -> list[Named]:
-    """Returns the tensors to export, with their names and dtypes in the files, as made of those of
-    the state, which are told by their numbers.
-    """
-    fit, chosen = options.fit, list[Named]()
-    for number, (old, tensor) in enumerate(tensors):
-        if not fit.asks_for(old):
-            continue
-        if not old:
-            raise ValueError("a tensor alone has no name: export it in a dict, under a name")
-        is_cast = options.dtype is not None and tensor.dtype.is_floating_point
-        stored = options.dtype if options.dtype is not None and is_cast else tensor.dtype
-        is_known = is_sharded(tensor) or (type(tensor) in PLAIN_TENSORS and not tensor.is_nested)
-        shape = tuple(tensor.shape) if is_known else ()  # others are refused later
-        chosen.append(Named(old, stored, source(number, shape)))
-    arranged = fit.arranged(chosen)
-    for name, _stored, form in arranged:
-        if not name:
-            old = tensors[form.slices[0].source][0] if form.slices else ""
+def _renamed(
+    tensors: Sequence[tuple[str, torch.Tensor]], fit: Fit
+) -> list[tuple[str, str, torch.Tensor]]:
+    """Returns the tensors to export, each with its name in the state and that in the files."""
+    asked = [(old, tensor) for old, tensor in tensors if fit.asks_for(old)]
+    if any(not old for old, _tensor in asked):
+        raise ValueError("a tensor alone has no name: export it in a dict, under a name")
+    news, useless = fit.new_names([old for old, _tensor in asked])
+    if useless:
+        raise ValueError(useless[0])
+    chosen = list[tuple[str, str, torch.Tensor]]()
+    for (old, tensor), new in zip(asked, news, strict=True):
+        if new == "":
             raise ValueError(
                 f"rename leaves nothing of the name {old!r}: return None to leave the tensor out"
             )
-    bare = without_wrappers([dotted(each.name) for each in arranged])
-    return [each._replace(name=name) for each, name in zip(arranged, bare, strict=True)]
+        if new is not None:
+            chosen.append((old, dotted(new), tensor))
+    bare = without_wrappers([name for _old, name, _tensor in chosen])
+    return [(old, name, its) for (old, _, its), name in zip(chosen, bare, strict=True)]
 
 
 class _Held(NamedTuple):

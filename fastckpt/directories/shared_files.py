@@ -7,6 +7,7 @@ The module must not know names of checkpoints, where files become visible, or ho
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import islice
 from math import prod
 from typing import NamedTuple
 
@@ -17,52 +18,29 @@ from fastckpt.engine.staging import combine_crcs
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import safetensors
 from fastckpt.formats.file_list import File
-from fastckpt.plan.boxes import Box, Held, Piece, copies, plan, whole
+from fastckpt.plan.boxes import Held, Piece, copies, plan, whole
 from fastckpt.plan.image import PAGE_BYTES, Image
-from fastckpt.plan.layouts import Form
 from fastckpt.plan.scattered_crc import crc_of_zeros
 from fastckpt.ranks.same_state import Description
 from fastckpt.state.tree import Leaf, comparable
 
 
 class SharedTensor(NamedTuple):
-    """A tensor of a file: its name and dtype there, and which leaves, by their numbers, it is made
-    of.
-    """
+    """A tensor of a file: its name and dtype there, and the part of it that this rank holds."""
 
     name: str
     dtype: torch.dtype
-    form: Form
+    leaf: Leaf
 
     @property
     def nbytes(self) -> int:
         """The bytes of the whole tensor in the file."""
-        return prod(self.form.shape) * self.dtype.itemsize
+        return prod(self.leaf.shape) * self.dtype.itemsize
 
-    def text(self, leaves: Sequence[Leaf]) -> str:
+    def text(self) -> str:
         """Returns what all ranks must have alike of the tensor."""
-        texts, is_source = list[str](), self.form.is_source
-        for each in self.form.slices:
-            leaf = leaves[each.source]
-            held = f"{str(leaf.local.dtype)[6:]} {[*leaf.shape]}, {leaf.placement}"
-            texts.append(held if is_source else f"{[*each.box]} of {leaf.key} ({held})")
-        return f"{' and '.join(texts)}, as {str(self.dtype)[6:]}"
-
-
-class _Run(NamedTuple):
-    """Elements that follow each other in this rank's memory: which box of a tensor they are, and
-    at which element of the leaf they begin.
-    """
-
-    number: int
-    leaf: Leaf
-    box: Box
-    begin: int
-    staged: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.box.numel * self.staged.itemsize
+        held, stored = str(self.leaf.local.dtype)[6:], str(self.dtype)[6:]
+        return f"{held} {[*self.leaf.shape]}, {self.leaf.placement}, as {stored}"
 
 
 class SharedFile:
@@ -71,8 +49,7 @@ class SharedFile:
     Args:
         name: the file's name in its directory.
         tensors: all that the file holds, in any order; the same on all ranks.
-        leaves: what these are made of, as this rank holds it.
-        pieces: which elements this rank writes, by the numbers of the leaves.
+        pieces: of each tensor, which elements this rank writes.
         metadata: as safetensors.layout()'s.
         is_first: whether this is the rank that makes the file, and writes the header.
 
@@ -86,8 +63,7 @@ class SharedFile:
         self,
         name: str,
         tensors: Sequence[SharedTensor],
-        leaves: Sequence[Leaf],
-        pieces: Mapping[int, Sequence[Piece]],
+        pieces: Sequence[Sequence[Piece]],
         metadata: Mapping[str, str],
         is_first: bool,
     ) -> None:
@@ -101,7 +77,7 @@ class SharedFile:
             ),
         )
         entries = [
-            (tensors[n].name, safetensors.NAMES[tensors[n].dtype], tensors[n].form.shape)
+            (tensors[n].name, safetensors.NAMES[tensors[n].dtype], tensors[n].leaf.shape)
             for n in order
         ]
         header = bytearray(safetensors.header(entries, metadata, PAGE_BYTES))
@@ -121,20 +97,22 @@ class SharedFile:
             self._names.append("")
         # No element may lie across two blocks: the order is that of the file. So whole pages of the
         # file are whole pages of the memory, too, and are written from there.
-        runs = sorted(
-            _runs(tensors, leaves, pieces),
-            key=lambda run: (run.nbytes % PAGE_BYTES > 0, -run.staged.itemsize),
-        )
-        for run in runs:
-            local, its, tensor = run.leaf.local, run.staged, tensors[run.number]
-            rows = copies(whole(tensor.form.shape), 0, run.box, 0, 1)
-            address = local.data_ptr() + run.begin * local.itemsize
-            segment = self._add(address, run.nbytes, local)
+        staged = [_staged(tensor) for tensor in tensors]
+        runs = [
+            (number, piece, piece.box.numel * staged[number].itemsize)
+            for number, its in enumerate(pieces)
+            for piece in its
+        ]
+        runs.sort(key=lambda run: (run[2] % PAGE_BYTES > 0, -staged[run[0]].itemsize))
+        for number, piece, nbytes in runs:
+            (name, dtype, leaf), its = tensors[number], staged[number]
+            local = leaf.local
+            rows = copies(whole(leaf.shape), 0, piece.box, 0, 1)
+            segment = self._add(local.data_ptr() + piece.begin * local.itemsize, nbytes, local)
             if its != local.dtype:
                 self.image.conversions.extend((segment, number_of(local.dtype), number_of(its)))
-            offset = offsets[run.number]
-            self._elements.append(Elements(run.nbytes, its, tensor.dtype, offset, rows))
-            self._names.append(tensor.name)
+            self._elements.append(Elements(nbytes, its, dtype, offsets[number], rows))
+            self._names.append(name)
 
     def _add(self, address: int, nbytes: int, owner: torch.Tensor) -> int:
         self.image.sources.append(owner)
@@ -165,21 +143,12 @@ class SharedFile:
         return whole
 
 
-def _runs(
-    tensors: Sequence[SharedTensor], leaves: Sequence[Leaf], pieces: Mapping[int, Sequence[Piece]]
-) -> list[_Run]:
-    """Returns what this rank writes of these tensors."""
-    runs = list[_Run]()
-    for number, tensor in enumerate(tensors):
-        for its in tensor.form.slices:
-            leaf = leaves[its.source]
-            # In the dtype of the file, if the host can convert it on the way; what comes from a
-            # device is converted when it is written.
-            staged = tensor.dtype if leaf.local.device.type == "cpu" else leaf.local.dtype
-            for piece in pieces.get(its.source, ()):
-                for box, begin in its.runs(piece.box):
-                    runs.append(_Run(number, leaf, box, piece.begin + begin, staged))
-    return runs
+def _staged(tensor: SharedTensor) -> torch.dtype:
+    """Returns the dtype in which a tensor is staged: the file's, if the host can convert it on the
+    way; what comes from a device is converted when it is written.
+    """
+    local = tensor.leaf.local
+    return tensor.dtype if local.device.type == "cpu" else local.dtype
 
 
 class SharedFiles:
@@ -187,7 +156,6 @@ class SharedFiles:
 
     Args:
         tensors: those of each file, by its name; alike on all ranks, and in the same order.
-        leaves: what these are made of, as this rank holds it; in the same order on all ranks.
         metadata: as safetensors.layout()'s.
         alike: names and values of what else all ranks must have alike.
         first_rank: the keys of leaves of which only the first rank's copy counts.
@@ -201,7 +169,6 @@ class SharedFiles:
     def __init__(
         self,
         tensors: Mapping[str, Sequence[SharedTensor]],
-        leaves: Sequence[Leaf],
         metadata: Mapping[str, str],
         alike: Sequence[tuple[str, str]],
         first_rank: Collection[str],
@@ -209,11 +176,10 @@ class SharedFiles:
     ) -> None:
         self.differing = differing
         self._tensors = tensors
-        self._leaves = leaves
         self._metadata = metadata
         self._files: list[SharedFile] = []
         texts = [
-            (tensor.name, f"{tensor.text(leaves)} in {file}")
+            (tensor.name, f"{tensor.text()} in {file}")
             for file, its in tensors.items()
             for tensor in its
         ]
@@ -223,35 +189,39 @@ class SharedFiles:
 
     def storages(self) -> list[torch.UntypedStorage]:
         """Returns the storages that are copied."""
-        return [leaf.local.untyped_storage() for leaf in self._leaves]
+        return [leaf.local.untyped_storage() for leaf in self._leaves()]
 
     def lay_out(self, rank: int, world_size: int, seed: int) -> list[SharedFile]:
         """Returns the files as this rank writes them, and chooses samples of what all ranks hold,
         as Description.sample() does.
         """
-        pieces: dict[int, list[Piece]] = {}
-        for piece in _pieces(self._leaves, rank):
-            pieces.setdefault(piece.held, []).append(piece)
+        leaves = self._leaves()
+        pieces = iter(_pieces(leaves, rank))
         self._files = [
-            SharedFile(file, tensors, self._leaves, pieces, self._metadata, rank == 0)
-            for file, tensors in self._tensors.items()
+            SharedFile(file, its, [*islice(pieces, len(its))], self._metadata, rank == 0)
+            for file, its in self._tensors.items()
         ]
-        of_all = comparable(self._leaves, world_size, self.contents.first_rank)
-        self.contents.sample(of_all, seed)
+        self.contents.sample(comparable(leaves, world_size, self.contents.first_rank), seed)
         return self._files
 
     def forget(self) -> None:
         """Drops references to what was copied."""
-        self._tensors, self._leaves = {}, ()
+        self._tensors = {}
         for file in self._files:
             file.image.sources.clear()
 
+    def _leaves(self) -> list[Leaf]:
+        return [tensor.leaf for tensors in self._tensors.values() for tensor in tensors]
 
-def _pieces(leaves: Sequence[Leaf], rank: int) -> list[Piece]:
-    """Returns what this rank writes of these leaves, `held` being their numbers."""
+
+def _pieces(leaves: Sequence[Leaf], rank: int) -> list[list[Piece]]:
+    """Returns of each leaf what this rank writes."""
     ours = [number for number, leaf in enumerate(leaves) if rank in leaf.holders]
     held = [
         Held(leaf.key, leaf.local.itemsize, leaf.shape, leaf.box, leaf.holders)
         for leaf in map(leaves.__getitem__, ours)
     ]
-    return [piece._replace(held=ours[piece.held]) for piece in plan(held, rank)]
+    pieces: list[list[Piece]] = [[] for _leaf in leaves]
+    for piece in plan(held, rank):
+        pieces[ours[piece.held]].append(piece)
+    return pieces

@@ -20,8 +20,8 @@ from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.value_names import joined
-from fastckpt.lazy.arranged import ArrangedSource
 from fastckpt.lazy.open import opened
+from fastckpt.lazy.renamed import RenamedSource
 from fastckpt.lazy.source import Source, Stored, Wanted
 from fastckpt.plan.boxes import Box
 from fastckpt.saving import pipeline
@@ -96,9 +96,7 @@ def load_into(
             "raise" for tensors whose stored dtype is another.
         rename: gives stored tensors other names first: a function, which returns None for what is
             left out; or a dict of regular expressions and replacements, each of which is applied to
-            each name (re.sub), in order. There, fastckpt.split and join also make several tensors
-            of one, and one of several: "qkv" to split(0, ["q", "k", "v"]), say. An expression that
-            fits no name is an error.
+            each name (re.sub), in order. An expression that fits no name is an error.
         only: read what has names in the state like this glob, such as "model/*".
 
     Returns:
@@ -129,10 +127,10 @@ def load_into(
 
 
 def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
-    origins, renamed = dict[str, str](), dict[str, str]()
+    olds = dict[str, str]()
     if fit.rename is not None:
-        source = ArrangedSource(source, fit, path)
-        origins, renamed = source.origins, source.renamed
+        source = RenamedSource(source, fit, path)
+        olds = source.olds
     parts, missing, used = list[_Part](), dict[str, torch.Tensor](), set[str]()
     filling = Filling(fit)
     misfits = filling.misfits
@@ -154,8 +152,8 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
             continue
         used.add(found)
         stored = source.tensors[found]
-        is_there = origins.get(found, repr(found) if found != name else "")
-        there = "in the checkpoint" + (f", where it is {is_there}," if is_there else "")
+        old = olds.get(found, found)
+        there = "in the checkpoint" + (f", where it is {old!r}," if old != name else "")
         known = (found, stored)
         place = filling.place(repr(name), name, tensor, found, stored, known, there)
         if place is not None:
@@ -178,6 +176,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     if misfits := misfits or filling.tied.conflicts(partial(_whole_part, source)):
         raise refusal(path, misfits, is_missing=is_missing)
     tell_lossy(path, _read(source, parts))
+    renamed = {old: new for new, old in olds.items() if new != old}
     return Differences(tuple(missing), tuple(left), renamed, tuple(filling.cast))
 
 

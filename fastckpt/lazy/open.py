@@ -18,7 +18,7 @@ from fastckpt.formats.hugging_face import INDEX, INDEX_SUFFIX
 from fastckpt.formats.manifest import MANIFEST, OBJECTS
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.step_names import OURS
-from fastckpt.lazy.arranged import ArrangedSource
+from fastckpt.lazy.renamed import RenamedSource
 from fastckpt.lazy.safetensors_files import hugging_face_directory, safetensors_file
 from fastckpt.lazy.source import Source
 from fastckpt.lazy.step import StepSource
@@ -59,7 +59,7 @@ def open(
             torch.distributed.checkpoint, of Megatron (torch_dist) or its run (then the newest
             complete iteration), or of Hugging Face (safetensors); or a directory with one
             .safetensors file. Or the URL of any of these in an object store.
-        rename: gives the tensors other names, splits and joins them: as load_into()'s.
+        rename: gives the tensors other names: as load_into()'s.
         storage_options: as Checkpointer's, where the path is a URL.
 
     Returns:
@@ -82,7 +82,7 @@ def open(
     with ExitStack() as failing:
         failing.callback(source.close)
         if rename is not None:
-            source = ArrangedSource(source, fit, where)
+            source = RenamedSource(source, fit, where)
         failing.pop_all()
     return LazyTensors(where, source)
 

@@ -10,7 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
 from pickle import UnpicklingError
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from uuid import uuid4
@@ -20,14 +19,12 @@ from fastckpt.arguments.near_names import fits_none, listed
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.formats.partial_objects import how_to_allow, left_out, newly_refused
 from fastckpt.formats.value_names import joined, keys_of
-from fastckpt.state.layouts import Join, Named, Split, arranged, check_rule
 from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, unescaped
 
 Missing = Literal["raise", "keep"]
 Unexpected = Literal["ignore", "raise"]
 Dtypes = Literal["cast", "raise"]
-# Patterns are texts, or tuples of them for join().
-Rename: TypeAlias = Callable[[str], str | None] | Mapping[Any, str | Split | Join]
+Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str]
 
 _MISFITS_TOLD_MAX = 50
 _ADVICE = (
@@ -62,8 +59,8 @@ class Fit:
             raise TypeError(f"only is {type(only).__name__}, must be a glob such as 'model/*'")
         rename: object = self.rename
         if isinstance(rename, Mapping):
-            for pattern, rule in rename.items():
-                check_rule(pattern, rule)
+            for pattern, replacement in rename.items():
+                _check_replacement(pattern, replacement)
         elif rename is not None and not callable(rename):
             kind = type(rename).__name__
             raise TypeError(f"rename is {kind}, must be a function or a dict of patterns")
@@ -89,38 +86,41 @@ class Fit:
         begin, inside = _WILD.split(self.only, maxsplit=1)[0], f"{name}/"
         return inside.startswith(begin) or begin.startswith(inside)
 
-    def new_name(self, name: str, fitting: set[Any] | None = None) -> str | None:
-        """Returns the name that a saved value gets; None: it is left out. The patterns that fit the
-        name join `fitting`.
+    def new_names(self, names: Sequence[str]) -> tuple[list[str | None], list[str]]:
+        """Returns the names that saved values get, None for what is left out; and, in words, the
+        patterns that fit no name: they may be mistyped, and nothing else would tell.
         """
-        if isinstance(self.rename, Mapping):
-            for pattern, rule in self.rename.items():
-                if not isinstance(rule, str):
-                    raise TypeError(
-                        f"rename splits or joins tensors, for {pattern!r}, which restore() does "
-                        "not do: load_into and export do"
-                    )
-                name, times = re.subn(pattern, rule, name)
-                if times and fitting is not None:
-                    fitting.add(pattern)
-            return name
         if self.rename is None:
-            return name
-        new = self.rename(name)
-        if not isinstance(new, str | None):
-            raise TypeError(f"rename({name!r}) returned {type(new).__name__}, must be str or None")
-        return new
+            return [*names], []
+        if not isinstance(self.rename, Mapping):
+            return [_called(self.rename, name) for name in names], []
+        useless = list[str]()
+        for pattern, replacement in self.rename.items():
+            if names and not any(re.search(pattern, name) for name in names):
+                useless.append(fits_none(pattern, names))
+            names = [re.sub(pattern, replacement, name) for name in names]
+        return [*names], useless
 
-    def arranged(self, tensors: Sequence[Named]) -> list[Named]:
-        """Returns tensors as `rename` names, splits and joins them.
 
-        Raises:
-            Misfit: some cannot be split or joined so, or a pattern fits none.
-        """
-        if isinstance(self.rename, Mapping):
-            return arranged(tensors, self.rename)
-        named = ((each, self.new_name(each.name)) for each in tensors)
-        return [each._replace(name=new) for each, new in named if new is not None]
+def _check_replacement(pattern: Any, replacement: object) -> None:
+    """Raises TypeError or ValueError unless this can stand in a dict of patterns."""
+    if not isinstance(replacement, str):
+        kind = type(replacement).__name__
+        raise TypeError(f"rename has {kind} for {pattern!r}, must be a replacement")
+    what = f"{pattern!r}, no regular expression"
+    try:
+        re.compile(pattern)
+        what = f"{replacement!r} for {pattern!r}, no replacement of it"
+        re.sub(pattern, replacement, "")
+    except (re.error, IndexError, TypeError) as error:  # IndexError: there is no such group
+        raise ValueError(f"rename has {what}: {error}") from None
+
+
+def _called(rename: Callable[[str], object], name: str) -> str | None:
+    new = rename(name)
+    if not isinstance(new, str | None):
+        raise TypeError(f"rename({name!r}) returned {type(new).__name__}, must be str or None")
+    return new
 
 
 class Differences(NamedTuple):
@@ -132,8 +132,7 @@ class Differences(NamedTuple):
     Attributes:
         missing: the values of the state that were kept, because they had not been saved.
         unexpected: the saved values that the state has not, and which were left out.
-        renamed: the new names by those in the checkpoint, of the values that `rename` gave others;
-            of what it has split those of all parts, joined by ", ".
+        renamed: the new names by those in the checkpoint, of the values that `rename` gave others.
         cast: the tensors whose saved values were converted to another dtype.
     """
 
@@ -211,8 +210,10 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[
     """
     if not _is_inner(nest):
         return nest, {}, []
-    moved, names, fitting = list[_Moved](), list[str](), set[Any]()
-    left = _left_in_place(nest, partial(fit.new_name, fitting=fitting), moved, names)
+    moved, names = list[_Moved](), list[str]()
+    _left_in_place(nest, names.append, [])
+    new_names, useless = fit.new_names(names)
+    left = _left_in_place(nest, dict(zip(names, new_names, strict=True)).__getitem__, moved)
     for keys, old, new, value in moved:
         *ahead, last = _keys_of(new, keys)
         inside = left
@@ -225,8 +226,6 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[
         if last in inside:
             raise name_taken(where, old, new)
         inside[last] = value
-    patterns = fit.rename if isinstance(fit.rename, Mapping) else ()
-    useless = [fits_none(pattern, names) for pattern in patterns if pattern not in fitting]
     return left, {old: new for _keys, old, new, _value in moved}, useless
 
 
@@ -245,11 +244,9 @@ class _Moved(NamedTuple):
     value: Any
 
 
-def _left_in_place(
-    nest: Any, new_name: Callable[[str], str | None], moved: list[_Moved], names: list[str]
-) -> Any:
-    """Returns a copy of the nest without the values that get another name, which join `moved`; the
-    names of all join `names`.
+def _left_in_place(nest: Any, new_name: Callable[[str], str | None], moved: list[_Moved]) -> Any:
+    """Returns a copy of the nest without the values that get another name, which join `moved`, or
+    that have the new name None.
     """
     steps = 0
 
@@ -268,7 +265,6 @@ def _left_in_place(
                 yield {ESCAPED: kept} if inner is not value else kept
             return
         old = joined([*map(str, keys)])
-        names.append(old)
         new = new_name(old)
         if new == old:
             yield value

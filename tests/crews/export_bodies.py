@@ -25,7 +25,6 @@ from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.crews.steps_states import arranged, numbers, spread
 from tests.doubles import Operation, Recorder
-from tests.layouts import directions, rules
 
 T = TypeVar("T")
 WAIT_S = 60.0
@@ -57,17 +56,6 @@ def export_tied(member: Member, path: str) -> int:
         "head": rows.detach(),
     }
     return exported(state, path, group=member.group)
-
-
-def export_split_and_joined(member: Member, path: str, name: str, is_fused: bool) -> int:
-    """Exports a model in its other layout; ranks hold its tensors in several ways."""
-    world = (member.world_size,)
-    state, _wanted, text = directions(name)[not is_fused]
-    spreads = {
-        key: spread(tensor, (world, (Shard(number % tensor.ndim) if number % 4 else Replicate(),)))
-        for number, (key, tensor) in enumerate(state.items(), 1)
-    }
-    return exported(spreads, path, group=member.group, rename=rules(text), shard_bytes=1000)
 
 
 def export_steps(member: Member, root: str, exports: str) -> int | None:

@@ -35,12 +35,10 @@ from fastckpt.engine.staging import Allowance
 from fastckpt.errors import CheckpointError, PeerFailed, RanksDisagree, StagingConflict
 from fastckpt.formats.file_list import File
 from fastckpt.plan.boxes import Box, Piece
-from fastckpt.plan.layouts import source
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.state.tree import Leaf
 from fastckpt.storage.file_system import Storage
-from tests import layouts
 from tests.accelerator import KIND
 from tests.crews import export_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
@@ -236,33 +234,6 @@ def test_names_of_wrapped_modules(disk: Path) -> None:
         fastckpt.export(own, disk / "e")
 
 
-@pytest.mark.parametrize("name", layouts.MODELS)
-@pytest.mark.parametrize(("shard_bytes", "dtype"), [("5GB", None), (200, torch.bfloat16)])
-def test_tensors_are_split_and_joined(
-    disk: Path, name: str, shard_bytes: int | str, dtype: torch.dtype | None
-) -> None:
-    for number, (state, wanted, text) in enumerate(layouts.directions(name)):
-        path, options = disk / str(number), {"shard_bytes": shard_bytes, "dtype": dtype}
-        rename = layouts.rules(text)
-        fastckpt.export({"m": state}, path, rename={"^m/": "", **rename}, **options).result(WAIT_S)
-        assert_holds(path, wanted, dtype)
-
-
-def test_a_tied_tensor_is_written_whole_beside_what_it_is_a_part_of(disk: Path) -> None:
-    tied = torch.randn(3, 4)
-    rename: dict[str, Any]
-    for state, parts, rename in (
-        ({"l.0.q": tied}, {"all": tied[None]}, {r"l\.{}\.q": fastckpt.join(0, "all")}),
-        ({"emb": tied[:1]}, {"e.0": tied[0]}, {"emb": fastckpt.split(0, "e.{}")}),
-    ):
-        whole = next(iter(state.values()))
-        for order in (["head", *state], [*state, "head"]):
-            both = {name: state.get(name, whole) for name in order}
-            path = disk / "-".join(order)
-            fastckpt.export(both, path, rename=rename).result(WAIT_S)
-            assert_holds(path, {**parts, "head": whole}, None)
-
-
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_what_was_there_at_the_call_is_exported(disk: Path, fence: Any) -> None:
     state = {"small": torch.ones(100), "large": torch.ones(1 << 20)}
@@ -297,13 +268,11 @@ def test_a_tensor_that_changes_too_early_fails_the_export(disk: Path) -> None:
 def test_what_lies_on_a_gpu(gpu: CudaStub, disk: Path) -> None:
     weight = torch.randn(3000, 1000)
     state = {"weight": weight.to(KIND), "turned": weight.to(KIND).t(), "small": torch.ones(3)}
-    columns = {"weight": fastckpt.split(1, {"left": 400, "right": 600})}
-    handle = fastckpt.export(state, disk / "a", dtype=torch.bfloat16, rename=columns)
+    handle = fastckpt.export(state, disk / "a", dtype=torch.bfloat16)
     nbytes = state["weight"].nbytes
     gpu.kernel_at(state["weight"].data_ptr(), nbytes, 0xEE, 0, 0)  # after the copy
     assert handle.result(WAIT_S).staging == "pinned"
-    left, right = weight.split([400, 600], 1)
-    expected = {"left": left, "right": right, "turned": weight.t(), "small": torch.ones(3)}
+    expected = {"weight": weight, "turned": weight.t(), "small": torch.ones(3)}
     assert_holds(disk / "a", expected, torch.bfloat16)
 
 
@@ -331,17 +300,16 @@ def test_numbers_that_do_not_stay_finite_are_told_once(
 ) -> None:
     """Whether they are converted when they are copied, or when they are written."""
     monkeypatch.setattr(swap_plan, "_lossy_told", set())
-    state = {name: torch.ones(20_000, dtype=held) for name in ("fits", "masked", "lost", "split")}
+    state = {name: torch.ones(20_000, dtype=held) for name in ("fits", "masked", "lost", "last")}
     state["masked"][7] = -math.inf
     state["masked"][9] = math.nan
     state["lost"][12_345] = large
-    state["split"][-1] = -large
+    state["last"][-1] = -large
     state = {name: tensor.to(device) for name, tensor in state.items()}
-    rename = {"split": fastckpt.split(0, {"left": 10_000, "right": 10_000})}
     for name in ("a", "b"):
-        fastckpt.export(state, disk / name, dtype=stored, rename=rename).result(WAIT_S)
+        fastckpt.export(state, disk / name, dtype=stored).result(WAIT_S)
     told = [line for line in caplog.messages if "not finite" in line]
-    assert len(told) == 1 and "numbers of 'lost', 'right' are too large" in told[0]
+    assert len(told) == 1 and "numbers of 'last', 'lost' are too large" in told[0]
 
 
 class _Odd(torch.Tensor):
@@ -357,8 +325,7 @@ def test_a_pattern_that_fits_no_name_is_refused(disk: Path) -> None:
     assert os.listdir(disk) == []
 
 
-@pytest.mark.parametrize("rename", [{}, {"complex": fastckpt.split(0, "c{}")}], ids=["", "split"])
-def test_what_files_cannot_hold_is_named(disk: Path, rename: dict[str, Any]) -> None:
+def test_what_files_cannot_hold_is_named(disk: Path) -> None:
     state = {
         "good": torch.ones(2),
         "complex": torch.zeros(2, dtype=torch.complex64),
@@ -367,7 +334,7 @@ def test_what_files_cannot_hold_is_named(disk: Path, rename: dict[str, Any]) -> 
         "odd": torch.zeros(2).as_subclass(_Odd),
     }
     with pytest.raises(TypeError) as caught:
-        fastckpt.export(state, disk / "a", rename=rename)
+        fastckpt.export(state, disk / "a")
     assert str(caught.value) == (
         "safetensors files cannot hold all of the state: 'complex' is of torch.complex64; "
         "'sparse' is of layout torch.sparse_coo; 'meta' is on the meta device; 'odd' is a _Odd"
@@ -424,8 +391,8 @@ def test_a_file_that_is_too_large_is_not_cut(disk: Path, monkeypatch: pytest.Mon
 def test_a_file_with_bytes_missing_is_not_committed() -> None:
     box = Box((0,), (10,))
     leaf = Leaf("a", torch.randn(10), (10,), box, (0,), "replicated")
-    its = [SharedTensor("a", torch.float32, source(0, (10,)))]
-    shared = SharedFile("f", its, [leaf], {0: [Piece(0, box, 0)]}, {}, is_first=True)
+    its = [SharedTensor("a", torch.float32, leaf)]
+    shared = SharedFile("f", its, [[Piece(0, box, 0)]], {}, is_first=True)
     with pytest.raises(CheckpointError, match="ranks have written 7 bytes of 'f', which has"):
         shared.joined([File(7, 0)])
 
@@ -743,18 +710,6 @@ def test_ranks_write_what_they_hold(
         size += index.stat().st_size if index.exists() else 0
         assert sum(written) == size and min(written) > size / ranks / 2, "each byte once"
     assert os.listdir(disk) == ["a"]
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("is_fused", [True, False], ids=["split", "join"])
-@pytest.mark.parametrize("name", ["deepseek", "gpt2"])
-def test_what_ranks_hold_parts_of_is_split_and_joined(
-    crew: Callable[[int], Crew], disk: Path, name: str, is_fused: bool
-) -> None:
-    path, (_state, wanted, _text) = disk / "hf" / "a", layouts.directions(name)[not is_fused]
-    written = crew(3)(bodies.export_split_and_joined, str(path), name, is_fused)
-    assert_holds(path, wanted)
-    assert all(written)
 
 
 @pytest.mark.multiprocess

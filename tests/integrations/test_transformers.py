@@ -1,6 +1,6 @@
 """transformers' Trainer with checkpoints by fastckpt, against the real package: what a checkpoint
 holds, who resumes from it and how exactly, and what is there after a failure or a kill. Also, that
-from_pretrained opens an export, in whichever layout.
+from_pretrained opens an export.
 
 Must not know how a directory is written: tests/directories/test_directory_save.py does.
 """
@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests import jobs, layouts
+from tests import jobs
 from tests.doubles import file_size_limit
 from tests.jobs import finish
 from tests.noise import flip
@@ -33,7 +33,6 @@ from tests.paths import ROOT
 
 pytest.importorskip("transformers")
 
-import transformers
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -46,7 +45,6 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import fastckpt
-from fastckpt.cli import main
 from fastckpt.directories import shelf
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.verify import check
@@ -618,78 +616,3 @@ def test_from_pretrained_opens_an_export(disk: Path) -> None:
     for name, tensor in model.state_dict().items():
         assert torch.equal(half.state_dict()[name], tensor.to(torch.bfloat16)), name
     wait_for_directories(str(disk))
-
-
-SIZES: dict[str, Any] = {
-    "vocab_size": 50,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "rms_norm_eps": 1e-6,
-    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
-}
-MOE: dict[str, Any] = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
-LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
-
-
-def drawn(kind: str, config: Any, disk: Path) -> Any:
-    """A model whose weights are all random, and whose config lies on disk."""
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.1)
-    config.save_pretrained(disk)
-    return model
-
-
-def assert_opens_with_equal_logits(kind: str, path: Path, model: Any, is_exact: bool) -> None:
-    made = getattr(transformers, f"{kind}ForCausalLM")
-    found, told = made.from_pretrained(path, output_loading_info=True)
-    assert not any(told.values())
-    tokens = torch.arange(20)[None]
-    with torch.no_grad():
-        pair = [each(tokens).logits for each in (found.eval(), model)]
-    if is_exact:
-        assert torch.equal(*pair)
-    torch.testing.assert_close(*pair)
-
-
-@pytest.mark.parametrize("kind", ["Qwen3Moe", "DeepseekV3"])
-def test_from_pretrained_opens_experts_that_were_split(disk: Path, kind: str) -> None:
-    own = {"num_experts": 4, "head_dim": 8}
-    if kind == "DeepseekV3":
-        own = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
-        own |= dict.fromkeys(LATENT, 8) | {"num_key_value_heads": 4}
-    model = drawn(kind, getattr(transformers, f"{kind}Config")(**(SIZES | MOE | own)), disk)
-    rename = layouts.rules(f"{{{layouts.EXPERTS_APART}}}")
-    fastckpt.export(model, disk / "a", rename=rename, files=[disk / "config.json"]).result()
-    model.save_pretrained(disk / "stock")
-    names = [
-        safetensors.safe_open(disk / its / "model.safetensors", "pt") for its in ("a", "stock")
-    ]
-    assert {*names[0].keys()} == {*names[1].keys()}
-    assert_opens_with_equal_logits(kind, disk / "a", model, is_exact=True)
-    state = {name: torch.zeros_like(its) for name, its in model.state_dict().items()}
-    rename = layouts.rules(f"{{{layouts.EXPERTS_FUSED}}}")
-    fastckpt.load_into(state, disk / "a", rename=rename, unexpected="raise")
-    assert all(torch.equal(state[name], its) for name, its in model.state_dict().items())
-
-
-def test_llama_is_phi3_with_other_layouts(disk: Path) -> None:
-    """Phi-3 has fused what Llama holds apart, and else computes the same."""
-    model = drawn("Llama", transformers.LlamaConfig(**SIZES), disk / "llama")
-    phi = drawn("Phi3", transformers.Phi3Config(**SIZES, rope_theta=10000.0), disk / "phi")
-    fused = layouts.rules(layouts.llama(torch.zeros).to_fused)
-    files = [disk / "phi" / "config.json"]
-    fastckpt.export(model, disk / "a", rename=fused, files=files).result()
-    assert_opens_with_equal_logits("Phi3", disk / "a", model, is_exact=False)
-    phi.save_pretrained(disk / "b")
-    apart = layouts.llama(torch.zeros).to_apart.replace("16", "32").replace(": 8", ": 16")
-    convert = ["convert", str(disk / "b"), str(disk / "c"), "--to", "hf", "--rename", apart]
-    assert main(convert) == 0
-    shutil.copy(disk / "llama" / "config.json", disk / "c")
-    assert_opens_with_equal_logits("Llama", disk / "c", phi, is_exact=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import logging
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +134,13 @@ def test_what_does_not_fit_changes_nothing(disk: Path, caplog: pytest.LogCapture
     assert fastckpt.load_into(state, path, only="c").missing == ()
     with pytest.raises(TypeError, match="meta device"):
         fastckpt.load_into({"c": torch.empty(5, device="meta")}, path)
-    with pytest.raises(IncompatibleCheckpoint, match="rename gives 'b' the name 'a'"):
-        fastckpt.load_into(state, path, rename={"b": "a"})
+    for read in (fastckpt.open, partial(fastckpt.load_into, state)):
+        for rename, told in (
+            ({"b": "a"}, "rename gives 'b' the name 'a'"),
+            ({"bb": "a"}, r"rename has 'bb', which fits no name \(the nearest are 'b', 'a', 'c'\)"),
+        ):
+            with pytest.raises(IncompatibleCheckpoint, match=told):
+                read(path, rename=rename)
 
 
 def test_a_misfit_names_what_the_checkpoint_has(disk: Path) -> None:

@@ -149,6 +149,12 @@ def test_a_pattern_that_fits_no_name_is_told(
             restore(saved, other, rename=patterns)
 
 
+def test_a_pattern_applies_to_what_those_before_it_made() -> None:
+    names, told = Fit(rename={"^a": "b", "b$": "c", "a$": "d"}).new_names(["a", "b"])
+    assert names == ["c", "c"]
+    assert [text.partition(" (")[0] for text in told] == ["rename has 'a$', which fits no name"]
+
+
 def test_names_are_changed_by_a_function(restore: Restore) -> None:
     saved = {"model": backbone(1), "ema": backbone(2), "list": [1, 2]}
     state = {"model": backbone(0), "lists": [0]}
@@ -379,6 +385,7 @@ def test_dtypes(restore: Restore) -> None:
         {"rename": {"a": r"\9"}},
         {"rename": {"a": r"\g<b>"}},
         {"rename": {"a": None}},
+        {"rename": {("a", "b"): "c"}},
         {"rename": 5},
         {"only": 5},
     ],
