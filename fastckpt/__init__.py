@@ -36,7 +36,7 @@ if TYPE_CHECKING or not _is_command_line:
 
 if TYPE_CHECKING:
     from fastckpt.api.checkpointer import Checkpointer, Memory
-    from fastckpt.directories.export import HuggingFace, export
+    from fastckpt.directories.export import export
     from fastckpt.lazy.into import load_into
     from fastckpt.lazy.open import open as open
     from fastckpt.lazy.tensors import LazyTensor, LazyTensors
@@ -53,7 +53,6 @@ __all__ = [  # without open: `import *` must not hide the built-in
     "CorruptCheckpoint",
     "DeviceError",
     "Differences",
-    "HuggingFace",
     "IncompatibleCheckpoint",
     "LazyTensor",
     "LazyTensors",
@@ -81,7 +80,6 @@ __all__ = [  # without open: `import *` must not hide the built-in
 _NAMED_LATER = {
     "Checkpointer": "fastckpt.api.checkpointer",
     "Differences": "fastckpt.state.fit",
-    "HuggingFace": "fastckpt.directories.export",
     "LazyTensor": "fastckpt.lazy.tensors",
     "LazyTensors": "fastckpt.lazy.tensors",
     "Memory": "fastckpt.api.checkpointer",

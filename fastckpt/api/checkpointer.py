@@ -37,7 +37,6 @@ from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.options import Pacing
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.arguments.urls import StorageOptions, path_of, refuse_for_url
-from fastckpt.directories.export import HuggingFace, Writing, checked_export, export_step
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, as_url
 from fastckpt.formats.step_names import step_name
 from fastckpt.ranks import per_group
@@ -146,28 +145,19 @@ class Checkpointer:
             or disk that does not answer, and any call for an object store's answer. Default: 600.
         log: whether the first rank appends a line of JSON about each save, with the clocks of all
             ranks, to `saves.jsonl` in the root, for `fastckpt report`.
-        export: a HuggingFace, which says where steps are exported to, and which ones. save() begins
-            the export behind the save of the step, with the same fence, and so copies its tensors
-            once more. An export that fails, or cannot begin, costs no step: the next save() warns
-            of it, and `exported` or close() raises it. Pacing does not concern exports.
         before_commit, on_error: as fastckpt.save's. With "raise", save() raises the errors of steps
-            of this root alone; of others, and of exports, it warns. "warn" is of exports, too.
+            of this root alone; of other saves it warns.
 
     Attributes:
         restored_from: for each file that the last restore() or load() needed on this rank, by its
             name, the path that it was read from.
         differences: what was missing, unexpected, renamed and cast in the last restore() on this
             rank (see Differences).
-        exported: the SaveHandle of the export that was begun last; None before the first one.
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
-            group, the root is a file, `local` lies on the root's file system, or exports are to go
-            to the root or to have a directory among their files.
-        StorageError: a file that exports are to have is missing.
+            group, the root is a file, or `local` lies on the root's file system.
     """
-
-    exported: SaveHandle | None
 
     def __init__(
         self,
@@ -190,7 +180,6 @@ class Checkpointer:
         max_writers: int | None = None,
         timeout_s: float = TIMEOUT_S,
         log: bool = False,
-        export: HuggingFace | None = None,
         before_commit: Veto | None = None,
         on_error: OnError = "raise",
     ) -> None:
@@ -217,10 +206,8 @@ class Checkpointer:
             self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES
             self._reader: StepReader | None = None  # of the restore that is running
             self._logs, self._before_commit, self._handles = log, before_commit, list[InnerHandle]()
-            self._exports, self.exported = list[InnerHandle](), None
             self._tier: LocalTier | None = None
             self._closed = self._ended = False
-            self._export = checked_export(export, self._root, self._coordinator.rank == 0)
             self._memo = per_group.GroupMemo(self._coordinator)
             self._rank_of = ranks_within(self.group)
             if (tier := self._options.tier) is not None:
@@ -246,12 +233,12 @@ class Checkpointer:
             deadline_s: in how many seconds from now the job will end, as when StopSignals say that
                 it is to stop; all ranks pass one, or none does. Then drain_rate and max_writers do
                 not delay this save, and without `local` drain_rate no longer delays those in flight
-                either, for whose commits it waits. No export is begun. With `local` it waits for no
-                other step's drain, and goes to the nodes first, as ever;
-                but straight to the root if, by the times of the last step that was drained, it is
-                in the root in time only so, with a third of the time to spare. The error of an
-                earlier save does not prevent it, and is raised by the next save without a deadline
-                or by close(). Nothing is given up when the time is over, as below 0. Default: none.
+                either, for whose commits it waits. With `local` it waits for no other step's drain,
+                and goes to the nodes first; but straight to the root if, by the times of the last
+                step that was drained, it is in the root in time only so, with a third of the time
+                to spare. The error of an earlier save does not prevent it, and is raised by the
+                next save without a deadline or by close(). Nothing is given up when the time is
+                over, as below 0. Default: none.
 
         Returns:
             A SaveHandle, whose path is the step's directory. Its result() returns when the step is
@@ -320,11 +307,6 @@ class Checkpointer:
         current.rates.lift(self._root, deadline_s is not None and self._tier is None)
         handle = current.save(save)
         self._handles = [*self._handles, handle]
-        if self._export is not None and step % self._export.every == 0 and deadline_s is None:
-            ways = (self._fence, options.durable, options.staging_bytes, self._timeout_s)
-            how = Writing(self.group, *ways)
-            self.exported = export_step(state, step, self._export, how, self._on_error)
-            self._exports = [*filter(InnerHandle.may_be_told, self._exports), self.exported]
         return handle
 
     def restore(
@@ -529,7 +511,7 @@ class Checkpointer:
             pins.delete(shelves, check_integer("step", step))
 
     def close(self) -> None:
-        """Waits for the saves and exports in flight, and leaves the group. Idempotent. The first
+        """Waits for the saves in flight, and leaves the group. Idempotent. The first
         Ctrl-C logs what is awaited, a second gives it up; KeyboardInterrupt is raised in the end.
 
         Raises:
@@ -537,7 +519,7 @@ class Checkpointer:
         """
         if self._close(pressed=False):
             raise KeyboardInterrupt
-        handles, self._handles, self._exports = (*self._handles, *self._exports), [], []
+        handles, self._handles = self._handles, []
         for handle in filter(InnerHandle.may_be_told, handles):
             pipeline.raise_earlier(handle)
 
@@ -546,9 +528,8 @@ class Checkpointer:
         if self._ended:
             return False
         self._closed = True
-        pressed = ctrl_c.wait_or_give_up((*self._handles, *self._exports), pressed)
-        for lane in (self._root, *([] if self._export is None else [self._export.root])):
-            pipeline.current().wait_for(lane, ended=True)
+        pressed = ctrl_c.wait_or_give_up(self._handles, pressed)
+        pipeline.current().wait_for(self._root, ended=True)
         pipeline.current().rates.forget(self._root)
         self._opened.close()
         self._open.close()

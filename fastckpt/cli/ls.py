@@ -1,4 +1,4 @@
-"""`fastckpt ls`: lists the steps or the exports of a Checkpointer, and reads none of them.
+"""`fastckpt ls`: lists the steps of a Checkpointer, and reads none of them.
 
 The module must not know how a step is read.
 """
@@ -19,10 +19,9 @@ from fastckpt.cli.shared_arguments import real_root, shown_name
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline
-from fastckpt.steps.no_steps import is_export, steps_at, what_is_there
+from fastckpt.steps.no_steps import steps_at, what_is_there
 from fastckpt.steps.pins import is_pinned
 from fastckpt.steps.root import Steps
-from fastckpt.storage.file_system import reported
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,28 +57,8 @@ def _rows(steps: Steps, *, is_local: bool) -> Iterator[dict[str, Any]]:
     for fault in faults:
         state = "unreadable" if isinstance(fault.error, StorageError) else "damaged"
         yield {**_row(steps, fault.name, is_local), "state": state, "why": str(fault.error)}
-    begun = steps.incomplete()
-    exports = [name for name in begun if is_export(steps, name)]
-    rows = [{**_row(steps, name, is_local), **_export(steps, name)} for name in exports]
-    yield from sorted(rows, key=lambda row: row["saved"], reverse=True)
-    for name in begun:
-        if name not in exports:
-            yield {**_row(steps, name, is_local), "state": "not committed", "why": ""}
-
-
-def _export(steps: Steps, name: str) -> dict[str, Any]:
-    """Returns what there is to tell of an export, whose directory is not changed once it is whole.
-    Raises StorageError if a file cannot be looked at.
-    """
-    path, nbytes = steps.path(name), 0
-    with reported("list", path):
-        for file in steps.storage.names(path):
-            status = steps.storage.status(steps.path(name, file))
-            nbytes += 0 if status is None else status.st_size
-        status = steps.storage.status(path)
-    at = 0.0 if status is None else status.st_mtime  # None: a newer one has been committed since
-    saved = datetime.fromtimestamp(at, timezone.utc).isoformat(timespec="milliseconds")
-    return {"state": "export", "why": "", "nbytes": nbytes, "saved": saved}
+    for name in steps.incomplete():
+        yield {**_row(steps, name, is_local), "state": "not committed", "why": ""}
 
 
 def _row(steps: Steps, name: str, is_local: bool) -> dict[str, Any]:

@@ -87,9 +87,9 @@ _COMMANDS = {
         "list the steps under a root",
         "Lists the steps of a Checkpointer's root, the one committed last first: size, age, "
         "ranks, metrics and pins, and whether all their files are there with the right sizes "
-        "(`verify` reads them, too); or its exports. The exit status is 0, or 1 if a step is "
-        "damaged or there is nothing.",
-        _path("root", "ROOT", "a Checkpointer's root, or the directory of its exports"),
+        "(`verify` reads them, too). The exit status is 0, or 1 if a step is damaged or there is "
+        "nothing.",
+        _path("root", "ROOT", "a Checkpointer's root"),
         _local("also list what it has of ROOT"),
     ),
     "inspect": _command(

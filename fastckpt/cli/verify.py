@@ -32,7 +32,7 @@ from fastckpt.reading.verified import Body, opened_regular
 from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline
 from fastckpt.steps.copies import StepCopies
-from fastckpt.steps.no_steps import is_export, is_step, what_is_there
+from fastckpt.steps.no_steps import is_step, what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import persistently
 
@@ -155,7 +155,7 @@ def _steps_in(steps: Steps, is_local: bool = False) -> Iterator[Part]:
     """Yields the steps under a root, those that were not committed first."""
     begun = _without_manifest(steps)
     for name in begun:
-        if not is_export(steps, name):  # exports are named as steps are
+        if not _is_listed(steps.path(name)):  # an export may be named as a step is
             yield steps.path(name), _mention
     for name in sorted(steps.names()):
         if name not in begun:
@@ -174,12 +174,12 @@ def _beside_steps(steps: Steps) -> Iterator[Part]:
     yield from _in_directory(steps.root)
     if _is_listed(steps.root):
         return
-    exports = [name for name in _without_manifest(steps) if is_export(steps, name)]
+    listed = [name for name in _without_manifest(steps) if _is_listed(steps.path(name))]
     names = steps.storage.names(steps.root, directories=True)
-    below = [name for name in names if name in exports or not (name[0] == "." or NAME.match(name))]
+    below = [name for name in names if name in listed or not (name[0] == "." or NAME.match(name))]
     looked_into, passed_over = _bounded(steps.root, below)
     for name in looked_into:
-        if name not in exports and is_step(steps.path(name)):  # a copy that has a name of its own
+        if name not in listed and is_step(steps.path(name)):  # a copy that has a name of its own
             yield steps.path(name), partial(_verify_step, _steps(steps.path(name)), "", False)
         else:
             yield from _in_directory(steps.path(name))

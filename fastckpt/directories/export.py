@@ -11,34 +11,19 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module
 
-from fastckpt.arguments.checks import (
-    Fence,
-    OnError,
-    check_count,
-    check_path,
-    check_size,
-    optional,
-)
+from fastckpt.arguments.checks import Fence, check_path, check_size
 from fastckpt.arguments.near_names import listed, without_wrappers
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.save import Told, save_directory
+from fastckpt.directories.save import save_directory
 from fastckpt.directories.shared_files import SharedFiles, SharedTensor
-from fastckpt.directories.shelf import retain
-from fastckpt.directories.swap_place import names_in
-from fastckpt.directories.verify import list_of
-from fastckpt.errors import CheckpointError
 from fastckpt.formats import file_list, hugging_face, safetensors
-from fastckpt.formats.step_names import NAME as STEP_NAME
-from fastckpt.formats.step_names import step_name
 from fastckpt.formats.strict_json import check_text
 from fastckpt.formats.value_names import dotted, joined
 from fastckpt.plan.boxes import whole
@@ -46,7 +31,7 @@ from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
-from fastckpt.saving.handle import InnerHandle, SaveHandle
+from fastckpt.saving.handle import SaveHandle
 from fastckpt.state.dtensors import OtherRanks, Parts, wraps_others
 from fastckpt.state.fit import Fit, Rename
 from fastckpt.state.identity import NO_MEMORY, memory_of
@@ -57,68 +42,6 @@ from fastckpt.storage.file_system import Storage, reported
 log = logging.getLogger("fastckpt")
 
 _FILE_BYTES_MAX = 1 << 30  # of what is copied beside the tensors
-
-
-@dataclass(frozen=True)
-class HuggingFace:
-    """Exports of a run: where a Checkpointer exports which steps to, as fastckpt.export does.
-
-    Args:
-        directory: the directory of the exports, each of which is named like its step, such as
-            step-00001000.
-        every: steps that are multiples of this are exported.
-        keep_last: how many of the exports committed last stay, at least 1; None: all. There has to
-            be room for one more, until it has been committed. The directory is to belong to this
-            run; what is no export, or has other files in it, stays.
-        dtype, rename, only, shard_bytes, files: as fastckpt.export's. The first rank also looks for
-            the files when the Checkpointer is made.
-
-    Raises:
-        ValueError, TypeError: an argument is out of range, or of another type.
-    """
-
-    __module__ = "fastckpt"
-
-    directory: str | os.PathLike[str]
-    every: int = 1
-    keep_last: int | None = None
-    dtype: torch.dtype | None = None
-    rename: Rename | None = None
-    only: str | None = None
-    shard_bytes: int | str = "5GB"
-    files: Sequence[str | os.PathLike[str]] = ()
-
-    def __post_init__(self) -> None:
-        check_path("directory", self.directory)
-        check_count("every", self.every)
-        optional(check_count, "keep_last", self.keep_last)
-        _check_dtype(self.dtype)
-        check_size("shard_bytes", self.shard_bytes)
-        if isinstance(self.files, str | os.PathLike):
-            raise TypeError(f"files is {self.files!r}, must be a list of paths")
-        for file in self.files:
-            check_path("files", file)
-        _ = self.fit
-
-    @property
-    def fit(self) -> Fit:
-        """The rules for names."""
-        return Fit(rename=self.rename, only=self.only)
-
-    @cached_property  # looked up once, by who makes a Checkpointer: its close() must not hang
-    def root(self) -> str:
-        """The directory of the exports, without symbolic links."""
-        return os.path.realpath(check_path("directory", self.directory))
-
-
-class Writing(NamedTuple):
-    """How an export is written: as the arguments of fastckpt.export with these names."""
-
-    group: Any
-    fence: Fence
-    durable: bool
-    staging_bytes: int | str | None
-    timeout_s: float
 
 
 def export(
@@ -181,100 +104,40 @@ def export(
         StorageError: one of `files` cannot be read, or the look at `directory` has not returned for
             timeout_s. All other errors of the file system are raised by result().
     """
-    options = HuggingFace(directory, 1, None, dtype, rename, only, shard_bytes, files)
-    how = Writing(group, fence, durable, staging_bytes, timeout_s)
-    return _exported(state, check_path("directory", directory), options, how)
-
-
-def checked_export(options: object, root: str, is_first_rank: bool) -> HuggingFace | None:
-    """Returns a Checkpointer's `export`, given its root.
-
-    Raises:
-        ValueError, TypeError: it is something else, or exports would go to the root.
-        StorageError, ValueError: on the first rank, a file cannot be copied.
-    """
-    if options is None:
-        return None
-    if not isinstance(options, HuggingFace):
-        raise TypeError(f"export is {type(options).__name__}, must be a fastckpt.HuggingFace")
-    if options.root == root:
-        raise ValueError(f"export: {root!r} is the root of the steps: export to another directory")
-    for file in options.files if is_first_rank else ():
-        _check_file(pipeline.current().storage, check_path("files", file))
-    return options
-
-
-def export_step(
-    state: Any, step: int, options: HuggingFace, how: Writing, on_error: OnError
-) -> InnerHandle:
-    """Exports a step of a run, and removes older exports after the commit. What export() would
-    raise, the handle has; with on_error="warn" it is logged as well.
-    """
-    root = os.path.abspath(options.directory)  # links are followed in a bounded time, by the save
-    path, retaining = os.path.join(root, step_name(step)), None
-    if options.keep_last is not None:
-        retaining = partial(_retain, root, options.keep_last, path)
-    told: Told = "warn" if on_error == "warn" else "keep"
-    return _exported(state, path, options, how, on_error=told, retaining=retaining)
-
-
-def _retain(directory: str, keep_last: int, committed: str) -> None:
-    """Removes the exports of a run that were committed before this one, but the last of them.
-
-    What has a later time stays: it was committed meanwhile, or the clock was wrong.
-    """
-    storage, found = pipeline.current().storage, list[tuple[int, str]]()
-    own = storage.status(committed)
-    for name in storage.names(directory, directories=True):
-        status = storage.status(path := os.path.join(directory, name))
-        if own is None or status is None or not STEP_NAME.match(name):
-            continue
-        if status.st_mtime_ns < own.st_mtime_ns and _is_export(storage, path):
-            found.append((status.st_mtime_ns, path))
-    retain([committed, *(path for _time, path in sorted(found, reverse=True))], keep_last)
-
-
-def _is_export(storage: Storage, path: str) -> bool:
-    """Tells whether a directory holds the files of its list, and nothing else: what others have put
-    there, or a step of a Checkpointer, is not ours to remove.
-    """
-    try:
-        return {*names_in(storage, path, links=True)} == list_of(path, storage).keys() != set()
-    except (CheckpointError, OSError):  # it cannot be read, or has just been removed
-        return False
-
-
-def _exported(
-    state: Any,
-    path: str,
-    options: HuggingFace,
-    how: Writing,
-    on_error: Told = "raise",
-    retaining: Callable[[], None] | None = None,
-) -> InnerHandle:
-    shared, rank_of = per_group.together(how.group), ranks_within(how.group)
-    shard_bytes = check_size("shard_bytes", options.shard_bytes)
-    copied = [check_path("files", file) for file in options.files]
+    fit = Fit(rename=rename, only=only)
+    _check_dtype(dtype)
+    file_bytes = check_size("shard_bytes", shard_bytes)
+    if isinstance(files, str | os.PathLike):
+        raise TypeError(f"files is {files!r}, must be a list of paths")
+    copied = [check_path("files", file) for file in files]
+    shared, rank_of = per_group.together(group), ranks_within(group)
 
     def fill(draft: Draft) -> None:
         # Read once: an earlier export, which still runs, may add to it meanwhile.
         unequal, held = shared.unequal(), Parts(shared.coordinator.world_size, rank_of)
-        tensors = _named(state, options, draft, held, unequal)
-        parts = hugging_face.divided([tensor.nbytes for tensor in tensors], shard_bytes)
+        tensors = _named(state, fit, dtype, draft, held, unequal)
+        parts = hugging_face.divided([tensor.nbytes for tensor in tensors], file_bytes)
         names = hugging_face.file_names(len(parts))
         contents = {
             name: tensors[its.start : its.stop] for name, its in zip(names, parts, strict=True)
         }
         if shared.coordinator.rank == 0:
-            _add_others(draft, copied, contents, options.dtype, state)
-        alike = [("the argument shard_bytes", str(shard_bytes))]
+            _add_others(draft, copied, contents, dtype, state)
+        alike = [("the argument shard_bytes", str(file_bytes))]
         draft.add_shared(
             SharedFiles(contents, hugging_face.METADATA, alike, unequal, shared.note_unequal),
             {tensor.leaf.key: tensor.leaf.local for tensor in tensors},
         )
 
     return save_directory(
-        path, fill, on_error=on_error, retain=retaining, later=True, **how._asdict()
+        check_path("directory", directory),
+        fill,
+        group=group,
+        fence=fence,
+        durable=durable,
+        staging_bytes=staging_bytes,
+        timeout_s=timeout_s,
+        later=True,
     )
 
 
@@ -291,7 +154,8 @@ def _check_dtype(dtype: object) -> None:
 
 def _named(
     state: Any,
-    options: HuggingFace,
+    fit: Fit,
+    dtype: torch.dtype | None,
     draft: Draft,
     parts: Parts,
     unequal: frozenset[str],
@@ -304,7 +168,7 @@ def _named(
     found: dict[str, SharedTensor] = {}
     seen: set[object] = set()
     misfits: list[str] = []
-    for old, name, tensor in _renamed(tensors, options.fit):
+    for old, name, tensor in _renamed(tensors, fit):
         try:
             held = _held(old, tensor, parts, old in unequal)
         except OtherRanks:  # as all DTensors are, so one name is enough
@@ -322,15 +186,14 @@ def _named(
             raise ValueError(
                 f"{old!r} would be named {name!r}, which {other} is: choose by `only` or `rename`"
             )
-        is_cast = options.dtype is not None and tensor.dtype.is_floating_point
-        stored = options.dtype if options.dtype is not None and is_cast else tensor.dtype
+        stored = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
         leaf = held.leaf._replace(local=draft.held(held.leaf.local))
         found[name] = SharedTensor(name, stored, leaf)
     if misfits:
         raise TypeError(f"safetensors files cannot hold all of the state: {'; '.join(misfits)}")
     if not found:
         names = listed(old for old, _tensor in tensors)
-        left = f": only={options.only!r} and rename leave out {names}" if names else ""
+        left = f": only={fit.only!r} and rename leave out {names}" if names else ""
         raise ValueError(f"the state holds no tensor that is to be exported{left}")
     return [*found.values()]
 

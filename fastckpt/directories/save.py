@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any
 
 from fastckpt.arguments.checks import (
     ON_ERROR,
@@ -39,8 +39,6 @@ from fastckpt.storage.file_system import is_directory, reported
 
 log = logging.getLogger("fastckpt")
 
-Told = OnError | Literal["keep"]  # how the error of a save of a directory is told
-
 
 def save_directory(
     path: str,
@@ -52,7 +50,7 @@ def save_directory(
     backend: BackendName = "auto",
     durable: bool = True,
     staging_bytes: int | str | None = None,
-    on_error: Told = "raise",
+    on_error: OnError = "raise",
     timeout_s: float = TIMEOUT_S,
     retain: Callable[[], None] | None = None,
     replaces: bool = True,
@@ -74,8 +72,7 @@ def save_directory(
             hidden name; None: the parent of path.
         fence, backend, durable, staging_bytes, timeout_s: as fastckpt.save's.
         on_error: "raise": an error before this returns is raised here, a later one by result() or
-            by the next save. "keep": any error is raised so later. "warn": errors are logged, and
-            kept in the handle.
+            by the next save. "warn": errors are logged, and kept in the handle.
         retain: called in the background on the first rank, after the commit, to remove directories
             that are no longer needed.
         replaces: whether an old directory is replaced; if not, and there is one, the save fails.
@@ -91,7 +88,7 @@ def save_directory(
         Exception: fill() raised it (on_error="raise").
     """
     check_fence(fence)
-    check_choice("on_error", on_error, (*ON_ERROR, "keep"))
+    check_choice("on_error", on_error, ON_ERROR)
     options = WriteOptions(backend, durable, staging_bytes)
     given, handled = check_path("path", path), sys.exc_info()[1]
 

@@ -220,8 +220,8 @@ class InnerHandle(SaveHandle):
     """A SaveHandle as the library sees it: what the save notes in it, and who knows of its failure.
 
     Attributes:
-        kind: the saves that raise each other's errors: "file", "dcp", or a directory of steps or
-            exports.
+        kind: the saves that raise each other's errors: "file", "dcp", or a directory of steps or of
+            other checkpoints.
         unkept: called when its error has been told.
         tells: whether this rank, the first one, says what all ranks know.
         goes_on_told: whether a line has said what becomes of the save after Ctrl-C.

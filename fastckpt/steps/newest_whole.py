@@ -29,7 +29,7 @@ from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.copies import Fetch, StepCopies
 from fastckpt.steps.dead import may_be_committed
 from fastckpt.steps.load import StepReader
-from fastckpt.steps.no_steps import is_export, warn_once, what_is_there
+from fastckpt.steps.no_steps import warn_once, what_is_there
 from fastckpt.steps.root import Committed, Steps, in_order
 from fastckpt.storage.file_system import OWN_SHORTAGES, persistently
 from fastckpt.storage.vanishing import listed_anew
@@ -303,9 +303,8 @@ def candidates(
         if warn:
             log.warning("skipping a step: %s", fault.error)
     for name in persistently(steps.incomplete, steps.root) if warn else ():
-        # A drain writes it or has written it by now; or it is no save of a step.
         save = steps.known(name)
-        if save.is_begun or save.manifest is not None or is_export(steps, name):
+        if save.is_begun or save.manifest is not None:  # a drain writes it or has written it by now
             continue
         log.warning("skipping %s: its save was not committed", steps.path(name))
     if faults and not ordered:

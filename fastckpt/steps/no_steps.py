@@ -1,8 +1,7 @@
 """Texts about a directory that is not what the caller took it for; its path may be mistyped.
 
 They say what a root without committed steps holds, and what a directory is that was given as a
-file, or a step or the exports of a run that were given as a root. The module must not know who
-asked for a step.
+file, or a step that was given as a root. The module must not know who asked for a step.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from math import inf
 
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.errors import StorageError
-from fastckpt.formats import file_list, lease_record
+from fastckpt.formats import lease_record
 from fastckpt.formats.manifest import MANIFEST, is_manifest
 from fastckpt.formats.step_names import DELETED, NAME
 from fastckpt.saving import pipeline
@@ -42,11 +41,6 @@ def what_is_there(steps: Steps) -> str:
         told = (lease_record.NAME, DELETED)
         entries = sorted(name for name in storage.names(root) if not name.startswith(told))
     saves = [name for name in entries if NAME.match(name)]
-    if exports := [name for name in saves if is_export(steps, name)]:
-        return (
-            "there are exports further down, Hugging Face directories that fastckpt.open and "
-            f"load_into take: {_listed(exports)}"
-        )
     if saves:
         return f"there are only saves that were not committed: {_listed(saves)}"
     if not entries:
@@ -86,16 +80,6 @@ def is_step(root: str, timeout_s: float = inf) -> bool:
     except StorageError:  # of a store
         raise
     except OSError:  # the root does not exist yet, or a save or restore will raise this again
-        return False
-
-
-def is_export(steps: Steps, name: str) -> bool:
-    """Returns whether a directory without a manifest is an export of a Checkpointer, which is named
-    as the step: then it has a list of its files.
-    """
-    try:
-        return steps.storage.status(steps.path(name, file_list.NAME)) is not None
-    except OSError:  # it cannot be looked at, and is told as what has no manifest
         return False
 
 

@@ -532,13 +532,13 @@ def test_verify_reads_directories_by_their_list(
     assert status == 1 and re.match("damaged .*'one.pt' has", line)
 
 
-def test_verify_reads_exports_of_steps(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reads_exports_that_are_named_as_steps(
+    saved: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In a directory of their own, and beside the steps of another run."""
     for name in ("hf", "run"):
-        how = fastckpt.HuggingFace(saved / name)
-        with fastckpt.Checkpointer(saved / "exporting", export=how) as checkpointer:
-            for step in (7, 8):
-                checkpointer.save(step, state()).result()
+        for step in (7, 8):
+            fastckpt.export(state(), saved / name / f"step-{step:08d}").result()
         steps = () if name == "hf" else (1, 2)
         expected = [f"ok        {saved / name}/step-{step:08d}:" for step in (*steps, 7, 8)]
         status, lines = verified(capsys, saved / name)

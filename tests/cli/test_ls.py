@@ -6,9 +6,7 @@ import errno
 import json
 import logging
 import os
-import re
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -50,33 +48,6 @@ def test_steps_are_listed_the_last_first(disk: Path, capsys: pytest.CaptureFixtu
     assert main(["ls", str(disk / "run")]) == 0
     line = capsys.readouterr().out.splitlines()[0]
     assert line.startswith("step-00000020  root  2.30 MiB  ") and line.endswith("1 rank  committed")
-
-
-def test_exports_are_called_so(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    exports = fastckpt.HuggingFace(disk / "hf")
-    with fastckpt.Checkpointer(disk / "run", export=exports) as checkpointer:
-        checkpointer.save(1, {"w": torch.ones(3)})
-    (disk / "hf" / "step-00000002").mkdir()
-    rows = listed(capsys, str(disk / "hf"))
-    assert [row["state"] for row in rows] == ["export", "not committed"]
-    assert main(["ls", str(disk / "hf")]) == 0
-    assert re.match(r"step-00000001  root  .* old  export\n", capsys.readouterr().out)
-
-
-def test_exports_are_listed_the_newest_first(
-    disk: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for number, age_s in ((1, 60), (2, 7200), (10, 3600)):
-        name = disk / "hf" / f"step-{number:08d}"
-        fastckpt.export({"w": torch.ones(1000 * number)}, name).result(60)
-        os.utime(name, (time.time() - age_s,) * 2)
-    rows = listed(capsys, str(disk / "hf"))
-    assert [row["name"][-2:] for row in rows] == ["01", "10", "02"]
-    for row in rows:
-        files = Path(row["path"]).iterdir()
-        assert row["nbytes"] == sum(file.stat().st_size for file in files) > 4000
-    assert main(["ls", str(disk / "hf")]) == 0
-    assert re.search(r"step-00000010  root  \d+\.\d KiB  .* old  export", capsys.readouterr().out)
 
 
 def test_damage_that_sizes_tell(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

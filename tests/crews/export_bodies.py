@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -58,39 +57,9 @@ def export_tied(member: Member, path: str) -> int:
     return exported(state, path, group=member.group)
 
 
-def export_steps(member: Member, root: str, exports: str) -> int | None:
-    """Saves four steps of tensors that ranks hold parts of, and exports each second one."""
-    how = fastckpt.HuggingFace(exports, every=2, keep_last=1, only="m/*", rename={"^m/": ""})
-    with fastckpt.Checkpointer(root, group=member.group, export=how) as checkpointer:
-        for step in range(1, 5):
-            checkpointer.save(step, {"m": arranged(member, step), "step": step})
-    state = {"m": arranged(member, 0, blank=True), "step": 0}
-    with fastckpt.Checkpointer(root, group=member.group) as checkpointer:
-        return checkpointer.restore(state)
-
-
 def export_alone(member: Member, path: str) -> Outcome:
     """Exports DTensors without naming the group."""
     return attempt(lambda: exported(arranged(member, 0), path))
-
-
-def export_without_a_file(member: Member, root: str, exports: str) -> list[Any]:
-    """Saves a step that is to be exported with a file that is gone by then. Returns whether the
-    step was committed, and the kind of the export's error.
-    """
-    config = f"{root}.json"
-    if member.rank == 0:
-        Path(config).touch()
-    how = fastckpt.HuggingFace(exports, files=[config])
-    with fastckpt.Checkpointer(root, group=member.group, export=how) as checkpointer:
-        if member.rank == 0:
-            os.remove(config)
-        handle = checkpointer.save(1, {"m": arranged(member, 0)})
-        committed_s, exported = handle.result(WAIT_S).committed_s, checkpointer.exported
-        assert exported is not None
-        error = type(exported.exception(WAIT_S)).__name__
-    wait_for_directories(exports)
-    return [committed_s is not None, error]
 
 
 def export_what_differs(member: Member, path: str, what: str) -> Outcome:

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -448,6 +449,23 @@ def test_what_fails_at_once(disk: Path, on_error: str, caplog: pytest.LogCapture
         assert isinstance(handle.exception(0), RuntimeError)
         assert "was not saved: RuntimeError: no more" in caplog.text
     assert os.listdir(disk) == []
+
+
+def test_what_fails_at_once_keeps_nothing_alive(disk: Path) -> None:
+    """Neither what was to be saved, nor an error that the caller is handling as it was."""
+    saved = torch.ones(300)
+    alive = weakref.ref(saved)
+
+    def fill(draft: Draft, tensor: torch.Tensor) -> None:
+        raise StorageError("read", "x", 5) from OSError(5, f"{tensor.shape}")
+
+    try:
+        raise KeyError("mine")
+    except KeyError as error:
+        handle = save_directory(str(disk / "a"), partial(fill, tensor=saved), on_error="warn")
+        assert error.__traceback__ is not None
+    del saved
+    assert isinstance(handle.exception(0), StorageError) and alive() is None
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])

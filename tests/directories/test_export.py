@@ -7,13 +7,11 @@ test_directory_save.py does.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import math
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,7 +24,6 @@ import torch
 from torch import nn
 
 import fastckpt
-from fastckpt.cli import main
 from fastckpt.directories import export, swap_plan
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.shared_files import SharedFile, SharedTensor
@@ -35,8 +32,6 @@ from fastckpt.engine.staging import Allowance
 from fastckpt.errors import CheckpointError, PeerFailed, RanksDisagree, StagingConflict
 from fastckpt.formats.file_list import File
 from fastckpt.plan.boxes import Box, Piece
-from fastckpt.saving import pipeline
-from fastckpt.saving.handle import InnerHandle
 from fastckpt.state.tree import Leaf
 from fastckpt.storage.file_system import Storage
 from tests.accelerator import KIND
@@ -405,37 +400,6 @@ def test_what_is_not_an_export_is_not_replaced(disk: Path) -> None:
     assert bool(safetensors.torch.load_file(disk / "a" / "model.safetensors")["a"])
 
 
-# Exports of a Checkpointer
-
-
-@pytest.mark.parametrize("fence", ["call", "step"])
-def test_steps_are_exported(disk: Path, fence: Any) -> None:
-    model = nn.Linear(300, 200)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = {"model": model, "optimizer": optimizer, "step": 0}
-    how = fastckpt.HuggingFace(
-        disk / "hf", every=3, keep_last=2, dtype=torch.bfloat16, only="model/*", rename={".*/": ""}
-    )
-    weights = {}
-    with fastckpt.Checkpointer(disk / "run", fence=fence, export=how) as checkpointer:
-        for step in range(1, 11):
-            weights[step] = {key: each.clone() for key, each in model.state_dict().items()}
-            handle = checkpointer.save(step, state)
-            model(torch.randn(5, 300)).sum().backward()
-            optimizer.step()
-            assert handle.result(WAIT_S).committed_s is not None
-        assert checkpointer.exported is not None and checkpointer.exported.path.endswith("00000009")
-    assert sorted(os.listdir(disk / "hf")) == ["step-00000006", "step-00000009"]
-    more = dataclasses.replace(how, keep_last=5)  # than there are
-    with fastckpt.Checkpointer(disk / "run", export=more) as checkpointer:
-        checkpointer.save(12, state).result(WAIT_S)
-    assert len(os.listdir(disk / "hf")) == 3
-    for step in (6, 9):
-        assert_holds(disk / "hf" / f"step-{step:08d}", weights[step], torch.bfloat16)
-    with fastckpt.Checkpointer(disk / "run") as checkpointer:
-        assert checkpointer.restore(state) == 12
-
-
 def test_a_negated_view_is_not_the_tensor_that_it_views(disk: Path) -> None:
     numbers = torch.tensor([1 + 2j, 3 + 4j])
     fastckpt.export({"a": numbers.imag, "b": numbers.conj().imag}, disk / "a").result(WAIT_S)
@@ -446,186 +410,6 @@ def test_a_negated_view_is_not_the_tensor_that_it_views(disk: Path) -> None:
 def test_the_stats_name_a_backend(disk: Path) -> None:
     stats = fastckpt.export({"a": torch.ones(3)}, disk / "a").result(WAIT_S)
     assert stats.backend == "threads" and str(stats).endswith("; threads")
-
-
-def test_what_is_no_export_is_not_removed(disk: Path) -> None:
-    """Steps of another run, others' directories, and an export that something was added to."""
-    with fastckpt.Checkpointer(disk / "hf") as other:
-        other.save(1, {"a": torch.ones(3)})
-    (disk / "hf" / "step-00000002").mkdir()
-    (disk / "hf" / "step-00000003").mkdir()
-    (disk / "hf" / "step-00000003" / "thesis.txt").write_text("mine")
-    how = fastckpt.HuggingFace(disk / "hf", keep_last=1)
-    with fastckpt.Checkpointer(disk / "run", export=how) as checkpointer:
-        checkpointer.save(4, {"a": torch.ones(3)}).result(WAIT_S)
-        assert checkpointer.exported is not None
-        checkpointer.exported.result(WAIT_S)
-        (disk / "hf" / "step-00000004" / "eval.json").write_text("{}")
-        for step in (5, 6):
-            checkpointer.save(step, {"a": torch.ones(3)}).result(WAIT_S)
-            checkpointer.exported.result(WAIT_S)
-        wait_for_directories(str(disk / "hf"))
-        os.utime(disk / "hf" / "step-00000006", (2e9, 2e9))  # by a clock that was wrong
-        checkpointer.save(7, {"a": torch.ones(3)}).result(WAIT_S)
-    left = [path.name for path in sorted((disk / "hf").iterdir())]
-    assert left == [f"step-{step:08d}" for step in (1, 2, 3, 4, 6, 7)]
-    assert main(["verify", str(disk / "hf" / "step-00000006")]) == 0
-
-
-def test_what_cannot_be_read_is_not_removed(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And does not keep others from being removed."""
-    names = Storage.names
-
-    def refused(self: Storage, directory: str, **options: bool) -> list[str]:
-        if os.path.relpath(directory, disk) == "hf/step-00000001":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return names(self, directory, **options)
-
-    monkeypatch.setattr(Storage, "names", refused)
-    how = fastckpt.HuggingFace(disk / "hf", keep_last=1)
-    with fastckpt.Checkpointer(disk / "run", export=how) as checkpointer:
-        for step in (1, 2, 3):
-            checkpointer.save(step, {"a": torch.ones(3)}).result(WAIT_S)
-            assert checkpointer.exported is not None
-            checkpointer.exported.result(WAIT_S)
-            os.utime(checkpointer.exported.path, (step, step))  # clocks of file systems are coarse
-    pipeline.current().drain()  # old exports are removed after the result has been told
-    left = [path.name for path in sorted((disk / "hf").iterdir())]
-    assert left == ["step-00000001", "step-00000003"]
-
-
-def test_an_export_that_fails_is_told_as_a_save_that_fails(disk: Path) -> None:
-    how = fastckpt.HuggingFace(disk / "hf")
-    (disk / "hf" / "step-00000001").mkdir(parents=True)
-    (disk / "hf" / "step-00000001" / "mine.txt").write_text("mine")
-    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
-    checkpointer.save(1, {"a": torch.ones(3)}).result(WAIT_S)
-    with pytest.raises(CheckpointError, match="of no checkpoint"):
-        checkpointer.close()
-    assert checkpointer.steps() == [1]
-
-
-def test_an_export_that_fails_is_told_after_later_ones(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even if it fails just before the next one begins."""
-
-    def ended(_state: Any, step: int, *_how: Any) -> InnerHandle:
-        handle = InnerHandle(f"hf/{step}", 0.0)
-        if step == 1:
-            handle.set_exception(CheckpointError("the disk has gone"))
-        else:
-            handle.set_result(handle.stats)
-        return handle
-
-    monkeypatch.setattr("fastckpt.api.checkpointer.export_step", ended)
-    how = fastckpt.HuggingFace(disk / "hf")
-    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
-    for step in (1, 2):
-        checkpointer.save(step, {"a": torch.ones(3)})
-    with pytest.raises(CheckpointError, match="'hf/1', failed: the disk has gone"):
-        checkpointer.close()
-
-
-def test_an_export_that_fails_costs_no_step(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its error is heard all the same: as a warning by the next save, and raised by close()."""
-    how = fastckpt.HuggingFace(disk / "hf", every=2, only="none")
-    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
-    for step in (2, 3, 5):
-        checkpointer.save(step, {"a": torch.ones(3)}).result(WAIT_S)
-    told = [line for line in caplog.messages if "no tensor" in line]
-    assert len(told) == 1 and f"an earlier save, to '{disk}/hf/step-00000002', failed" in told[0]
-    with pytest.raises(ValueError, match="no tensor"):
-        checkpointer.close()
-    assert checkpointer.steps() == [2, 3, 5]
-
-
-@pytest.mark.parametrize("told_by", ["close", "handle", "block"])
-def test_an_export_that_cannot_begin_is_told_so_too(disk: Path, told_by: str) -> None:
-    weight = torch.ones(3, dtype=torch.complex64)
-    checkpointer = fastckpt.Checkpointer(disk / "run", export=fastckpt.HuggingFace(disk / "hf"))
-    assert checkpointer.save(1, {"a": weight}).result(WAIT_S).committed_s is not None
-    exported = checkpointer.exported
-    assert exported is not None and exported.path == str(disk / "hf" / "step-00000001")
-    assert not exported.reported
-    with pytest.raises(TypeError, match=r"'a' is of torch\.complex64"):
-        if told_by == "close":
-            checkpointer.close()
-        elif told_by == "handle":
-            exported.result(WAIT_S)
-        else:
-            with checkpointer:
-                assert checkpointer.steps() == [1]
-    checkpointer.close()
-    assert checkpointer.steps() == [1] and not (disk / "hf" / "step-00000001").exists()
-
-
-def test_an_export_that_cannot_begin_keeps_no_state(disk: Path) -> None:
-    for what, error in (
-        ({"dtype": torch.complex64}, TypeError),
-        ({}, fastckpt.StorageError),  # it has a cause
-    ):
-        how = fastckpt.HuggingFace(disk / "hf", files=[disk / "config.json"])
-        (disk / "config.json").write_text("{}")
-        with fastckpt.Checkpointer(disk / "run", export=how) as checkpointer:
-            (disk / "config.json").unlink()
-            weight = torch.ones(300, **what)
-            alive = weakref.ref(weight)
-            checkpointer.save(1, {"a": weight}).result(WAIT_S)
-            del weight
-            assert checkpointer.exported is not None
-            assert isinstance(checkpointer.exported.exception(WAIT_S), error)
-            assert alive() is None
-
-
-def test_an_error_that_is_being_handled_stays_as_it_is(disk: Path) -> None:
-    how = fastckpt.HuggingFace(disk / "hf", only="nothing")
-    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
-    try:
-        raise KeyError("mine")
-    except KeyError as error:
-        checkpointer.save(1, {"a": torch.ones(3)})
-        assert error.__traceback__ is not None
-    assert checkpointer.exported is not None and checkpointer.exported.exception(WAIT_S)
-    checkpointer.close()
-
-
-def test_a_save_that_fails_at_once_does_not_fail_the_export(disk: Path) -> None:
-    """Each is told by itself."""
-    (disk / "run").symlink_to(disk / "nowhere" / "deep")
-    how = fastckpt.HuggingFace(disk / "hf")
-    checkpointer = fastckpt.Checkpointer(disk / "run", export=how)
-    (disk / "nowhere").write_text("in the way")
-    handle = checkpointer.save(1, {"a": torch.ones(3)})
-    assert isinstance(handle.exception(WAIT_S), fastckpt.StorageError)
-    assert checkpointer.exported is not None
-    checkpointer.exported.result(WAIT_S)
-    checkpointer.close()
-    assert loaded(disk / "hf" / "step-00000001").keys() == {"a"}
-
-
-def test_files_are_looked_for_before_the_first_export(disk: Path) -> None:
-    with open(disk / "large", "wb") as large:
-        large.truncate((1 << 30) + 1)
-    for file, error, told in (
-        ("missing.json", fastckpt.StorageError, "missing.json' failed: No such file"),
-        ("large", ValueError, "large', which has more than 1.00 GiB"),
-        (".", ValueError, "which is a directory: give the path of each file"),
-    ):
-        how = fastckpt.HuggingFace(disk / "hf", files=[disk / file])
-        with pytest.raises(error, match=told):
-            fastckpt.Checkpointer(disk / "run", export=how)
-
-
-def test_exports_of_a_checkpointer_are_checked(disk: Path) -> None:
-    wrong: Any = "hf"
-    with pytest.raises(TypeError, match=r"must be a fastckpt\.HuggingFace"):
-        fastckpt.Checkpointer(disk / "run", export=wrong)
-    with pytest.raises(ValueError, match="is the root of the steps"):
-        fastckpt.Checkpointer(disk / "run", export=fastckpt.HuggingFace(disk / "run"))
-    for options in ({"every": 0}, {"keep_last": 0}, {"shard_bytes": "much"}):
-        with pytest.raises(ValueError, match=next(iter(options))):
-            fastckpt.HuggingFace(disk / "hf", **options)
 
 
 def sample(step: int) -> dict[str, torch.Tensor]:
@@ -710,21 +494,6 @@ def test_ranks_write_what_they_hold(
         size += index.stat().st_size if index.exists() else 0
         assert sum(written) == size and min(written) > size / ranks / 2, "each byte once"
     assert os.listdir(disk) == ["a"]
-
-
-@pytest.mark.multiprocess
-def test_steps_of_ranks_are_exported(crew: Callable[[int], Crew], disk: Path) -> None:
-    assert crew(2)(bodies.export_steps, str(disk / "run"), str(disk / "hf")) == [4, 4]
-    assert os.listdir(disk / "hf") == ["step-00000004"]
-    assert_holds(disk / "hf" / "step-00000004", {key: content(key) for key in TENSORS})
-
-
-@pytest.mark.multiprocess
-def test_an_export_that_one_rank_cannot_begin(crew: Callable[[int], Crew], disk: Path) -> None:
-    """The step is saved all the same, and each rank has its handle."""
-    told = crew(2)(bodies.export_without_a_file, str(disk / "run"), str(disk / "hf"))
-    assert told == [[True, "StorageError"], [True, "PeerFailed"]]
-    assert os.listdir(disk / "hf") == []
 
 
 @pytest.mark.multiprocess

@@ -191,12 +191,11 @@ for command in sys.argv[1].split(";"):
 
 def test_commands_take_urls(weed: Weed, root: str, disk: Path, bare: Any) -> None:
     """With the client's own conventions for what it has to know."""
-    export = fastckpt.HuggingFace(disk / "exports", every=2)
-    told: dict[str, Any] = {"log": True, "export": export}
-    with fastckpt.Checkpointer(root, storage_options=options(weed.port), **told) as saver:
+    with fastckpt.Checkpointer(root, storage_options=options(weed.port), log=True) as saver:
         for step in (1, 2):
             saver.save(step, state_of(step)).result()
-    for file in (disk / "exports" / "step-00000002").iterdir():
+    fastckpt.export(state_of(2), disk / "export").result()
+    for file in (disk / "export").iterdir():
         for name in ("copied", "damaged"):
             content = file.read_bytes()
             if name == "damaged" and file.suffix == ".safetensors":

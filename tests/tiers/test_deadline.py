@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import fastckpt
 from fastckpt import Checkpointer, CheckpointError, PeerFailed
@@ -64,13 +63,6 @@ def test_the_failure_of_an_earlier_save_is_left_to_close(disk: Path) -> None:
     with pytest.raises(CheckpointError, match=r"an earlier save, to .*step-00000001"):
         checkpointer.close()
     assert restored(disk) == 2
-
-
-def test_no_export_is_begun(disk: Path) -> None:
-    how = fastckpt.HuggingFace(disk / "hf")
-    with Checkpointer(disk / "run", export=how) as checkpointer:
-        checkpointer.save(1, {"w": torch.ones(9)}, deadline_s=SOON_S).result(WAIT_S)
-        assert checkpointer.exported is None
 
 
 def test_it_waits_for_no_drain_of_other_steps(disk: Path, local: Path) -> None:
