@@ -15,7 +15,7 @@ import pickletools
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import methodcaller
 from typing import Any, TypeAlias
 
@@ -64,6 +64,31 @@ class Ignored:
     """
 
     name: str
+
+    def made(self, *_arguments: Any) -> Ignored:
+        """Returns what stands for an object that is made with arguments."""
+        return Ignored(self.name)
+
+    def got(self, *_parts: Any) -> None:
+        """Is told what is added to the object."""
+
+
+@dataclass(eq=False, slots=True)
+class Kept(Ignored):
+    """Stands for what Ignored does, and keeps what the object is made with and what it gets."""
+
+    parts: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of_global(cls, module: str, name: str) -> Kept:
+        """Returns what stands for a class or function."""
+        return cls(f"{module}.{name}")
+
+    def made(self, *arguments: Any) -> Kept:
+        return Kept(self.name, [*arguments])
+
+    def got(self, *parts: Any) -> None:
+        self.parts += parts
 
 
 def loads(
@@ -216,7 +241,9 @@ class _Machine:
         target = self.stack[-1]
         if type(target) is list:
             target.extend(values)
-        elif type(target) is not Ignored:
+        elif isinstance(target, Ignored):
+            target.got(values)
+        else:
             raise ValueError("it appends to a value that is not a list")
         return at
 
@@ -234,7 +261,9 @@ class _Machine:
             if not {*map(type, keys)} <= {str}:
                 self._check_keys(keys)
             target.update(zip(keys, values[1::2], strict=True))
-        elif type(target) is not Ignored:
+        elif isinstance(target, Ignored):
+            target.got([*zip(values[::2], values[1::2], strict=True)])
+        else:
             raise ValueError("it puts items into a value that is not a dict")
         return at
 
@@ -244,15 +273,17 @@ class _Machine:
         if type(target) is set:
             self._check_keys(values)
             target.update(values)
-        elif type(target) is not Ignored:
+        elif isinstance(target, Ignored):
+            target.got(values)
+        else:
             raise ValueError("it adds items to a value that is not a set")
         return at
 
     def op_reduce(self, at: int) -> int:
         stack = self.stack
         arguments, called = stack.pop(), stack[-1]
-        if type(called) is Ignored:
-            stack[-1] = Ignored(called.name)
+        if isinstance(called, Ignored):
+            stack[-1] = called.made(arguments)
         elif type(called) is not Callee:
             raise Refused("a call of something that may not be called")
         elif type(arguments) is not tuple:
@@ -276,10 +307,15 @@ class _Machine:
         self.stack[-1] = self._named(self.stack[-1])
         return at
 
+    def op_next_buffer(self, at: int) -> int:
+        """Puts in the place of an array out of band what a persistent id None stands for."""
+        self.stack.append(None)
+        return self.op_binpersid(at)
+
     def op_newobj(self, at: int) -> int:
         named, arguments = self._last(2)
-        if type(named) is Ignored:
-            made: Any = Ignored(named.name)
+        if isinstance(named, Ignored):
+            made: Any = named.made(arguments)
         elif type(named) is not Instance:
             raise Refused("an instance of something that may have no instances")
         elif arguments != ():
@@ -290,17 +326,18 @@ class _Machine:
         return at
 
     def op_newobj_ex(self, at: int) -> int:
-        named, _arguments, _names = self._last(3)
-        if type(named) is not Ignored:
+        named, arguments, names = self._last(3)
+        if not isinstance(named, Ignored):
             raise Refused("an instance that is made with named arguments")
-        self.stack.append(Ignored(named.name))
+        self.stack.append(named.made(arguments, names))
         return at
 
     def op_build(self, at: int) -> int:
         state = self.stack.pop()
         target = self.stack[-1]
         kind = type(target)
-        if kind is Ignored:
+        if isinstance(target, Ignored):
+            target.got(state)
             return at
         record = self._records.get(kind)
         if record is None:

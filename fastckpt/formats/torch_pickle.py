@@ -9,6 +9,7 @@ from __future__ import annotations
 import copyreg
 import ctypes
 import gc
+import hashlib
 import io
 import pickle
 import sys
@@ -24,6 +25,8 @@ from typing import Any
 import torch
 
 from fastckpt.errors import CorruptCheckpoint
+from fastckpt.formats import plain_pickle
+from fastckpt.formats.plain_pickle import Kept
 from fastckpt.plan.image import BY_VALUE_BYTES
 
 with suppress(ImportError):  # torch's pickler would import it in the stall of the first save
@@ -342,6 +345,43 @@ def pickles(
     except Exception:  # the search has found a tensor, or an error that pickling will meet, too
         return search.found, b""
     return search.found, file.content if file.nbytes <= nbytes_max else b""
+
+
+class Pickled(bytes):
+    """The pickle of an object, for a comparison with another process's."""
+
+    def tobytes(self) -> bytes:
+        """Returns bytes that are equal for equal objects, whose pickles may differ by the order of
+        sets and dicts, and by which equal parts are one object; none if it cannot be read.
+        """
+        try:
+            made, _end = plain_pickle.loads(bytes(self), Kept.of_global, lambda _tensor: None)
+            return _digest(made, {})
+        except Exception:  # it is nested too deeply, or has operations of old protocols
+            return b""
+
+
+def _digest(value: Any, done: dict[int, bytes]) -> bytes:
+    """Returns a digest of a value of plain_pickle, in which lists have no order: some classes write
+    their sets as lists.
+    """
+    if id(value) in done:
+        return done[id(value)]
+    done[id(value)] = b"itself"
+    kind = type(value)
+    if kind is Kept:
+        parts = [value.name.encode(), *(_digest(part, done) for part in value.parts)]
+    elif kind is dict:
+        parts = sorted(_digest(key, done) + _digest(its, done) for key, its in value.items())
+    elif kind in (list, set, frozenset):
+        parts = sorted(_digest(item, done) for item in value)
+    elif kind is tuple:
+        parts = [_digest(item, done) for item in value]
+    else:
+        parts = [repr(value).encode(errors="replace")]
+    found = hashlib.blake2b(b" ".join((kind.__name__.encode(), *parts)), digest_size=16).digest()
+    done[id(value)] = found
+    return found
 
 
 class _Search(pickle.Pickler):

@@ -11,7 +11,7 @@ import json
 import logging
 import random
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastckpt.errors import RanksDisagree
@@ -25,6 +25,8 @@ _RANGE_BYTES = 128  # ranges are few and long, since each from a GPU is a copy o
 _RANGES_MAX = 4  # of one tensor
 _SAMPLED_MAX = SAMPLED_BYTES // _RANGE_BYTES  # tensors
 _VALUE_BYTES_MAX = 16 << 20  # of a value aside
+_ITEMS_MAX = 1 << 17  # of a container; _STEP of them are made a text at a time
+_STEP = 1000
 _VALUES_TOLD_MAX = 10
 _NAMED_MAX = 3  # differences in one message
 _GROUPS_MAX = 4  # of ranks, in one difference
@@ -110,7 +112,7 @@ class Description:
 
     def own_values(self) -> dict[str, int]:
         """Returns a number for each value aside, which is equal where the values are."""
-        found = {name: zlib.crc32(_bytes_of(value)) for name, value in self.aside.items()}
+        found = {name: _crc_of(value) for name, value in self.aside.items()}
         return found if self.small is None else found | dict(self.small._crcs())
 
     def _crcs(self) -> list[tuple[str, int]]:
@@ -187,16 +189,40 @@ def _tell_own(
             )
 
 
-def _bytes_of(value: object) -> bytes:
-    """Returns bytes that are equal for equal plain values: of long ones the beginning."""
-    if isinstance(value, str | bytes):
-        value = value[:_VALUE_BYTES_MAX]
+def _crc_of(value: object) -> int:
+    """Returns a number that is equal for equal values: of long ones of the beginning."""
+    crc, nbytes = 0, 0
     try:
-        if hasattr(value, "tobytes"):
-            return bytes(value.tobytes()[:_VALUE_BYTES_MAX])
-        return repr(value).encode(errors="replace")
+        for part in _parts(value):
+            crc = zlib.crc32(part, crc)
+            nbytes += len(part)
+            if nbytes >= _VALUE_BYTES_MAX:
+                break
     except ValueError:  # an int that has more digits than Python writes: nobody can tell
-        return b""
+        pass
+    return crc
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """Yields bytes of a value aside: the texts of many items not in one call, which would keep
+    Python's other threads waiting.
+    """
+    if hasattr(value, "tobytes"):
+        yield value.tobytes()[:_VALUE_BYTES_MAX]
+        return
+    if type(value) is frozenset:  # of keys, of which the beginning would depend on the order
+        value = (len(value), *sorted(map(_key_text, value)) * (len(value) <= _ITEMS_MAX))
+    if type(value) is not tuple:
+        value = (value[:_VALUE_BYTES_MAX] if isinstance(value, str | bytes) else value,)
+    for begin in range(0, min(len(value), _ITEMS_MAX), _STEP):
+        yield repr(value[begin : begin + _STEP]).encode(errors="replace")
+
+
+def _key_text(key: object) -> str:
+    """Returns a text of a dict's key: of one whose own may differ between processes its type."""
+    parts = key if type(key) is tuple else (key,)
+    is_plain = all(type(each) in (str, bytes, int, float, bool, type(None)) for each in parts)
+    return repr(key) if is_plain else type(key).__name__
 
 
 def disagreement(

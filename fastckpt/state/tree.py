@@ -17,10 +17,9 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import safetensors
-from fastckpt.formats.object_digests import Container, Pickled
 from fastckpt.formats.record_division import SMALL_BYTES, SMALL_SUM_BYTES_MAX
 from fastckpt.formats.strict_json import check_text, check_texts
-from fastckpt.formats.torch_pickle import pickles
+from fastckpt.formats.torch_pickle import Pickled, pickles
 from fastckpt.formats.value_names import below, items_in, joined
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.state.dtensors import Part, Parts, wraps_others
@@ -189,9 +188,10 @@ class Flat:
         objects: the state with placeholders where leaves and values of single ranks were.
         per_rank: this rank's values, by name.
         kinds: the kinds of the tensors that stay in `objects`, but not inside other objects there.
-        aside: plain values, skeletons of containers, NumPy's arrays and pickles of other objects in
-            `objects`, by name, which never change, and the small tensors among them; only if
-            several ranks save.
+        aside: what ranks compare of `objects`, by name, only if several ranks save: plain values,
+            the keys of dicts (a frozenset), the kind, length and plain items of lists and tuples (a
+            tuple), NumPy's arrays and pickles of other objects, which never change, and the small
+            tensors among them.
     """
 
     leaves: list[Leaf] = field(default_factory=list)
@@ -356,13 +356,13 @@ class _Flattening:
         self.above[id(value)] = name
         nest: Any
         if type(value) in (dict, OrderedDict):
-            self._set_aside(name, Container("dict", len(value), tuple(value)))
+            self._note(name, frozenset(value))
             nest = {k: self.visit(v, below(name, str(k)), depth + 1) for k, v in value.items()}
             nest = {ESCAPED: nest} if nest.keys() & _PLACEHOLDERS else nest
         elif type(value) in (list, tuple):
             is_plain = {*map(type, value)} <= ATOMS
             plain = value if is_plain else (v for v in value if type(v) in ATOMS)
-            self._set_aside(name, Container(type(value).__name__, len(value), tuple(plain)))
+            self._note(name, (type(value).__name__, len(value), *plain))
             nest = (
                 [*value]
                 if is_plain
@@ -404,11 +404,17 @@ class _Flattening:
 
     def _as_it_is(self, value: Any, name: str | None) -> Any:
         """Returns a value that the first rank pickles whole; raises if it holds DTensors."""
-        self._set_aside(name, value)
-        if type(value) in PLAIN_TENSORS:
+        kind = type(value)
+        if kind in ATOMS:
+            self._note(name, value)
+        elif self.is_one_of_several and kind.__module__ == "numpy":
+            is_small = 0 < getattr(value, "nbytes", 0) <= SMALL_BYTES
+            if is_small and not value.dtype.hasobject:
+                self._note(name, value.copy())
+        if kind in PLAIN_TENSORS:
             if not value.is_nested:
                 self.flat.kinds.append(TensorSpec(name or "", value.dtype, value.shape))
-        elif type(value) not in _WITHOUT_TENSORS and id(value) not in self.searched:
+        elif kind not in _WITHOUT_TENSORS and id(value) not in self.searched:
             self.searched[id(value)] = value
             found, content = pickles(value, is_of_several_ranks, self.pickled_left)
             if content and not isinstance(value, torch.Tensor):
@@ -423,19 +429,10 @@ class _Flattening:
                 )
         return value
 
-    def _set_aside(self, name: str | None, value: Any) -> None:
-        """Notes a plain value, a skeleton, or a copy of an array of NumPy's, for a comparison
-        between ranks.
-        """
-        if not self.is_one_of_several:
-            return
-        kind = type(value)
-        if kind in ATOMS or kind is Container:
-            self.flat.aside[name or ""] = value
-            return
-        is_small = kind.__module__ == "numpy" and 0 < getattr(value, "nbytes", 0) <= SMALL_BYTES
-        if is_small and not value.dtype.hasobject:
-            self.flat.aside[name or ""] = value.copy()
+    def _note(self, name: str | None, its: Any) -> None:
+        """Notes what ranks compare of a value."""
+        if self.is_one_of_several:
+            self.flat.aside[name or ""] = its
 
     def _unique(self, name: str) -> str:
         key, number = name, 1
