@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,7 +40,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron_cpu import on_cpu
 
 from fastckpt.integrations import megatron
@@ -307,14 +306,14 @@ def empty_directory(path: str) -> str:
 
 @on_the_cpu
 def save_through(member: Member, root: str, wrapped: bool, asynchronous: bool) -> Any:
-    """What is loaded of a small state after a checked save, and the files' names."""
+    """What is loaded of a small state after saves by Megatron's save(), and the files' names."""
     path = empty_directory(root)
     strategy: Any = megatron.SaveStrategy()
     if wrapped:
         strategy = FullyParallelSaveStrategyWrapper(strategy, dist.group.WORLD)
     for value in (4.0, 2.0):  # the second time the strategy is known
         state = small_state(member.rank, value)
-        request = megatron.save_checked(state, path, strategy, async_sharded_save=asynchronous)
+        request = mdc.save(state, path, strategy, async_sharded_save=asynchronous)
         for finalize in request.finalize_fns if asynchronous else ():
             finalize()
     dist.barrier()
@@ -323,54 +322,6 @@ def save_through(member: Member, root: str, wrapped: bool, asynchronous: bool) -
         "stock": loaded_small(member.rank, path, None),
     }
     return found, sorted(os.listdir(path))
-
-
-@contextlib.contextmanager
-def not_taken(real: bool) -> Iterator[None]:
-    """Inside, Megatron does not take our strategy for one that it may use, as later versions may
-    not.
-
-    Args:
-        real: Megatron itself replaces it; it does so from 0.17 on.
-    """
-    if real:
-        other = type("Other", (TorchDistSaveShardedStrategy,), {})
-        with mock.patch.object(mdc.serialization, "TorchDistSaveShardedStrategy", other):
-            yield
-        return
-    save = mdc.save
-
-    def replacing(state: Any, path: str, _strategy: Any, **options: Any) -> Any:
-        return save(state, path, None, **options)
-
-    with mock.patch.object(mdc, "save", replacing):
-        yield
-
-
-@on_the_cpu
-def save_replaced(member: Member, root: str, real: bool) -> tuple[Outcome, bool]:
-    """What save_checked() says when Megatron saves by itself, and whether the result loads."""
-    path = empty_directory(root)
-    state = small_state(member.rank, 2.0)
-    with not_taken(real):
-        told = attempt(lambda: megatron.save_checked(state, path))
-    dist.barrier()
-    return told, loaded_small(member.rank, path, None)["same"] == [2.0]
-
-
-@on_the_cpu
-def save_mixed(member: Member, root: str) -> Outcome:
-    """What save_checked() says when the directory shows files of others."""
-    path = empty_directory(root)
-    strategy = megatron.SaveStrategy()
-
-    def replacing(state: Any, *_: Any, **options: Any) -> Any:
-        strategy.begun += 1
-        return mdc_save(state, path, None, **options)
-
-    mdc_save = mdc.save
-    with mock.patch.object(mdc, "save", replacing):
-        return attempt(lambda: megatron.save_checked(small_state(member.rank, 2.0), path, strategy))
 
 
 @on_the_cpu
@@ -395,6 +346,14 @@ def save_without_finalizing(member: Member, path: str, die: bool) -> Any:
     for finalize in request.finalize_fns:
         finalize()
     return request.async_fn, request.preload_fn, sorted(os.listdir(path))
+
+
+@on_the_cpu
+def load_into_fsdp(_member: Member, root: str) -> Outcome:
+    """What comes of a load into a model that says that it is Megatron-FSDP's."""
+    model, _optimizer, _scheduler = build(2, 1)
+    model.module.ddp_config = argparse.Namespace(use_megatron_fsdp=True)
+    return attempt(lambda: megatron.load_checkpoint(model, load=root))
 
 
 @on_the_cpu
@@ -524,12 +483,3 @@ def bytes_of_reshard(_member: Member, root: str, save: Any, load: Any) -> tuple[
     finally:
         del staging.read
     return took, needed
-
-
-@on_the_cpu
-def convert_numbered(member: Member, src: str, dst: str, how: Any) -> None:
-    if member.rank == 0:
-        shutil.rmtree(dst, ignore_errors=True)
-    dist.barrier()
-    megatron.convert(src, dst, **how)
-    dist.barrier()

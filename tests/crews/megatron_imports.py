@@ -10,7 +10,6 @@ import megatron.core.models.gpt.gpt_layer_specs
 import megatron.core.optimizer
 
 import tests.crews.megatron_bodies
-import tests.crews.megatron_fsdp
 import tests.crews.megatron_layouts
 import tests.crews.megatron_training
 

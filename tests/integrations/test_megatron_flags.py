@@ -300,10 +300,11 @@ def obeys_data_parallel_random_init(run: Run) -> None:
     assert run(("do", training.load_as_second_replica, 4))[0] == {"random": 6.0}
 
 
-def obeys_format(run: Run) -> None:
-    flag_support.check(argparse.Namespace(ckpt_format="fsdp_dtensor", save=None))
-    with pytest.raises(NotImplementedError, match="ckpt_format is 'fsdp_dtensor'"):
-        flag_support.check(argparse.Namespace(ckpt_format="fsdp_dtensor", save="run"))
+def obeys_format(_run: Run) -> None:
+    flag_support.check(argparse.Namespace(ckpt_format="torch_dist"))
+    for name in ("torch_dcp", "fsdp_dtensor"):
+        with pytest.raises(NotImplementedError, match=f"ckpt_format is '{name}'"):
+            flag_support.check(argparse.Namespace(ckpt_format=name))
 
 
 PROGRESS = [("do", training.progress)]

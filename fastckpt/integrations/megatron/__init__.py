@@ -20,15 +20,11 @@ if TorchVersion(_version) > TRIED:
     )
 
 try:
-    from fastckpt.integrations.megatron.check_strategies import check_calls, save_checked
-    from fastckpt.integrations.megatron.convert_checkpoint import convert
     from fastckpt.integrations.megatron.load import load_checkpoint
     from fastckpt.integrations.megatron.save import save_checkpoint
     from fastckpt.integrations.megatron.saves import Saves
     from fastckpt.integrations.megatron.strategies import LoadStrategy, SaveStrategy
     from fastckpt.integrations.megatron.training import install
-
-    check_calls()
 except (ImportError, AttributeError) as error:
     raise ImportError(
         f"{__name__} does not fit megatron-core {_version} (tried: 0.16.1 to {TRIED}): {error}"
@@ -38,9 +34,7 @@ __all__ = [
     "LoadStrategy",
     "SaveStrategy",
     "Saves",
-    "convert",
     "install",
     "load_checkpoint",
-    "save_checked",
     "save_checkpoint",
 ]

@@ -30,10 +30,6 @@ def _one_of(*values: Any) -> Refusal:
     return lambda value, _args: value in values
 
 
-def _unsaved_format(value: Any, args: Any) -> bool:
-    return value in ("torch", "torch_dcp") or (value == "fsdp_dtensor" and bool(args.save))
-
-
 def _no_type(value: Any, args: Any) -> bool:
     return bool(value) and getattr(args, "non_persistent_ckpt_type", None) is None
 
@@ -69,7 +65,7 @@ _READER = "Each rank reads the ranges that it needs, and no collective runs."
 _SAMPLES = "Written by Megatron itself."
 _LEGACY = "Refused: it is of the format `torch`, which fastckpt does not load."
 _NAMED = "Deprecated; Megatron passes over it too."
-_CONVERT = "Refused: convert without `install()`, or by fastckpt's `convert()`."
+_CONVERT = "Refused: convert without `install()`."
 _FROM_ARGS = "Megatron reads the arguments, of the iteration that is then loaded: the last commit."
 _FT = "The sections `checkpointing` of saves, and what was loaded, are told to the package."
 
@@ -270,21 +266,20 @@ FLAGS = (
     FlagSupport(
         "ckpt_format",
         "obeyed",
-        "`torch_dist`; without `--save` also `fsdp_dtensor`. `torch`, `torch_dcp`, and "
-        "`fsdp_dtensor` with `--save` are refused.",
-        _unsaved_format,
+        "`torch_dist`. `torch`, `torch_dcp` and `fsdp_dtensor` are refused.",
+        _one_of("torch", "torch_dcp", "fsdp_dtensor"),
         default="torch_dist",
     ),
     FlagSupport(
         "auto_detect_ckpt_format",
         "no effect",
-        "The format is seen in the directory in any case; `torch` and `torch_dcp` are not loaded.",
+        "The format is seen in the directory in any case; `torch_dist` alone is loaded.",
         default=False,
     ),
     FlagSupport(
         "strict_fsdp_dtensor_load",
         "refused",
-        "Refused: `fsdp_dtensor` is loaded whole.",
+        "Refused: it is of the format `fsdp_dtensor`, which fastckpt does not load.",
         _one_of(False),
         default=True,
         option="--no-strict-fsdp-dtensor-load",

@@ -23,7 +23,6 @@ from megatron.core import dist_checkpointing, parallel_state
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.arguments.checks import check_path
 from fastckpt.directories import iterations
-from fastckpt.integrations.megatron import fsdp
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.optimizer import SHARDING
 from fastckpt.integrations.megatron.state import (
@@ -122,16 +121,15 @@ def load_checkpoint(
     """Loads the iteration that was committed last, in place. All ranks call it.
 
     That is the one which the tracker names, unless a higher one was committed after the tracker had
-    moved. Stock Megatron may have saved it, on other tensor, pipeline and data parallel sizes. A
-    model in Megatron-FSDP loads the format fsdp_dtensor, others torch_dist. If an iteration is
-    damaged, all ranks take the one committed before it, with a warning. A later non-persistent
-    checkpoint is preferred.
+    moved. Stock Megatron may have saved it, on other tensor, pipeline and data parallel sizes. If
+    an iteration is damaged, all ranks take the one committed before it, with a warning. A later
+    non-persistent checkpoint is preferred.
 
     Args:
         model, optimizer, opt_param_scheduler: as save_checkpoint's; what is None is not loaded.
         load: the run's directory.
         iteration: load this one, and no other.
-        strict: whether the model must know all that was saved of it; not used with Megatron-FSDP.
+        strict: whether the model must know all that was saved of it.
         load_rng: whether random number generators get their saved states; on another parallelism
             they are left alone.
         weights_only: as torch.load's; False runs code from the files.
@@ -251,6 +249,10 @@ def _is_damage(error: BaseException) -> bool:
     return isinstance(error, _DAMAGE) or (isinstance(error, OSError) and error.errno in _MISSING)
 
 
+def _is_by_fsdp(model: Any) -> bool:
+    return bool(getattr(getattr(model, "ddp_config", None), "use_megatron_fsdp", False))
+
+
 class _Loading:
     """One attempt to load one directory."""
 
@@ -270,7 +272,6 @@ class _Loading:
         self._models, self._optimizer, self._scheduler = chunks(model), optimizer, scheduler
         self._state: Any = None
         self._by_megatron = False  # whether Megatron itself loads the optimizer
-        self._fsdp: fsdp.Restore | None = None
 
     def look(self) -> None:
         """Reads the metadata and the common state, without a collective."""
@@ -285,33 +286,19 @@ class _Loading:
             )
         if not os.path.isfile(os.path.join(self._path, iterations.CONFIG)):
             if any(key.startswith("model.") for key in self._metadata.state_dict_metadata):
-                self._look_at_fsdp()
-                return
+                raise IncompatibleCheckpoint(
+                    f"{self._path!r} is in the format fsdp_dtensor or torch_dcp, which is loaded "
+                    "by torch.distributed.checkpoint.load with a fastckpt.integrations.dcp.Reader"
+                )
             raise CorruptCheckpoint(f"{iterations.CONFIG!r} is missing")
-        if fsdp.is_wrapped(self._models):
+        if any(_is_by_fsdp(model) for model in self._models):
             raise IncompatibleCheckpoint(
-                f"{self._path!r} is in the format torch_dist, but a model in Megatron-FSDP loads "
-                "fsdp_dtensor alone"
+                f"{self._path!r} is in the format torch_dist, which a model in Megatron-FSDP does "
+                "not load"
             )
         self.common = stored_common(self._path, self._metadata, self._weights_only)
 
-    def _look_at_fsdp(self) -> None:
-        if not fsdp.is_wrapped(self._models):
-            raise IncompatibleCheckpoint(
-                f"{self._path!r} is in the format fsdp_dtensor or torch_dcp: the former is loaded "
-                "into a model in Megatron-FSDP, the latter by torch.distributed.checkpoint.load "
-                "with a fastckpt.integrations.dcp.Reader"
-            )
-        self.common = fsdp.stored_common(self._path, self._metadata, self._weights_only)
-        self._fsdp = fsdp.Restore(
-            self._path, self._metadata, self._models, self._optimizer, self._weights_only
-        )
-
     def read(self) -> None:
-        if self._fsdp is not None:
-            self._fsdp.read()
-            self._state = {**self.common, RNG: fsdp.own_rng(self.common)}
-            return
         keys = self._metadata.state_dict_metadata
         content = dict(self.common.get("content_metadata") or {})
         content = {**content_metadata(content.get(SHARDING, "")), **content}
@@ -352,10 +339,14 @@ class _Loading:
 
     def put(self, load_rng: bool) -> None:
         """Gives model, optimizer, schedule and generators what was read."""
-        if self._fsdp is not None:
-            self._fsdp.put()
-        else:
-            self._put_shards()
+        strict = self._request.strict and self._request.strictness not in _LENIENT
+        for name, model in named(self._models):
+            model.load_state_dict(self._state[name], strict=strict)
+        if self._by_megatron:
+            with optimizers.steps_known(self._optimizer):
+                self._optimizer.load_state_dict(self._state["optimizer"])
+        if self._optimizer is not None:
+            optimizers.part_steps(self._optimizer)
         if self._scheduler is not None and "opt_param_scheduler" in self._state:
             if hasattr(self._scheduler, "num_steps"):
                 self._scheduler.num_steps = 0  # Megatron's adds the number saved to this
@@ -371,13 +362,3 @@ class _Loading:
                 "was saved without them or on another parallelism",
                 self._path,
             )
-
-    def _put_shards(self) -> None:
-        strict = self._request.strict and self._request.strictness not in _LENIENT
-        for name, model in named(self._models):
-            model.load_state_dict(self._state[name], strict=strict)
-        if self._by_megatron:
-            with optimizers.steps_known(self._optimizer):
-                self._optimizer.load_state_dict(self._state["optimizer"])
-        if self._optimizer is not None:
-            optimizers.part_steps(self._optimizer)

@@ -53,9 +53,7 @@ class StoredBuckets:
         keys = object_keys(metadata)
         self.groups = sorted(key.removesuffix(ending) for key in keys if key.endswith(ending))
 
-    def arrays(
-        self, own: str = "", expected: dict[str, list[Piece]] | None = None
-    ) -> dict[str, list[Piece]]:
+    def arrays(self, own: str, expected: dict[str, list[Piece]]) -> dict[str, list[Piece]]:
         """Returns the pieces that are stored in each array, by its name without the state's.
 
         Args:

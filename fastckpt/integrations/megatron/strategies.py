@@ -135,7 +135,7 @@ class Writer(dcp.Writer):
 
 
 class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Saves for megatron.core.dist_checkpointing.save; save_checked() checks that it is used.
+    """Saves for megatron.core.dist_checkpointing.save.
 
     The save begins in async_save() and commits in the background, whether or not the request is
     ever finalized; finalizing waits for the commit. No process is started, and the training thread
@@ -146,16 +146,12 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         timeout_s: the longest that ranks wait for each other, in seconds.
         on_error: "raise": a save's failure that nobody asked for is raised by the next save.
             "warn": it is logged.
-
-    Attributes:
-        begun: how many saves have begun.
     """
 
     def __init__(
         self, *, fence: Fence = "call", timeout_s: float = 600.0, on_error: OnError = "raise"
     ) -> None:
         super().__init__(BACKEND, VERSION)
-        self.begun = 0
         self._options: dict[str, Any] = {
             "fence": fence,
             "timeout_s": timeout_s,
@@ -190,7 +186,6 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         """Begins to save a state dict without its common state and with its factories applied;
         `common` and `afterwards` are Writer's.
         """
-        self.begun += 1
         held = dict(holdings(nested_values(sharded_state_dict)))
         is_common_new = common is None and _COMMON_KEY not in held  # Megatron's own save() calls
         handle: InnerHandle = dcp.async_save(
