@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import documents
@@ -34,7 +34,6 @@ from rivals.process import in_process_of, reason_of
 LOGS = ROOT / "build" / "bench-all"
 TINY = ROOT / "build" / "bench-tiny"
 PART_S = 1800
-XFS_BYTES = 12 << 30  # of a file with holes
 
 
 def prepared() -> None:
@@ -44,21 +43,6 @@ def prepared() -> None:
         in_process_of(DcpToS3({}, ""), try_out)
     except Exception as error:  # the part says the same
         progress(f"{DcpToS3.name}: {reason_of(error)}")
-
-
-@contextlib.contextmanager
-def xfs(directory: Path) -> Iterator[Path]:
-    """XFS on a loop device in a file of this directory."""
-    image, mounted = directory / "image", directory / "mounted"
-    mounted.mkdir()
-    with open(image, "wb") as file:
-        file.truncate(XFS_BYTES)
-    subprocess.run(["mkfs.xfs", "-q", image], check=True)
-    subprocess.run(["mount", "-o", "loop", image, mounted], check=True)
-    try:
-        yield mounted
-    finally:
-        subprocess.run(["umount", mounted], check=True)
 
 
 def is_done(command: str, file: Path) -> bool:
@@ -86,11 +70,6 @@ def run(part: Part, more: str, parent: Path, file: Path) -> str:
     environment |= {"OMP_NUM_THREADS": "1"} if part.ranks else {}
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(harness.place(part.name, parent))
-        if part.on_xfs:
-            try:
-                directory = stack.enter_context(xfs(directory))
-            except (OSError, subprocess.CalledProcessError) as error:
-                return f"no XFS to measure on: {error}"
         log = stack.enter_context(open(LOGS / f"{part.name}.log", "w"))
         command = part.arguments(more, directory, out)
         with subprocess.Popen(command, env=environment, stdout=log, stderr=log) as process:

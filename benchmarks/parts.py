@@ -26,7 +26,6 @@ class Part(NamedTuple):
         told: the script and its options.
         tiny: options that follow where only the scripts are tried.
         ranks: processes that torchrun starts; 0: the script starts what it needs itself.
-        on_xfs: it is measured on XFS on a loop device, which takes root.
         usual: it is run unless --parts names others.
     """
 
@@ -34,7 +33,6 @@ class Part(NamedTuple):
     told: str
     tiny: str
     ranks: int = 0
-    on_xfs: bool = False
     usual: bool = True
 
     @property
@@ -79,7 +77,6 @@ PARTS = (
     Part("export", "export.py --size 2 --rounds 5", "--size 0.03 --rounds 1", ranks=4),
     Part("megatron", "megatron_saves.py --rounds 5", "--hidden 64 --rounds 1", ranks=2),
     Part("torchtitan", "torchtitan_saves.py --rounds 5", "--ballast 8 --rounds 1", ranks=2),
-    Part("reuse", "reuse.py --rounds 6", "--layers 2 --width 512 --rounds 2", on_xfs=True),
     Part("objects", "objects.py --gib 0.5 --rounds 3", "--gib 0.02 --rounds 1 --servers drain"),
     Part("memory", "memory.py --gib 0.5 --rounds 3", TINY_MEMORY),
     Part("burst", "burst.py --rounds 3", "--size 8 --rounds 1", usual=False),

@@ -20,11 +20,9 @@
 #include "cast/cast.h"
 #include "check.h"
 #include "crc32/crc32.h"
-#include "engine/cloning.h"
 #include "engine/engine.h"
 #include "engine/scattered_writes.h"
 #include "planes/planes.h"
-#include "polyval/polyval.h"
 
 namespace py = pybind11;
 
@@ -90,20 +88,6 @@ Transfer python_transfer(py::function function) {
     };
 }
 
-// Wraps a test double's function (target, source, offset, nbytes), which may raise OSError.
-Clone python_clone(py::function function) {
-    return [held = kept(std::move(function))](int target, int source, uint64_t offset,
-                                              uint64_t nbytes) {
-        py::gil_scoped_acquire gil;
-        try {
-            (*held)(target, source, offset, nbytes);
-            return 0;
-        } catch (py::error_already_set& error) {
-            return number_of(error, "fastckpt clone");
-        }
-    };
-}
-
 void raise_os_error(int number) {
     if (number == 0) return;
     errno = number;
@@ -118,15 +102,6 @@ void allocate(int fd, uint64_t nbytes) {
         do {
             error = fallocate(fd, 0, 0, static_cast<off_t>(nbytes)) == 0 ? 0 : errno;
         } while (error == EINTR);
-    }
-    raise_os_error(error);
-}
-
-void clone_range(int target, int source, uint64_t offset, uint64_t nbytes) {
-    int error = 0;
-    {
-        WithoutGil nogil;
-        error = clone_by_ioctl(target, source, offset, nbytes);
     }
     raise_os_error(error);
 }
@@ -241,31 +216,6 @@ void bind_planes(py::module_& m) {
               join_planes(from.bytes.data(), from.count, from.bytes.size(), turned,
                           static_cast<uint8_t*>(to.ptr));
           });
-}
-
-Polyval element_of(const std::string& bytes) {
-    Polyval element;
-    if (bytes.size() != element.size())
-        throw py::value_error("a key or a hash has " + std::to_string(bytes.size()) +
-                              " bytes instead of 16 bytes");
-    std::memcpy(element.data(), bytes.data(), element.size());
-    return element;
-}
-
-void bind_polyval(py::module_& m) {
-    using namespace polyval_kernels;
-    bind_kernels(m, "polyval_kernels", {&portable, &pclmul, &vpclmulqdq}, [](const Kernel& kernel) {
-        return py::cpp_function(
-            [&kernel](const py::buffer& data, const std::string& key, const std::string& state) {
-                const py::buffer_info info = data.request();
-                const auto nbytes = static_cast<size_t>(info.size * info.itemsize);
-                const Polyval hash = kernel.polyval(PolyvalKey(element_of(key)), info.ptr, nbytes,
-                                                    element_of(state));
-                return py::bytes(reinterpret_cast<const char*>(hash.data()), hash.size());
-            },
-            py::arg("data"), py::arg("key"),
-            py::arg("state") = py::bytes(std::string(sizeof(Polyval), 0)));
-    });
 }
 
 using Seconds = std::chrono::duration<double>;
@@ -418,15 +368,12 @@ void bind_sinks(py::module_& m) {
     py::class_<Backend, Sink, std::shared_ptr<Backend>>(m, "Backend",
                                                         py::release_gil_before_calling_cpp_dtor())
         .def("close", &Backend::close, nogil);
-    m.def(
-        "threads_backend",
-        [](unsigned threads, int niceness) { return threads_backend(threads, niceness); },
-        py::arg("threads"), py::arg("niceness") = 0, nogil);
+    m.def("threads_backend", [](unsigned threads) { return threads_backend(threads); }, nogil);
     m.def("uring_backend", &uring_backend, nogil);
     m.def(
         "callback_backend",
         [](py::function transfer, unsigned threads) {
-            return threads_backend(threads, 0, python_transfer(std::move(transfer)));
+            return threads_backend(threads, python_transfer(std::move(transfer)));
         },
         py::arg("transfer"), py::arg("threads") = 1);
     m.def(
@@ -460,18 +407,18 @@ void bind_engine(py::module_& m) {
                std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
                std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
                const py::buffer& numbers, const py::buffer& conversions,
-               std::shared_ptr<Cloner> known, std::shared_ptr<Arena> landing) {
+               std::shared_ptr<Arena> landing) {
                 Image image{rows<Segment>(segments), rows<Slot>(slots), std::move(devices),
                             rows<NumberRun>(numbers), rows<Conversion>(conversions)};
                 WithoutGil release;
-                return std::make_unique<OwnedJob>(
-                    engine.stage(std::move(image), std::move(allowance), stagers_limit,
-                                 std::move(gds), std::move(known), std::move(landing)));
+                return std::make_unique<OwnedJob>(engine.stage(std::move(image),
+                                                               std::move(allowance), stagers_limit,
+                                                               std::move(gds), std::move(landing)));
             },
             py::arg("segments"), py::arg("slots"), py::arg("allowance"), py::arg("stagers_limit"),
             py::arg("devices") = std::vector<DeviceRange>(), py::arg("gds") = nullptr,
             py::arg("numbers") = py::bytes(), py::arg("conversions") = py::bytes(),
-            py::arg("known") = nullptr, py::arg("landing") = nullptr,
+            py::arg("landing") = nullptr,
             py::keep_alive<0, 1>())  // whose mutex a job takes as it ends
         .def(
             "read",
@@ -499,35 +446,6 @@ void bind_engine(py::module_& m) {
         .def("arena_blocks_in_use", &Engine::arena_blocks_in_use)
         .def("arena_blocks_in_use_max", &Engine::arena_blocks_in_use_max)
         .def("close", &Engine::close, nogil);
-}
-
-void bind_cloning(py::module_& m) {
-    py::class_<Cloner, std::shared_ptr<Cloner>>(m, "Cloner")
-        .def(py::init([](uint64_t nbytes, size_t block_bytes, size_t chunk_bytes,
-                         const std::string& key, int other, const py::buffer& old,
-                         std::optional<py::function> clone, std::optional<py::function> read) {
-                 return std::make_shared<Cloner>(
-                     nbytes, block_bytes, chunk_bytes, element_of(key), other, rows<Polyval>(old),
-                     clone ? python_clone(std::move(*clone)) : clone_by_ioctl,
-                     read ? python_transfer(std::move(*read)) : transfer_by_syscall);
-             }),
-             py::arg("nbytes"), py::arg("block_bytes"), py::arg("chunk_bytes"), py::arg("key"),
-             py::arg("other"), py::arg("old"), py::arg("clone") = std::nullopt,
-             py::arg("read") = std::nullopt)
-        .def("hashes",
-             [](const Cloner& cloner) {
-                 const Cloner::Hashes& hashes = cloner.hashes();
-                 return py::bytes(reinterpret_cast<const char*>(hashes.data()),
-                                  hashes.size() * sizeof(Polyval));
-             })
-        .def("cloned", &Cloner::cloned)
-        .def("taken", &Cloner::taken)
-        .def("loss", &Cloner::loss)
-        .def("refusal", &Cloner::refusal);
-    py::class_<CloneSink, Sink, std::shared_ptr<CloneSink>>(
-        m, "CloneSink", py::release_gil_before_calling_cpp_dtor())
-        .def(py::init<Backend&, Backend&, std::shared_ptr<Cloner>>(), py::keep_alive<1, 2>(),
-             py::keep_alive<1, 3>());
 }
 
 // Casts all items of one buffer into another.
@@ -584,19 +502,16 @@ PYBIND11_MODULE(_engine, m) {
     py::register_exception<BackendUnavailable>(m, "BackendUnavailable");
     bind_crc(m);
     bind_planes(m);
-    bind_polyval(m);
     bind_jobs(m);
     bind_streams(m);
     bind_devices(m);
     bind_sinks(m);
     bind_engine(m);
-    bind_cloning(m);
     bind_scattered_writes(m);
     bind_gds(m);
     bind_parts(m);
     bind_python_frames(m);
     m.def("allocate", &allocate, "fallocate(2) of [0, nbytes); raises OSError");
-    m.def("clone_range", &clone_range, "ioctl_ficlonerange(2); raises OSError");
     m.def("cached_bytes", &cached_bytes);
     m.def("fail_exit", &fail_exit, "on_exit(3): a status of 0 becomes 1, after these last words");
 }

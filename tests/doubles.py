@@ -310,23 +310,6 @@ class Delay(Recorder):
         return real()
 
 
-class Cloning(Recorder):
-    """Clones ranges of files on any file system: by copies, and by the rules of the kernel for what
-    can be cloned (generic_remap_file_range_prep()). Mixed into another double, it comes first.
-    """
-
-    def clone_range(self, target: int, source: int, offset: int, nbytes: int) -> None:
-        def copy() -> None:
-            end, size = offset + nbytes, os.fstat(source).st_size
-            ends_both = end == size and os.fstat(target).st_size <= end
-            is_whole = offset % SECTOR_BYTES == 0 and (end % SECTOR_BYTES == 0 or ends_both)
-            if nbytes and (end > size or not is_whole):
-                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-            os.pwrite(target, os.pread(source, nbytes, offset), offset)
-
-        self._route(Operation("clone_range", path_of(target), (nbytes, offset)), copy)
-
-
 @contextmanager
 def process_on(storage: Storage | None, budget_bytes: int | None = None) -> Iterator[Pipeline]:
     """The process's pipeline is one on this storage meanwhile, and ends with the block."""

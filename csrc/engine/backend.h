@@ -109,14 +109,14 @@ class Sink {
     virtual const char* name() const = 0;
     // Whether its ops take the cores that staging needs, so that they had better come after it.
     virtual bool takes_cores() const { return false; }
-    // The backends whose threads its ops use.
-    virtual std::vector<std::shared_ptr<Backend>> backends() = 0;
+    // The backend whose threads its ops use.
+    virtual std::shared_ptr<Backend> backend() = 0;
 };
 
 // A sink with threads, for all files of a mount.
 class Backend : public Sink, public std::enable_shared_from_this<Backend> {
   public:
-    std::vector<std::shared_ptr<Backend>> backends() override { return {shared_from_this()}; }
+    std::shared_ptr<Backend> backend() override { return shared_from_this(); }
     // Finishes all ops submitted, then stops its threads. Idempotent; submit() must not follow.
     virtual void close() = 0;
 };
@@ -129,9 +129,8 @@ using Transfer =
 ssize_t transfer_by_syscall(const Op& op, std::byte* data, size_t nbytes, uint64_t offset);
 
 // Handles ops on `threads` threads, in the order of submission: each by its sink, or without one by
-// `transfer`. The threads' niceness is raised by `niceness`.
-std::shared_ptr<Backend> threads_backend(unsigned threads, int niceness = 0,
-                                         Transfer transfer = transfer_by_syscall);
+// `transfer`.
+std::shared_ptr<Backend> threads_backend(unsigned threads, Transfer transfer = transfer_by_syscall);
 
 // One ring on one thread, at most `depth` transfers in flight. Throws BackendUnavailable when the
 // build, the kernel or the sandbox has no io_uring.
@@ -150,7 +149,7 @@ class FileSink : public Sink {
     }
     void withdraw(const Patience* job) override { threads_.withdraw(job); }
     const char* name() const override { return threads_.name(); }
-    std::vector<std::shared_ptr<Backend>> backends() override { return threads_.backends(); }
+    std::shared_ptr<Backend> backend() override { return threads_.shared_from_this(); }
     // Sees to the op's end, unless it says when it wants the op again. Called by a thread for each
     // op.
     virtual Again handle(Op& op) = 0;

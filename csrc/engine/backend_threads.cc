@@ -76,8 +76,7 @@ ssize_t write_buffered(int fd, std::byte* data, size_t nbytes, uint64_t offset) 
 
 class ThreadsBackend final : public Backend {
   public:
-    ThreadsBackend(unsigned threads, int niceness, Transfer transfer)
-        : transfer_(std::move(transfer)), niceness_(niceness) {
+    ThreadsBackend(unsigned threads, Transfer transfer) : transfer_(std::move(transfer)) {
         CHECK(threads > 0);
         try {
             for (unsigned i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
@@ -134,8 +133,6 @@ class ThreadsBackend final : public Backend {
 
   private:
     void run() {
-        // On Linux it is this thread's alone, and always allowed to grow.
-        [[maybe_unused]] const int niceness = nice(niceness_);
         while (Op* const op = next()) {
             FileSink* const sink = op->sink;
             const Again again = sink ? sink->handle(*op) : handle_by(*op, transfer_);
@@ -172,7 +169,6 @@ class ThreadsBackend final : public Backend {
     }
 
     const Transfer transfer_;
-    const int niceness_;
     std::vector<std::thread> threads_;
     Mutex mu_;
     std::condition_variable wake_;
@@ -286,8 +282,8 @@ Again handle_by(Op& op, const Transfer& transfer) {
     return again;
 }
 
-std::shared_ptr<Backend> threads_backend(unsigned threads, int niceness, Transfer transfer) {
-    return std::make_shared<ThreadsBackend>(threads, niceness, std::move(transfer));
+std::shared_ptr<Backend> threads_backend(unsigned threads, Transfer transfer) {
+    return std::make_shared<ThreadsBackend>(threads, std::move(transfer));
 }
 
 std::shared_ptr<FileSink> callback_sink(Backend& threads, Transfer transfer) {

@@ -36,7 +36,6 @@ struct Block {
     size_t direct = GdsStage::kNone;  // the number of a block of device memory
     size_t words_used = 0;            // of its checksums on the device
     State state = State::waiting;
-    uint64_t known = 0;  // so many bytes at its begin are not in its memory: the other file's
     // The block's bytes are before ++ [late_begin, late_end) ++ after. The late ones hold slots of
     // the segment that was open when the block began, whose CRC is known only when the blocks
     // before this one are sealed.
@@ -58,7 +57,6 @@ struct Block {
     uint64_t nbytes() const { return end - begin; }
     // The memory of a byte of the image.
     std::byte* at(uint64_t offset) const { return memory + (offset - begin); }
-    bool is_known() const { return known == nbytes(); }
     bool is_direct() const { return direct != GdsStage::kNone; }
     bool has_late() const { return late_end != 0; }
     void append(uint32_t crc, uint64_t n) { (has_late() ? after : before).append(crc, n); }

@@ -25,11 +25,10 @@ Engine::~Engine() { close(); }
 
 std::shared_ptr<WriteJob> Engine::stage(Image image, std::shared_ptr<Allowance> allowance,
                                         unsigned stagers_limit, std::shared_ptr<GdsStage> gds,
-                                        std::shared_ptr<Cloner> known,
                                         std::shared_ptr<Arena> landing) {
     std::shared_ptr<WriteJob> job(new WriteJob(*this, std::move(image), std::move(gds),
                                                std::move(allowance), stagers_limit,
-                                               std::move(known), std::move(landing)));
+                                               std::move(landing)));
     {
         const EngineLock lock(mu_);
         CHECK(!closing_);
@@ -67,13 +66,10 @@ bool Engine::prefault(size_t begin, size_t end, unsigned threads,
 }
 
 std::shared_ptr<Sink> Engine::keep(const std::shared_ptr<Sink>& sink) {
-    std::shared_ptr<Sink> held = sink;
-    for (auto& backend : sink->backends()) {
-        if (backend == sink) held = std::shared_ptr<Sink>(std::shared_ptr<Sink>(), sink.get());
-        if (std::find(backends_.begin(), backends_.end(), backend) == backends_.end())
-            backends_.push_back(std::move(backend));
-    }
-    return held;
+    const std::shared_ptr<Backend> backend = sink->backend();
+    if (std::find(backends_.begin(), backends_.end(), backend) == backends_.end())
+        backends_.push_back(backend);
+    return backend == sink ? std::shared_ptr<Sink>(std::shared_ptr<Sink>(), sink.get()) : sink;
 }
 
 void Engine::run() {

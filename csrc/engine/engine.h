@@ -32,13 +32,11 @@ class Engine {
     // Begins to stage an image; WriteJob::write_to() says where it is written. At most
     // `stagers_limit` threads serve the job. It holds at most the blocks that `allowance` has left;
     // where jobs share one, write_to() must not wait for another job's blocks, or both may wait for
-    // ever. The image's memory stays valid until all is staged. `gds` and `known` are as Source's;
-    // write_to()'s sink can write the blocks of the one, and clones what the other has. A `landing`
-    // has room for all of the image, whose blocks are then staged there, at their places; nobody
-    // else changes it until the job has ended.
+    // ever. The image's memory stays valid until all is staged. `gds` is as Source's; write_to()'s
+    // sink can write its blocks. A `landing` has room for all of the image, whose blocks are then
+    // staged there, at their places; nobody else changes it until the job has ended.
     std::shared_ptr<WriteJob> stage(Image image, std::shared_ptr<Allowance> allowance,
                                     unsigned stagers_limit, std::shared_ptr<GdsStage> gds = nullptr,
-                                    std::shared_ptr<Cloner> known = nullptr,
                                     std::shared_ptr<Arena> landing = nullptr);
 
     // Begins to read [0, nbytes) of fd, which stays open until close(). crcs holds the CRC-32 of
@@ -74,7 +72,7 @@ class Engine {
     };
 
     void run();
-    // Keeps the backends of a sink. Returns what a job or stream holds of it: nothing of a backend.
+    // Keeps the backend of a sink. Returns what a job or stream holds of it: nothing of a backend.
     std::shared_ptr<Sink> keep(const std::shared_ptr<Sink>& sink) REQUIRES(engine_state);
     // Each does one piece of work, with the lock released meanwhile, since a call of the driver may
     // wait for others; false if there is none.

@@ -13,7 +13,6 @@
 #include "engine/arena.h"
 #include "engine/block.h"
 #include "engine/checksums.h"
-#include "engine/cloning.h"
 #include "engine/image.h"
 #include "gds/gds_stage.h"
 #include "mutex.h"
@@ -30,11 +29,9 @@ class Source {
   public:
     // The image and the checksums stay where they are. `queueing` is held while a batch's copies
     // are queued: if those of two were mixed, the time of both would count for each. With `gds`,
-    // blocks that lie on its device as a whole are staged there. Of a block in the host's memory,
-    // the chunks up to the first that the `known` other file lacks are only read; such an image has
-    // no slots and converts nothing.
+    // blocks that lie on its device as a whole are staged there.
     Source(const Image& image, Checksums& sums, Arena& arena, Mutex& queueing,
-           std::shared_ptr<GdsStage> gds, std::shared_ptr<Cloner> known);
+           std::shared_ptr<GdsStage> gds);
 
     // Whether the block that begins here is staged on its device.
     bool is_direct(uint64_t begin) const;
@@ -51,7 +48,7 @@ class Source {
     // Waits until a batch's bytes have arrived, or a device has failed.
     void await(Batch& batch) const;
     // Checksums a block that has arrived.
-    void sum(Block& block) { copy(block, block.begin); }
+    void sum(Block& block) { copy(block); }
 
     // Adds up how long each device was busy with a batch.
     void account(const Batch& batch) REQUIRES(engine_state);
@@ -67,12 +64,10 @@ class Source {
         uint64_t nbytes = 0;
     };
 
-    void copy(Block& block, uint64_t from);
+    void copy(Block& block);
     uint32_t copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end) const;
     uint32_t copy_host(Block& block, const Segment& segment, uint64_t begin, uint64_t end) const;
-    uint64_t pass_known(Block& block) const;
-    bool fetch(uint64_t begin, uint64_t end, std::byte* target) const;
-    void look_at_numbers(Block& block, const std::byte* bytes, uint64_t first, uint64_t end) const;
+    void look_at_numbers(Block& block) const;
     void gather(Batch& batch);
     void list_copies(Block& block, Batch& batch);
     void queue(Arrival& arrival, Batch& batch) const;
@@ -84,7 +79,6 @@ class Source {
     Arena& arena_;
     Mutex& queueing_;
     const std::shared_ptr<GdsStage> gds_;     // null: everything comes to the host
-    const std::shared_ptr<Cloner> known_;     // null: everything is staged
     std::map<DeviceQueue*, Clocked> clocks_;  // used under engine_state, but for `origin`
 };
 

@@ -2,7 +2,6 @@
 // has been copied. See source.h for the contract.
 #include <algorithm>
 #include <cstring>
-#include <optional>
 
 #include "cast/cast.h"
 #include "check.h"
@@ -15,17 +14,10 @@ constexpr size_t kConvertedAtOnce = 16 << 10;  // which the first-level cache ho
 }  // namespace
 
 Source::Source(const Image& image, Checksums& sums, Arena& arena, Mutex& queueing,
-               std::shared_ptr<GdsStage> gds, std::shared_ptr<Cloner> known)
-    : image_(image),
-      sums_(sums),
-      arena_(arena),
-      queueing_(queueing),
-      gds_(std::move(gds)),
-      known_(std::move(known)) {
-    const size_t block_bytes = arena_.block_bytes();
-    CHECK(gds_ == nullptr || (gds_->block_bytes() == block_bytes && image.numbers.empty()));
-    CHECK(known_ == nullptr || (image.slots.empty() && image.conversions.empty() &&
-                                block_bytes % known_->chunk_bytes() == 0));
+               std::shared_ptr<GdsStage> gds)
+    : image_(image), sums_(sums), arena_(arena), queueing_(queueing), gds_(std::move(gds)) {
+    CHECK(gds_ == nullptr ||
+          (gds_->block_bytes() == arena_.block_bytes() && image.numbers.empty()));
     // Marks on each device the moment from which its clock counts.
     for (const DeviceRange& range : image_.devices) {
         Clocked& clock = clocks_[range.queue.get()];
@@ -35,26 +27,25 @@ Source::Source(const Image& image, Checksums& sums, Arena& arena, Mutex& queuein
 
 void Source::fill(Batch& batch) {
     gather(batch);
-    if (batch.is_arriving()) return;
-    Block& block = *batch.blocks.front();
-    block.known = pass_known(block);
-    if (!block.is_known()) copy(block, block.begin + block.known);
+    if (!batch.is_arriving()) copy(*batch.blocks.front());
 }
 
-// Copies what a block has from `from` on, unless it has arrived, and checksums it.
-void Source::copy(Block& block, uint64_t from) {
-    image_.for_pieces(from, block.end, [&](const Segment& segment, uint64_t begin, uint64_t end) {
-        if (!sums_.holds_slot(segment, begin, end))
-            return sums_.add(block, segment, begin, end, copy_piece(block, segment, begin, end));
-        const auto* source = reinterpret_cast<const std::byte*>(segment.address_of(begin));
-        if (!block.is_arriving) std::memcpy(block.at(begin), source, end - begin);
-        sums_.add_slots(block, segment, begin, end);
-    });
+// Copies what a block has, unless it has arrived, and checksums it.
+void Source::copy(Block& block) {
+    image_.for_pieces(
+        block.begin, block.end, [&](const Segment& segment, uint64_t begin, uint64_t end) {
+            if (!sums_.holds_slot(segment, begin, end))
+                return sums_.add(block, segment, begin, end,
+                                 copy_piece(block, segment, begin, end));
+            const auto* source = reinterpret_cast<const std::byte*>(segment.address_of(begin));
+            if (!block.is_arriving) std::memcpy(block.at(begin), source, end - begin);
+            sums_.add_slots(block, segment, begin, end);
+        });
     if (block.is_direct()) return;  // it has whole pages
     // A direct write, if one is chosen later, writes whole pages: without what was here before.
     const uint64_t nbytes = block.nbytes();
     std::memset(block.memory + nbytes, 0, page_from(nbytes) - nbytes);
-    look_at_numbers(block, block.at(from), from, block.end);
+    look_at_numbers(block);
 }
 
 // Returns the CRC-32 of a piece.
@@ -90,47 +81,15 @@ uint32_t Source::copy_host(Block& block, const Segment& segment, uint64_t begin,
     return crc;
 }
 
-// Looks at a block, chunk by chunk, until one is not known; returns how many bytes that passes. The
-// memory may change meanwhile, so hash, CRC-32 and numbers are all taken of one copy, in the cache.
-uint64_t Source::pass_known(Block& block) const {
-    if (known_ == nullptr) return 0;
-    std::vector<std::byte> chunk(known_->chunk_bytes());
-    uint64_t at = block.begin;
-    while (at < block.end) {
-        const uint64_t end = std::min<uint64_t>(block.end, at + chunk.size());
-        if (!fetch(at, end, chunk.data())) break;
-        const std::optional<uint32_t> crc = known_->crc_if_known(at, chunk.data(), end - at);
-        if (!crc) break;
-        block.append(*crc, end - at);
-        look_at_numbers(block, chunk.data(), at, end);
-        at = end;
-    }
-    return at - block.begin;
-}
-
-// Copies bytes [begin, end) of the image to `target`; returns false if some lie on a device.
-bool Source::fetch(uint64_t begin, uint64_t end, std::byte* target) const {
-    bool is_on_host = true;
-    image_.for_pieces(begin, end, [&](const Segment& segment, uint64_t from, uint64_t to) {
-        is_on_host = is_on_host && image_.device_of(segment) == nullptr;
-        if (!is_on_host) return;
-        std::memcpy(target + (from - begin),
-                    reinterpret_cast<const std::byte*>(segment.address_of(from)), to - from);
-    });
-    return is_on_host;
-}
-
-// Counts the numbers of bytes [first, end) of the image, which are a block's, that are not finite.
-void Source::look_at_numbers(Block& block, const std::byte* bytes, uint64_t first,
-                             uint64_t end) const {
+// Counts the numbers of a staged block that are not finite.
+void Source::look_at_numbers(Block& block) const {
     const auto& numbers = image_.numbers;
-    auto run = std::upper_bound(numbers.begin(), numbers.end(), first,
+    auto run = std::upper_bound(numbers.begin(), numbers.end(), block.begin,
                                 [](uint64_t at, const NumberRun& r) { return at < r.end; });
-    for (; run != numbers.end() && run->begin < end; ++run) {
-        const uint64_t begin = std::max(first, run->begin);
-        const uint64_t nbytes = std::min(end, run->end) - begin;
-        const uint64_t count =
-            count_non_finite(bytes + (begin - first), nbytes, run->width, run->mask);
+    for (; run != numbers.end() && run->begin < block.end; ++run) {
+        const uint64_t begin = std::max(block.begin, run->begin);
+        const uint64_t nbytes = std::min(block.end, run->end) - begin;
+        const uint64_t count = count_non_finite(block.at(begin), nbytes, run->width, run->mask);
         if (count > 0) block.non_finite.emplace_back(run - numbers.begin(), count);
     }
 }

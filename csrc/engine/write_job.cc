@@ -26,7 +26,7 @@ Image checked(Image image, uint64_t block_bytes) {
 
 WriteJob::WriteJob(Engine& engine, Image image, std::shared_ptr<GdsStage> gds,
                    std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
-                   std::shared_ptr<Cloner> known, std::shared_ptr<Arena> landing)
+                   std::shared_ptr<Arena> landing)
     : engine_(engine),
       image_(checked(std::move(image), engine.block_bytes())),
       gds_(std::move(gds)),
@@ -35,7 +35,7 @@ WriteJob::WriteJob(Engine& engine, Image image, std::shared_ptr<GdsStage> gds,
       landing_(std::move(landing)),
       arena_(landing_ == nullptr ? engine.arena_ : *landing_),
       sums_(image_, (image_.nbytes() + engine.block_bytes() - 1) / engine.block_bytes()),
-      source_(image_, sums_, arena_, engine.queueing_mu_, gds_, std::move(known)) {
+      source_(image_, sums_, arena_, engine.queueing_mu_, gds_) {
     CHECK(arena_.block_bytes() == engine.block_bytes());
     CHECK(landing_ == nullptr ||
           (gds_ == nullptr && page_from(image_.nbytes()) == landing_->nbytes()));
@@ -124,7 +124,6 @@ void WriteJob::copied(Block& block) {
     size_t& under_way = block.is_arriving ? arriving_ : stagers_;
     CHECK(under_way > 0);
     --under_way;
-    if (block.is_known()) release(block);
     seal_ready_blocks();
 }
 
@@ -225,8 +224,7 @@ void WriteJob::submit(Block& block, uint64_t begin, uint64_t end) {
     part.kind = Op::Kind::write;
     part.fd = fd_;
     part.data = block.is_direct() ? reinterpret_cast<std::byte*>(gds_->address(block.direct))
-                : block.memory == nullptr ? nullptr  // all of it is known
-                                          : block.memory + begin;
+                                  : block.memory + begin;
     part.nbytes = (direct_ ? page_from(end) : end) - begin;
     part.offset = file_offset_ + block.begin + begin;
     part.direct = direct_;
@@ -263,7 +261,7 @@ void WriteJob::on_part_written(Block& block, uint64_t nbytes, const Op& op) {
 
 void WriteJob::on_written(Block& block) {
     CHECK(block.state == Block::State::sealed && blocks_under_way_ > 0);
-    if (block.memory != nullptr || block.is_direct()) release(block);
+    release(block);
     block.state = Block::State::written;
     --blocks_under_way_;
 }

@@ -106,7 +106,7 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
 
     WriteJob(Engine& engine, Image image, std::shared_ptr<GdsStage> gds,
              std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
-             std::shared_ptr<Cloner> known, std::shared_ptr<Arena> landing);
+             std::shared_ptr<Arena> landing);
     bool has_reached(Stage stage) const REQUIRES(engine_state);
     // Whether no further block will be staged.
     bool is_claimed() const REQUIRES(engine_state) {

@@ -122,12 +122,7 @@ class Checkpointer:
             save() after that waits. Or a Memory: the same in memory of the nodes. Default: none.
         codec: None: shards are stored as they are. "planes": compressed without loss, split into
             bytes of equal significance, of which exponents compress and mantissas do not. "zstd":
-            compressed as they are: this gains less, but `zstd -d` restores them. "reuse": stored as
-            they are, but what a shard has in common with the same rank's shard of the last step is
-            shared with it on the disk, and not written again, where the file system can clone
-            ranges (XFS, btrfs): for frozen weights. Each step stays whole if others are removed,
-            but damage to shared bytes is one to all that share them. Not with staging="gds"; with
-            `local`, only there.
+            compressed as they are: this gains less, but `zstd -d` restores them.
         check_finite: whether a step is refused, on all ranks, if it has floating-point numbers that
             are infinite or not a number, as they were copied: result() raises CheckpointError on
             the rank that has them, naming the first in its shard, PeerFailed elsewhere. Looks at
@@ -199,7 +194,7 @@ class Checkpointer:
             written = (backend, durable, staging_bytes, staging)
             pacing = Pacing(drain_rate, max_writers)
             self._options = StepOptions(*written, "auto", pacing, codec, *kept, check_finite)
-            refuse_for_url(local or self._root, codec=codec, staging=staging, backend=backend)
+            refuse_for_url(local or self._root, staging=staging, backend=backend)
             self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
             self._open = OpenRoot(pipeline.current().storage, self._root, timeout_s)
             self._steps = self._open.steps

@@ -101,7 +101,6 @@ def is_mounted(path: str) -> bool:
 
 
 _REFUSED = {
-    "codec": ("reuse", "shares blocks on a disk, and objects have none"),
     "staging": ("gds", "is GPUDirect Storage, which writes to files"),
     "backend": ("io_uring", "is for files"),
 }

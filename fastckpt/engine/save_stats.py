@@ -35,7 +35,6 @@ class RankClocks(NamedTuple):
     """
 
     nbytes: int
-    reused_nbytes: int
     captured_s: float
     staged_s: float
     opened_s: float
@@ -48,9 +47,9 @@ class RankClocks(NamedTuple):
     @classmethod
     def of(cls, stats: SaveStats) -> RankClocks:
         """Returns those of this rank, so far."""
-        clocks = (getattr(stats, name) for name in cls._fields[2:-1])
+        clocks = (getattr(stats, name) for name in cls._fields[1:-1])
         known = (nan if clock is None else clock for clock in clocks)
-        return cls._make([stats.nbytes, stats.reused_nbytes, *known, stats.writes])
+        return cls._make([stats.nbytes, *known, stats.writes])
 
     def to_bytes(self) -> bytes:
         """Returns them as CLOCKS_BYTES bytes, for the first rank."""
@@ -68,7 +67,7 @@ class RankClocks(NamedTuple):
         return {name: clocks[end] - clocks[begin] for name, begin, end in PHASES}
 
 
-_CLOCKS = struct.Struct(f"<2Q7f{len(WRITE_SIZES)}Q")
+_CLOCKS = struct.Struct(f"<Q7f{len(WRITE_SIZES)}Q")
 CLOCKS_BYTES = _CLOCKS.size
 
 
@@ -94,7 +93,6 @@ class SaveStats:
         local_why: why the step went straight to the root past a local tier, in words; else "".
         nbytes: the bytes that this process writes, before a codec: the file, its part of it, or its
             files of a step. 0 if torch.save wrote to an object without a position, as a socket.
-        reused_nbytes: those of them that were not written, but shared with the last step (`reuse`).
         ranks: how many ranks save together.
         total_nbytes: the bytes that all ranks write; known on the first rank, when all are done.
         stored_nbytes: the size of all files of a step, after a codec; known as total_nbytes is.
@@ -129,7 +127,6 @@ class SaveStats:
     replicated_s: float | None = None
     replicas_why: str = ""
     nbytes: int = 0
-    reused_nbytes: int = 0
     ranks: int = 1
     total_nbytes: int | None = None
     stored_nbytes: int | None = None
@@ -159,9 +156,6 @@ class SaveStats:
             told = [f"{shown_size(nbytes)}{whose}, not committed"]
         else:
             told = [shown_transfer(nbytes, self.committed_s, whose)]
-        reused = sum(its.reused_nbytes for its in self.by_rank) or self.reused_nbytes
-        if reused:
-            told.append(f"{shown_size(reused)} of it reused")
         if self.local_committed_s is not None:
             told.append(f"on the node after {shown_time(self.local_committed_s)}")
         if self.replicated_s is not None:

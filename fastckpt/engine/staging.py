@@ -46,7 +46,6 @@ IO_THREADS = 4
 MOUNTS_MAX = 8  # with backends of their own; those met later share the last one's
 STAGERS_MAX = 4
 _WARM_BYTES = 64 << 20  # at a time
-_CLONES_NICENESS = 10  # whoever waits for copies of memory is not to wait for their hashes, too
 _DOUBLE = "the storage double transfers the bytes"
 
 
@@ -241,15 +240,6 @@ class Staging:
         threads = self._threads("codecs", fd, stager_count())
         return Route(_engine.callback_sink(threads, transfer), False, "buffered, through Python")
 
-    def cloning(self, fd: int, route: Route, cloner: _engine.Cloner) -> Route:
-        """Returns a route that has a cloner see each block of fd, and writes what it leaves as the
-        given route does.
-        """
-        inner = route.sink
-        assert isinstance(inner, _engine.Backend)
-        threads = self._threads("clones", fd, stager_count(), _CLONES_NICENESS)
-        return route._replace(sink=_engine.CloneSink(inner, threads, cloner))
-
     def scatter_route(self, fd: int, path: str, scatterer: Scatterer, closing: ExitStack) -> Route:
         """Returns a route that has a scatterer write the blocks of fd.
 
@@ -277,10 +267,9 @@ class Staging:
         sink = _engine.ScatterSink(threads, scatterer.of_engine, buffered, transfer)
         return Route(sink, direct, why, patience_s)
 
-    def _threads(self, kind: str, fd: int, count: int, niceness: int = 0) -> _engine.Backend:
+    def _threads(self, kind: str, fd: int, count: int) -> _engine.Backend:
         """Returns the threads that do this kind of work for an open file's mount."""
-        make = partial(_engine.threads_backend, count, niceness)
-        return self._backend(kind, self._mount(fd), make)
+        return self._backend(kind, self._mount(fd), lambda: _engine.threads_backend(count))
 
     def _decided(self, route: Route, path: str) -> Route:
         """Logs a route when it is taken for the first time; ranks of a machine decide alike."""

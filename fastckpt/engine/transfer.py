@@ -19,7 +19,6 @@ from fastckpt import _engine
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.landing import Landing
-from fastckpt.engine.reuse import Cloner
 from fastckpt.engine.save_stats import WRITE_SIZES, SaveStats
 from fastckpt.engine.staging import Allowance, Route, Staging
 from fastckpt.errors import DeviceError, StorageError, ensure
@@ -110,7 +109,6 @@ class ImageTransfer:
         stagers: the most threads that copy.
         reads: says which of its memory is on devices.
         direct: writes blocks of a GPU straight to the file where it can.
-        known: has what need not be staged, and sees to it when the rest is written.
         landing: a file in memory to stage it in; it is given back when nothing is in flight, or if
             no transfer is made.
         timeout_s: for how long writes may be under way, or memory be lacking, without any that gets
@@ -134,7 +132,6 @@ class ImageTransfer:
         stagers: int,
         reads: DeviceSources | None = None,
         direct: GdsDevice | None = None,
-        known: Cloner | None = None,
         landing: Landing | None = None,
         timeout_s: float = inf,
     ) -> None:
@@ -163,7 +160,6 @@ class ImageTransfer:
                     None if direct is None else direct.stage,
                     image.numbers,
                     image.conversions,
-                    None if known is None else known.of_engine,
                     None if landing is None else landing.of_engine,
                 )
             except BaseException:

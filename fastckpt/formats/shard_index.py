@@ -6,7 +6,6 @@ not know the manifest, files, or how tensors are split and moved.
 
 from __future__ import annotations
 
-import base64
 import re
 import struct
 from collections.abc import Callable, Sequence
@@ -31,7 +30,6 @@ from fastckpt.formats.strict_json import (
     without_numbers,
 )
 from fastckpt.plan.boxes import Box
-from fastckpt.plan.chunk_hashes import HASH_BYTES, ChunkHashes
 from fastckpt.plan.image import PAGE_BYTES, block_count
 
 FORMAT, VERSION = "fastckpt-index", 3
@@ -45,7 +43,6 @@ _CRC_DIGITS = 8
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
 _NONCE = re.compile("[0-9a-f]{16,64}")
 _HEX = re.compile("[0-9a-f]*")
-_KEY = re.compile("(?!0{32})[0-9a-f]{32}")  # under the key 0, all hashes are equal
 
 
 class Piece(NamedTuple):
@@ -82,7 +79,6 @@ class ShardIndex:
         frames: with a codec, the stored bytes of each block's frame and its padding; else empty.
         pieces: the pieces of tensors.
         per_rank: begin and size in bytes of the entry PER_RANK, or None.
-        hashes: those of the file's chunks, or None if the next step is not to reuse any.
     """
 
     nonce: str
@@ -96,7 +92,6 @@ class ShardIndex:
     frames: tuple[int, ...]
     pieces: tuple[Piece, ...]
     per_rank: tuple[int, int] | None
-    hashes: ChunkHashes | None = None
 
     @cached_property
     def by_key(self) -> dict[str, list[Piece]]:
@@ -126,7 +121,7 @@ class ShardIndex:
 
         written = {
             "format": FORMAT,
-            "version": _version(self.codec, has_hashes=self.hashes is not None),
+            "version": _version(self.codec),
             "nonce": self.nonce,
             "rank": self.rank,
             "file": self.file,
@@ -137,7 +132,6 @@ class ShardIndex:
             "codec": self.codec,
             "frames": [*self.frames],
             "per_rank": None if self.per_rank is None else [*self.per_rank],
-            **({} if self.hashes is None else {"hashes": _hashes_written(self.hashes)}),
             "pieces": [
                 {
                     "key": piece.key,
@@ -174,7 +168,7 @@ class ShardIndex:
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"the index is malformed: {error}") from None
         crcs = bytes.fromhex(written["crc32"])
-        per_rank, hashes = written["per_rank"], written.get("hashes")
+        per_rank = written["per_rank"]
         return cls(
             nonce=written["nonce"],
             rank=written["rank"],
@@ -187,7 +181,6 @@ class ShardIndex:
             frames=tuple(written["frames"]),
             pieces=pieces,
             per_rank=None if per_rank is None else (per_rank[0], per_rank[1]),
-            hashes=None if hashes is None else _hashes_read(hashes),
         )
 
 
@@ -202,8 +195,6 @@ def validate(index: Any) -> tuple[Piece, ...]:
         "codec": (str, type(None)),
         "per_rank": (list, type(None)),
     }
-    if type(index) is dict and "hashes" in index:
-        kinds["hashes"] = dict
     check_members(index, kinds, "it")
     if index["format"] != FORMAT or not _FIRST_VERSION <= index["version"] <= VERSION:
         raise ValueError(f"it is a {shown(index['format'])} of version {index['version']}")
@@ -216,8 +207,6 @@ def validate(index: Any) -> tuple[Piece, ...]:
     if blocks == 0 or len(digits) != _CRC_DIGITS * blocks or _HEX.fullmatch(digits) is None:
         raise ValueError(f"crc32 is not one CRC-32 of 8 hex digits for each of {blocks} blocks")
     _check_frames(index, blocks)
-    if "hashes" in index:
-        _check_hashes(index)
     return _check_pieces(index)
 
 
@@ -249,31 +238,9 @@ def _refuse_gone(written: object) -> None:
         )
 
 
-def _check_hashes(index: Any) -> None:
-    hashes = index["hashes"]
-    check_members(hashes, {"key": str, "chunk_bytes": int, "polyval": str}, "hashes")
-    if index["codec"] is not None or _KEY.fullmatch(hashes["key"]) is None:
-        raise ValueError("hashes have a codec, or a key that is 0 or not 32 hex digits")
-    check_block_bytes(hashes["chunk_bytes"])
-    chunks = block_count(index["nbytes"], hashes["chunk_bytes"])
-    values = base64.b64decode(hashes["polyval"])  # raises ValueError; what it skips is noticed here
-    if len(values) != HASH_BYTES * chunks or base64.b64encode(values) != hashes["polyval"].encode():
-        raise ValueError(f"hashes are not {HASH_BYTES} bytes in base64 for each of {chunks} chunks")
-
-
-def _hashes_written(hashes: ChunkHashes) -> dict[str, Any]:
-    values = base64.b64encode(hashes.values).decode()
-    return {"key": hashes.key.hex(), "chunk_bytes": hashes.chunk_bytes, "polyval": values}
-
-
-def _hashes_read(written: Any) -> ChunkHashes:
-    values = base64.b64decode(written["polyval"])
-    return ChunkHashes(bytes.fromhex(written["key"]), written["chunk_bytes"], values)
-
-
-def _version(codec: str | None, *, has_hashes: bool) -> int:
-    """Returns the first version that has this codec and, if there are, hashes."""
-    return VERSION if codec == "planes" or has_hashes else _FIRST_VERSION
+def _version(codec: str | None) -> int:
+    """Returns the first version that has this codec."""
+    return VERSION if codec == "planes" else _FIRST_VERSION
 
 
 _PIECE_KINDS: dict[str, type | tuple[type, ...]] = {
@@ -307,9 +274,8 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
         found.append(its)
     wholes, boxes, nbytes = ([*map(itemgetter(member), found)] for member in range(3))
     pieces = tuple(map(_piece, zip(keys, dtypes, wholes, boxes, begins, strict=True)))
-    has_hashes = "hashes" in index
-    if index["version"] != _version(index["codec"], has_hashes=has_hashes):
-        raise ValueError(f"its version {index['version']} does not fit: 3 has planes or hashes")
+    if index["version"] != _version(index["codec"]):
+        raise ValueError(f"its version {index['version']} does not fit: 3 has planes")
     extents = [*zip(begins, nbytes, keys, strict=True)]
     if index["per_rank"] is not None:
         if not is_numbers(index["per_rank"]) or len(index["per_rank"]) != 2:

@@ -85,7 +85,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         "call": when everything has been copied."""
 
         codec: Codec | None = None
-        """How shards are stored, as fastckpt.Checkpointer takes it: "planes", "zstd", "reuse"."""
+        """How shards are stored, as fastckpt.Checkpointer takes it: "planes" or "zstd"."""
 
         timeout_s: float = TIMEOUT_S
         """The longest that ranks wait for each other, in seconds."""

@@ -16,7 +16,6 @@ from fastckpt.arguments.options import WriteOptions
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.landing import Landing
-from fastckpt.engine.reuse import Cloner
 from fastckpt.engine.save_stats import SaveStats
 from fastckpt.engine.scattered_writes import Scatterer
 from fastckpt.engine.staging import Allowance, Route
@@ -61,7 +60,6 @@ class ImageFile:
         reads: the memory that lies on devices.
         direct: writes what it can from a GPU straight to the file.
         stats: the save's numbers, which get the route.
-        known: as ImageTransfer's; it is given to clone_by(), too, before begin().
         landing: as ImageTransfer's; also an attribute.
 
     Attributes:
@@ -82,7 +80,6 @@ class ImageFile:
         reads: DeviceSources | None = None,
         direct: GdsDevice | None = None,
         stats: SaveStats | None = None,
-        known: Cloner | None = None,
         landing: Landing | None = None,
     ) -> None:
         self._pipeline = pipeline
@@ -95,7 +92,7 @@ class ImageFile:
         self._files = ExitStack()
         self.is_open = self._has_landed = False
         self.landing = landing
-        how = (stagers, reads, direct, known, landing, timeout_s)
+        how = (stagers, reads, direct, landing, timeout_s)
         self.transfer = ImageTransfer(pipeline.staging, image, path, allowance, *how)
 
     def __enter__(self) -> ImageFile:
@@ -189,19 +186,6 @@ class ImageFile:
         """Hands blocks to a function that writes them, as Staging.through() does."""
         self.route = self._pipeline.staging.through(self.fd, transfer)
 
-    def clone_by(self, cloner: Cloner) -> None:
-        """Has a cloner see each block before it is written, as Staging.cloning() does."""
-        self.route = self._pipeline.staging.cloning(self.fd, self.route, cloner.of_engine)
-
-    def allocate(self, nbytes: int) -> None:
-        """Takes room for a file that was made without; raises StorageError if it is too little."""
-        with reported("allocate", self._path):
-            self._pipeline.allocate(self.fd, nbytes, self._path)
-
-    def keep_open(self, files: ExitStack) -> None:
-        """Keeps other files open until nothing is in flight to this one any more."""
-        self._files.push(files)
-
     def _scatter_route(self, fd: int, scatterer: Scatterer | None) -> Route:
         assert scatterer is not None
         return self._pipeline.staging.scatter_route(fd, self._path, scatterer, self._files)
@@ -266,8 +250,8 @@ class ImageFile:
 
     def transfer_of(self, image: Image) -> ImageTransfer:
         """Returns a transfer of another image into this file."""
-        how = (self._allowance, 1, None, None, None, None, self._timeout_s)
-        return ImageTransfer(self._pipeline.staging, image, self._path, *how)
+        staging, allowance = self._pipeline.staging, self._allowance
+        return ImageTransfer(staging, image, self._path, allowance, 1, timeout_s=self._timeout_s)
 
     def wait_written(self) -> None:
         """Waits until the body has been written.

@@ -6,10 +6,8 @@ Responsible for what Save asks of any of them. It must not know where the files 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from fastckpt.engine.devices import DeviceSources
-from fastckpt.engine.reuse import Cloner
 from fastckpt.plan.image import Image
 from fastckpt.saving.image_file import ImageFile, Make
 from fastckpt.saving.mutation_check import WatchedTensors
@@ -46,15 +44,6 @@ class Output:
     def nbytes(self) -> int:
         """The bytes that this rank writes, once the file is open."""
         return self.image.nbytes
-
-    def known(self, files: ExitStack) -> Cloner | None:
-        """Returns what has bytes of the image already, so that they need not be staged, if anything
-        does. It is asked before the image is staged.
-
-        Args:
-            files: keeps files open until nothing is in flight any more.
-        """
-        return None
 
     def open(self) -> None:
         """Makes the file or opens another rank's; does neither if this rank writes nothing."""

@@ -133,7 +133,7 @@ class Save(Job):
             how = (
                 (1, self.reads)
                 if output.is_small
-                else (stagers, self.reads, direct, self.handle.stats, output.known(moving), landing)
+                else (stagers, self.reads, direct, self.handle.stats, landing)
             )
             what = (output.image, output.path, options, allowance, self.agreement.timeout_s)
             output.file = ImageFile(pipeline, *what, *how)

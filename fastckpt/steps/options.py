@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from fastckpt.arguments.checks import (
     CODECS,
@@ -21,7 +21,6 @@ from fastckpt.arguments.checks import (
 from fastckpt.arguments.memory import Memory
 from fastckpt.arguments.options import WriteOptions
 
-Compression: TypeAlias = Literal["zstd", "planes"]
 Local: TypeAlias = str | os.PathLike[str] | tuple[str | os.PathLike[str], int] | Memory
 KEEP_LOCAL = 2  # steps, if the caller does not say
 
@@ -52,10 +51,6 @@ class StepOptions(WriteOptions):
         for name in ("keep_every", "keep_best"):
             if getattr(self, name) is not None and self.keep_last is None:
                 raise ValueError(f"{name} without keep_last: all steps are kept anyway")
-        if self.reuses and self.staging == "gds":
-            raise ValueError(
-                'codec="reuse" with staging="gds": what is hashed has to be in host memory'
-            )
         if check_flag("check_finite", self.check_finite) and self.staging == "gds":
             raise ValueError(
                 'check_finite with staging="gds": numbers are looked at in host memory, past which '
@@ -68,16 +63,6 @@ class StepOptions(WriteOptions):
         says so; None if there is none.
         """
         return optional(_check_local, "local", self.local)
-
-    @property
-    def reuses(self) -> bool:
-        """Whether shards share on the disk what they have in common with those of the last step."""
-        return self.codec == "reuse"
-
-    @property
-    def compression(self) -> Compression | None:
-        """The codec that compresses the blocks of shards, if one does."""
-        return None if self.codec == "reuse" else self.codec
 
 
 def common_terms(

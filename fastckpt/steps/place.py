@@ -26,16 +26,12 @@ class AnyStepPlace(Protocol):
     Attributes:
         step: the directory that is written to, as this rank sees it.
         directory: the path that the step's directory lies in.
-        lasting: the steps among which this one will be, unless the save fails; None if it may yet
-            be among others.
     """
 
     @property
     def step(self) -> UncommittedStep: ...
     @property
     def directory(self) -> str: ...
-    @property
-    def lasting(self) -> Steps | None: ...
     def agree(self, meets: bool) -> tuple[str, bool]:
         """Tells all ranks the directory's name. Returns the first rank's nonce, and whether ranks
         of a node meet before they write, which the first rank decides by `meets`.
@@ -53,7 +49,6 @@ class StepPlace(Place):
     def __init__(self, steps: Steps, agreement: Round, number: int, options: StepOptions) -> None:
         self.step = UncommittedStep(steps, agreement)
         self.directory = steps.root
-        self.lasting = steps
         self._steps = steps
         self._agreement = agreement
         self._number = number

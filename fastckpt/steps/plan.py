@@ -12,14 +12,12 @@ import os
 import zipfile
 import zlib
 from collections.abc import Mapping
-from contextlib import ExitStack
 from datetime import datetime, timezone
 from functools import partial
 
 import torch
 
 from fastckpt.engine.codec import FrameWriter, encoder_of
-from fastckpt.engine.reuse import Cloner
 from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import index_name, shard_name
@@ -35,7 +33,6 @@ from fastckpt.state.tree import comparable
 from fastckpt.steps.capture import Content
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import AnyStepPlace
-from fastckpt.steps.reuse import Reuse
 from fastckpt.steps.shard import Shard
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
@@ -67,7 +64,7 @@ class StepPlan(Plan):
         memo: GroupMemo,
     ) -> None:
         super().__init__(content.reads, content.watched)
-        # A codec makes one frame of each block, or it is compared with the last step's.
+        # A codec makes one frame of each block.
         self.whole = options.codec is not None
         self._handle = handle
         self._agreement = agreement
@@ -86,10 +83,7 @@ class StepPlan(Plan):
     def lay_out(self, pace: Pace) -> list[Output]:
         content, agreement = self._content, self._agreement
         assert content is not None
-        reuse = None
-        if self._options.reuses:
-            reuse = Reuse(agreement.rank, self._handle.stats)
-        own = Shard(content.leaves, content.per_rank, agreement.rank, by_size=reuse is not None)
+        own = Shard(content.leaves, content.per_rank, agreement.rank)
         names = own.look_at_numbers() if self._options.check_finite else []
         if self.whole or names:
             self.way = "host"
@@ -102,7 +96,7 @@ class StepPlan(Plan):
             description.small = Description([])
             description.small.sample(small, seed)
         path, how = self._handle.path, (self._place, self._options)
-        self._shard = _ShardOutput(own, path, agreement, self._storage, *how, reuse)
+        self._shard = _ShardOutput(own, path, agreement, self._storage, *how)
         self._shard.names = names
         captured, content.objects = content.objects, None
         records = [] if captured is None else captured.records
@@ -201,7 +195,6 @@ class _ShardOutput(Output):
         storage: Storage,
         place: AnyStepPlace,
         options: StepOptions,
-        reuse: Reuse | None,
     ) -> None:
         super().__init__(shard.image, path)
         self._shard = shard
@@ -209,20 +202,14 @@ class _ShardOutput(Output):
         self._storage = storage
         self._place = place
         self._options = options
-        self._reuse = reuse
         self._rank = agreement.rank
-        self._name = shard_name(agreement.rank, options.compression)
+        self._name = shard_name(agreement.rank, options.codec)
         self.lands_as = "" if shard.is_empty or options.codec is not None else self._name
         self._writer: FrameWriter | None = None
 
-    def known(self, files: ExitStack) -> Cloner | None:
-        if self._reuse is None or self._shard.is_empty:
-            return None
-        return self._reuse.known(self._place.lasting, self._shard.nbytes, files)
-
     def open(self) -> None:
         shard, file, step = self._shard, self.file, self._place.step
-        codec = self._options.compression
+        codec = self._options.codec
         self._writer = None
         if shard.is_empty:
             return
@@ -231,10 +218,6 @@ class _ShardOutput(Output):
             file.land(step.adopt(self._name, file.landing.path), path)
             return
         purpose = Purpose(shard.nbytes, 1, self._options.striping, self._place.directory)
-        if self._reuse is not None:
-            make_file = partial(file.make, make, purpose, path)
-            self._reuse.open(step.steps, file, path, shard.nbytes, make_file)
-            return
         timed = codec is None and not self._options.pacing
         file.make(make, purpose, path, allocates=codec is None, timed=timed)
         if codec is not None:
@@ -250,10 +233,7 @@ class _ShardOutput(Output):
         shard, file, step = self._shard, self.file, self._place.step
         frames = () if self._writer is None else self._writer.frames()
         crcs = file.transfer.block_crcs()
-        hashes = None if self._reuse is None else self._reuse.hashes(crcs)
-        index = shard.index(self.nonce, self._name, crcs, self._options.compression, frames, hashes)
-        if self._reuse is not None:
-            self._reuse.note(index)
+        index = shard.index(self.nonce, self._name, crcs, self._options.codec, frames)
         file.end(shard.nbytes)
         name, content = index_name(self._rank), index.to_bytes()
         step.write(name, content, file.fd, self._options.durable)

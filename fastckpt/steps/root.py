@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
-from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.formats.step_names import (
     ATTEMPT_BYTES,
     NAME,
@@ -121,8 +120,6 @@ class Steps:
         self._sequence = 0  # of the last commit that was begun here
         self.told_empty = False  # whether it was told that there are no steps
         self.told_metric = False  # whether it was told that metrics lack the one of keep_best
-        self.is_uncloned = False  # whether the file system has refused to clone ranges
-        self.own_index: ShardIndex | None = None  # with hashes, of a shard that was written here
         # Takes files out of a directory that is being removed; returns the names that it leaves.
         self.keep_files: Callable[[str, list[str]], list[str]] | None = None
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet

@@ -13,7 +13,6 @@ import torch
 from fastckpt.formats import safetensors
 from fastckpt.formats.shard_index import PER_RANK, Piece, ShardIndex, entry_name
 from fastckpt.plan.boxes import Held, plan
-from fastckpt.plan.chunk_hashes import ChunkHashes
 from fastckpt.plan.image import BLOCK_BYTES, Image, ItemRun
 from fastckpt.state.tree import Leaf
 
@@ -35,17 +34,13 @@ class Shard:
     Args:
         leaves, per_rank: as in Content.
         rank: this rank.
-        by_size: whether small pieces lie behind large ones. So what is trained beside large weights
-            that do not change lies together, and they are whole chunks for the next step to reuse.
 
     Attributes:
         image: the file's; empty if the shard is.
         nbytes: the size of the file.
     """
 
-    def __init__(
-        self, leaves: Sequence[Leaf], per_rank: bytes, rank: int, *, by_size: bool = False
-    ) -> None:
+    def __init__(self, leaves: Sequence[Leaf], per_rank: bytes, rank: int) -> None:
         self._rank = rank
         entries: list[safetensors.Entry] = []
         owners: list[object] = []
@@ -55,8 +50,6 @@ class Shard:
             if is_holder.setdefault(id(leaf.holders), rank in leaf.holders):
                 held.append(leaf)
         pieces = plan([held_of(leaf) for leaf in held], rank)
-        if by_size:
-            pieces.sort(key=lambda piece: -piece.box.numel)  # layout() sorts by itemsize before
         for piece in pieces:
             leaf = held[piece.held]
             local = leaf.local
@@ -108,7 +101,6 @@ class Shard:
         block_crcs: list[int],
         codec: str | None = None,
         frames: tuple[int, ...] = (),
-        hashes: ChunkHashes | None = None,
     ) -> ShardIndex:
         pieces = [
             Piece(leaf.key, safetensors.NAMES[leaf.local.dtype], leaf.shape, box, begin)
@@ -127,7 +119,6 @@ class Shard:
             frames=frames,
             pieces=tuple(pieces),
             per_rank=own,
-            hashes=hashes,
         )
 
 

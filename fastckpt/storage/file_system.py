@@ -192,8 +192,7 @@ class Storage:
 
     Attributes:
         transfer: None, or a test double's function (kind, fd, memory, offset) -> bytes moved that
-            replaces the engine's reads and writes; kind is "read" or "write". If there is one, the
-            engine clones by clone_range(), too.
+            replaces the engine's reads and writes; kind is "read" or "write".
         direct_trial: measurements of file systems, which all storages of a process share.
     """
 
@@ -363,12 +362,6 @@ class Storage:
 
     def truncate(self, fd: int, nbytes: int) -> None:
         os.ftruncate(fd, nbytes)
-
-    def clone_range(self, target: int, source: int, offset: int, nbytes: int) -> None:
-        """Has a range of `target` share its blocks with the same range of `source`, until either is
-        written to (ioctl_ficlonerange(2)). If the range ends off the blocks, it ends both files.
-        """
-        _engine.clone_range(target, source, offset, nbytes)
 
     def sync(self, fd: int) -> None:
         """Makes the file's data and size durable; reports write errors met since the last call."""

@@ -87,10 +87,6 @@ class NodePlace(Place):
         """The path that the step's directory lies in."""
         return self.step.steps.root
 
-    @property
-    def lasting(self) -> None:
-        """None: the step may go past the tier because that is lost, and the shards in it too."""
-
     def awaited(self, previous: Sequence[InnerHandle], pipeline: Pipeline) -> Sequence[InnerHandle]:
         # Before anything is staged: the drain that this waits for needs staging memory, too.
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
@@ -144,7 +140,7 @@ class NodePlace(Place):
         try:
             if self._own.name and not self._trouble:
                 super().open(outputs, pace)
-                coded = 0 if self._options.compression is None else outputs[0].nbytes
+                coded = 0 if self._options.codec is None else outputs[0].nbytes
                 beside = self._tier.nodes().beside(self._agreement.rank)
                 self._tier.check_room(coded * len(beside))
         except StorageError as error:
@@ -352,10 +348,10 @@ class NodePlace(Place):
         drain.commit(pipeline)
         by_node_s = (stats.local_committed_s or 0.0) - self._opened_s
         # Straight to the root, a codec would compress again what a drain only copies.
-        takes_s = [drain.took_s] if self._options.compression is None else [drain.took_s, by_node_s]
+        takes_s = [drain.took_s] if self._options.codec is None else [drain.took_s, by_node_s]
         self._tier.note_times(by_node_s, max(takes_s))
         # With a codec, compression took the time, and would take it without a tier, too.
-        if self._options.compression is None and local_s > max(SLOW_S, drain.copied_s):
+        if self._options.codec is None and local_s > max(SLOW_S, drain.copied_s):
             self._tier.refuse(
                 f"is slow: it took {local_s:.1f} s for what {self._tier.root.root} took in "
                 f"{drain.copied_s:.1f} s"

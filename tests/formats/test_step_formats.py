@@ -56,7 +56,6 @@ from fastckpt.formats.shard_index import (
     shard_name,
 )
 from fastckpt.plan.boxes import Box, intersect, span
-from fastckpt.plan.chunk_hashes import ChunkHashes
 from fastckpt.plan.image import PAGE_BYTES, Image
 from tests.storm import Chance
 
@@ -481,11 +480,7 @@ def indexes(draw: st.DrawFn) -> ShardIndex:
     if codec:
         pages = draw(st.lists(st.integers(1, 99), min_size=count, max_size=count))
         frames = tuple(PAGE_BYTES * number for number in pages)
-    rank, hashes = draw(st.integers(0, 99_999)), None
-    if codec is None and draw(st.booleans()):
-        sizes = {"min_size": 16, "max_size": 16}
-        values = draw(st.binary(**sizes)) * -(-nbytes // 4096)
-        hashes = ChunkHashes(draw(st.binary(**sizes).filter(any)), 4096, values)
+    rank = draw(st.integers(0, 99_999))
     return ShardIndex(
         nonce=draw(st.text("0123456789abcdef", min_size=16, max_size=64)),
         rank=rank,
@@ -498,7 +493,6 @@ def indexes(draw: st.DrawFn) -> ShardIndex:
         frames=frames,
         pieces=tuple(draw(st.permutations(pieces))),
         per_rank=per_rank,
-        hashes=hashes,
     )
 
 
@@ -685,58 +679,6 @@ def test_derived_tensors_are_refused_by_name() -> None:
     content = content.replace(b'"per_rank"', b'"derived_nbytes":2768,"per_rank"', 1)
     with pytest.raises(IncompatibleCheckpoint, match=r"derived from fp32 .*: load the step with"):
         ShardIndex.from_bytes(content)
-
-
-HASHED = replace(
-    INDEX,
-    file="rank-00003.safetensors",
-    file_nbytes=INDEX.nbytes,
-    codec=None,
-    frames=(),
-    hashes=ChunkHashes(bytes(range(16)), 4096, bytes(range(32))),
-)
-HASHES = (
-    b'"hashes":{"key":"000102030405060708090a0b0c0d0e0f","chunk_bytes":4096,'
-    b'"polyval":"AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8="},'
-)
-
-
-def test_hashes_make_an_index_of_version_3() -> None:
-    """And they alone do: what older readers understand is written for them."""
-    content = HASHED.to_bytes()
-    assert b'"version":3' in content and b'"per_rank":[4160,20],' + HASHES + b'"pieces"' in content
-    assert ShardIndex.from_bytes(content) == HASHED
-    for old, new, index in ((b"3", b"1", content), (b"1", b"3", GOLDEN_INDEX)):
-        with pytest.raises(CorruptCheckpoint, match="3 has planes or hashes"):
-            ShardIndex.from_bytes(index.replace(b'"version":' + old, b'"version":' + new, 1))
-
-
-HOSTILE_HASHES: list[tuple[Change, str]] = [
-    (put("hashes", None), "the hashes None"),
-    (put("hashes", {}), "hashes lacks"),
-    (put("hashes", "more", 1), "unknown.*'more'"),
-    *each("the chunk_bytes", "hashes", "chunk_bytes", of=HOSTILE_NUMBERS),
-    (put("hashes", "chunk_bytes", 0), "block_bytes is 0"),
-    (put("hashes", "chunk_bytes", 8192), "for each of 1 chunks"),
-    (put("hashes", "chunk_bytes", 1 << 30), "block_bytes is 1073741824"),
-    *each("key", "hashes", "key", of=("0" * 32, "1" * 31, "A" * 32)),
-    (put("hashes", "key", 1), "the key 1"),
-    *each("for each of 2 chunks", "hashes", "polyval", of=("", "AAECAwQFBgcICQoLDA0ODw==", "AAEC")),
-    *[
-        (put("hashes", "polyval", f"AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwd{end}"), "in base64")
-        for end in ("Hh9=", "\nHh8=")
-    ],
-    (put("hashes", "polyval", "é"), "malformed"),
-    (put("hashes", "polyval", [1]), "the polyval"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), HOSTILE_HASHES, ids=range(len(HOSTILE_HASHES)))
-def test_hostile_hashes(change: Change, message: str) -> None:
-    written = json.loads(HASHED.to_bytes())
-    change(written)
-    with pytest.raises(CorruptCheckpoint, match=message):
-        ShardIndex.from_bytes(json.dumps(written).encode())
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ void work_together(const std::vector<std::shared_ptr<Backend>>& backends, double
 std::shared_ptr<Backend> faulty_backend(unsigned seed, unsigned fatal) {
     auto random = std::make_shared<Random>(seed);
     return fastckpt::threads_backend(
-        1, 0,
+        1,
         [random, fatal](const Op& op, std::byte* data, size_t nbytes, uint64_t offset) -> ssize_t {
             switch (below(*random, 8)) {
                 case 0:

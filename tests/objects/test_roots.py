@@ -228,9 +228,7 @@ def test_commands_take_urls(weed: Weed, root: str, disk: Path, bare: Any) -> Non
     assert torch.equal(torch.load(disk / "one.pt")["weights"], state_of(1)["weights"])
 
 
-@pytest.mark.parametrize(
-    "asked", [{"codec": "reuse"}, {"staging": "gds"}, {"backend": "io_uring"}], ids=str
-)
+@pytest.mark.parametrize("asked", [{"staging": "gds"}, {"backend": "io_uring"}], ids=str)
 def test_what_only_files_can_have_is_refused(client: Any, root: str, asked: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not with a URL"):
         fastckpt.Checkpointer(root, **asked)

@@ -28,7 +28,7 @@ from fastckpt.storage import policies
 from fastckpt.storage.file_system import Refusal
 from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import Policy
-from tests.doubles import TRANSFERS, Cloning, Operation, path_of
+from tests.doubles import TRANSFERS, Operation, Recorder, path_of
 
 T = TypeVar("T")
 OTHER_DEVICE = 1 << 40  # added to the number of the device that a local tier lies on
@@ -40,7 +40,7 @@ _SILENT = {"create", "open", "free_bytes"}
 _TEMPORARY = re.compile(r"\.[^./]*-(?P<pid>\d+)-\d+-\d+\.tmp")
 
 
-class StageStorage(Cloning):
+class StageStorage(Recorder):
     """A file system as it is wanted for a scene, and a log of what is done to it.
 
     Args:
@@ -237,7 +237,7 @@ def _line(operation: Operation, result: str) -> str:
         shown = f"{args[1]} bytes at {args[0]}"
     elif name == "write_at":
         shown = f"{memoryview(args[0]).nbytes} bytes at {args[1]}"
-    elif name in ("read_at", "clone_range"):
+    elif name == "read_at":
         shown = f"{args[0]} bytes at {args[1]}"
     else:
         shown = " ".join(filter(None, map(_argument_text, args)))

@@ -133,7 +133,7 @@ def held_up(name: str) -> Iterator[tuple[Delay, threading.Event]]:
     [
         ({"fence": "never"}, ValueError, "fence is 'never', must be one of"),
         ({"backend": "aio"}, ValueError, "backend is 'aio'"),
-        ({"codec": "gzip"}, ValueError, "codec is 'gzip'"),
+        ({"codec": "gzip"}, ValueError, "codec is 'gzip', must be one of .*'planes'"),
         ({"keep_last": 0}, ValueError, "keep_last is 0, must be at least 1"),
         ({"keep_last": 2, "keep_every": 0}, ValueError, "keep_every is 0"),
         ({"keep_every": 10}, ValueError, "keep_every without keep_last"),

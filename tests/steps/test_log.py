@@ -186,7 +186,7 @@ def test_all_ranks_are_in_the_line(nursery: Nursery, disk: Path) -> None:
 
 def clocks(synced: float, written: float = 2, staged: float = 1, captured: float = 0.5) -> Any:
     return RankClocks(
-        8, 3, captured, staged, captured, written, synced, 0.0, 0.25, (1, 0, 3, 0, 1 << 40)
+        8, captured, staged, captured, written, synced, 0.0, 0.25, (1, 0, 3, 0, 1 << 40)
     )
 
 
