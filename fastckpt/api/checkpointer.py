@@ -183,17 +183,27 @@ class Checkpointer:
         self.root = as_url(self._root)
         self.group = default_group() if group is None else group
         with ExitStack() as opened:  # if anything below fails, the other ranks hear why
-            kept = (keep_last, keep_every, keep_best, local)
-            terms = common_terms(self.root, codec, *kept)
+            terms = common_terms(self.root, codec, keep_last, keep_every, keep_best, local)
             self._coordinator = Coordinator.of_group(self.group, "steps", terms)
             opened.push(self._coordinator.give_up)
             check_fence(fence)
             check_choice("on_error", on_error, ON_ERROR)
             check_flag("log", log)
             optional(check_callable, "before_commit", before_commit)
-            written = (backend, durable, staging_bytes, staging)
-            pacing = Pacing(drain_rate, max_writers)
-            self._options = StepOptions(*written, "auto", pacing, codec, *kept, check_finite)
+            self._options = StepOptions(
+                backend,
+                durable,
+                staging_bytes,
+                staging,
+                "auto",
+                Pacing(drain_rate, max_writers),
+                codec,
+                keep_last,
+                keep_every,
+                keep_best,
+                local,
+                check_finite,
+            )
             refuse_for_url(local or self._root, staging=staging, backend=backend)
             self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
             self._open = OpenRoot(pipeline.current().storage, self._root, timeout_s)
@@ -277,10 +287,18 @@ class Checkpointer:
                 current.raise_unreported(path, handle.kind, self._on_error)
             place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
             if self._tier is not None and draining is not None:
-                by_way_of = (self._tier, handle, agreement, draining)
                 awaited = self._handles if deadline_s is None else []
                 running = [each for each in awaited if not each.done()]
-                place = NodePlace(*by_way_of, running, step, options, deadline_s)
+                place = NodePlace(
+                    self._tier,
+                    handle,
+                    agreement,
+                    draining,
+                    running,
+                    step,
+                    options,
+                    deadline_s,
+                )
             content = captured(
                 state,
                 self._coordinator.rank,
@@ -291,13 +309,30 @@ class Checkpointer:
                 watch=self._fence == "step",
                 checks_numbers=options.check_finite,
             )
-            lent = (current.storage, self._memo)
-            plan = StepPlan(handle, agreement, step, content, told, place, options, *lent)
-            parts = (handle, agreement, plan, place, options, self._before_commit)
-            save = Save(*parts, fence=self._fence, lane=self._root)
+            plan = StepPlan(
+                handle,
+                agreement,
+                step,
+                content,
+                told,
+                place,
+                options,
+                current.storage,
+                self._memo,
+            )
+            save = Save(
+                handle,
+                agreement,
+                plan,
+                place,
+                options,
+                self._before_commit,
+                fence=self._fence,
+                lane=self._root,
+            )
             if self._logs and self._coordinator.rank == 0:
                 handle.add_done_callback(save_log.noting(current.storage, self._root, step))
-        del content, plan, parts
+        del content, plan
         # With a tier this step waits for none that has a rate, and would only share with them.
         current.rates.lift(self._root, deadline_s is not None and self._tier is None)
         handle = current.save(save)

@@ -263,8 +263,9 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
             _check_piece(*(column[wrong] for column in columns[:5]))  # raises
     rectangles: dict[tuple[Any, ...], tuple[tuple[int, ...], Box, int]] = {}
     found = []
-    tuples = map(tuple, shapes), map(tuple, offsets), map(tuple, sizes)
-    for number, form in enumerate(zip(dtypes, *tuples, strict=True)):
+    for number, form in enumerate(
+        zip(dtypes, map(tuple, shapes), map(tuple, offsets), map(tuple, sizes), strict=True)
+    ):
         its = rectangles.get(form)
         if its is None:
             its_nbytes = _check_piece(*(column[number] for column in columns[:5]))

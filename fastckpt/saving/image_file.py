@@ -92,8 +92,9 @@ class ImageFile:
         self._files = ExitStack()
         self.is_open = self._has_landed = False
         self.landing = landing
-        how = (stagers, reads, direct, landing, timeout_s)
-        self.transfer = ImageTransfer(pipeline.staging, image, path, allowance, *how)
+        self.transfer = ImageTransfer(
+            pipeline.staging, image, path, allowance, stagers, reads, direct, landing, timeout_s
+        )
 
     def __enter__(self) -> ImageFile:
         return self

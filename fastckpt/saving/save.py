@@ -130,13 +130,20 @@ class Save(Job):
         for output in sorted(outputs, key=_is_small, reverse=True):
             landing = None if direct else self.place.landing(output)
             blocks += 0 if landing else block_count(output.image.nbytes, BLOCK_BYTES)
-            how = (
-                (1, self.reads)
-                if output.is_small
-                else (stagers, self.reads, direct, self.handle.stats, landing)
+            is_small = output.is_small
+            output.file = ImageFile(
+                pipeline,
+                output.image,
+                output.path,
+                options,
+                allowance,
+                self.agreement.timeout_s,
+                1 if is_small else stagers,
+                self.reads,
+                None if is_small else direct,
+                None if is_small else self.handle.stats,
+                None if is_small else landing,
             )
-            what = (output.image, output.path, options, allowance, self.agreement.timeout_s)
-            output.file = ImageFile(pipeline, *what, *how)
             self.copying.transfers.append(moving.enter_context(output.file).transfer)
         self.staging_nbytes = min(allowance.blocks, blocks) * BLOCK_BYTES
         return fetch

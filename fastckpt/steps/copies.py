@@ -195,7 +195,6 @@ class StepCopies:
         unpadded: list[int] | None = None,
     ) -> Iterator[Body]:
         path, route = self.path(index.file), None
-        sizes = (index.nbytes, index.block_bytes)
 
         def damaged(begin: int, end: int) -> str:
             return listed(map(repr, index.keys_in(begin, end))) or "its header"
@@ -206,14 +205,15 @@ class StepCopies:
                     self._storage,
                     fd,
                     path,
-                    *sizes,
+                    index.nbytes,
+                    index.block_bytes,
                     index.frames,
                     index.codec,
                     kept=frames,
                     unpadded=unpadded,
                 )
                 route = self._staging.through(fd, reader.transfer)
-            blocks = BlockChecksums(*sizes, index.block_crcs, b"")
+            blocks = BlockChecksums(index.nbytes, index.block_bytes, index.block_crcs, b"")
             yield Body(self._staging, fd, path, blocks, damaged, OVERWRITTEN, route)
 
     @contextmanager

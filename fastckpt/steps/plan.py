@@ -221,9 +221,10 @@ class _ShardOutput(Output):
         timed = codec is None and not self._options.pacing
         file.make(make, purpose, path, allocates=codec is None, timed=timed)
         if codec is not None:
-            sizes = (shard.nbytes, BLOCK_BYTES)
             encoder = encoder_of(codec, shard.runs(), BLOCK_BYTES)
-            self._writer = FrameWriter(self._storage, file.fd, path, *sizes, encoder)
+            self._writer = FrameWriter(
+                self._storage, file.fd, path, shard.nbytes, BLOCK_BYTES, encoder
+            )
             file.through(self._writer.transfer)
 
     def fill_in(self) -> None:
