@@ -1,27 +1,177 @@
-"""`fastckpt advise`: predicts what checkpoints of a job will cost, and says how to take them.
+"""`fastckpt advise`: predicts what checkpoints of a job cost, and how often to take one.
 
-The module turns arguments into a Job, whose numbers are given or assumed, and prints the report. It
-must not know a formula: those are in fastckpt/cli/cost_model.py.
+Each formula names its source; docs/scale.md compares predictions with published measurements. The
+module imports what imports torch only when it is asked, and must not know files.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, fields
+from math import ceil, isfinite, sqrt
 from typing import Any, NamedTuple
 
 from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
-from fastckpt.cli import cost_model
-from fastckpt.cli.cost_model import Advice, BlockingSave, Job
 from fastckpt.cli.shared_arguments import quantity_argument
 
+# Mixed precision with Adam: 2 bytes for the bf16 weight, and 4 each for its fp32 copy and two
+# moments (Rajbhandari et al., ZeRO, SC 2020, without the gradients).
+BYTES_PER_PARAMETER = 14.0
+# 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783).
+FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
+CALL_S = 0.02  # a call that copies nothing; README.md has 0.012 s for 2 GiB
 _GPUS_PER_NODE = 8
 
 
-class JobArgument(NamedTuple):
+@dataclass(frozen=True)
+class Job:
+    """A training job and its machine, in bytes, bytes per second and seconds; see _OPTIONS. Raises
+    ValueError for a number that is not finite, not positive, or contradicts the others.
+    """
+
+    nbytes: float  # of one checkpoint, without replicas
+    ranks: int  # one for each GPU; all of them write
+    nodes: int
+    mtbf_s: float  # of the whole job
+    d2h_rate: float = 25e9  # PCIe 4 x16 in practice
+    writer_rate: float = 2e9  # less than to a good disk
+    network_rate: float = 6e9  # a Lustre client's at LUG 2024
+    osts: int | None = None  # no limit
+    ost_rate: float = 4e9  # as ALCF's Eagle: 650 GB/s by 160 targets
+    nvme_rate: float | None = None  # checkpoints go straight to the storage
+    staging_bytes: float | None = None  # enough for a node's part
+    step_s: float = 0.0  # not known, so no copy counts as hidden by a step
+    commit_s: float = 0.5
+    restart_s: float = 300.0
+    torch_rate: float = 0.7e9  # docs/benchmarks.md's
+    torch_writers: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            may_be_zero = name in ("step_s", "commit_s", "restart_s", "staging_bytes")
+            if value is not None and not (
+                isfinite(value) and value >= (0 if may_be_zero else 1e-9)
+            ):
+                least = "0 or more" if may_be_zero else "above 0"
+                raise ValueError(f"{name} is {value}, must be finite and {least}")
+        for name in ("nodes", "torch_writers"):
+            if getattr(self, name) > self.ranks:
+                told = f"{name} is {getattr(self, name)}, more than there are ranks ({self.ranks})"
+                raise ValueError(told)
+
+    @property
+    def rank_bytes(self) -> float:
+        """The part of one rank: ranks that hold the same tensor divide it evenly."""
+        return self.nbytes / self.ranks
+
+    @property
+    def node_bytes(self) -> float:
+        """The part of the node that has most ranks."""
+        return self.rank_bytes * ceil(self.ranks / self.nodes)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to expect and what to do, in bytes per second and seconds."""
+
+    stall_call_s: float  # how long training waits for a checkpoint with the call fence
+    stall_step_s: float  # and with the step fence
+    staged_s: float  # when everything has been copied to the host
+    local_s: float | None  # when it is committed on the local disks, if there are any
+    root_s: float  # and on the storage
+    stages: dict[str, float]  # how long each resource takes by itself, as bytes pass them
+    bottleneck: str
+    root_rate: float  # of all writers together, to the storage
+    interval_s: float  # from one save() to the next, with the step fence
+    interval_steps: int | None  # None if the time of a step is not known
+    lost_share: float  # of all time, which stalls and failures cost
+    drain_rate: float  # of a node: the lowest that is done before the next checkpoint
+    torch_s: float  # the same of torch.save, while training waits
+    torch_interval_s: float
+    torch_lost_share: float
+
+
+def advise(job: Job) -> Advice:
+    """Returns what checkpoints of a job will cost, and how often to take one.
+
+    The stages of a save run at the same time, block by block, so it takes as long as the slowest.
+    With local disks one save follows the other: to the disks, and from there to the storage. The
+    model leaves out that training may be slower meanwhile, and that others use the storage, too.
+    """
+    from fastckpt.storage.lustre_layout import own_stripes
+
+    def targets_s(files: int, stripes: int) -> float:
+        """Returns how long the storage targets take for files of so many stripes each."""
+        return job.nbytes / (min(job.osts, files * stripes) * job.ost_rate) if job.osts else 0.0
+
+    stages = {"GPU-to-host copies": job.rank_bytes / job.d2h_rate}
+    if job.nvme_rate is not None:
+        stages["local NVMe"] = job.node_bytes / job.nvme_rate
+    way = {
+        "writing processes": job.rank_bytes / job.writer_rate,
+        "network of the nodes": job.node_bytes / job.network_rate,
+        "storage targets": targets_s(job.ranks, own_stripes(int(job.rank_bytes), job.osts)),
+    }
+    drain_s = first_s = max(way.values())
+    if job.nvme_rate is not None:
+        first_s = max(way["writing processes"], stages["local NVMe"])
+    # Copying fills staging memory B while writing empties it, so a part P is copied when P - B has
+    # been written.
+    missing = max(0.0, job.node_bytes - (job.staging_bytes or 0)) / job.node_bytes * first_s
+    waiting_s = 0.0 if job.staging_bytes is None else missing
+    staged_s = max(stages["GPU-to-host copies"], waiting_s)
+    local_s, root_s = None, max(staged_s, first_s) + job.commit_s
+    if job.nvme_rate is not None:
+        local_s, root_s = root_s, root_s + drain_s + job.commit_s
+    stall_step_s = CALL_S + max(0.0, staged_s - job.step_s)
+    interval_s = best_interval_s(stall_step_s, root_s, job.mtbf_s)
+    # Each file of torch.save is on one target, which is Lustre's default.
+    writers = job.torch_writers
+    rate = min(writers * job.torch_rate, min(writers, job.nodes) * job.network_rate)
+    torch_s = max(job.nbytes / rate, targets_s(writers, 1))
+    torch_interval_s = best_interval_s(torch_s, torch_s, job.mtbf_s)
+    return Advice(
+        stall_call_s=CALL_S + staged_s,
+        stall_step_s=stall_step_s,
+        staged_s=staged_s,
+        local_s=local_s,
+        root_s=root_s,
+        stages=stages | way,
+        bottleneck=max(stages | way, key=lambda name: (stages | way)[name]),
+        root_rate=job.nbytes / drain_s,
+        interval_s=interval_s,
+        interval_steps=ceil(interval_s / job.step_s) if job.step_s else None,
+        lost_share=lost_share(job, stall_step_s, root_s, interval_s),
+        drain_rate=job.node_bytes / (drain_s + interval_s - root_s),
+        torch_s=torch_s,
+        torch_interval_s=torch_interval_s,
+        torch_lost_share=lost_share(job, torch_s, 0.0, torch_interval_s),
+    )
+
+
+def best_interval_s(stall_s: float, drain_s: float, mtbf_s: float) -> float:
+    """Returns the interval that minimises lost_share(): Young's, sqrt(2 d M), for the stall, which
+    is all that a checkpoint costs training (CACM 17(9), 1974); but at least the drain, since drains
+    follow each other.
+    """
+    return max(sqrt(2 * stall_s * mtbf_s), drain_s, stall_s)
+
+
+def lost_share(job: Job, stall_s: float, drain_s: float, interval_s: float) -> float:
+    """Returns the share of all time that is lost to training: stall/interval + (interval/2 + drain
+    + restart)/MTBF, at most 1.
+
+    These are Young's two terms and two for writing in the background: a failure throws training
+    back to the newest committed checkpoint, which on average was taken interval/2 + drain ago. The
+    formula is of first order, for drain + interval well below the MTBF.
+    """
+    again_s = interval_s / 2 + drain_s + job.restart_s
+    return min(1.0, stall_s / interval_s + again_s / job.mtbf_s)
+
+
+class _Option(NamedTuple):
     """A command-line option for one input of a Job."""
 
     flag: str
@@ -30,234 +180,121 @@ class JobArgument(NamedTuple):
     text: str
 
 
-OPTIONS = {
-    "d2h_rate": JobArgument("--d2h", quantities.rate, "RATE", "each GPU to pinned host memory"),
-    "writer_rate": JobArgument("--writer", quantities.rate, "RATE", "what one process writes"),
-    "network_rate": JobArgument("--network", quantities.rate, "RATE", "a node to the storage"),
-    "osts": JobArgument("--osts", int, "N", "storage targets of the file system (lfs df)"),
-    "ost_rate": JobArgument("--ost", quantities.rate, "RATE", "each storage target"),
-    "nvme_rate": JobArgument(
-        "--nvme", quantities.rate, "RATE", "a node's local disks, written first"
-    ),
-    "staging_bytes": JobArgument(
-        "--staging", quantities.size, "SIZE", "host memory a node has for it"
-    ),
-    "step_s": JobArgument("--step-time", quantities.time, "TIME", "of a training step"),
-    "commit_s": JobArgument(
-        "--commit-time", quantities.time, "TIME", "agreement, syncs and renames"
-    ),
-    "restart_s": JobArgument(
-        "--restart-time", quantities.time, "TIME", "failure to first new step"
-    ),
-    "torch_rate": JobArgument(
-        "--torch", quantities.rate, "RATE", "one torch.save, to compare with"
-    ),
-    "few_writers": JobArgument("--few-writers", int, "N", "processes that call torch.save there"),
+_RATE, _SIZE, _TIME = quantities.rate, quantities.size, quantities.time
+_SHOWN: dict[Any, Any] = {_RATE: shown_rate, _SIZE: shown_size, _TIME: shown_time, int: str}
+_OPTIONS = {
+    "d2h_rate": _Option("--d2h", _RATE, "RATE", "each GPU to pinned host memory"),
+    "writer_rate": _Option("--writer", _RATE, "RATE", "what one process writes"),
+    "network_rate": _Option("--network", _RATE, "RATE", "a node to the storage"),
+    "osts": _Option("--osts", int, "N", "storage targets of the file system (lfs df)"),
+    "ost_rate": _Option("--ost", _RATE, "RATE", "each storage target"),
+    "nvme_rate": _Option("--nvme", _RATE, "RATE", "a node's local disks, written first"),
+    "staging_bytes": _Option("--staging", _SIZE, "SIZE", "host memory a node has for it"),
+    "step_s": _Option("--step-time", _TIME, "TIME", "of a training step"),
+    "commit_s": _Option("--commit-time", _TIME, "TIME", "agreement, syncs and renames"),
+    "restart_s": _Option("--restart-time", _TIME, "TIME", "failure to first new step"),
+    "torch_rate": _Option("--torch", _RATE, "RATE", "one torch.save, to compare with"),
+    "torch_writers": _Option("--torch-writers", int, "N", "processes that call torch.save there"),
 }
-_SHOWN_AS: dict[Any, Callable[[Any], str]] = {
-    quantities.rate: shown_rate,
-    quantities.size: shown_size,
-    quantities.time: shown_time,
-    int: str,
-}
-_UNKNOWN = {
-    "osts": "unknown: taken as no limit",
-    "nvme_rate": "none",
-    "staging_bytes": "enough for a node's part",
-    "few_writers": "one for each node",
-    "step_s": "unknown: nothing is counted as hidden",
-}
-
-
-class SourcedJob(NamedTuple):
-    """A Job, and for each of its inputs its source: "given" or "assumed", say."""
-
-    job: Job
-    sources: dict[str, str]
 
 
 def add_arguments(commands: Any) -> None:
     parser = commands.add_parser(
         "advise",
-        help="what checkpoints of a job will cost, and how to take them",
+        help="what checkpoints of a job will cost, and how often to take one",
         description="Predicts stall, commit and loss of checkpoints from a model (docs/scale.md). "
         "Sizes are as 4.3TiB or 24GB, rates as 75GB/s, times as 3h, 5min or 20ms.",
     )
+    count, size = quantity_argument(quantities.count), quantity_argument(_SIZE)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--params",
-        type=quantity_argument(quantities.count),
-        metavar="N",
-        help="parameters, as 340e9",
-    )
-    what.add_argument(
-        "--size", type=quantity_argument(quantities.size), help="of one checkpoint in all"
-    )
-    parser.add_argument(
-        "--bytes-per-param",
-        type=float,
-        default=cost_model.BYTES_PER_PARAMETER,
-        metavar="N",
-        help="default: %(default)g, mixed precision with Adam",
-    )
+    what.add_argument("--params", type=count, metavar="N", help="parameters, as 340e9")
+    what.add_argument("--size", type=size, help="of one checkpoint in all")
+    parser.add_argument("--bytes-per-param", type=float, default=BYTES_PER_PARAMETER, metavar="N")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks of the job")
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help=f"default: one for {_GPUS_PER_NODE} GPUs"
-    )
-    failures = parser.add_mutually_exclusive_group()
-    failures.add_argument(
-        "--mtbf", type=quantity_argument(quantities.time), metavar="TIME", help="of the whole job"
-    )
-    failures.add_argument(
-        "--failures-per-gpu-hour",
-        type=float,
-        metavar="N",
-        help=f"default: {cost_model.FAILURES_PER_GPU_HOUR:.2e}, Llama 3's",
-    )
+    nodes = f"default: one for {_GPUS_PER_NODE} GPUs"
+    parser.add_argument("--nodes", type=int, metavar="N", help=nodes)
+    failures = "of the whole job; default: from Llama 3's failures of a GPU"
+    parser.add_argument("--mtbf", type=quantity_argument(_TIME), metavar="TIME", help=failures)
     defaults = {field.name: field.default for field in fields(Job)}
-    for name, option in OPTIONS.items():
-        known = _shown(name, defaults[name])
-        parser.add_argument(
-            option.flag,
-            dest=name,
-            type=quantity_argument(option.read),
-            metavar=option.unit,
-            help=f"{option.text}; default: {known}",
-        )
+    for name, option in _OPTIONS.items():
+        text = f"{option.text}; default: {_shown(name, defaults[name])}"
+        read = quantity_argument(option.read)
+        parser.add_argument(option.flag, dest=name, type=read, metavar=option.unit, help=text)
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes and seconds")
     parser.set_defaults(error=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
+    size, nodes, mtbf_s = arguments.size, arguments.nodes, arguments.mtbf
     try:
-        inputs = _inputs(arguments)
+        if arguments.gpus < 1:
+            raise ValueError(f"gpus is {arguments.gpus}, must be above 0")
+        job = Job(
+            nbytes=arguments.params * arguments.bytes_per_param if size is None else size,
+            ranks=arguments.gpus,
+            nodes=-(-arguments.gpus // _GPUS_PER_NODE) if nodes is None else nodes,
+            # Any failure of a GPU ends the job, and rates of independent failures add up.
+            mtbf_s=3600 / (FAILURES_PER_GPU_HOUR * arguments.gpus) if mtbf_s is None else mtbf_s,
+            **given,
+        )
     except ValueError as error:
         arguments.error(str(error))
-    advised = cost_model.advise(inputs.job)
     if arguments.json:
-        spare = cost_model.arguments(inputs.job, advised)
-        told = {"inputs": asdict(inputs.job), "sources": inputs.sources}
-        print(json.dumps(told | {"advice": asdict(advised), "arguments": spare}, indent=2))
-    else:
-        print("\n".join(_report(inputs, advised)))
+        print(json.dumps({"inputs": asdict(job), "advice": asdict(advise(job))}, indent=2))
+        return 0
+    rows = [
+        ("size of a checkpoint", shown_size(job.nbytes)),
+        ("ranks, nodes", f"{job.ranks}, {job.nodes}"),
+        ("time between failures", shown_time(job.mtbf_s)),
+    ]
+    for name, option in _OPTIONS.items():
+        source = "given" if name in given else "assumed"
+        text = f"{_shown(name, getattr(job, name))} ({source}, {option.flag})"
+        rows.append((option.text, text))
+    print("\n".join([*_lines("The job", rows), *_report(job, advise(job))]))
     return 0
 
 
-def _inputs(arguments: argparse.Namespace) -> SourcedJob:
-    """Returns the inputs: those given, else assumed. Raises ValueError as Job."""
-    sources = {"ranks": "given"}
-    values: dict[str, Any] = {}
-    for name in OPTIONS:
-        given = getattr(arguments, name)
-        if given is not None:
-            values[name], sources[name] = given, "given"
-        else:
-            sources[name] = "assumed"
-    size = arguments.size
-    if size is None:
-        size = cost_model.state_bytes(arguments.params, arguments.bytes_per_param)
-    sources["nbytes"] = "given"
-    if arguments.params is not None:
-        sources["nbytes"] = f"{arguments.bytes_per_param:g} bytes for each parameter"
-    nodes = arguments.nodes
-    sources["nodes"] = "given"
-    if nodes is None:
-        nodes, sources["nodes"] = -(-arguments.gpus // _GPUS_PER_NODE), "assumed"
-    mtbf_s, sources["mtbf_s"] = arguments.mtbf, "given"
-    if mtbf_s is None:
-        rate, sources["mtbf_s"] = arguments.failures_per_gpu_hour, "from the failures given"
-        if rate is None:
-            rate, sources["mtbf_s"] = cost_model.FAILURES_PER_GPU_HOUR, "assumed, as Llama 3's"
-        mtbf_s = cost_model.mtbf_s(arguments.gpus, rate)
-    job = Job(nbytes=size, ranks=arguments.gpus, nodes=nodes, mtbf_s=mtbf_s, **values)
-    return SourcedJob(job, {field.name: sources[field.name] for field in fields(Job)})
-
-
 def _shown(name: str, value: Any) -> str:
-    if value is None or (name == "step_s" and not value):
-        return _UNKNOWN[name]
-    return _SHOWN_AS[OPTIONS[name].read](value)
+    return "unknown" if value is None else _SHOWN[_OPTIONS[name].read](value)
 
 
-def _report(inputs: SourcedJob, advised: Advice) -> list[str]:
+def _report(job: Job, found: Advice) -> list[str]:
+    steps = f", {found.interval_steps} steps" if found.interval_steps is not None else ""
+    local = "-" if found.local_s is None else shown_time(found.local_s)
+    stages = ", ".join(f"{name} {shown_time(s)}" for name, s in found.stages.items() if s)
     return [
-        *_lines("The job", _job_rows(inputs)),
-        *_lines("A checkpoint", _cost_rows(advised)),
-        *_lines("What to do", _advice_rows(inputs.job, advised)),
-        *_lines("Beside it, torch.save while training waits", _torch_rows(advised)),
+        *_lines(
+            "A checkpoint",
+            [
+                ("training stands still, call fence", shown_time(found.stall_call_s)),
+                ("training stands still, step fence", shown_time(found.stall_step_s)),
+                ("copied to the host after", shown_time(found.staged_s)),
+                ("committed on local disks after", local),
+                ("committed on the storage after", shown_time(found.root_s)),
+                ("  written at", shown_rate(found.root_rate)),
+                ("  bottleneck", found.bottleneck),
+                ("  each by itself", stages),
+            ],
+        ),
+        *_lines(
+            "What to do",
+            [
+                ("checkpoint every", f"{shown_time(found.interval_s)}{steps}"),
+                ("time lost, with failures", _percent(found.lost_share)),
+                ("slowest drain_rate that keeps up", f"{shown_rate(found.drain_rate)} a node"),
+            ],
+        ),
+        *_lines(
+            f"Beside it, torch.save by {job.torch_writers}, while training waits",
+            [
+                ("training stands still", shown_time(found.torch_s)),
+                ("checkpoint every", shown_time(found.torch_interval_s)),
+                ("time lost, with failures", _percent(found.torch_lost_share)),
+            ],
+        ),
     ]
-
-
-def _job_rows(inputs: SourcedJob) -> list[tuple[str, str]]:
-    job, sources = inputs.job, inputs.sources
-    rows = [
-        ("size of a checkpoint", f"{shown_size(job.nbytes)} ({sources['nbytes']})"),
-        ("ranks, nodes", f"{job.ranks}, {job.nodes} (nodes: {sources['nodes']})"),
-        ("time between failures", f"{shown_time(job.mtbf_s)} ({sources['mtbf_s']})"),
-    ]
-    for name, option in OPTIONS.items():
-        source = sources[name]
-        rows.append((option.text, f"{_shown(name, getattr(job, name))} ({source}, {option.flag})"))
-    return rows
-
-
-def _cost_rows(advised: Advice) -> list[tuple[str, str]]:
-    stages = ", ".join(f"{name} {shown_time(s)}" for name, s in advised.stages.items() if s)
-    rows = [
-        ("training stands still, call fence", shown_time(advised.stall_call_s)),
-        ("training stands still, step fence", shown_time(advised.stall_step_s)),
-        ("  which goes to", advised.stall_bottleneck),
-        ("copied to the host after", shown_time(advised.staged_s)),
-    ]
-    if advised.local_s is not None:
-        rows.append(("committed on local disks after", shown_time(advised.local_s)))
-    return [
-        *rows,
-        ("committed on the storage after", shown_time(advised.root_s)),
-        ("  written at", shown_rate(advised.root_rate)),
-        ("  bottleneck", advised.bottleneck),
-        ("  each by itself", stages),
-    ]
-
-
-def _advice_rows(job: Job, advised: Advice) -> list[tuple[str, str]]:
-    steps = f", {advised.interval_steps} steps" if advised.interval_steps is not None else ""
-    at_most = "" if job.ranks % job.nodes == 0 else "at most "  # some nodes have one rank less
-    per_node = f"{at_most}{advised.writers_per_node} of {job.ranks_per_node} on each node"
-    stripe = shown_size(advised.file_stripe_bytes)
-    late = shown_time(advised.shared_root_s)
-    shared = f"{advised.shared_stripes} stripes of {shown_size(advised.shared_stripe_bytes)}"
-    return [
-        ("fence", advised.fence),
-        ("checkpoint every", f"{shown_time(advised.interval_s)}{steps}"),
-        ("time lost, with failures", _percent(advised.lost_share)),
-        ("slowest drain that keeps up", f"{shown_rate(advised.pace_rate)} a node"),
-        ("  time lost at that pace", _percent(advised.paced_lost_share)),
-        ("writers that are enough", f"{advised.writers}: {per_node}"),
-        ("arguments that spare the storage", _arguments_text(job, advised)),
-        ("Lustre, a file for each rank", f"{advised.file_stripes} stripes of {stripe}"),
-        ("Lustre, one shared file", f"{shared}: committed after {late}"),
-    ]
-
-
-def _arguments_text(job: Job, advised: Advice) -> str:
-    """Returns the arguments as they are passed to Checkpointer."""
-    found = cost_model.arguments(job, advised)
-    return ", ".join(f"{name}={value:g}" for name, value in found.items()) or "none"
-
-
-def _torch_rows(advised: Advice) -> list[tuple[str, str]]:
-    if advised.torch_few == advised.torch_one:
-        return [_torch_row(advised.torch_one)]
-    return [_torch_row(advised.torch_one), _torch_row(advised.torch_few)]
-
-
-def _torch_row(found: BlockingSave) -> tuple[str, str]:
-    return (
-        f"{found.writers} writer{'s' if found.writers > 1 else ''}",
-        f"{shown_time(found.seconds)} each, every {shown_time(found.interval_s)}: "
-        f"{_percent(found.lost_share)} of time lost",
-    )
 
 
 def _percent(share: float) -> str:
