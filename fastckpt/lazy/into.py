@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.near_names import instead_of, listed
+from fastckpt.arguments.near_names import listed, nearest
 from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.conversion import put_converted
@@ -163,7 +163,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         filled = {_identity(part.tensor) for part in parts}
         missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
     if is_missing := bool(missing) and fit.missing == "raise":
-        near = instead_of([*missing], source.tensors, renames=True) or _passed_over(source)
+        near = nearest(next(iter(missing)), source.tensors) or _passed_over(source)
         misfits.append(
             f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
         )

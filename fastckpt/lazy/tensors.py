@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fastckpt.arguments.near_names import instead_of
+from fastckpt.arguments.near_names import nearest
 from fastckpt.errors import CorruptCheckpoint, StorageError, as_url
 from fastckpt.lazy.selection import selected
 from fastckpt.lazy.source import Shard, Source, Stored, Wanted
@@ -69,7 +69,7 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         try:
             stored = self._source.tensors[name]
         except KeyError:
-            known = f"{name!r}{instead_of([name], self)}"
+            known = f"{name!r}{nearest(name, self)}"
             raise KeyError(f"{self.path!r} holds no tensor {known}") from None
         return LazyTensor(self, name, stored)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.near_names import instead_of, listed
+from fastckpt.arguments.near_names import listed, nearest
 from fastckpt.errors import IncompatibleCheckpoint, retold
 from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.partial_objects import left_out, notes_in
@@ -387,7 +387,7 @@ class Template:
         """Raises if the checkpoint lacks entries of a dict that have to be there."""
         if keys and self._fit.missing == "raise" and self._fit.only is None:
             missing = [at.of(key).name for key in keys]
-            near = instead_of(missing, _names_within(self._saved, _At()), renames=True)
+            near = nearest(missing[0], _names_within(self._saved, _At()))
             told = f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
             raise refusal(self._where, [told, *self._useless], is_missing=True)
 
