@@ -225,7 +225,7 @@ class NoPath(StorageError, FileNotFoundError):
 
 
 class IncompatibleCheckpoint(CheckpointError):
-    """The checkpoint is whole but cannot be used here: a newer fastckpt wrote it, in a format that
+    """The checkpoint is whole but cannot be used here: another fastckpt wrote it, in a format that
     this version does not know, or the state to be restored has other keys, shapes or types.
     """
 

@@ -16,7 +16,7 @@ from fastckpt.formats.strict_json import (
     check_text,
     decode,
     encode,
-    refuse_newer,
+    refuse_other_version,
     shown,
 )
 
@@ -60,7 +60,7 @@ def from_bytes(content: bytes) -> dict[str, File]:
             raise ValueError(f"it has more than {NBYTES_MAX} bytes")
         value = decode(content)
         if isinstance(value, dict):
-            refuse_newer(NAME, value.get("fastckpt"), VERSION)
+            refuse_other_version(NAME, value.get("fastckpt"), VERSION)
         validate(value)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"{NAME} is malformed: {error}") from None

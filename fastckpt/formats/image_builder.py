@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fastckpt.errors import ensure
-from fastckpt.formats.strict_json import check_block_bytes, refuse_newer
+from fastckpt.formats.strict_json import check_block_bytes, refuse_other_version
 from fastckpt.plan.image import PAGE_BYTES, Image, address_of, block_count
 
 TAIL_BYTES_MAX = 1 << 32
@@ -108,12 +108,12 @@ class ClosingLine:
 
     def version(self, tail: bytes) -> int | None:
         """Returns the version of a tail that is whole, None of a damaged one; raises as
-        refuse_newer().
+        refuse_other_version().
         """
         match = self._pattern.search(tail)
         if match is None or zlib.crc32(tail[:-CRC_DIGITS]) != int(match[3], 16):
             return None
-        refuse_newer("the file", int(match[1]), self._version)
+        refuse_other_version("the file", int(match[1]), self._version)
         return int(match[1])
 
 

@@ -39,7 +39,6 @@ KEYS_MAX = 128
 METRICS_MAX, METRIC_CHARS_MAX = 256, 256
 SEQUENCE_MAX = 1 << 62  # half of what fits: whatever a step claims, numbers are left for later ones
 
-_WITHOUT_METRICS = 1  # the version of a manifest without them, which older readers understand
 _BEGINNING = f'{{"format":"{FORMAT}",'.encode()  # of each version
 _CRC = re.compile("[0-9a-f]{8}")
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -116,7 +115,7 @@ class Writer:
 
         Raises:
             CorruptCheckpoint: the index is damaged, malformed, or not of the manifest's save.
-            IncompatibleCheckpoint: a newer fastckpt wrote it.
+            IncompatibleCheckpoint: it has another version.
         """
         if len(content) != self.index_nbytes:
             raise CorruptCheckpoint(f"the index has {len(content)} bytes, not {self.index_nbytes}")
@@ -181,13 +180,13 @@ class Manifest:
         objects = self.objects._asdict() | {"crc32": crc_digits(self.objects.crc32)}
         written = {
             "format": FORMAT,
-            "version": VERSION if self.metrics else _WITHOUT_METRICS,
+            "version": VERSION,
             "step": self.step,
             "nonce": self.nonce,
             "sequence": self.sequence,
             "world_size": self.world_size,
             "created": self.created,
-            **({"metrics": self.metrics} if self.metrics else {}),
+            "metrics": self.metrics,
             "objects": objects,
             "writers": [writer._written() for writer in self.writers],
         }
@@ -205,7 +204,7 @@ class Manifest:
 
         Raises:
             CorruptCheckpoint: it is torn, damaged, edited or malformed.
-            IncompatibleCheckpoint: a newer fastckpt wrote it.
+            IncompatibleCheckpoint: it has another version.
         """
         if len(content) > MANIFEST_BYTES_MAX:
             raise CorruptCheckpoint(f"{len(content)} bytes are too many for a manifest")
@@ -233,7 +232,7 @@ class Manifest:
             created=written["created"],
             objects=ObjectsFile(objects["file"], objects["nbytes"], int(objects["crc32"], 16)),
             writers=tuple(map(Writer._of_written, written["writers"])),
-            metrics=written.get("metrics", {}),
+            metrics=written["metrics"],
         )
 
 
@@ -242,16 +241,13 @@ def validate(manifest: Any) -> None:
     kinds: dict[str, type | tuple[type, ...]] = {
         **dict.fromkeys(("format", "nonce", "created", "sha256"), str),
         **dict.fromkeys(("version", "step", "sequence", "world_size"), int),
-        "objects": dict,
+        **dict.fromkeys(("metrics", "objects"), dict),
         "writers": list,
     }
-    has_metrics = type(manifest) is dict and "metrics" in manifest
-    check_members(manifest, kinds | ({"metrics": dict} if has_metrics else {}), "it")
-    version = VERSION if has_metrics else _WITHOUT_METRICS
-    if (manifest["format"], manifest["version"]) != (FORMAT, version):
+    check_members(manifest, kinds, "it")
+    if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
         raise ValueError(f"it is a {shown(manifest['format'])} of version {manifest['version']}")
-    if has_metrics:
-        validate_metrics(manifest["metrics"])
+    validate_metrics(manifest["metrics"])
     if manifest["sequence"] > SEQUENCE_MAX:
         raise ValueError(f"sequence {manifest['sequence']} is above {SEQUENCE_MAX}")
     check_nonce(manifest["nonce"])
@@ -274,8 +270,8 @@ def validate(manifest: Any) -> None:
 
 def validate_metrics(metrics: Mapping[str, object]) -> None:
     """Raises ValueError unless a manifest may hold these metrics."""
-    if not 0 < len(metrics) <= METRICS_MAX:
-        raise ValueError(f"there are {len(metrics)} metrics, must be 1 to {METRICS_MAX}")
+    if len(metrics) > METRICS_MAX:
+        raise ValueError(f"there are {len(metrics)} metrics, must be at most {METRICS_MAX}")
     for name, value in metrics.items():
         if type(value) not in (float, str) or (type(value) is float and not isfinite(value)):
             raise ValueError(f"the metric {shown(name)} is {shown(value)}, no number and no text")

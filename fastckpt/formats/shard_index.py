@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats.safetensors import DTYPES, METADATA, kind_of
 from fastckpt.formats.strict_json import (
     KINDS_MAX,
@@ -25,7 +25,7 @@ from fastckpt.formats.strict_json import (
     decode,
     encode,
     is_numbers,
-    refuse_newer,
+    refuse_other_version,
     shown,
     without_numbers,
 )
@@ -35,9 +35,6 @@ from fastckpt.plan.image import PAGE_BYTES, block_count
 FORMAT, VERSION = "fastckpt-index", 3
 INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
-# Version 1 has neither the codec "planes" nor hashes: what older readers understand is written for
-# them. Version 2, of earlier development, had shards of several ranks in one file.
-_FIRST_VERSION, _GATHERED_VERSION = 1, 2
 _SUFFIXES = {None: "", "zstd": ".zst", "planes": ".planes"}  # of files, by their codec
 _CRC_DIGITS = 8
 _FILE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,39}")
@@ -121,7 +118,7 @@ class ShardIndex:
 
         written = {
             "format": FORMAT,
-            "version": _version(self.codec),
+            "version": VERSION,
             "nonce": self.nonce,
             "rank": self.rank,
             "file": self.file,
@@ -156,13 +153,12 @@ class ShardIndex:
 
         Raises:
             CorruptCheckpoint: it is malformed.
-            IncompatibleCheckpoint: a newer fastckpt wrote it, or one of earlier development.
+            IncompatibleCheckpoint: it has another version.
         """
         if len(content) > INDEX_BYTES_MAX:
             raise CorruptCheckpoint(f"{len(content)} bytes are too many for an index")
         try:
             written: Any = decode(content)
-            _refuse_gone(written)
             check_version(written, FORMAT, VERSION)
             pieces = validate(written)
         except (ValueError, RecursionError) as error:
@@ -196,7 +192,7 @@ def validate(index: Any) -> tuple[Piece, ...]:
         "per_rank": (list, type(None)),
     }
     check_members(index, kinds, "it")
-    if index["format"] != FORMAT or not _FIRST_VERSION <= index["version"] <= VERSION:
+    if (index["format"], index["version"]) != (FORMAT, VERSION):
         raise ValueError(f"it is a {shown(index['format'])} of version {index['version']}")
     check_nonce(index["nonce"])
     check_file_name(index["file"])
@@ -222,25 +218,6 @@ def _check_frames(index: Any, blocks: int) -> None:
         raise ValueError(f"frames are not {blocks} numbers, one for each block")
     if any(not frame or frame % PAGE_BYTES for frame in frames) or sum(frames) != file_nbytes:
         raise ValueError(f"frames are not multiples of {PAGE_BYTES} with the sum {file_nbytes}")
-
-
-def _refuse_gone(written: object) -> None:
-    """Raises IncompatibleCheckpoint for what only versions before 0.1.0 wrote."""
-    what = ""
-    if isinstance(written, dict) and "derived_nbytes" in written:
-        what = "bf16 tensors that are derived from fp32 tensors"
-    elif isinstance(written, dict) and written.get("version") == _GATHERED_VERSION:
-        what = "shards of several ranks in one file (writers_per_node)"
-    if what and isinstance(written, dict) and written.get("format") == FORMAT:
-        raise IncompatibleCheckpoint(
-            f"it has {what}, as only versions of fastckpt before 0.1.0 wrote: load the step with "
-            'that version, and save it anew without, such as with codec="zstd"'
-        )
-
-
-def _version(codec: str | None) -> int:
-    """Returns the first version that has this codec."""
-    return VERSION if codec == "planes" else _FIRST_VERSION
 
 
 _PIECE_KINDS: dict[str, type | tuple[type, ...]] = {
@@ -275,8 +252,6 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
         found.append(its)
     wholes, boxes, nbytes = ([*map(itemgetter(member), found)] for member in range(3))
     pieces = tuple(map(_piece, zip(keys, dtypes, wholes, boxes, begins, strict=True)))
-    if index["version"] != _version(index["codec"]):
-        raise ValueError(f"its version {index['version']} does not fit: 3 has planes")
     extents = [*zip(begins, nbytes, keys, strict=True)]
     if index["per_rank"] is not None:
         if not is_numbers(index["per_rank"]) or len(index["per_rank"]) != 2:
@@ -312,9 +287,9 @@ def _check_piece(key: str, dtype: Any, shape: Any, offset: Any, size: Any) -> in
 
 
 def check_version(written: object, form: str, version: int) -> None:
-    """Raises IncompatibleCheckpoint if this is the format `form`, in a version above `version`."""
+    """Raises IncompatibleCheckpoint if this is the format `form`, but not in this version."""
     if isinstance(written, dict) and written.get("format") == form:
-        refuse_newer(f"the {form}", written.get("version"), version)
+        refuse_other_version(f"the {form}", written.get("version"), version)
 
 
 def check_nonce(nonce: str) -> None:

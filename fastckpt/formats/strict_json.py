@@ -67,11 +67,12 @@ def encode(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def refuse_newer(what: str, version: object, known: int) -> None:
-    """Raises IncompatibleCheckpoint if this is a version above the one that is known."""
-    if type(version) is int and known < version < NUMBER_END:
+def refuse_other_version(what: str, version: object, known: int) -> None:
+    """Raises IncompatibleCheckpoint if this is a version, but not the one that is known."""
+    if type(version) is int and version != known and 0 < version < NUMBER_END:
+        update = ": update it" if version > known else ""
         raise IncompatibleCheckpoint(
-            f"{what} has version {version}, this fastckpt reads up to {known}: update it"
+            f"{what} has version {version}, this fastckpt reads version {known} only{update}"
         )
 
 

@@ -27,7 +27,7 @@ from fastckpt.formats.image_builder import (
     digits_of,
 )
 from fastckpt.formats.record_division import RecordDivision, nbytes_of
-from fastckpt.formats.strict_json import refuse_newer
+from fastckpt.formats.strict_json import refuse_other_version
 from fastckpt.formats.torch_pickle import Capture, torch_save
 from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, BlockChecksums, Image, block_count
 
@@ -285,7 +285,7 @@ def parse(tail: bytes, body_nbytes: int) -> BlockChecksums:
     try:
         checksums, _ = json.JSONDecoder().raw_decode(tail[: _json_end(tail)].decode())
         if isinstance(checksums, dict):
-            refuse_newer("the file", checksums.get("version"), VERSION)
+            refuse_other_version("the file", checksums.get("version"), VERSION)
         validate(checksums, body_nbytes)
         if checksums["version"] != version:
             raise ValueError(f"its version {checksums['version']} is not that of the comment")

@@ -1,4 +1,4 @@
-"""Writes the golden files of version 1 of the formats, which every later version has to read.
+"""Writes the golden files of the formats, which every later version has to read.
 
     python tests/data/make_golden.py DIRECTORY
 
@@ -112,7 +112,7 @@ def save_as_rank(directory: Path, rank: int) -> None:
     state["columns"] = spread(state["columns"], 1)
     state["whole"] = {name: spread(tensor, None) for name, tensor in state["whole"].items()}
     state["own"] = fastckpt.PerRank(("rank", rank))
-    with fastckpt.Checkpointer(directory / "step-v1") as checkpointer:
+    with fastckpt.Checkpointer(directory / "step") as checkpointer:
         checkpointer.save(PLAIN_STEP, state)
     dist.destroy_process_group()
 
@@ -134,7 +134,7 @@ def write(directory: Path) -> None:
         process.join(120)
     if any(process.exitcode != 0 for process in ranks):
         raise SystemExit("a rank failed")
-    with fastckpt.Checkpointer(directory / "step-v1", codec="zstd") as checkpointer:
+    with fastckpt.Checkpointer(directory / "step", codec="zstd") as checkpointer:
         checkpointer.save(ZSTD_STEP, {"large": large(), "own": fastckpt.PerRank([1, 2])})
     for store in directory.glob("store-*"):
         store.unlink()

@@ -478,7 +478,7 @@ def test_a_damaged_manifest_is_not_passed_over_in_silence(
         for step in (1, 2):
             checkpointer.save(step, {"w": torch.zeros(9)}).result(60)
     manifest = disk / "step-00000002" / "manifest.json"
-    content = manifest.read_bytes().replace(b'"version":1', b'"version":5')
+    content = manifest.read_bytes().replace(b'"version":2', b'"version":5')
     unsealed = content.partition(b',"sha256"')[0]
     manifest.write_bytes(content if error is CorruptCheckpoint else sealed_bytes(unsealed))
     caplog.clear()

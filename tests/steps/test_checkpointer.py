@@ -1011,7 +1011,7 @@ def golden_paths() -> list[Path]:
 
 
 def test_golden_files_are_small_and_all_there() -> None:
-    files = sorted(str(path.relative_to(DATA)) for path in DATA.rglob("*-v1*/*/*"))
+    files = sorted(str(path.relative_to(DATA)) for path in DATA.rglob("step/*/*"))
     assert [file.partition("/step-")[2] for file in files] == [
         *(f"00000003/{n}" for n in ("manifest.json", "objects.pt", "rank-00000.json")),
         *(f"00000003/rank-0000{n}" for n in ("0.safetensors", "1.json", "1.safetensors")),
@@ -1022,9 +1022,9 @@ def test_golden_files_are_small_and_all_there() -> None:
 
 
 def test_golden_steps_load(assert_same: Same) -> None:
-    """Files of version 1, which every later version has to read."""
+    """Steps that every later version has to read."""
     made = golden()
-    with Checkpointer(DATA / "step-v1") as checkpointer:
+    with Checkpointer(DATA / "step") as checkpointer:
         assert checkpointer.steps() == [3, 7] and checkpointer.latest() == 7
         loaded = checkpointer.load(made.PLAIN_STEP)
         own = loaded.pop("own")
@@ -1085,7 +1085,7 @@ def test_the_same_content_still_gives_the_same_bytes(disk: Path) -> None:
             return {k: lasting(v) for k, v in value.items() if k not in chance}
         return [lasting(item) for item in value] if isinstance(value, list) else value
 
-    for path in sorted((DATA / "step-v1").rglob("*.*")):
+    for path in sorted((DATA / "step").rglob("*.*")):
         again = made / path.relative_to(DATA)
         if path.suffix == ".safetensors":
             assert again.read_bytes() == path.read_bytes(), path

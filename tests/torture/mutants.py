@@ -108,18 +108,18 @@ def readers(folder: Path) -> dict[str, tuple[list[bytes], Reader]]:
             seeds("corpus/*.pickle"),
             lambda content: torch_names.names_of(content, is_of_step=False),
         ),
-        "JSON": (seeds("step-v1/*/*.json"), strict_json.decode),
+        "JSON": (seeds("step/*/*.json"), strict_json.decode),
         "metadata of DCP": (seeds("corpus/*.metadata"), as_metadata),
         "planes": (seeds("corpus/*.planes"), as_planes),
     }
     headers = [each[8:4096].split(b"\n")[0].rstrip() for each in seeds("*/*/*.safetensors")]
-    texts = seeds("step-v1/*/*.json")
+    texts = seeds("step/*/*.json")
     texts += [text.rpartition(b"\n]")[0] for text in texts if b"\n]" in text] + headers
     for name, (sign, read) in test_bounds.READERS.items():
         whole = texts
         found[name] = (whole, lambda content, sign=sign, read=read: read(sign(content)))
         found[f"{name}, unsigned"] = (whole, read)
-    for step in sorted((data / "step-v1").iterdir()):
+    for step in sorted((data / "step").iterdir()):
         copied = folder / step.name
         copied.mkdir()
         for path in step.iterdir():
