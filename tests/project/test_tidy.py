@@ -342,6 +342,27 @@ def _narrows(test: ast.expr) -> bool:
     return isinstance(test, ast.Call) and ast.unparse(test.func) == "isinstance"
 
 
+def unpacked_tuples(source: Source) -> Iterator[Fault]:
+    """A call passes its arguments, and unpacks no tuple that its function made for it."""
+    if not source.path.startswith("fastckpt/"):
+        return
+    for function in source.functions():
+        nodes = [*ast.walk(function)]
+        made = {
+            target.id
+            for node in nodes
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.IfExp)
+            for target in node.targets
+            if isinstance(target, ast.Name)
+        }
+        for argument in (
+            each for node in nodes if isinstance(node, ast.Call) for each in node.args
+        ):
+            value = argument.value if isinstance(argument, ast.Starred) else None
+            if isinstance(value, ast.Name) and value.id in made:
+                yield argument.lineno, f"*{value.id} was made for this call: pass the arguments"
+
+
 Rule = Callable[[Source], Iterator[Fault]]
 
 LONG_CPP = "// {}\nnamespace a {{\nint f(int x) {{\n{}}}\n}}\n".format
@@ -399,6 +420,7 @@ FAULTS: dict[Rule, list[tuple[str, str]]] = {
     ],
     titles: [("a.md", "text\n"), ("a.md", "# One\n```sh\n# no title\n```\n# Two\n")],
     left_overs: [("a.md", f"# T\n\n{LEFT_OVERS[0]}: write\n"), ("setup.py", f"# {LEFT_OVERS[1]}")],
+    unpacked_tuples: [("fastckpt/a.py", "def f():\n    how = (1, 2)\n    g(0, *how)\n")],
     long_files: [("fastckpt/a.py", "a = 1\n" * 701), ("csrc/a.cc", "\n" * 701)],
 }
 
