@@ -14,7 +14,7 @@ import torch
 from harness import progress
 
 from fastckpt.cli.bench import io
-from fastckpt.cli.bench.state import byte_view, flat_tensors, gpt_state
+from fastckpt.cli.bench.saves import byte_view, flat_tensors, gpt_state
 from fastckpt.engine.timed_engine import Cell
 
 FINALISTS = 2

@@ -19,7 +19,7 @@ from saving import WARM_UPS, attempted
 from storage import remove
 
 from fastckpt.cli.bench.benchmark import before_clock, in_turn
-from fastckpt.cli.bench.state import nbytes_of
+from fastckpt.cli.bench.saves import nbytes_of
 from fastckpt.cli.bench.train import Training, Waits, no_save
 
 STEPS = 10  # from one save to the next

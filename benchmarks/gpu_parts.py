@@ -38,7 +38,7 @@ from storage import fsync_tree, remove
 
 import fastckpt
 from fastckpt.cli.bench.benchmark import rotated
-from fastckpt.cli.bench.state import byte_view, differing, flat_tensors, nbytes_of
+from fastckpt.cli.bench.saves import byte_view, differing, flat_tensors, nbytes_of
 from fastckpt.engine.gds import BLOCKS
 from fastckpt.plan.image import BLOCK_BYTES
 

@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # an installed fastck
 
 import fastckpt
 from fastckpt import _engine
-from fastckpt.cli.bench.state import leaves, same
+from fastckpt.cli.bench.saves import leaves, same
 from fastckpt.errors import CorruptCheckpoint, DeviceError, StagingConflict
 from fastckpt.saving import pipeline
 

@@ -22,7 +22,7 @@ from rivals.torch_save import TorchSave
 from saving import blank_like
 from storage import drop_page_cache
 
-from fastckpt.cli.bench.state import gpt_state
+from fastckpt.cli.bench.saves import gpt_state
 
 # Of the state: for a smaller one, a minute of looking at the disk would be too long.
 WHOLE_SCAN_BYTES = 4 << 30

@@ -30,7 +30,7 @@ from train_gpt import GPT, Preset
 
 from fastckpt import SaveStats
 from fastckpt.cli.bench.benchmark import rotated
-from fastckpt.cli.bench.state import State, differing, flat_tensors, nbytes_of
+from fastckpt.cli.bench.saves import State, differing, flat_tensors, nbytes_of
 
 BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
 HEAD_WIDTH = 64

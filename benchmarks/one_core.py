@@ -14,7 +14,7 @@ from harness import Row
 
 from fastckpt import _engine
 from fastckpt.cli.bench.benchmark import in_turn
-from fastckpt.cli.bench.state import byte_view
+from fastckpt.cli.bench.saves import byte_view
 from fastckpt.engine.codec import FrameWriter, encoder_of
 from fastckpt.plan.image import BLOCK_BYTES, ItemRun
 from fastckpt.storage.file_system import Storage

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
 from fastckpt.cli.bench.benchmark import before_clock
-from fastckpt.cli.bench.state import gpt_state
+from fastckpt.cli.bench.saves import gpt_state
 
 WAIT_S = 600
 PART_BYTES = 16 << 20

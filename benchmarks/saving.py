@@ -23,7 +23,7 @@ from rivals.process import in_process, in_process_of, reason_of
 from storage import drop_page_cache, fsync_path, fsync_tree, remove, size_of
 
 from fastckpt.cli.bench.benchmark import before_clock, in_turn, rotated
-from fastckpt.cli.bench.state import differing, flat_tensors, gpt_state, nbytes_of, touch
+from fastckpt.cli.bench.saves import differing, flat_tensors, gpt_state, nbytes_of, touch
 
 # The third save of a process is the first whose times those after it repeat.
 WARM_UPS = 2

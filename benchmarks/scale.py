@@ -33,8 +33,8 @@ from fastckpt.ranks.same_state import Description
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.load import StepReader
+from fastckpt.steps.plan import Shard
 from fastckpt.steps.root import Steps
-from fastckpt.steps.shard import Shard
 
 AGAIN = 5  # times that an unchanged plan is made
 DIGEST_BYTES = len(Description([]).digest())

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt.reading.verified_file import open_verified
+from fastckpt.reading.verified import open_verified
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline

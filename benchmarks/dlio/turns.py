@@ -20,7 +20,7 @@ import fastckpt
 from dlio.mechanisms import Fastckpt, FastckptBehind
 from fastckpt.cli.bench.benchmark import rotated
 from fastckpt.cli.bench.machine import make_cold, removed, touch_memory
-from fastckpt.cli.bench.state import differing, nbytes_of
+from fastckpt.cli.bench.saves import differing, nbytes_of
 
 OWN, OURS = "torch.save", "fastckpt"
 WAYS = (OWN, OURS)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fastckpt.cli.bench.state import byte_view
+from fastckpt.cli.bench.saves import byte_view
 from rivals.peer import Peer, Save, State, already, fsync_tree
 
 

@@ -23,7 +23,7 @@ import torch
 from saving import blank_like
 
 from fastckpt.cli.bench.benchmark import before_clock
-from fastckpt.cli.bench.state import flat_tensors, gpt_state, nbytes_of
+from fastckpt.cli.bench.saves import flat_tensors, gpt_state, nbytes_of
 from rivals.peer import Peer, Save, State, already
 
 SAVES, LOADS = 3, 2  # of a process; the last is measured

@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastckpt.cli.bench.state import flat_tensors
+from fastckpt.cli.bench.saves import flat_tensors
 from rivals.peer import Peer, Save, State, already, fsync_tree
 
 FILE = "state.safetensors"

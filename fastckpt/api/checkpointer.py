@@ -31,8 +31,8 @@ from fastckpt.arguments.checks import (
     check_seconds,
     optional,
 )
+from fastckpt.arguments.environment import Memory as Memory
 from fastckpt.arguments.environment import launched_rank
-from fastckpt.arguments.memory import Memory as Memory
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.options import Pacing
 from fastckpt.arguments.quantities import shown_share, shown_transfer

@@ -28,8 +28,7 @@ from fastckpt.formats.hugging_face import INDEX_SUFFIX
 from fastckpt.formats.manifest import MANIFEST, Manifest, Writer
 from fastckpt.formats.step_names import NAME
 from fastckpt.formats.step_names import OURS as OF_A_STEP
-from fastckpt.reading.verified import Body, opened_regular
-from fastckpt.reading.verified_file import open_verified
+from fastckpt.reading.verified import Body, open_verified, opened_regular
 from fastckpt.saving import pipeline
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.no_steps import is_step, what_is_there

@@ -13,7 +13,7 @@ from fastckpt.errors import CheckpointError
 from fastckpt.ranks.round import Round
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.saving.place import Place
+from fastckpt.saving.plan import Place
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import Storage, reported

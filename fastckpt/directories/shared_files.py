@@ -6,7 +6,9 @@ The module must not know names of checkpoints, where files become visible, or ho
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from math import prod
 from typing import NamedTuple
@@ -20,9 +22,21 @@ from fastckpt.formats import safetensors
 from fastckpt.formats.file_list import File
 from fastckpt.plan.boxes import Held, Piece, copies, plan, whole
 from fastckpt.plan.image import PAGE_BYTES, Image
-from fastckpt.plan.scattered_crc import crc_of_zeros
 from fastckpt.ranks.same_state import Description
 from fastckpt.state.tree import Leaf, comparable
+
+Combine = Callable[[int, int, int], int]  # (crc of a, crc of b, len(b)) -> crc of a + b
+
+
+@lru_cache(maxsize=1024)
+def crc_of_zeros(nbytes: int, combine: Combine) -> int:
+    """Returns the CRC-32 of so many zeros, in steps that double their number."""
+    crc, power, length = 0, zlib.crc32(b"\0"), 1
+    while length <= nbytes:
+        if nbytes & length:
+            crc = combine(crc, power, length)
+        power, length = combine(power, power, length), 2 * length
+    return crc
 
 
 class SharedTensor(NamedTuple):

@@ -21,8 +21,7 @@ from fastckpt.formats.file_list import File
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.saving.place import Place
-from fastckpt.saving.plan import Output
+from fastckpt.saving.plan import Output, Place
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.calls import Call

@@ -24,8 +24,7 @@ from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle, log_failure
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.saving.place import Place
-from fastckpt.saving.plan import Output
+from fastckpt.saving.plan import Output, Place
 from fastckpt.saving.save import Save
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly

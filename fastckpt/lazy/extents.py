@@ -8,23 +8,65 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats.strict_json import KINDS_MAX
-from fastckpt.lazy.described import Described
 from fastckpt.lazy.source import Rest, Shard, Stored, Wanted
 from fastckpt.plan.boxes import row_major, whole
 from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import Body
 from fastckpt.state.targets import takes_bytes
+
+P = TypeVar("P")
+
+
+class Described(Mapping[str, Stored], Generic[P]):
+    """A mapping of names to tensors.
+
+    Args:
+        places: where each tensor lies, by name.
+        describe: returns the tensor that lies in a place.
+    """
+
+    def __init__(self, places: Mapping[str, P], describe: Callable[[P], Stored]) -> None:
+        self._places, self._describe = places, describe
+
+    def __getitem__(self, name: str) -> Stored:
+        return self._describe(self._places[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def items(self) -> ItemsView[str, Stored]:
+        return _Items(self)
+
+    def pairs(self) -> Iterator[tuple[str, Stored]]:
+        """Returns an iterator over names and tensors."""
+        return zip(self._places, map(self._describe, self._places.values()), strict=True)
+
+
+class _Items(ItemsView[str, Stored]):
+    """The items of Described, without looking up each name."""
+
+    _mapping: Described[object]
+
+    def __iter__(self) -> Iterator[tuple[str, Stored]]:
+        return self._mapping.pairs()
+
 
 _SMALL_BYTES = 1 << 20  # of a part, up to which the block around it costs more
 _RUNS_MAX = 64  # more copies to a device go through the host: each takes microseconds to begin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fastckpt.errors import IncompatibleCheckpoint
-from fastckpt.lazy.described import Described
+from fastckpt.lazy.extents import Described
 from fastckpt.lazy.source import Source, Wanted
 from fastckpt.state.fit import Fit, name_taken
 

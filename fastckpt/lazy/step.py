@@ -15,7 +15,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import safetensors
 from fastckpt.formats.strict_json import KINDS_MAX
-from fastckpt.lazy.described import Described
+from fastckpt.lazy.extents import Described
 from fastckpt.lazy.source import Shard, Stored, Wanted
 from fastckpt.lazy.torch_file import zip_of_ours
 from fastckpt.state.targets import Target

@@ -23,8 +23,7 @@ from fastckpt.lazy.extents import ExtentsSource
 from fastckpt.lazy.source import Rest
 from fastckpt.lazy.torch_names import StoredView, names_of
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
-from fastckpt.reading.verified import Body
-from fastckpt.reading.verified_file import body_of
+from fastckpt.reading.verified import Body, body_of
 from fastckpt.state.tree import Stored
 from fastckpt.storage.file_system import Storage, naming, reported
 

@@ -27,8 +27,7 @@ from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
-from fastckpt.saving.place import Place
-from fastckpt.saving.plan import Output, Plan
+from fastckpt.saving.plan import Output, Place, Plan
 from fastckpt.storage.file_system import Storage
 
 # Says no to a commit by an exception: before_commit's, of the statistics so far and the path.

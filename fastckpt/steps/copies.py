@@ -22,8 +22,7 @@ from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.plan.image import BLOCK_BYTES, PORTION_BYTES, BlockChecksums, block_count
-from fastckpt.reading.verified import OVERWRITTEN, Body, opened_regular
-from fastckpt.reading.verified_file import VerifiedFile, body_of
+from fastckpt.reading.verified import OVERWRITTEN, Body, VerifiedFile, body_of, opened_regular
 from fastckpt.storage.file_system import Storage, naming, persistently, reported
 
 log = logging.getLogger("fastckpt")

@@ -18,7 +18,7 @@ from fastckpt.arguments.checks import (
     optional,
     shown,
 )
-from fastckpt.arguments.memory import Memory
+from fastckpt.arguments.environment import Memory
 from fastckpt.arguments.options import WriteOptions
 
 Local: TypeAlias = str | os.PathLike[str] | tuple[str | os.PathLike[str], int] | Memory

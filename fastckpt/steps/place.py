@@ -13,7 +13,7 @@ from typing import Protocol
 from fastckpt.formats.manifest import Manifest
 from fastckpt.ranks.round import Round
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.saving.place import Place
+from fastckpt.saving.plan import Place
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
 from fastckpt.steps.root import Steps

@@ -16,7 +16,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Any, NamedTuple
 
-from fastckpt.arguments.memory import Memory
+from fastckpt.arguments.environment import Memory
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest

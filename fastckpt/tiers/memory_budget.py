@@ -11,7 +11,7 @@ import shlex
 import threading
 from contextlib import suppress
 
-from fastckpt.arguments.memory import Memory
+from fastckpt.arguments.environment import Memory
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.formats.step_names import SPARES
 from fastckpt.steps.root import Steps

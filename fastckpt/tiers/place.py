@@ -22,8 +22,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
-from fastckpt.saving.place import Place
-from fastckpt.saving.plan import Output
+from fastckpt.saving.plan import Output, Place
 from fastckpt.saving.spares import Landing, Spares
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.place import StepPlace

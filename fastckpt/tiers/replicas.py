@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
-from fastckpt.arguments.memory import Memory
+from fastckpt.arguments.environment import Memory
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest

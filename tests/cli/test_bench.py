@@ -18,7 +18,7 @@ import torch
 from fastckpt.cli import main
 from fastckpt.cli.bench import COMMANDS, benchmark, fio, machine, saves, train
 from fastckpt.cli.bench.benchmark import in_turn
-from fastckpt.cli.bench.state import differing, gpt_state, nbytes_of
+from fastckpt.cli.bench.saves import differing, gpt_state, nbytes_of
 from fastckpt.engine.timed_engine import Cell, TimedEngine
 from fastckpt.errors import CheckpointError
 

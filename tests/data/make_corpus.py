@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from fastckpt.directories import dcp_metadata
-from fastckpt.engine.planes import PlanesEncoder
+from fastckpt.engine.codec import PlanesEncoder
 from fastckpt.plan.image import ItemRun
 
 BLOCK_BYTES = 8 << 10

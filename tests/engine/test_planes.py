@@ -24,8 +24,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fastckpt import _engine
-from fastckpt.engine.codec import encoder_of, padding_nbytes, stored_nbytes_max
-from fastckpt.engine.planes import GRAIN_BYTES, RUNS_MAX, PlanesEncoder, decode
+from fastckpt.engine.codec import (
+    GRAIN_BYTES,
+    RUNS_MAX,
+    PlanesEncoder,
+    decode,
+    encoder_of,
+    padding_nbytes,
+    stored_nbytes_max,
+)
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.plan.image import ItemRun
 from tests.engine.test_codec import BLOCK, PAGE, fd, opened, read, relaxed, split, write

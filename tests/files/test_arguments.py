@@ -27,7 +27,7 @@ from fastckpt.arguments import checks as arguments
 from fastckpt.arguments import environment
 from fastckpt.directories.save import save_directory
 from fastckpt.engine import budget
-from fastckpt.files import place as file_place
+from fastckpt.files import plan as file_place
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage import atomic
 from tests.torches import dcp, needs_dcp

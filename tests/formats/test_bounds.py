@@ -25,7 +25,7 @@ import torch
 
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint
-from fastckpt.formats import distcp, file_list, record_locations, safetensors, torch_zip
+from fastckpt.formats import distcp, file_list, safetensors, torch_zip, verified
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.plan.image import PAGE_BYTES
@@ -178,8 +178,8 @@ def test_zip_directories_made_to_do_harm(disk: Path) -> None:
             hostile = tail[:at] + changed + tail[at + 8 :]
             try:
                 index = torch_zip.parse(hostile + f"{zlib.crc32(hostile):08x}".encode(), begin)
-                record_locations.storages_offset(index)
-                record_locations.blocks_of_large(index, 1)
+                verified.storages_offset(index)
+                verified.blocks_of_large(index, 1)
             except CorruptCheckpoint:
                 failed += 1
     assert 0 < failed < 2 * len(tail)

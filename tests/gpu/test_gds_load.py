@@ -20,7 +20,7 @@ import fastckpt
 from fastckpt import errors
 from fastckpt.engine.gds import BLOCKS
 from fastckpt.engine.gds_read_stream import GdsReadStream, whole_blocks
-from fastckpt.formats import record_locations, zip_records
+from fastckpt.formats import verified, zip_records
 from fastckpt.formats.zip_records import Directory
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.plan.runs import blocks_of
@@ -309,7 +309,7 @@ def test_records_beyond_the_end_are_no_blocks(monkeypatch: pytest.MonkeyPatch) -
     forged = Directory(["a/data/0"], [100 * BLOCK_BYTES], [2 * BLOCK_BYTES], [0], [0])
     monkeypatch.setattr(zip_records, "directory", lambda _data, _end: forged)
     index = BlockChecksums(3 * BLOCK_BYTES, BLOCK_BYTES, (0, 0, 0), b"")
-    assert record_locations.blocks_of_large(index, MIB) == set()
+    assert verified.blocks_of_large(index, MIB) == set()
 
 
 def test_an_unknown_way_is_refused(disk: Path) -> None:

@@ -173,7 +173,7 @@ def test_tied_weights_of_which_one_name_was_saved(disk: Path) -> None:
 def test_tied_weights_of_which_both_names_were_saved(
     save: Any, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastckpt.state.tied_conflicts._PART_BYTES", 100_000)  # several parts
+    monkeypatch.setattr("fastckpt.state.filling._PART_BYTES", 100_000)  # several parts
     weight, shared = torch.randn(600, 70), torch.zeros(600, 70)
     state = {"in": shared, "out": shared.detach(), "more": torch.nn.Parameter(shared)}
     equal = {"in": weight, "out": weight.clone(), "more": weight.clone()}

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.formats import record_locations, torch_zip
+from fastckpt.formats import torch_zip, verified
 from fastckpt.formats.image_builder import TAIL_BYTES_MAX
 from fastckpt.formats.torch_pickle import Capture, capture
 from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Image, address_of, block_count
@@ -598,12 +598,12 @@ def test_damaged_record_is_named() -> None:
             damaged[at] ^= 0x80
             page = at - at % PAGE_BYTES
             for first, end in ((0, len(body)), (page, page + PAGE_BYTES)):
-                found = record_locations.damaged_records(reader_of(damaged), index, first, end)
+                found = verified.damaged_records(reader_of(damaged), index, first, end)
                 assert found == [name]
             tried.add(name)
         damaged = bytearray(file)
         damaged[begin - 1] ^= 0x80  # the padding before the data belongs to no record
-        assert record_locations.damaged_records(reader_of(damaged), index, 0, len(body)) == []
+        assert verified.damaged_records(reader_of(damaged), index, 0, len(body)) == []
     assert {"data.pkl", "byteorder", "data/1", "data/2", "data/3", "data/4"} <= tried
 
 
@@ -629,6 +629,6 @@ def test_damaged_record_beyond_4_gib_is_named() -> None:
     tail = image.tail([0] * blocks, [0, zlib.crc32(bytes(last.tolist()))])
     index = torch_zip.parse(tail, image.body_nbytes)
     begin, end = record.offset - record.offset % PAGE_BYTES, image.body_nbytes
-    assert record_locations.damaged_records(read_at, index, begin, end) == []
+    assert verified.damaged_records(read_at, index, begin, end) == []
     last[2_500] = last[2_500] ^ 1
-    assert record_locations.damaged_records(read_at, index, begin, end) == ["data/2"]
+    assert verified.damaged_records(read_at, index, begin, end) == ["data/2"]

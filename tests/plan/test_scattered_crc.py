@@ -6,8 +6,8 @@ import zlib
 
 import pytest
 
+from fastckpt.directories.shared_files import crc_of_zeros
 from fastckpt.engine.staging import combine_crcs
-from fastckpt.plan.scattered_crc import crc_of_zeros
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 2, 3, 7, 4096, 100_001])

@@ -29,7 +29,7 @@ from rivals import PEERS, dcp, environment, process
 from saving import attempted, blank_like
 
 from fastckpt.cli.bench import fio
-from fastckpt.cli.bench.state import differing
+from fastckpt.cli.bench.saves import differing
 
 FILES = sorted({environment.file_of(kind) for kind in PEERS})
 

@@ -1,7 +1,8 @@
 """The agreement on the call at which all ranks stop: equal on every rank, in whatever order their
 threads run, over every kind of store; and an error, never two answers, where ranks cannot agree.
 
-Ranks are threads here, and run in an order that chance decides, one bytecode of stop.py at a time.
+Ranks are threads here, and run in an order that chance decides, one bytecode of their module at a
+time.
 Must not know signals: those are tests/ranks/test_stop_signals.py's business.
 """
 
@@ -25,9 +26,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fastckpt.errors import PeerFailed
-from fastckpt.ranks import stop as module
+from fastckpt.ranks import stop_signals as module
 from fastckpt.ranks.coordinator import Coordinator
-from fastckpt.ranks.stop import StopAgreement
+from fastckpt.ranks.stop_signals import StopAgreement
 from tests.ranks.test_coordinator import STORES
 from tests.storm import Chance
 
@@ -147,7 +148,7 @@ class TurningLatch:
 
 @contextmanager
 def in_turns(seed: int, held: tuple[int, str, int] | None) -> Iterator[Turns]:
-    """stop.py's threads run in an order that is chosen by chance, and wait in no time."""
+    """The module's threads run in an order that is chosen by chance, and wait in no time."""
     turns = Turns(random.Random(seed), module.__file__, held)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "Latch", TurningLatch)

@@ -18,10 +18,10 @@ import pytest
 
 from fastckpt import StopSignals
 from fastckpt.errors import CheckpointError
-from fastckpt.ranks import stop
+from fastckpt.ranks import stop_signals
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.signal_handlers import checked_signals
-from fastckpt.ranks.stop import StopAgreement
+from fastckpt.ranks.stop_signals import StopAgreement
 from tests.crews import stop_bodies as bodies
 from tests.crews.group_crew import Crew
 from tests.interpreters import Program, run
@@ -196,7 +196,7 @@ def test_what_is_open_is_closed_where_no_thread_can_be_started(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     closed = told_of_closing(monkeypatch)
-    monkeypatch.setattr(stop, "start_thread", lambda *_: False)
+    monkeypatch.setattr(stop_signals, "start_thread", lambda *_: False)
     with pytest.raises(CheckpointError, match="no thread can be started"):
         StopSignals(None, ("SIGUSR1",))
     assert closed == [Coordinator]

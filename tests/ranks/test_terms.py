@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from fastckpt.ranks import terms as module
-from fastckpt.ranks.coordinator import Coordinator
-from fastckpt.ranks.terms import KnownTerms
+from fastckpt.ranks import coordinator as module
+from fastckpt.ranks.coordinator import Coordinator, KnownTerms
 
 A, B = {"root": "'a'", "keep": "3"}, {"root": "'b'", "keep": "3"}
 

@@ -17,7 +17,7 @@ import torch
 import fastckpt
 from fastckpt import Checkpointer, PeerFailed, PerRank, _engine
 from fastckpt.errors import CheckpointError
-from fastckpt.steps.shard import _NON_FINITE
+from fastckpt.steps.plan import _NON_FINITE
 from tests.crews import cancel_bodies as bodies
 from tests.crews.group_crew import Crew
 

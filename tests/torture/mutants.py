@@ -59,7 +59,7 @@ def readers(folder: Path) -> dict[str, tuple[list[bytes], Reader]]:
 
     import fastckpt
     from fastckpt.directories import dcp_metadata
-    from fastckpt.engine import planes
+    from fastckpt.engine import codec
     from fastckpt.formats import plain_pickle, strict_json
     from fastckpt.lazy import torch_names
     from fastckpt.storage.file_system import Storage
@@ -95,7 +95,7 @@ def readers(folder: Path) -> dict[str, tuple[list[bytes], Reader]]:
         return dcp_metadata.read(Storage(), str(folder / ".metadata"), True)
 
     def as_planes(content: bytes) -> object:
-        return planes.decode(content, memoryview(bytearray(8 << 10)))
+        return codec.decode(content, memoryview(bytearray(8 << 10)))
 
     found: dict[str, tuple[list[bytes], Reader]] = {
         "torch file": (seeds("*.pt", "corpus/*.pt"), partial(as_file, "a.pt")),

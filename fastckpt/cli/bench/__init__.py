@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 from fastckpt.cli.bench import io, saves, train
-from fastckpt.cli.bench.benchmark import Command
+from fastckpt.cli.bench.benchmark import Command, check_room, own_directory
 from fastckpt.cli.bench.machine import environment
-from fastckpt.cli.scratch import check_room, own_directory
 
 COMMANDS = {
     "io": io.COMMAND,

@@ -17,8 +17,14 @@ from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import shown_size, shown_time
 from fastckpt.cli.bench.benchmark import Command, Result, in_turn, table
 from fastckpt.cli.bench.machine import removed
-from fastckpt.cli.bench.saves import TORCH, blocking, failures_told, stock_load
-from fastckpt.cli.bench.state import differing, nbytes_of
+from fastckpt.cli.bench.saves import (
+    TORCH,
+    blocking,
+    differing,
+    failures_told,
+    nbytes_of,
+    stock_load,
+)
 from fastckpt.cli.progress import progress
 from fastckpt.formats.torch_pickle import torch_save
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import os
 import pickle
 import secrets
 import zlib
@@ -16,12 +17,34 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
+from fastckpt.arguments.checks import check_path
 from fastckpt.errors import CheckpointError
 from fastckpt.ranks import records
 from fastckpt.ranks.records import Records
+
+
+class StorageBase:
+    """A reader or writer of the checkpoint in one directory, which each reset() may change."""
+
+    path: str  # absolute
+
+    @property
+    def checkpoint_id(self) -> str:
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
+
+    def _go_to(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
+        """Takes another directory, if one is named."""
+        if checkpoint_id:
+            self.path = os.path.abspath(check_path("path", checkpoint_id))
+
 
 _KNOWN_MAX = 4  # kinds of state that are saved in turn
 _ASK = b"?"  # rank 0 needs every plan

@@ -29,7 +29,7 @@ from fastckpt.directories.items_load import OURS, ItemsFile, Request
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, Telling
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.strict_json import shown
-from fastckpt.integrations.dcp.storage_base import StorageBase
+from fastckpt.integrations.dcp.plan_exchange import StorageBase
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import reported
 
