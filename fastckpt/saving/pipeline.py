@@ -23,6 +23,7 @@ from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import Gds
 from fastckpt.engine.save_stats import CLOCKS_BYTES, RankClocks
 from fastckpt.engine.staging import Staging
+from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, retold
 from fastckpt.latch import SERVER_S, Latch, items_of, start_thread, taken, within
 from fastckpt.ranks.round import Round
@@ -32,7 +33,6 @@ from fastckpt.saving.ctrl_c import any_hangs, wait_at_exit
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.lost import fail_exit, tell_lost, tell_lost_in_child
 from fastckpt.saving.mutation_check import WatchedTensors
-from fastckpt.saving.pacing import TokenBuckets
 from fastckpt.saving.watch import InFlight, Watch, drained
 from fastckpt.storage import calls
 from fastckpt.storage.atomic import remove_dead

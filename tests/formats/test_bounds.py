@@ -25,10 +25,11 @@ import torch
 
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint
-from fastckpt.formats import distcp, file_list, safetensors, torch_zip, verified
+from fastckpt.formats import distcp, file_list, safetensors, torch_zip
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.plan.image import PAGE_BYTES
+from fastckpt.reading import verified
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 256 * KIB

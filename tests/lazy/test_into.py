@@ -136,7 +136,7 @@ def test_what_does_not_fit_changes_nothing(disk: Path, caplog: pytest.LogCapture
     for read in (fastckpt.open, partial(fastckpt.load_into, state)):
         for rename, told in (
             ({"b": "a"}, "rename gives 'b' the name 'a'"),
-            ({"bb": "a"}, r"rename has 'bb', which fits no name \(the nearest are 'b', 'a', 'c'\)"),
+            ({"bb": "a"}, r"rename has 'bb', which fits no name \(the nearest are 'b'\)"),
         ):
             with pytest.raises(IncompatibleCheckpoint, match=told):
                 read(path, rename=rename)

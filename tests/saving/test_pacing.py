@@ -24,9 +24,10 @@ import torch
 import fastckpt
 from fastckpt import Checkpointer, _engine
 from fastckpt.arguments.options import Pacing
+from fastckpt.engine.token_buckets import TokenBuckets, grain_bytes
 from fastckpt.plan.image import BLOCK_BYTES, address_of
 from fastckpt.saving import pipeline
-from fastckpt.saving.pacing import TokenBuckets, chain_of, grain_bytes, turns_before
+from fastckpt.saving.pacing import chain_of, turns_before
 from tests.crews import pacing_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 
