@@ -209,17 +209,15 @@ class Staging:
         *,
         writing: bool,
         offset: int | None = 0,
-        nbytes: int | None = None,
     ) -> Route:
-        """Chooses backend and O_DIRECT for an open file by its file system's policy, by measurement
-        if the policy leaves it open, by a probe, and by the caller's request.
+        """Chooses backend and O_DIRECT for an open file by its file system's policy, by a probe,
+        and by the caller's request.
 
         Args:
             path: the file's path, for messages.
             requested: as fastckpt.save's backend.
             offset: of the page that the probe reads, or fills with zeros if `writing`; None if
                 O_DIRECT is known to work.
-            nbytes: how much is written without a pause and then synced, which may be timed.
 
         Raises:
             BackendUnavailable: `requested` names a backend that does not work here.
@@ -229,7 +227,7 @@ class Staging:
         if transfer is not None:
             double = self._backend("callback", 0, lambda: _engine.callback_backend(transfer))
             return Route(double, False, _DOUBLE, PATIENCE_S)
-        direct, why, policy = self._direct(fd, path, writing, offset, nbytes)
+        direct, why, policy = self._direct(fd, path, requested, writing, offset)
         if policy.transfer is not None:
             if requested == "io_uring":
                 raise BackendUnavailable("backend 'io_uring' is for files, and this is an object")
@@ -257,7 +255,7 @@ class Staging:
         return self._decided(Route(threads, direct, why, patience_s), path)
 
     def _direct(
-        self, fd: int, path: str, writing: bool, offset: int | None, nbytes: int | None
+        self, fd: int, path: str, requested: str, writing: bool, offset: int | None
     ) -> tuple[bool, str, Policy]:
         """Gives an open file O_DIRECT where that is better; returns whether, why, and the policy of
         its file system. Args are as route()'s.
@@ -265,11 +263,8 @@ class Staging:
         with reported("open", path):
             name, policy = self.storage.policy(fd)
         direct, why = policy.direct, f"{name}: {policy.text() if writing else policy.why}"
-        choice, device = self.storage.direct_trial, None
-        if writing and policy.measured and offset is not None:
-            device = self.storage.fstat(fd).st_dev
-            direct, found = choice.pick(device, policy.direct, nbytes)
-            why = f"{why}; {found}"
+        if policy.direct_if_asked and writing and requested == "io_uring":
+            direct = True
         if direct:
             cached_max = 1.0 if writing else 0.5
             with reported("write" if writing else "read", path, offset or 0):
@@ -278,10 +273,6 @@ class Staging:
                 )
             if refusal is not None:
                 direct, why = False, f"{why}; {refusal}"
-                if device is not None and not policy.direct:
-                    choice.refused(device)
-        if device is not None and nbytes is not None:
-            choice.begin(fd, device, direct, policy.direct, nbytes)
         return direct, why, policy
 
     def through(self, fd: int, transfer: Callable[[str, int, memoryview, int], int]) -> Route:
@@ -309,7 +300,7 @@ class Staging:
         if transfer is None:
             why, policy = "buffered: no page is this rank's alone", self.storage.policy(fd)[1]
             if page is not None:
-                direct, why, policy = self._direct(fd, path, True, page, None)
+                direct, why, policy = self._direct(fd, path, "auto", True, page)
             patience_s = PATIENCE_S if policy.remote else 0.0
         if direct:
             # Pages that others write to, too, need a descriptor without O_DIRECT.

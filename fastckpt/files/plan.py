@@ -298,8 +298,7 @@ class _Interval(Output):
         if agreement.rank == 0:
             striping = self._options.striping
             purpose = Purpose(self._whole.nbytes, agreement.world_size, striping)
-            timed = agreement.world_size == 1 and not self._options.pacing
-            place.made(self.file.make(place.make, purpose, timed=timed))
+            place.made(self.file.make(place.make, purpose))
         elif not place.is_shared:
             agreement.put("crc", _packed([], []))
         else:

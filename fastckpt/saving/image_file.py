@@ -177,7 +177,6 @@ class ImageFile:
         path: str = "",
         *,
         allocates: bool = True,
-        timed: bool = False,
         scatterer: Scatterer | None = None,
     ) -> str:
         """Makes the file, with room for purpose.nbytes. Where one part of the file system is full,
@@ -189,8 +188,6 @@ class ImageFile:
             purpose: what the file is for.
             path: the file's path, if it was not known before.
             allocates: whether to allocate purpose.nbytes before the first write.
-            timed: whether this process alone writes the file, at once, so that the time it takes
-                tells how good its route is (Policy.measured).
             scatterer: writes the blocks where they belong, which may be anywhere in the file.
 
         Returns:
@@ -204,7 +201,7 @@ class ImageFile:
             try:
                 with ExitStack() as making:
                     fd, name = making.enter_context(make(purpose))
-                    route = self._ready(fd, purpose, allocates, timed, scatterer is None)
+                    route = self._ready(fd, purpose, allocates, scatterer is None)
                     self._files.push(making.pop_all())
                 self._take(fd, route or self._scatter_route(fd, scatterer))
                 return name
@@ -260,17 +257,14 @@ class ImageFile:
         self.is_open = False
         self._files.close()
 
-    def _ready(
-        self, fd: int, purpose: Purpose, allocates: bool, timed: bool, has_route: bool
-    ) -> Route | None:
+    def _ready(self, fd: int, purpose: Purpose, allocates: bool, has_route: bool) -> Route | None:
         """Chooses the route of a new file, if it has one, and allocates room for it."""
         storage, path = self._pipeline.storage, self._path
         try:
-            nbytes = purpose.nbytes if timed else None
             staging, backend = self._pipeline.staging, self._options.backend
             route = None
             if has_route:
-                route = staging.route(fd, path, backend, writing=True, nbytes=nbytes)
+                route = staging.route(fd, path, backend, writing=True)
             padded = -(-purpose.nbytes // PAGE_BYTES) * PAGE_BYTES
             if allocates:
                 with reported("allocate", path):

@@ -337,8 +337,7 @@ class _ShardOutput(Output):
             file.land(step.adopt(self._name, file.landing.path), path)
             return
         purpose = Purpose(shard.nbytes, 1, self._options.striping, self._place.directory)
-        timed = codec is None and not self._options.pacing
-        file.make(make, purpose, path, allocates=codec is None, timed=timed)
+        file.make(make, purpose, path, allocates=codec is None)
         if codec is not None:
             encoder = encoder_of(codec, shard.runs(), BLOCK_BYTES)
             self._writer = FrameWriter(

@@ -21,7 +21,6 @@ from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StorageError, telling
 from fastckpt.plan.image import PAGE_BYTES
 from fastckpt.storage import calls, lustre, policies, renames
-from fastckpt.storage.direct_trial import DirectTrial
 from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import LINGERING, REFUSALS, Policy
 
@@ -193,11 +192,9 @@ class Storage:
     Attributes:
         transfer: None, or a test double's function (kind, fd, memory, offset) -> bytes moved that
             replaces the engine's reads and writes; kind is "read" or "write".
-        direct_trial: measurements of file systems, which all storages of a process share.
     """
 
     transfer: Callable[[str, int, memoryview, int], int] | None = None
-    direct_trial = DirectTrial()
 
     def __init_subclass__(cls) -> None:
         calls.note(cls, Storage)
@@ -288,7 +285,6 @@ class Storage:
     def close(self, fd: int) -> None:
         """Closes a descriptor and releases its lock, even if a child of fork() has a copy."""
         _descriptors.pop(fd, None)
-        self.direct_trial.closed(fd)
         with suppress(OSError):  # the file system may have no locks
             fcntl.flock(fd, fcntl.LOCK_UN)
         os.close(fd)
@@ -369,13 +365,11 @@ class Storage:
         (os.fsync if policy.syncs_all else os.fdatasync)(fd)
         if policy.remote:  # a daemon without fsync tells of errors here: see flush()
             os.close(os.dup(fd))
-        self.direct_trial.synced(fd, os.fstat(fd).st_size)
 
     def flush(self, fd: int) -> None:
         """Has a network file system report failed writes, which it does when a descriptor is
         closed (close(2)), be it a duplicate: closing that does not release the file's lock.
         """
-        self.direct_trial.flushed(fd)
         os.close(os.dup(fd))
 
     def rename(self, source: str, target: str, *, replaces: bool = True) -> None:

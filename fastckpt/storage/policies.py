@@ -37,9 +37,8 @@ class Policy(NamedTuple):
         remote: whether a server checks credentials, which may expire and be renewed.
         mandatory_locks: whether flock(2) keeps all other descriptors, those of other ranks too,
             from reading or writing the file.
-        measured: whether long files decide by their own time if later ones are written with
-            O_DIRECT (storage/direct_trial.py), since neither way is faster everywhere; `direct`
-            holds until then.
+        direct_if_asked: whether backend="io_uring" has O_DIRECT tried for writes, where `direct` is
+            False because neither way is faster everywhere.
         caches_names: whether a machine may believe for a while that a name is missing, or stands
             for an old file, after another machine has changed that.
         readers: how many threads read a file.
@@ -56,7 +55,7 @@ class Policy(NamedTuple):
     renames_at_once: bool = True
     remote: bool = True
     mandatory_locks: bool = False
-    measured: bool = False
+    direct_if_asked: bool = False
     caches_names: bool = True
     # A buffered read waits for each piece of read-ahead (FUSE: 128 KiB), so only threads keep a
     # server busy: 16 took 0.87 and 0.94 x the time of 4 to load from sshfs, 0.67 and 1.06 x from
@@ -83,12 +82,12 @@ _SERIAL = "io_uring would punt every write to one kernel worker per file here; t
 _DAEMON = "a process of its own serves this file system and may ignore O_DIRECT"
 
 
-def _local(backend: str, direct: bool, why: str, measured: bool = False) -> Policy:
-    policy = Policy(backend, direct, why, measured=measured)
+def _local(backend: str, direct: bool, why: str) -> Policy:
+    policy = Policy(backend, direct, why)
     return policy._replace(syncs_all=False, remote=False, caches_names=False, readers=4)
 
 
-_FUSE = Policy("threads", False, _DAEMON, allocates=False, measured=True)
+_FUSE = Policy("threads", False, _DAEMON, allocates=False, direct_if_asked=True)
 
 
 def _coherent(allocates: bool = False) -> Policy:
@@ -99,7 +98,9 @@ def _coherent(allocates: bool = False) -> Policy:
 POLICIES = {
     "ext4": _local("io_uring", True, _DEEP),
     "xfs": _local("io_uring", True, _DEEP),
-    "btrfs": _local("io_uring", True, _DEEP, measured=True),
+    "btrfs": _local(
+        "threads", False, "the kernel may buffer direct writes here, for checksums of the data"
+    )._replace(direct_if_asked=True),
     "ext3": _local("threads", True, "no blocks ahead of writes here, so direct writes are serial"),
     "ext2": _local("threads", True, "no blocks ahead of writes here, so direct writes are serial"),
     "tmpfs": _local("threads", False, "memory, which has no device to reach directly and no power"),
@@ -133,9 +134,7 @@ POLICIES = {
         allocates=False,
         renames_at_once=False,
     ),
-    "unknown": Policy(
-        "threads", True, "an unknown file system gets what works everywhere", measured=True
-    ),
+    "unknown": Policy("threads", True, "an unknown file system gets what works everywhere"),
 }
 
 # By mount type (proc(5)), which tells apart file systems that share a magic number or have none; 9p

@@ -35,8 +35,8 @@ from tests.saving.test_process import run_python
 __all__ = ["every_test_settles"]  # for all tests here, too
 MIB = 1 << 20
 # The smallest that mkfs makes without special options, and room for a few checkpoints.
-DISK_BYTES = {"ext2": 64 * MIB, "ext4": 64 * MIB, "xfs": 320 * MIB}
-MKFS_OPTIONS = {"ext2": ["-q"], "ext4": ["-q"], "xfs": ["-q"]}
+DISK_BYTES = {"ext2": 64 * MIB, "ext4": 64 * MIB, "xfs": 320 * MIB, "btrfs": 256 * MIB}
+MKFS_OPTIONS = {"ext2": ["-q"], "ext4": ["-q"], "xfs": ["-q"], "btrfs": ["-q"]}
 
 
 def run_as_root(*command: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 import fastckpt
 from fastckpt import CorruptCheckpoint, _engine
+from fastckpt.engine.staging import Staging
 from fastckpt.storage import policies
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.policies import POLICIES, Mount, Policy, recognised
@@ -173,6 +175,44 @@ def test_a_save_does_and_tells_what_the_table_says(
     assert bool((fastckpt.load(disk / "a.pt")["w"] == 1).all())
 
 
+@pytest.mark.parametrize("kind", [kind for kind, its in POLICIES.items() if its.direct_if_asked])
+def test_where_neither_way_is_faster_everywhere_writes_are_direct_if_asked(
+    kind: str, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (disk / "a").write_bytes(bytes(1 << 20))
+    tried: list[bool] = []
+
+    class Probed(Storage):
+        def set_direct(self, fd: int, *, writing: bool, **_: object) -> None:
+            tried.append(writing)
+
+        def policy(self, fd: int) -> tuple[str, Policy]:
+            return kind, POLICIES[kind]
+
+    staging = Staging(Probed(), 1 << 20)
+    with closing(staging), open(disk / "a", "r+b") as file:
+        for requested in ("auto", "threads", "io_uring"):
+            for writing in (False, True):
+                try:
+                    route = staging.route(file.fileno(), "a", requested, writing=writing)
+                except fastckpt.BackendUnavailable:  # there is no io_uring here
+                    continue
+                assert route.direct == (writing and requested == "io_uring")
+    assert set(tried) == {True}
+
+
+@pytest.mark.parametrize("writing, count", [(False, 16), (True, 4)])
+def test_a_daemon_is_read_by_more_threads(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, writing: bool, count: int
+) -> None:
+    monkeypatch.setattr(policies, "policy_of", lambda _fd: ("fuse", POLICIES["fuse"]))
+    staging = Staging(Storage(), 1 << 20)
+    with closing(staging), open(disk / "a", "w+b") as file:
+        before = len(os.listdir("/proc/self/task"))
+        staging.route(file.fileno(), "a", "auto", writing=writing)
+        assert len(os.listdir("/proc/self/task")) - before == count
+
+
 def test_the_decision_is_made_once_for_a_descriptor(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +259,7 @@ def test_every_line_of_the_table_is_in_the_documentation() -> None:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         wanted = [
             policy.backend,
-            "measured" if policy.measured else "tried" if policy.direct else "no",
+            "if asked" if policy.direct_if_asked else "tried" if policy.direct else "no",
             "blocks" if policy.allocates else "size",
             "fsync" if policy.syncs_all else "fdatasync",
             "at once" if policy.renames_at_once else "copies",
