@@ -48,7 +48,7 @@ class Blind(Recorder):
         if operation.name in ("lock", "lock shared"):
             return True  # type: ignore[return-value]  # as lock()
         if operation.name == "policy":
-            return ("nfs", POLICIES["nfs"])  # type: ignore[return-value]  # as policy()
+            return ("nfs", POLICIES["remote"])  # type: ignore[return-value]  # as policy()
         return real()
 
 

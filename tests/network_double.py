@@ -33,7 +33,7 @@ class NetworkClient(Recorder):
     machine has it open keeps its directory from being empty, under another name, until that closes.
     """
 
-    KIND = "nfs"
+    KIND = "remote"
     LINGERS = ".nfs{:024x}"
 
     def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:

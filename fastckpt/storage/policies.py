@@ -77,49 +77,66 @@ class Policy(NamedTuple):
         return f"{self.why}; {ahead}, made durable by {sync}{rename}{again}{locks}"
 
 
-_DEEP = "direct I/O runs in parallel here, and io_uring keeps it deep without threads"
-_SERIAL = "io_uring would punt every write to one kernel worker per file here; threads do not"
-_DAEMON = "a process of its own serves this file system and may ignore O_DIRECT"
+# The four classes; of remote ones, those with locks keep what clients have cached coherent.
+_LOCAL = Policy(
+    "threads",
+    True,
+    "direct writes may be serial here, so io_uring would gain nothing",
+    syncs_all=False,
+    remote=False,
+    caches_names=False,
+    readers=4,
+)
+_PARALLEL = _LOCAL._replace(
+    backend="io_uring",
+    why="direct I/O runs in parallel here, and io_uring keeps it deep without threads",
+)
+_WITH_LOCKS = Policy(
+    "threads",
+    True,
+    "io_uring would punt every write to one kernel worker per file here",
+    allocates=False,
+    caches_names=False,
+)
+_REMOTE = Policy("threads", True, "a server, or nobody knows what: this works everywhere")
+_OBJECTS = Policy(
+    "threads",
+    False,
+    "objects behind a daemon, no files: buffered, threads",
+    allocates=False,
+    renames_at_once=False,
+)
+_FUSE = _REMOTE._replace(
+    direct=False,
+    why="a process of its own serves this file system and may ignore O_DIRECT",
+    allocates=False,
+    direct_if_asked=True,
+)
 
-
-def _local(backend: str, direct: bool, why: str) -> Policy:
-    policy = Policy(backend, direct, why)
-    return policy._replace(syncs_all=False, remote=False, caches_names=False, readers=4)
-
-
-_FUSE = Policy("threads", False, _DAEMON, allocates=False, direct_if_asked=True)
-
-
-def _coherent(allocates: bool = False) -> Policy:
-    return Policy("threads", True, _SERIAL, allocates=allocates, caches_names=False)
-
-
-# "unknown" is the safe line, which works everywhere.
+# A class, or an exception from one. What nobody knows is "remote", which works everywhere.
 POLICIES = {
-    "ext4": _local("io_uring", True, _DEEP),
-    "xfs": _local("io_uring", True, _DEEP),
-    "btrfs": _local(
-        "threads", False, "the kernel may buffer direct writes here, for checksums of the data"
-    )._replace(direct_if_asked=True),
-    "ext3": _local("threads", True, "no blocks ahead of writes here, so direct writes are serial"),
-    "ext2": _local("threads", True, "no blocks ahead of writes here, so direct writes are serial"),
-    "tmpfs": _local("threads", False, "memory, which has no device to reach directly and no power"),
-    "overlay": _local("threads", True, "a layer over another file system, gone with its container"),
-    "lustre": _coherent(allocates=True),
-    "nfs": Policy("threads", True, _SERIAL),
-    "gpfs": _coherent(),
-    "beegfs": _coherent(),
-    "wekafs": _coherent(),
-    "ceph": _coherent(),
+    "local": _LOCAL,
+    "ext4": _PARALLEL,
+    "xfs": _PARALLEL,
+    "btrfs": _LOCAL._replace(
+        direct=False,
+        why="the kernel may buffer direct writes here, for checksums of the data",
+        direct_if_asked=True,
+    ),
+    "tmpfs": _LOCAL._replace(
+        direct=False, why="memory, which has no device to reach directly and no power"
+    ),
+    "remote with locks": _WITH_LOCKS,
+    "lustre": _WITH_LOCKS._replace(allocates=True),
+    "remote": _REMOTE,
     # Servers such as diod and QEMU keep a file by its name until it is opened, so the descriptor of
     # its own that a load with O_DIRECT takes may be of the file that has taken the name meanwhile.
-    "9p": Policy(
-        "threads", False, "its servers open a file anew by its name, and so perhaps another"
+    "9p": _REMOTE._replace(
+        direct=False, why="its servers open a file anew by its name, and so perhaps another"
     ),
-    "cifs": Policy(
-        "threads",
-        False,
-        "the mount decides about direct I/O here",
+    "cifs": _REMOTE._replace(
+        direct=False,
+        why="the mount decides about direct I/O here",
         allocates=False,
         mandatory_locks=True,
     ),
@@ -127,22 +144,16 @@ POLICIES = {
     # Its client reads ahead by itself, for one who reads in order: with 2 to 16 threads a load took
     # 1.35 to 1.5 x the time of torch.load, with one 0.9 x.
     "moosefs": _FUSE._replace(readers=1),
-    "object store": Policy(
-        "threads",
-        False,
-        "objects behind a daemon, no files: buffered, threads",
-        allocates=False,
-        renames_at_once=False,
-    ),
-    "unknown": Policy("threads", True, "an unknown file system gets what works everywhere"),
+    "object store": _OBJECTS,
 }
 
 # By mount type (proc(5)), which tells apart file systems that share a magic number or have none; 9p
 # passes on that of the server's file system.
 _BY_TYPE = {
-    **{kind: kind for kind in POLICIES if kind not in ("unknown", "object store")},
-    "nfs4": "nfs",
-    "fhgfs": "beegfs",
+    **{kind: kind for kind in ("ext4", "xfs", "btrfs", "tmpfs", "lustre", "9p", "cifs", "fuse")},
+    **dict.fromkeys(("ext3", "ext2", "overlay"), "local"),
+    **dict.fromkeys(("gpfs", "beegfs", "fhgfs", "wekafs", "ceph"), "remote with locks"),
+    **dict.fromkeys(("nfs", "nfs4"), "remote"),
     "smb3": "cifs",
     **{
         f"fuse.{daemon}": "object store"
@@ -156,12 +167,12 @@ _BY_MAGIC = {
     0x58465342: "xfs",
     0x9123683E: "btrfs",
     0x01021994: "tmpfs",
-    0x794C7630: "overlay",
+    0x794C7630: "local",
     LUSTRE_MAGIC: "lustre",
-    0x6969: "nfs",
-    0x47504653: "gpfs",
-    0x19830326: "beegfs",
-    0x00C36400: "ceph",
+    0x6969: "remote",
+    0x47504653: "remote with locks",
+    0x19830326: "remote with locks",
+    0x00C36400: "remote with locks",
     0xFF534D42: "cifs",
     0xFE534D42: "cifs",
     0x65735546: "fuse",
@@ -185,7 +196,7 @@ def recognised(magic: int | None, mount: Mount | None) -> str:
         return _BY_TYPE[named]
     if named.startswith("fuse"):
         return "fuse"
-    return _BY_MAGIC.get(magic or 0, "unknown")
+    return _BY_MAGIC.get(magic or 0, "remote")
 
 
 def policy_of(fd: int) -> tuple[str, Policy]:

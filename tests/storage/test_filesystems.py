@@ -29,12 +29,10 @@ MAGICS = {
     "xfs": 0x58465342,
     "btrfs": 0x9123683E,
     "tmpfs": 0x01021994,
-    "overlay": 0x794C7630,
+    "local": 0x794C7630,  # overlay
     "lustre": 0x0BD00BD0,
-    "nfs": 0x6969,
-    "gpfs": 0x47504653,
-    "beegfs": 0x19830326,
-    "ceph": 0x00C36400,
+    "remote": 0x6969,  # NFS
+    "remote with locks": 0x47504653,  # GPFS
     "cifs": 0xFF534D42,
     "fuse": 0x65735546,
 }
@@ -48,12 +46,13 @@ def test_magic_alone_is_enough(kind: str, magic: int) -> None:
 @pytest.mark.parametrize(
     ("mount", "kind"),
     [
-        ("ext2", "ext2"),
-        ("ext3", "ext3"),
-        ("nfs4", "nfs"),
+        ("ext2", "local"),
+        ("ext3", "local"),
+        ("overlay", "local"),
+        ("nfs4", "remote"),
         ("smb3", "cifs"),
-        ("fhgfs", "beegfs"),
-        ("wekafs", "wekafs"),
+        ("fhgfs", "remote with locks"),
+        ("wekafs", "remote with locks"),
         ("fuseblk", "fuse"),
         ("fuse.sshfs", "fuse"),
         ("fuse.gcsfuse", "object store"),
@@ -118,8 +117,8 @@ def test_a_mount_type_of_another_name_falls_back_to_the_magic() -> None:
 
 @pytest.mark.parametrize("magic", [None, 0, 0x12345678])
 def test_what_nobody_knows_is_on_the_safe_line(magic: int | None) -> None:
-    assert recognised(magic, Mount("newfs", "x")) == recognised(magic, None) == "unknown"
-    safe = POLICIES["unknown"]
+    assert recognised(magic, Mount("newfs", "x")) == recognised(magic, None) == "remote"
+    safe = POLICIES["remote"]
     assert safe.backend == "threads" and safe.syncs_all and safe.renames_at_once
 
 

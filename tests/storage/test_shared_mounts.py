@@ -137,7 +137,7 @@ def on_nfs(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Takes files for those of NFS, with so many seconds of patience."""
 
     def patched(patience_s: float) -> None:
-        monkeypatch.setattr(policies, "policy_of", lambda _fd: ("nfs", POLICIES["nfs"]))
+        monkeypatch.setattr(policies, "policy_of", lambda _fd: ("nfs", POLICIES["remote"]))
         monkeypatch.setattr(staging, "PATIENCE_S", patience_s)
         monkeypatch.setattr(storage, "PATIENCE_S", patience_s)
 
@@ -336,7 +336,7 @@ def test_what_is_replaced_is_kept_open_on_local_file_systems_alone(
 
 
 def test_what_is_local_is_a_closed_list() -> None:
-    local = {"ext4", "xfs", "btrfs", "ext3", "ext2", "tmpfs", "overlay"}
+    local = {"local", "ext4", "xfs", "btrfs", "tmpfs"}
     assert {kind for kind, policy in POLICIES.items() if not policy.remote} == local
 
 
