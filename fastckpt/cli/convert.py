@@ -15,12 +15,10 @@ import os
 import shutil
 import tempfile
 import warnings
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -37,11 +35,13 @@ from fastckpt.cli.parser import CONVERT_DTYPES
 from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import is_directory, is_there, shown_name, shown_others
 from fastckpt.directories.draft import Draft
+from fastckpt.directories.export import chosen, take_name
 from fastckpt.directories.save import save_directory, wait_for_directories
+from fastckpt.directories.streamed_files import add_files, write_file
+from fastckpt.directories.swap_plan import tell_lossy
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageError, telling
-from fastckpt.formats import hugging_face, safetensors
+from fastckpt.formats import safetensors
 from fastckpt.formats.conversion import put_converted
-from fastckpt.formats.file_list import File
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.value_names import dotted, keys_of
 from fastckpt.reading.parts import parts
@@ -54,7 +54,6 @@ from fastckpt.storage.lustre_layout import Purpose
 log = logging.getLogger("fastckpt")
 
 _PART_BYTES, _READERS = 32 << 20, 2  # so much of tensors is read at a time, by so many threads
-_PIECE_BYTES = 16 << 20  # of one write, of whole pages
 _STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64
 _DTYPES = dict(zip(CONVERT_DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
@@ -68,9 +67,14 @@ class Copy(NamedTuple):
     dtype: torch.dtype
 
     @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return self.tensor.shape
+
+    @property
     def nbytes(self) -> int:
         """Its new size in bytes."""
-        return prod(self.tensor.shape) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -172,44 +176,32 @@ def _check_root(path: str) -> None:
 
 def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> list[Copy]:
     """Returns the tensors to copy under their new names, in the checkpoint's order."""
-    is_dotted = arguments.to in ("safetensors", "hf")
-    dtype = _DTYPES.get(arguments.dtype)
-    found: dict[str, Copy] = {}
-    for old, tensor in tensors.items():
+    is_dotted, prefix = arguments.to in ("safetensors", "hf"), arguments.prefix
+
+    def without_prefix(old: str) -> str | None:
         name = dotted(old) if is_dotted and tensors.has_paths else old
-        if not fnmatchcase(old, arguments.glob) or not name.startswith(arguments.prefix):
-            continue
-        if not old:
-            raise CheckpointError(
-                f"{tensors.path!r} has a tensor without a name (a file that is a bare tensor, or a "
-                'dict with the key ""): save it in a dict, under a name, or leave it out by '
-                "--glob '?*'"
-            )
-        name = name.removeprefix(arguments.prefix)
-        if not name:
-            raise CheckpointError(f"nothing is left of the name {old!r} without the prefix")
-        if name in found:
-            raise CheckpointError(f"two tensors would be named {name!r}: choose one by --glob")
-        is_converted = dtype is not None and tensor.dtype.is_floating_point
-        found[name] = Copy(name, tensor, dtype if is_converted and dtype else tensor.dtype)
+        return name.removeprefix(prefix) if name.startswith(prefix) else None
+
+    named = [(name, tensor.dtype) for name, tensor in tensors.items()]
+    spelled = without_wrappers if is_dotted else list
+    olds, taken, found = [*tensors.values()], dict[str, str](), list[Copy]()
+    for number, name, dtype in chosen(
+        named, _DTYPES.get(arguments.dtype), without_prefix, arguments.glob, spelled
+    ):
+        take_name(name, olds[number].name, taken)
+        found.append(Copy(name, olds[number], dtype))
     if not found:
         raise CheckpointError(
             f"{tensors.path!r} holds no tensor that is to be copied: --glob {arguments.glob!r} "
-            f"goes by the names that inspect lists, --prefix {arguments.prefix!r} by those that "
-            "are written"
+            f"goes by the names that inspect lists, --prefix {prefix!r} by those that are written"
         )
-    if arguments.to == "hf":  # the names of the model that is to read it
-        bare = without_wrappers([*found])
-        if len({*bare}) == len(bare):
-            copies = zip(found.values(), bare, strict=True)
-            found = {name: copy._replace(name=name) for copy, name in copies}
-    unknown = [copy.name for copy in found.values() if not safetensors.supported(copy.dtype)]
+    unknown = [copy.name for copy in found if not safetensors.supported(copy.dtype)]
     if unknown and is_dotted:
         names = listed(map(shown_name, unknown))
         raise IncompatibleCheckpoint(
             f"safetensors files have no dtype for {names}: choose others by --glob, or --to pt"
         )
-    return [*found.values()]
+    return found
 
 
 def _nested(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -288,13 +280,7 @@ def _stream(
                 yield from arrived()
         while ahead:
             yield from arrived()
-    if lossy:
-        log.warning(
-            "%r: numbers of %s are too large for the dtype of the copy, and are not finite there: "
-            "convert with another --dtype",
-            tensors.path,
-            listed(map(shown_name, sorted(lossy))),
-        )
+    tell_lossy(tensors.path, lossy)
 
 
 def _memory(content: torch.Tensor) -> memoryview:
@@ -305,93 +291,22 @@ def _memory(content: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-class _Output:
-    """A file that is written from its beginning to its end, by O_DIRECT if its file system takes
-    that: what is written once and read by others does not belong into the page cache.
-
-    Attributes:
-        file: the size and CRC-32 of what was written so far.
-    """
-
-    def __init__(self, storage: Storage, fd: int, path: str) -> None:
-        self.file = File(0, 0)
-        self._storage, self._fd, self._path = storage, fd, path
-        route = pipeline.current().staging.route(fd, path, "auto", writing=True)
-        self._is_direct = route.direct
-        self._buffer = memoryview(mmap.mmap(-1, _PIECE_BYTES))  # O_DIRECT needs aligned memory
-        self._filled = self._at = 0
-
-    def write(self, content: memoryview) -> None:
-        """Adds bytes. Raises StorageError."""
-        self.file = File(self.file.nbytes + len(content), zlib.crc32(content, self.file.crc32))
-        while content:
-            count = min(len(content), len(self._buffer) - self._filled)
-            self._buffer[self._filled : self._filled + count] = content[:count]
-            self._filled, content = self._filled + count, content[count:]
-            if self._filled == len(self._buffer):
-                self._flush()
-
-    def _flush(self) -> None:
-        nbytes = self._filled
-        if self._is_direct:  # in whole pages: end() cuts the file
-            nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        write = partial(self._storage.write_at, self._fd, self._buffer[:nbytes], self._at)
-        with reported("write", self._path, self._at):
-            patiently(self._storage, self._fd, write)
-        self._at, self._filled = self._at + self._filled, 0
-
-    def end(self) -> None:
-        """Writes what is left. Raises StorageError."""
-        self._flush()
-        if self._is_direct:
-            atomic.cut(self._storage, self._fd, self._path, self.file.nbytes)
-
-
-def _write(output: _Output, tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> None:
-    """Writes a safetensors file of the tensors."""
-    # Those with larger items come first, so that each is aligned to its items.
-    copies = sorted(copies, key=lambda copy: -copy.dtype.itemsize)
-    entries = [
-        (copy.name, safetensors.NAMES[copy.dtype], tuple(copy.tensor.shape)) for copy in copies
-    ]
-    output.write(
-        memoryview(safetensors.header(entries, hugging_face.METADATA, safetensors.LENGTH_BYTES))
-    )
-    for _copy, content in _stream(tensors, copies):
-        output.write(_memory(content))
-    output.end()
-
-
 def _to_safetensors(path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> None:
     storage = pipeline.current().storage
     with atomic.temporary(storage, path, Purpose(sum(its.nbytes for its in copies))) as (fd, name):
-        _write(_Output(storage, fd, path), tensors, copies)
-        atomic.settle(storage, fd, path, True)
+        write_file(fd, path, copies, partial(_contents, tensors))
         _publish(storage, fd, name, path)
 
 
 def _to_hugging_face(
     path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy], shard_bytes: int
 ) -> None:
-    storage = pipeline.current().storage
-    numbers = hugging_face.divided([copy.nbytes for copy in copies], shard_bytes)
-    shards = [copies[its.start : its.stop] for its in numbers]
-    names = hugging_face.file_names(len(shards))
+    read = partial(_contents, tensors)
+    _save_directory(path, lambda draft: add_files(draft, copies, read, shard_bytes))
 
-    def fill(draft: Draft) -> None:
-        for name, shard in zip(names, shards, strict=True):
-            with _made(storage, os.path.join(draft.directory, name)) as output:
-                _write(output, tensors, shard)
-            draft.listed[name] = output.file
-        if len(shards) > 1:
-            its = zip(names, shards, strict=True)
-            file_of = {copy.name: name for name, shard in its for copy in shard}
-            content = hugging_face.index(file_of, sum(copy.nbytes for copy in copies))
-            with _made(storage, os.path.join(draft.directory, hugging_face.INDEX)) as output:
-                output.write(memoryview(content))
-                output.end()
 
-    _save_directory(path, fill)
+def _contents(tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> Iterator[memoryview]:
+    return (_memory(content) for _copy, content in _stream(tensors, copies))
 
 
 def _save_directory(path: str, fill: Callable[[Draft], None]) -> None:
@@ -401,18 +316,6 @@ def _save_directory(path: str, fill: Callable[[Draft], None]) -> None:
             save_directory(path, fill, replaces=False).result()
     finally:
         wait_for_directories(os.path.dirname(path))
-
-
-@contextmanager
-def _made(storage: Storage, path: str) -> Iterator[_Output]:
-    """Makes a file of a draft, which is removed with that if the body fails."""
-    with reported("open", path):
-        fd = storage.create(path, 0o666)
-    try:
-        yield _Output(storage, fd, path)
-        atomic.settle(storage, fd, path, True)  # here, since closing it may consume an error
-    finally:
-        atomic.close_quietly(storage, fd)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -104,7 +104,6 @@ def export(
         StorageError: one of `files` cannot be read, or the look at `directory` has not returned for
             timeout_s. All other errors of the file system are raised by result().
     """
-    fit = Fit(rename=rename, only=only)
     _check_dtype(dtype)
     file_bytes = check_size("shard_bytes", shard_bytes)
     if isinstance(files, str | os.PathLike):
@@ -115,12 +114,8 @@ def export(
     def fill(draft: Draft) -> None:
         # Read once: an earlier export, which still runs, may add to it meanwhile.
         unequal, held = shared.unequal(), Parts(shared.coordinator.world_size, rank_of)
-        tensors = _named(state, fit, dtype, draft, held, unequal)
-        parts = hugging_face.divided([tensor.nbytes for tensor in tensors], file_bytes)
-        names = hugging_face.file_names(len(parts))
-        contents = {
-            name: tensors[its.start : its.stop] for name, its in zip(names, parts, strict=True)
-        }
+        tensors = _named(state, rename, only, dtype, draft, held, unequal)
+        contents = hugging_face.divided(tensors, file_bytes)
         if shared.coordinator.rank == 0:
             _add_others(draft, copied, contents, dtype, state)
         alike = [("the argument shard_bytes", str(file_bytes))]
@@ -154,7 +149,8 @@ def _check_dtype(dtype: object) -> None:
 
 def _named(
     state: Any,
-    fit: Fit,
+    rename: Rename | None,
+    only: str | None,
     dtype: torch.dtype | None,
     draft: Draft,
     parts: Parts,
@@ -165,10 +161,12 @@ def _named(
     """
     # Of all, so that their memory does not become others'.
     tensors = [(joined(keys), tensor) for keys, tensor in tensors_in(state)]
-    found: dict[str, SharedTensor] = {}
+    named = [(old, tensor.dtype) for old, tensor in tensors]
+    found, taken = list[SharedTensor](), dict[str, str]()
     seen: set[object] = set()
     misfits: list[str] = []
-    for old, name, tensor in _renamed(tensors, fit):
+    for number, name, stored in chosen(named, dtype, rename, only):
+        old, tensor = tensors[number]
         try:
             held = _held(old, tensor, parts, old in unequal)
         except OtherRanks:  # as all DTensors are, so one name is enough
@@ -179,45 +177,86 @@ def _named(
         if held.identity in seen:
             continue
         seen.add(held.identity)
-        check_text(name)
-        if name in found or name == safetensors.METADATA:
-            is_taken = name in found
-            other = repr(found[name].leaf.key) if is_taken else "the header of safetensors files"
-            raise ValueError(
-                f"{old!r} would be named {name!r}, which {other} is: choose by `only` or `rename`"
-            )
-        stored = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
+        take_name(name, old, taken)
         leaf = held.leaf._replace(local=draft.held(held.leaf.local))
-        found[name] = SharedTensor(name, stored, leaf)
+        found.append(SharedTensor(name, stored, leaf))
     if misfits:
         raise TypeError(f"safetensors files cannot hold all of the state: {'; '.join(misfits)}")
     if not found:
         names = listed(old for old, _tensor in tensors)
-        left = f": only={fit.only!r} and rename leave out {names}" if names else ""
+        left = f": only={only!r} and rename leave out {names}" if names else ""
         raise ValueError(f"the state holds no tensor that is to be exported{left}")
-    return [*found.values()]
+    return found
 
 
-def _renamed(
-    tensors: Sequence[tuple[str, torch.Tensor]], fit: Fit
-) -> list[tuple[str, str, torch.Tensor]]:
-    """Returns the tensors to export, each with its name in the state and that in the files."""
-    asked = [(old, tensor) for old, tensor in tensors if fit.asks_for(old)]
-    if any(not old for old, _tensor in asked):
-        raise ValueError("a tensor alone has no name: export it in a dict, under a name")
-    news, useless = fit.new_names([old for old, _tensor in asked])
+class Chosen(NamedTuple):
+    """A tensor to export: its number among those of the state, its name and dtype in the files."""
+
+    number: int
+    name: str
+    dtype: torch.dtype
+
+
+def names_in_model(names: Sequence[str]) -> list[str]:
+    """Returns names that were keys joined by "/" as the model has them that is to read them."""
+    return without_wrappers([dotted(name) for name in names])
+
+
+def chosen(
+    tensors: Sequence[tuple[str, torch.dtype]],
+    dtype: torch.dtype | None,
+    rename: Rename | None,
+    only: str | None,
+    spelled: Callable[[Sequence[str]], list[str]] = names_in_model,
+) -> list[Chosen]:
+    """Returns which tensors are exported, in their order.
+
+    Args:
+        tensors: their names, which are keys joined by "/", and dtypes.
+        dtype, rename, only: as export()'s.
+        spelled: returns the names that the files have for those that `rename` has given.
+
+    Raises:
+        ValueError, TypeError: as export().
+    """
+    fit = Fit(rename=rename, only=only)
+    numbers = [number for number, (old, _dtype) in enumerate(tensors) if fit.asks_for(old)]
+    if any(not tensors[number][0] for number in numbers):
+        raise ValueError(
+            "a tensor has no name (it is alone, or its key is ''): put it into a dict, under a "
+            "name, or leave it out"
+        )
+    news, useless = fit.new_names([tensors[number][0] for number in numbers])
     if useless:
         raise ValueError(useless[0])
-    chosen = list[tuple[str, str, torch.Tensor]]()
-    for (old, tensor), new in zip(asked, news, strict=True):
-        if new == "":
+    kept = [(number, new) for number, new in zip(numbers, news, strict=True) if new is not None]
+    for number, new in kept:
+        if not new:
             raise ValueError(
-                f"rename leaves nothing of the name {old!r}: return None to leave the tensor out"
+                f"nothing is left of the name {tensors[number][0]!r}: give the tensor another one, "
+                "or leave it out"
             )
-        if new is not None:
-            chosen.append((old, dotted(new), tensor))
-    bare = without_wrappers([name for _old, name, _tensor in chosen])
-    return [(old, name, its) for (old, _, its), name in zip(chosen, bare, strict=True)]
+    names = spelled([new for _number, new in kept])
+    found = list[Chosen]()
+    for (number, _new), name in zip(kept, names, strict=True):
+        own = tensors[number][1]
+        is_cast = dtype is not None and own.is_floating_point
+        found.append(Chosen(number, name, dtype if dtype is not None and is_cast else own))
+    return found
+
+
+def take_name(name: str, old: str, taken: dict[str, str]) -> None:
+    """Notes that a tensor gets a name in the files; `taken` has the old ones by such names. Raises
+    ValueError if another has it, or none may have it.
+    """
+    check_text(name)
+    if name in taken or name == safetensors.METADATA:
+        other = repr(taken[name]) if name in taken else "the header of safetensors files"
+        raise ValueError(
+            f"{old!r} would be named {name!r}, which {other} is: give it another name, or leave "
+            "one out"
+        )
+    taken[name] = old
 
 
 class _Held(NamedTuple):
@@ -273,10 +312,8 @@ def _add_others(
     # The first two are taken whether or not they are written: without an index, one that is copied
     # would name files that are not there.
     taken = {file_list.NAME, hugging_face.INDEX, *contents}
-    if len(contents) > 1:
-        file_of = {tensor.name: name for name, shard in contents.items() for tensor in shard}
-        nbytes = sum(tensor.nbytes for shard in contents.values() for tensor in shard)
-        draft.add_content(hugging_face.index(file_of, nbytes), hugging_face.INDEX)
+    if index := hugging_face.index(contents):
+        draft.add_content(index, hugging_face.INDEX)
     storage = pipeline.current().storage
     for path in copied:
         name = os.path.basename(path)

@@ -42,6 +42,19 @@ _LOSSY_MAX = 100  # names that a rank tells of a file
 _lossy_told = set[str]()  # names of tensors that were warned of
 
 
+def tell_lossy(path: str, names: set[str]) -> None:
+    """Warns, once of each, of tensors with numbers that the files cannot hold."""
+    untold = sorted(names - _lossy_told)
+    _lossy_told.update(untold)
+    if untold:
+        log.warning(
+            "%r: numbers of %s are too large for the dtype of the files, and are not finite there: "
+            "choose another dtype",
+            path,
+            listed(map(repr, untold)),
+        )
+
+
 class CapturedPlan(Plan):
     """One rank's plan of files whose content was captured.
 
@@ -182,25 +195,13 @@ class SwapPlan(CapturedPlan):
         for name, output in self._parts.items():
             self._files[name] = output.shared.joined([found.pop(name) for found in brought])
         if self._parts:
-            self._tell_lossy()
+            gathered = map(json.loads, self._agreement.gather("lossy"))
+            tell_lossy(self._handle.path, {*chain.from_iterable(gathered)})
         for number, items in enumerate(self._items):
             items.publish(self._agreement.gather(f"items {number}"))
         if self._items:
             self._list_others({*self._files}.union(*brought))
         self._place.publish(self._files, brought[1:])
-
-    def _tell_lossy(self) -> None:
-        """Warns, once of each, of tensors with numbers that the files cannot hold."""
-        found = {name for names in self._agreement.gather("lossy") for name in json.loads(names)}
-        names = sorted(found - _lossy_told)
-        _lossy_told.update(names)
-        if names:
-            log.warning(
-                "%r: numbers of %s are too large for the dtype of the files, and are not finite "
-                "there: export to another dtype",
-                self._handle.path,
-                listed(map(repr, names)),
-            )
 
     def forget(self) -> None:
         super().forget()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -16,40 +16,51 @@ INDEX = f"model{INDEX_SUFFIX}"
 METADATA = {"format": "pt"}  # of each file; transformers asks for it
 
 
-def divided(sizes: Sequence[int], shard_bytes: int) -> list[range]:
+class Tensor(Protocol):
+    """A tensor of the directory: its name and its size in the files."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def divided(tensors: Sequence[T], shard_bytes: int) -> dict[str, Sequence[T]]:
     """Divides tensors among files, in their order.
 
     Args:
-        sizes: the bytes of each tensor.
         shard_bytes: the most bytes of tensors in a file; a larger tensor has a file of its own.
 
     Returns:
-        The numbers of each file's tensors; at least one file, and none is empty unless all are.
+        Each file's tensors by its name; at least one file, and none is empty unless all are.
     """
     begins, left = [0], shard_bytes
-    for number, nbytes in enumerate(sizes):
-        if nbytes > left and number > begins[-1]:
+    for number, tensor in enumerate(tensors):
+        if tensor.nbytes > left and number > begins[-1]:
             begins.append(number)
             left = shard_bytes
-        left -= nbytes
-    return [range(*ends) for ends in zip(begins, [*begins[1:], len(sizes)], strict=True)]
-
-
-def file_names(count: int) -> list[str]:
-    """Returns the names of so many files; one alone has no number, and needs no index."""
+        left -= tensor.nbytes
+    count = len(begins)
+    ends = zip(begins, [*begins[1:], len(tensors)], strict=True)
     if count == 1:
-        return ["model.safetensors"]
-    return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        return {"model.safetensors": tensors}
+    return {
+        f"model-{number:05d}-of-{count:05d}.safetensors": tensors[begin:end]
+        for number, (begin, end) in enumerate(ends, 1)
+    }
 
 
-def index(file_of: Mapping[str, str], nbytes: int) -> bytes:
-    """Returns the index.
-
-    Args:
-        file_of: the name of the file that holds each tensor, by the tensor's name.
-        nbytes: of all tensors.
-    """
-    content = {"metadata": {"total_size": nbytes}, "weight_map": dict(file_of)}
+def index(files: Mapping[str, Sequence[Tensor]]) -> bytes:
+    """Returns the index of files as divided() has them; b"" for one alone, which needs none."""
+    if len(files) == 1:
+        return b""
+    file_of = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
+    nbytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors)
+    content = {"metadata": {"total_size": nbytes}, "weight_map": file_of}
     return json.dumps(content, indent=2).encode() + b"\n"
 
 

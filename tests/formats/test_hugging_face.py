@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
 import pytest
 
 from fastckpt.formats import hugging_face
+
+
+class Tensor(NamedTuple):
+    name: str
+    nbytes: int
 
 
 @pytest.mark.parametrize(
@@ -24,15 +30,18 @@ from fastckpt.formats import hugging_face
 def test_files_are_filled_in_order_up_to_their_size(
     sizes: list[int], divided: list[list[int]]
 ) -> None:
-    found = hugging_face.divided(sizes, 10)
-    assert [sizes[its.start : its.stop] for its in found] == divided
+    found = hugging_face.divided([Tensor(str(size), size) for size in sizes], 10)
+    assert [[its.nbytes for its in tensors] for tensors in found.values()] == divided
 
 
 def test_names_and_index() -> None:
-    assert hugging_face.file_names(1) == ["model.safetensors"]
-    first, second = hugging_face.file_names(2)
-    assert first == "model-00001-of-00002.safetensors"
-    told = json.loads(hugging_face.index({"a": first, "b": second}, 30))
+    a, b = Tensor("a", 10), Tensor("b", 20)
+    (alone,) = hugging_face.divided([a, b], 30).items()
+    assert alone == ("model.safetensors", [a, b]) and not hugging_face.index(dict([alone]))
+    found = hugging_face.divided([a, b], 20)
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    assert found == {first: [a], second: [b]}
+    told = json.loads(hugging_face.index(found))
     assert told == {"metadata": {"total_size": 30}, "weight_map": {"a": first, "b": second}}
 
 
