@@ -13,15 +13,16 @@ import pickle
 import re
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, TypeAlias
 
 import torch
 
-from fastckpt.formats import safe_numpy
+from fastckpt.formats import plain_pickle, safe_numpy
+from fastckpt.formats.plain_pickle import Kept
 from fastckpt.formats.torch_pickle import collection_paused, is_shortage, torch_load, unpickled
 from fastckpt.formats.value_names import below, items_in
 
@@ -29,8 +30,6 @@ _ZIP_MAGIC = b"PK\x03\x04"  # by which torch tells zips, too
 _GLOBALS_MAX = 1000  # torch is asked about each
 _MAKER_CHARACTERS_MAX = 200
 _NOTES_MAX, _NAME_KEYS_MAX, _NAME_CHARACTERS_MAX = 1000, 200, 1000  # that are told
-_KEY_DEPTH_MAX = 8  # of tuples in a key or in an item of a set: hash() recurses on the stack of C
-_LOOKS_PER_BYTE = 64  # at parts of objects, for each byte of the pickle
 _NESTS, _MAPPINGS = (dict, list, tuple), (dict, OrderedDict, Counter)
 _GLOBAL = re.compile(rb"c([A-Za-z_][\w.]*)\n([A-Za-z_][\w.]*)\n")  # or text that looks like it
 _NAMES_OF_2 = {"xrange": "range", "long": "int", "unicode": "str", "unichr": "chr"}
@@ -38,11 +37,11 @@ _NAMES_OF_2 = {"xrange": "range", "long": "int", "unicode": "str", "unichr": "ch
 _NUMPY_KIND = re.compile(rb"X[\x01-\x06]\0\0\0([OMmV]\d{1,5}|>)[qr]")
 # Torch puts no items into these, whether they are allowed or not.
 _NEVER_FILLED = {"collections.deque", "collections.defaultdict"}
-_UNSEEN = (str, bytes, int, float, bool, type(None))  # of which equal ones may be one object
-# Operations that picklers of protocols 2 and 3 write, but for those that _Unpickler redefines.
-_OPCODES = """PROTO STOP MARK POP POP_MARK GLOBAL BINPERSID NONE NEWTRUE NEWFALSE BINFLOAT BININT
-BININT1 BININT2 LONG1 LONG4 BINUNICODE SHORT_BINSTRING SHORT_BINBYTES BINBYTES TUPLE TUPLE1 TUPLE2
-TUPLE3 EMPTY_TUPLE EMPTY_LIST EMPTY_DICT EMPTY_SET"""
+_READ = (Kept, dict, list, tuple, set, frozenset)  # of what plain_pickle reads, what has parts
+_NOTHING = object()
+# What makes a value of what was read: asks for the values of parts, and gets each with the name of
+# what makes a part that was left out of it, if one was; returns the same of its own.
+_Making: TypeAlias = Generator[Any, Any, tuple[Any, str | None]]
 
 
 class Note:
@@ -205,33 +204,29 @@ def _nothing(_module: str, _name: str) -> Any:
     """Stands for `safe_numpy.found` where torch alone reads."""
 
 
-def _code(name: str) -> int:
-    code: bytes = getattr(pickle, name)
-    return code[0]
+class _Unpickler:
+    """An unpickler for torch.load, which does no more than torch's for weights_only, and goes on
+    with notes. What is made by an allowed class or function is a note if a part of it is one.
 
-
-_Python: Any = pickle._Unpickler  # the one in Python, not in C
-
-
-class _Unpickler(_Python):  # type: ignore[misc]
-    """Python's unpickler, which does no more than torch's for weights_only, and goes on with notes.
-
-    What is made by an allowed class or function is a note if a part of it is one. If something has
-    referred to it before that part came, everything is refused.
+    plain_pickle reads the whole pickle before anything is made.
     """
 
-    def __init__(self, file: io.BytesIO, **options: Any) -> None:
-        super().__init__(file, **options)
+    def __init__(self, file: io.BytesIO, **_options: Any) -> None:
         self.numpy: Callable[[str, str], Any] = safe_numpy.found
-        self._looks = _LOOKS_PER_BYTE * len(file.getbuffer())
+        self.persistent_load: Callable[[Any], Any]
+        self._content = file.read()
         self._names: dict[tuple[str, str], Any] = {}
-        self._allowed: dict[int, Any] = {}  # by identity, as the following, which keeps them alive
-        self._inside: dict[int, Any] = {}  # lists and dicts that objects have got as parts
-        self._complete: dict[int, Any] = {}  # those and tuples, without a note, and so they stay
-        self._numbers: dict[int, int] = {}  # in the memo
-        self._used = set[int]()  # numbers of what was referred to by way of the memo
+        # By identity of what was read: it, what is made of it, and what made a part that is left
+        # out; None: no part is.
+        self._done: dict[int, tuple[Any, Any, str | None]] = {}
+        self._open = set[int]()  # what is being made
+        self._used = set[int]()  # what others of these have got meanwhile
 
     def find_class(self, module: str, name: str) -> Any:
+        return Kept(f"{module}.{name}", self._allowed(module, name))
+
+    def _allowed(self, module: str, name: str) -> Any:
+        """Returns the class or function that is allowed under a name; a Note if it is refused."""
         if (module, name) not in self._names:
             if len(self._names) == _GLOBALS_MAX:
                 raise pickle.UnpicklingError("it names too many classes and functions")
@@ -240,165 +235,132 @@ class _Unpickler(_Python):  # type: ignore[misc]
                 with ThreadPoolExecutor(1, "fastckpt-allowed") as other:
                     found = other.submit(_asked, module, name).result()
             self._names[module, name] = found
-        found = self._names[module, name]
-        if type(found) is Note:
-            return Note(found.maker)  # one for each object
-        self._allowed[id(found)] = found
-        return found
+        return self._names[module, name]
 
-    def _part_left_out(self, *parts: Any) -> str | None:
-        """Returns the maker of a note among the parts of an object; None if there is none."""
-        ahead, seen = [*reversed(parts)], dict[int, Any]()
-        while ahead:
-            part = ahead.pop()
-            if type(part) is Note:
-                return part.maker
-            if type(part) not in _NESTS or id(part) in seen or id(part) in self._complete:
-                continue
-            seen[id(part)] = part
-            self._look_at(part)
-            if type(part) is not tuple:
-                self._inside[id(part)] = part
-            ahead += [*part, *part.values()] if type(part) is dict else part
-        self._complete.update(seen)
+    def load(self) -> Any:
+        wanted, _end = plain_pickle.loads(self._content, self.find_class, self._storage)
+        # A stack of generators: a pickle may be nested more deeply than Python calls.
+        makings, answer = list[_Making](), None
+        while True:
+            if type(wanted) not in _READ:
+                answer = wanted, left_out(wanted)
+            elif id(wanted) in self._done:
+                self._used.update({id(wanted)} & self._open)
+                answer = self._done[id(wanted)][1:]
+            elif id(wanted) in self._open:
+                raise pickle.UnpicklingError("an object is made of itself")
+            else:
+                self._open.add(id(wanted))
+                makings.append(self._made(wanted) if type(wanted) is Kept else self._filled(wanted))
+                answer = None
+            wanted = _NOTHING
+            while wanted is _NOTHING:
+                if not makings:
+                    return answer[0]  # type: ignore[index]
+                try:
+                    wanted = makings[-1].send(answer)
+                except StopIteration as ended:
+                    makings.pop()
+                    answer = ended.value
+
+    def _storage(self, named: Any) -> Any:
+        if type(named) is tuple:
+            named = tuple(each.value if type(each) is Kept else each for each in named)
+        return self.persistent_load(named)
+
+    def _filled(self, nest: Any) -> _Making:
+        """Makes the parts of a dict, list, tuple or set, and returns it with them."""
+        self._done[id(nest)] = nest, nest, None
+        parts, makers = list[Any](), list[str]()
+        for part in [*nest, *nest.values()] if type(nest) is dict else [*nest]:
+            made, maker = yield part
+            parts.append(made)
+            makers += [] if maker is None else [maker]
+            if maker is not None and type(nest) is dict and len(parts) <= len(nest):
+                return self._ended(nest, Note(maker), maker)  # it has a key that is left out
+        made, maker = nest, makers[0] if makers else None
+        if type(nest) is list:
+            nest[:] = parts
+        elif type(nest) is dict:
+            keys, values = parts[: len(nest)], parts[len(nest) :]
+            nest.clear()
+            nest.update(zip(keys, values, strict=True))
+        elif type(nest) is not tuple and maker is not None:
+            made = Note(maker)
+        elif any(part is not old for part, old in zip(parts, nest, strict=True)):
+            made = type(nest)(parts)
+        return self._ended(nest, made, maker)
+
+    def _made(self, kept: Kept) -> _Making:
+        """Makes an object, or a Note in its place."""
+        named = kept.value
+        if not kept.parts:
+            named = Note(named.maker) if type(named) is Note else named  # one for each object
+            return self._ended(kept, named, left_out(named))
+        (how, arguments), *changes = kept.parts
+        arguments, maker = yield arguments
+        maker = named.maker if type(named) is Note else maker
+        # Those of torch's tensor classes are checked by torch's own reader, and never written.
+        if maker is None and (how not in ("reduce", "newobj") or named in torch._tensor_classes):
+            maker = type(named).__qualname__
+        made: Any = None
+        try:
+            if maker is None and how == "reduce":
+                made = named(*arguments)
+            elif maker is None:
+                made = named.__new__(named, *arguments)
+        except safe_numpy.Refused as refused:
+            maker = str(refused)
+        made = made if maker is None else Note(maker)
+        self._done[id(kept)] = kept, made, maker  # its own parts may refer to it
+        for how, parts in changes:
+            parts, left = yield parts
+            if maker is None:
+                maker = self._changed(made, how, parts) if left is None else left
+                made = made if maker is None else Note(maker)
+        return self._ended(kept, made, maker)
+
+    def _ended(self, read: Any, made: Any, maker: str | None) -> tuple[Any, str | None]:
+        """Notes what was made of what was read, and by whom a part that is left out is made."""
+        _read, seen, told = self._done.get(id(read), (read, made, maker))
+        if id(read) in self._used and (seen is not made or told is not maker):
+            raise pickle.UnpicklingError("a part of an object that was referred to is refused")
+        self._open.discard(id(read))
+        self._done[id(read)] = read, made, maker
+        return made, maker
+
+    def _changed(self, made: Any, how: str, parts: Any) -> str | None:
+        """Gives an object its state or its items; returns the name of its class if that is not
+        allowed.
+        """
+        kind = type(made)
+        if how == "append" and kind is list:
+            made.extend(parts)
+        elif how == "set" and kind in _MAPPINGS:
+            for key, value in parts:
+                made[key] = value
+        elif how == "build" and safe_numpy.takes_state(made):
+            try:
+                safe_numpy.set_state(made, parts)
+            except safe_numpy.Refused as refused:
+                return str(refused)
+        elif (
+            how == "build"
+            and kind not in (torch.Tensor, torch.nn.Parameter)  # never written, either
+            and self._allowed(kind.__module__, kind.__qualname__) is kind
+        ):
+            _set_state(made, parts)
+        else:
+            return f"{kind.__module__}.{kind.__qualname__}"
         return None
 
-    def _look_at(self, *nests: Any) -> None:
-        """Raises UnpicklingError if the items of these, too, are too many to look at, or copy."""
-        self._looks -= sum(1 + len(nest) for nest in nests if type(nest) in _NESTS)
-        if self._looks < 0:
-            raise pickle.UnpicklingError("its values refer to each other over and over")
 
-    def _check_keys(self, values: Iterable[Any], depth: int = _KEY_DEPTH_MAX) -> None:
-        """Raises UnpicklingError if hashing and comparing these takes unbounded time or stack."""
-        for value in values:
-            if isinstance(value, (tuple, frozenset)):
-                self._looks -= 1 + len(value)
-                if depth == 0 or self._looks < 0:
-                    raise pickle.UnpicklingError("a key is nested too deeply, or used too often")
-                self._check_keys(value, depth - 1)
-
-    def _make(self, how: Callable[..., Any]) -> None:
-        arguments, named = self.stack.pop(), self.stack.pop()
-        maker = left_out(named) or self._part_left_out(arguments)
-        if maker is None and isinstance(arguments, tuple):
-            self._look_at(*arguments)  # which are copied for each object, whatever else has them
-            for argument in arguments:  # it may be what a set or a dict is made of
-                self._check_keys(argument if type(argument) is list else [argument])
-        # Those of torch's tensor classes are checked by torch's own reader, and never written.
-        if maker is None and (id(named) not in self._allowed or named in torch._tensor_classes):
-            maker = type(named).__qualname__
-        try:
-            self.append(how(named, *arguments) if maker is None else Note(maker))
-        except safe_numpy.Refused as refused:
-            self.append(Note(str(refused)))
-
-    def _load_reduce(self) -> None:
-        self._make(lambda function, *arguments: function(*arguments))
-
-    def _load_newobj(self) -> None:
-        self._make(lambda kind, *arguments: kind.__new__(kind, *arguments))
-
-    def _load_build(self) -> None:
-        made, state = self.stack[-2:]
-        kind = type(made)
-        is_allowed = kind not in (Note, torch.Tensor, torch.nn.Parameter)  # never written, either
-        if safe_numpy.takes_state(made):
-            maker = self._part_left_out(state)
-            try:
-                if maker is None:
-                    safe_numpy.set_state(made, state)
-                    self.stack.pop()
-                    return
-            except safe_numpy.Refused as refused:
-                maker = str(refused)
-        elif is_allowed and self.find_class(kind.__module__, kind.__qualname__) is kind:
-            self._look_at(state, *(state if type(state) is tuple else ()))
-            maker = self._part_left_out(state)
-            if maker is None:
-                super().load_build()
-                return
-        else:
-            maker = f"{kind.__module__}.{kind.__qualname__}"
-        self.stack.pop()
-        self._leave_out(maker)
-
-    def _leave_out(self, maker: str) -> None:
-        """Puts a note in the place of the last object, which has got a part that was left out."""
-        value = self.stack[-1]
-        if type(value) is Note:
-            return
-        number = self._numbers.pop(id(value), -1)
-        if number in self._used or id(value) in self._inside:
-            raise pickle.UnpicklingError("a part of an object that was referred to is refused")
-        self.stack[-1] = Note(maker)
-        if number >= 0:
-            self.memo[number] = self.stack[-1]
-
-    def _add(self, kinds: tuple[type, ...], parts: list[Any], add: Callable[[Any], None]) -> None:
-        """Adds parts, items of a list or keys and values, to the last object."""
-        value, maker = self.stack[-1], None
-        if type(value) not in kinds:
-            maker = f"{type(value).__module__}.{type(value).__qualname__}"
-        elif type(value) not in _NESTS or id(value) in self._inside:
-            maker = self._part_left_out(*parts)
-        elif type(value) is dict and not {type(key) for key in parts[::2]} <= {*_UNSEEN}:
-            maker = self._part_left_out(*parts[::2])
-        if maker is None:
-            add(value)
-        else:
-            self._leave_out(maker)
-
-    def _load_append(self) -> None:
-        item = self.stack.pop()
-        self._add((list,), [item], lambda value: value.append(item))
-
-    def _load_appends(self) -> None:
-        items = self.pop_mark()
-        self._add((list,), items, lambda value: value.extend(items))
-
-    def _load_setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
-
-    def _load_setitems(self) -> None:
-        self._set(self.pop_mark())
-
-    def _set(self, items: list[Any]) -> None:
-        pairs = [*zip(items[::2], items[1::2], strict=True)]
-        self._check_keys(items[::2])
-
-        def put(value: Any) -> None:
-            for key, item in pairs:
-                value[key] = item
-
-        self._add(_MAPPINGS, items, put)
-
-    def _put(self, number: int) -> None:
-        value = self.stack[-1]
-        if not isinstance(value, _UNSEEN):
-            if id(value) in self._numbers and not safe_numpy.is_shared(value):
-                raise pickle.UnpicklingError("a value is in the memo twice")
-            self._numbers[id(value)] = number
-        if number in self.memo:
-            raise pickle.UnpicklingError("a number is in the memo twice")
-        self.memo[number] = value
-
-    def _get(self, number: int) -> None:
-        self._used.add(number)
-        self.append(self.memo[number])
-
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        **{code: _Python.dispatch[code] for code in map(_code, _OPCODES.split())},
-        pickle.REDUCE[0]: _load_reduce,
-        pickle.NEWOBJ[0]: _load_newobj,
-        pickle.BUILD[0]: _load_build,
-        pickle.APPEND[0]: _load_append,
-        pickle.APPENDS[0]: _load_appends,
-        pickle.SETITEM[0]: _load_setitem,
-        pickle.SETITEMS[0]: _load_setitems,
-        pickle.BINPUT[0]: lambda self: self._put(self.read(1)[0]),
-        pickle.LONG_BINPUT[0]: lambda self: self._put(int.from_bytes(self.read(4), "little")),
-        pickle.BINGET[0]: lambda self: self._get(self.read(1)[0]),
-        pickle.LONG_BINGET[0]: lambda self: self._get(int.from_bytes(self.read(4), "little")),
-    }
+def _set_state(made: Any, state: Any) -> None:
+    """Gives an object its state, as pickle does."""
+    if hasattr(made, "__setstate__"):
+        made.__setstate__(state)
+        return
+    state, of_slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    made.__dict__.update(state or {})
+    for name, value in (of_slots or {}).items():
+        setattr(made, name, value)

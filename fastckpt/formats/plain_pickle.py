@@ -65,30 +65,33 @@ class Ignored:
 
     name: str
 
-    def made(self, *_arguments: Any) -> Ignored:
+    def made(self, _how: str, _arguments: Any) -> Ignored:
         """Returns what stands for an object that is made with arguments."""
         return Ignored(self.name)
 
-    def got(self, *_parts: Any) -> None:
+    def got(self, _how: str, _parts: Any) -> None:
         """Is told what is added to the object."""
 
 
 @dataclass(eq=False, slots=True)
 class Kept(Ignored):
-    """Stands for what Ignored does, and keeps what the object is made with and what it gets."""
+    """Stands for what Ignored does, and keeps how an object is made.
 
-    parts: list[Any] = field(default_factory=list)
+    Attributes:
+        value: what find() has for the class or function; None if it need not tell.
+        parts: the operations that make the object, with their values: "reduce" or "newobj" with
+            arguments, then "build" with a state, "append" or "add" with items, "set" with pairs.
+            None of a class or function itself.
+    """
 
-    @classmethod
-    def of_global(cls, module: str, name: str) -> Kept:
-        """Returns what stands for a class or function."""
-        return cls(f"{module}.{name}")
+    value: Any = None
+    parts: list[tuple[str, Any]] = field(default_factory=list)
 
-    def made(self, *arguments: Any) -> Kept:
-        return Kept(self.name, [*arguments])
+    def made(self, how: str, arguments: Any) -> Kept:
+        return Kept(self.name, self.value, [*self.parts, (how, arguments)])
 
-    def got(self, *parts: Any) -> None:
-        self.parts += parts
+    def got(self, how: str, parts: Any) -> None:
+        self.parts.append((how, parts))
 
 
 def loads(
@@ -101,7 +104,7 @@ def loads(
 
     Args:
         find: is called with module and name of each global. It returns a Callee, an Instance,
-            an Ignored, or a value that can do no harm, and raises Refused for all others.
+            an Ignored, a Kept, or a value that can do no harm, and raises Refused for others.
         named: returns the object that a persistent id stands for, and raises ValueError for one
             that no pickler would have written; None: none is allowed.
         stateful: classes of which a Callee makes instances that may get attributes.
@@ -242,7 +245,7 @@ class _Machine:
         if type(target) is list:
             target.extend(values)
         elif isinstance(target, Ignored):
-            target.got(values)
+            target.got("append", values)
         else:
             raise ValueError("it appends to a value that is not a list")
         return at
@@ -262,7 +265,9 @@ class _Machine:
                 self._check_keys(keys)
             target.update(zip(keys, values[1::2], strict=True))
         elif isinstance(target, Ignored):
-            target.got([*zip(values[::2], values[1::2], strict=True)])
+            if type(target) is Kept:
+                self._check_keys(values[::2], has_others=True)
+            target.got("set", [*zip(values[::2], values[1::2], strict=True)])
         else:
             raise ValueError("it puts items into a value that is not a dict")
         return at
@@ -274,7 +279,7 @@ class _Machine:
             self._check_keys(values)
             target.update(values)
         elif isinstance(target, Ignored):
-            target.got(values)
+            target.got("add", values)
         else:
             raise ValueError("it adds items to a value that is not a set")
         return at
@@ -282,12 +287,15 @@ class _Machine:
     def op_reduce(self, at: int) -> int:
         stack = self.stack
         arguments, called = stack.pop(), stack[-1]
-        if isinstance(called, Ignored):
-            stack[-1] = called.made(arguments)
-        elif type(called) is not Callee:
+        if type(called) is Ignored:
+            stack[-1] = Ignored(called.name)
+        elif type(called) not in (Callee, Kept):
             raise Refused("a call of something that may not be called")
         elif type(arguments) is not tuple:
             raise ValueError("the arguments of a call are not a tuple")
+        elif type(called) is Kept:
+            self._check_parts(arguments)
+            stack[-1] = called.made("reduce", arguments)
         else:
             count = len(arguments)
             for argument in arguments:
@@ -300,6 +308,18 @@ class _Machine:
             self._copy(count)
             stack[-1] = called.make(*arguments)
         return at
+
+    def _check_parts(self, parts: Sequence[Any]) -> None:
+        """Raises ValueError if making an object of these by what they are kept for takes too long:
+        it copies them, and may put lists into a set.
+        """
+        nests = [part for part in parts if type(part) in (list, tuple, dict, set, frozenset)]
+        self._hashes -= len(parts) + sum(map(len, nests))
+        if self._hashes < 0:
+            raise ValueError("it copies the same values over and over")
+        for nest in nests:
+            if type(nest) is list:
+                self._check_keys(nest, has_others=True)
 
     def op_binpersid(self, at: int) -> int:
         if self._named is None:
@@ -315,7 +335,9 @@ class _Machine:
     def op_newobj(self, at: int) -> int:
         named, arguments = self._last(2)
         if isinstance(named, Ignored):
-            made: Any = named.made(arguments)
+            if type(named) is Kept and type(arguments) is tuple:
+                self._check_parts(arguments)
+            made: Any = named.made("newobj", arguments)
         elif type(named) is not Instance:
             raise Refused("an instance of something that may have no instances")
         elif arguments != ():
@@ -329,7 +351,7 @@ class _Machine:
         named, arguments, names = self._last(3)
         if not isinstance(named, Ignored):
             raise Refused("an instance that is made with named arguments")
-        self.stack.append(named.made(arguments, names))
+        self.stack.append(named.made("newobj_ex", (arguments, names)))
         return at
 
     def op_build(self, at: int) -> int:
@@ -337,7 +359,9 @@ class _Machine:
         target = self.stack[-1]
         kind = type(target)
         if isinstance(target, Ignored):
-            target.got(state)
+            if kind is Kept:
+                self._check_parts(state if type(state) is tuple else (state,))
+            target.got("build", state)
             return at
         record = self._records.get(kind)
         if record is None:
@@ -381,14 +405,20 @@ class _Machine:
         if self._copies < 0:
             raise ValueError("it copies the same values over and over")
 
-    def _check_keys(self, values: Sequence[Any], depth: int = _KEY_DEPTH_MAX) -> None:
-        """Raises ValueError if hashing and comparing these takes unbounded time."""
+    def _check_keys(
+        self, values: Sequence[Any], depth: int = _KEY_DEPTH_MAX, has_others: bool = False
+    ) -> None:
+        """Raises ValueError if hashing and comparing these takes unbounded time; or if they cannot
+        be hashed, unless `has_others` says that they need not be keys.
+        """
         for value in values:
             kind = type(value)
             if kind in self._records:
                 parts = [*vars(value).values()]
             elif isinstance(value, (tuple, frozenset)):
                 parts = [*value]
+            elif has_others:
+                continue
             elif kind.__hash__ is None:
                 raise ValueError("a key is a list, a dict or a set")
             elif kind is int and value.bit_length() > _KEY_BITS_MAX:
@@ -399,7 +429,8 @@ class _Machine:
             self._hashes -= len(parts) + sum(map(len, texts))  # of a key in a message or a name
             if depth == 0 or self._hashes < 0:
                 raise ValueError("a key is nested too deeply, or used too often")
-            self._check_keys([part for part in parts if type(part) is not str], depth - 1)
+            parts = [part for part in parts if type(part) is not str]
+            self._check_keys(parts, depth - 1, has_others)
 
 
 _Opcode: TypeAlias = Callable[[_Machine, int], int]

@@ -37,11 +37,6 @@ def found(module: str, name: str) -> Any:
     return _CALLED.get(name) if module in _MODULES else None
 
 
-def is_shared(value: object) -> bool:
-    """Returns whether equal values of this type may be one object: dtypes and scalars."""
-    return _is(value, "dtype") or _is(value, "generic")
-
-
 def takes_state(value: object) -> bool:
     """Returns whether set_state() is for this value."""
     return _is(value, "dtype") or _is(value, "ndarray")

@@ -355,7 +355,9 @@ class Pickled(bytes):
         sets and dicts, and by which equal parts are one object; none if it cannot be read.
         """
         try:
-            made, _end = plain_pickle.loads(bytes(self), Kept.of_global, lambda _tensor: None)
+            made, _end = plain_pickle.loads(
+                bytes(self), lambda module, name: Kept(f"{module}.{name}"), lambda _tensor: None
+            )
             return _digest(made, {})
         except Exception:  # it is nested too deeply, or has operations of old protocols
             return b""
