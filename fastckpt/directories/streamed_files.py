@@ -23,7 +23,7 @@ from fastckpt.plan.image import PORTION_BYTES
 from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
-from fastckpt.saving.copied_file import write_portions
+from fastckpt.saving.image_file import write_portions
 from fastckpt.saving.pacing import Pace
 from fastckpt.storage.lustre_layout import Purpose
 
