@@ -180,11 +180,15 @@ class SecondJob(Program):
         self.stdin.flush()
 
 
-def frozen_or_over(gate: Gate, handle: Any) -> bool:
-    """Waits until a job is frozen, or its save over and all that follows it; returns which."""
+def frozen_or_over(gate: Gate, begun: Any) -> bool:
+    """Waits until a job is frozen, or its save over and all that follows it; returns which.
+
+    Args:
+        begun: gets the handle of the save from the call of save(), which may be frozen, too.
+    """
 
     def end() -> None:
-        handle.exception(WAIT_S)
+        begun.result(WAIT_S).exception(WAIT_S)
         pipeline.current().drain()
 
     over = asked(end)
@@ -219,11 +223,11 @@ def first_is_frozen(root: str, other: SecondJob, freeze: Callable[[], Gate], **t
     with Checkpointer(root, keep_last=KEEP, **told) as saver:
         begin_life(saver, FIRST)
         gate = freeze()
-        handle = saver.save(KEEP, state_of(KEEP, FIRST))
-        is_frozen = frozen_or_over(gate, handle)
+        begun = asked(lambda: saver.save(KEEP, state_of(KEEP, FIRST)))
+        is_frozen = frozen_or_over(gate, begun)
         found, acknowledged = other.ask(f"live {root}")
         gate.go_on.set()
-        own = outcome(handle, KEEP, FIRST)
+        own = outcome(begun.result(WAIT_S), KEEP, FIRST)
         pipeline.current().drain()
         assert acknowledged, "nobody keeps the second one from saving"
         other.ask("-")
