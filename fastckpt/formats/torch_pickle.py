@@ -354,13 +354,18 @@ class Pickled(bytes):
         """Returns bytes that are equal for equal objects, whose pickles may differ by the order of
         sets and dicts, and by which equal parts are one object; none if it cannot be read.
         """
-        try:
-            made, _end = plain_pickle.loads(
-                bytes(self), lambda module, name: Kept(f"{module}.{name}"), lambda _tensor: None
-            )
-            return _digest(made, {})
-        except Exception:  # it is nested too deeply, or has operations of old protocols
-            return b""
+        return _digest_of(bytes(self))
+
+
+@lru_cache(128)  # most objects are the same from one save to the next
+def _digest_of(pickled: bytes) -> bytes:
+    try:
+        made, _end = plain_pickle.loads(
+            pickled, lambda module, name: Kept(f"{module}.{name}"), lambda _tensor: None
+        )
+        return _digest(made, {})
+    except Exception:  # it is nested too deeply, or has operations of old protocols
+        return b""
 
 
 def _digest(value: Any, done: dict[int, bytes]) -> bytes:
