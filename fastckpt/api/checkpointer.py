@@ -5,13 +5,15 @@ It puts saves and restores together of their parts, and must not know how a step
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from fastckpt.arguments.checks import (
     ON_ERROR,
@@ -37,7 +39,13 @@ from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.options import Pacing
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.arguments.urls import StorageOptions, path_of, refuse_for_url
-from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, as_url
+from fastckpt.errors import (
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    RootInUse,
+    StorageError,
+    as_url,
+)
 from fastckpt.formats.step_names import step_name
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
@@ -51,13 +59,14 @@ from fastckpt.state.tree import State
 from fastckpt.steps import log as save_log
 from fastckpt.steps import pins, retention
 from fastckpt.steps.capture import captured
+from fastckpt.steps.lease import Lease
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
-from fastckpt.steps.no_steps import it_is_a_step
-from fastckpt.steps.open_root import OpenRoot, real_path
+from fastckpt.steps.no_steps import is_step, it_is_a_step, real_path
 from fastckpt.steps.options import Local, StepOptions, common_terms
 from fastckpt.steps.place import StepPlace
 from fastckpt.steps.plan import StepPlan
+from fastckpt.steps.root import Steps
 from fastckpt.steps.shared_reads import Spread
 from fastckpt.tiers.local_tier import LocalTier
 from fastckpt.tiers.place import NodePlace
@@ -67,6 +76,8 @@ log = logging.getLogger("fastckpt")
 T = TypeVar("T")
 
 _NO_DIFFERENCES = Differences((), (), {}, ())
+# The Checkpointers that save and are not closed, by process and root.
+_savers: WeakValueDictionary[tuple[int, str], Checkpointer] = WeakValueDictionary()
 
 
 class Checkpointer:
@@ -91,8 +102,9 @@ class Checkpointer:
 
     Args:
         root: the directory of the run, made by the first save(), or its URL (s3://, gs://, az://).
-            While a job saves there, saves of others raise RootInUse. A second open Checkpointer of
-            a process that saves there warns. Or a single step, of any name, to restore from alone.
+            While a job saves there, saves of others raise RootInUse, and so do those of a second
+            Checkpointer of this process until the first one is closed. Or a single step, of any
+            name, to restore from alone.
         storage_options: for a URL, what its client is to know, by obstore's names: "endpoint",
             "access_key_id" ... None: by its own conventions, as the environment (docs/objects.md).
         group: a torch.distributed process group. Default: all ranks if torch.distributed is
@@ -206,8 +218,12 @@ class Checkpointer:
             )
             refuse_for_url(local or self._root, staging=staging, backend=backend)
             self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
-            self._open = OpenRoot(pipeline.current().storage, self._root, timeout_s)
-            self._steps = self._open.steps
+            storage = pipeline.current().storage
+            self._lease = Lease(storage, self._root)
+            self._steps = Steps(storage, self._root, self._lease)
+            self._lease.release_with(self._steps)
+            with suppress(StorageError):  # a save or restore will raise it again
+                self._steps.is_step = is_step(self._root, timeout_s)
             self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES
             self._reader: StepReader | None = None  # of the restore that is running
             self._logs, self._before_commit, self._handles = log, before_commit, list[InnerHandle]()
@@ -268,7 +284,6 @@ class Checkpointer:
         by = None if self._coordinator.rank else self._options.keep_best
         told = retention.checked_metrics(self._steps, step, metrics, by)
         current = self._changing()
-        self._open.note_save(self._tier is None)  # with a tier, a slow root holds up nobody
         options, label = self._options, f"step {step} of {self.root!r}"
         if deadline_s is not None:
             options = replace(options, pacing=Pacing())
@@ -277,6 +292,7 @@ class Checkpointer:
         self._handles = [each for each in self._handles if each.may_be_told()]
         with ExitStack() as failing:
             failing.enter_context(agreement.failing())
+            self._be_the_saver()
             draining = None
             if self._tier is not None:
                 draining = self._tier.begin_drain(step)
@@ -562,7 +578,9 @@ class Checkpointer:
         pipeline.current().wait_for(self._root, ended=True)
         pipeline.current().rates.forget(self._root)
         self._opened.close()
-        self._open.close()
+        self._lease.release(self._timeout_s)
+        if _savers.get(self._place) is self:
+            del _savers[self._place]
         self._ended = True
         return pressed
 
@@ -598,6 +616,28 @@ class Checkpointer:
         if self._steps.is_step:
             raise ValueError(f"root is {self._root!r}: {it_is_a_step(self._root)}")
         return self._current()
+
+    def _be_the_saver(self) -> None:
+        """Notes at the first save that this Checkpointer saves to the root, which it makes, unless
+        there is a tier, so that the caller finds it. Raises RootInUse if another one saves there.
+        """
+        if _savers.get(self._place) is self:
+            return
+        if self._place in _savers:
+            gc.collect()  # it may have been forgotten
+        saver = _savers.setdefault(self._place, self)
+        if saver is not self and saver._steps.storage is self._steps.storage:
+            raise RootInUse(
+                f"{self.root!r} is in use by another Checkpointer of this process, which saves "
+                "there and is open; nothing was committed: close() that one before this one saves"
+            )
+        _savers[self._place] = self
+        if self._tier is None:  # else a slow root holds up nobody
+            self._steps.make_root_soon(self._timeout_s)
+
+    @property
+    def _place(self) -> tuple[int, str]:
+        return os.getpid(), self._root  # what was open before a fork is another process's
 
     def _tell(self, what: str, step: int, started: float) -> None:
         """Logs one line, on the first rank: the bytes that it read itself, and how long it took."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import _thread
 import errno
+import math
 import os
 import shlex
 import socket
@@ -55,7 +56,7 @@ class Lease:
 
     def __init__(self, storage: Storage, root: str, of_node: bool = False) -> None:
         self.path = os.path.join(root, NAME)
-        self._users: set[weakref.ref[object]] = set()  # changed by single operations
+        self._user: weakref.ref[object] | None = None
         self._of_node = of_node
         self._takes_over = False
         self._storage, self._root = storage, root
@@ -246,7 +247,7 @@ class Lease:
                 if self._holding is holding and self.is_held and not self.is_lost():
                     self._write(self._record())
         with self._lock:
-            if self._holding is holding:  # those who used it were collected
+            if self._holding is holding:  # who used it was collected
                 self._release()
 
     def _is_there(self) -> bool:
@@ -265,29 +266,18 @@ class Lease:
         with suppress(OSError):  # as release() does
             within(SERVER_S, partial(self._release, only_unwanted=True))
 
-    def join(self, user: object) -> None:
-        """Notes who is to leave(). Whoever is collected before leaves with that: then the thread
-        that renews the lease gives it up, or this process when it ends.
+    def release_with(self, user: object) -> None:
+        """Has the thread that renews the lease give it up when `user` is collected, unless that is
+        done before.
         """
-        self._users.add(weakref.ref(user, self._forgotten))
+        self._user = weakref.ref(user, lambda _user: self._end_beats())
 
-    def leave(self, user: object, timeout_s: float) -> None:
-        """Gives the lease up if no other user is left, as release(), in `timeout_s` at most.
-        Idempotent.
+    def release(self, timeout_s: float = math.inf) -> None:
+        """Gives the lease up, if this process has it and the server answers soon, within timeout_s
+        at most. Idempotent.
         """
-        self._users.difference_update([its for its in self._users.copy() if its() is user])
-        if not self._users:
-            self.release(min(SERVER_S, timeout_s))
-
-    def _forgotten(self, user: weakref.ref[object]) -> None:
-        self._users.discard(user)
-        if not self._users:
-            self._end_beats()
-
-    def release(self, within_s: float = SERVER_S) -> None:
-        """Gives the lease up, if this process has it and the server answers soon. Idempotent."""
         with suppress(OSError):  # it counts for nothing once this process has ended
-            within(within_s, self._release)
+            within(min(SERVER_S, timeout_s), self._release)
 
     def _release(self, only_unwanted: bool = False) -> None:
         with self._lock:
@@ -297,7 +287,7 @@ class Lease:
             if not self._is_of_use or not self.is_held:
                 return
             heirs = [each for each in _held.copy() if each is not self and each._is_of(self)]
-            if heirs:  # a Checkpointer that was made later has it, too
+            if heirs:  # another Checkpointer of this process has it, too
                 self._let_go()
                 heirs[0]._is_unlocked(heirs[0]._fd)
                 return
@@ -390,18 +380,6 @@ class Lease:
             patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
             if storage.policy(fd)[1].remote:
                 storage.flush(fd)  # so that other hosts see it
-
-
-# By process, storage and directory: Checkpointers of one process share those of nodes.
-_of_nodes: weakref.WeakValueDictionary[tuple[int, int, str], Lease] = weakref.WeakValueDictionary()
-
-
-def lease_of_node(storage: Storage, directory: str, user: object) -> Lease:
-    """Returns the lease of a directory on this node, which `user` leaves by leave()."""
-    key = os.getpid(), id(storage), directory
-    lease = _of_nodes.setdefault(key, Lease(storage, directory, of_node=True))
-    lease.join(user)
-    return lease
 
 
 def _nonce() -> str:

@@ -19,6 +19,7 @@ from fastckpt.formats.step_names import DELETED, NAME
 from fastckpt.saving import pipeline
 from fastckpt.steps.root import Steps
 from fastckpt.storage.calls import looked_up
+from fastckpt.storage.calls import real_path as real_path
 from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")

@@ -28,6 +28,7 @@ from fastckpt.formats.step_names import (
     step_name,
     step_of,
 )
+from fastckpt.latch import SERVER_S, within
 from fastckpt.steps import dead
 from fastckpt.steps.known import UNSEEN, Begun, Known
 from fastckpt.steps.lease import Lease
@@ -133,8 +134,7 @@ class Steps:
 
     def take(self, name: str) -> None:
         """Drops what is known of a name that a save has taken: it was about an earlier save."""
-        if not self.known(name).is_begun:  # other ranks of this process may be at that save, too
-            self._names[name] = Known()
+        self._names[name] = Known()
 
     def names(self) -> list[str]:
         """Returns the directories named as steps, committed or not, in no order. Symbolic links are
@@ -366,6 +366,11 @@ class Steps:
         finally:
             self.lease.give_back()
 
+    def make_root_soon(self, timeout_s: float) -> None:
+        """Makes the root, if the server answers soon."""
+        with suppress(OSError):  # a save tries again, and fails if it has to
+            within(min(SERVER_S, timeout_s), self.make_root)
+
     def make_root(self) -> None:
         """Makes the root, if it is missing. Raises StorageError."""
         with reported("make directory", self.root):
@@ -461,7 +466,6 @@ class Steps:
         Other steps may exist whose numbers are unknown: damaged ones, and those of earlier jobs on
         nodes. The clock puts the first number of this process above theirs.
         """
-        # Another Checkpointer may have committed meanwhile.
         found, faults = self.committed(afresh=False)
         last = found[0].manifest.sequence if found else 0
         if faults or not self._sequence:

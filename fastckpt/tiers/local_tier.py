@@ -25,7 +25,7 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
 from fastckpt.saving.spares import Spares
 from fastckpt.steps.copies import Fetch
-from fastckpt.steps.lease import lease_of_node
+from fastckpt.steps.lease import Lease
 from fastckpt.steps.newest_whole import Apart, readable, survey_of_copy
 from fastckpt.steps.pins import deleted
 from fastckpt.steps.root import Committed, Steps
@@ -103,7 +103,9 @@ class LocalTier:
             self._refusal, other = f"failed: {error}", -2
         path = os.path.join(self._directory, tier_name(root.root))
         # Of its own: it may be long until a step goes to the root, or that may be out of reach.
-        self.steps = Steps(storage, path, lease_of_node(storage, path, self))
+        self._lease = Lease(storage, path, of_node=True)
+        self._lease.release_with(self)
+        self.steps = Steps(storage, path, self._lease)
         self.root, self.keep, self.memory = root, keep, memory
         self._budget: MemoryBudget | None = None
         try:
@@ -166,8 +168,7 @@ class LocalTier:
             if self._nodes is not None and self._nodes.first(self._rank) == self._rank:
                 self.spares.trim(0)
             self.spares.close()
-        assert self.steps.lease is not None
-        self.steps.lease.leave(self, self._timeout_s)
+        self._lease.release(self._timeout_s)
 
     # ---- whether it can be used
 
@@ -540,9 +541,9 @@ class LocalTier:
         """Has each node list its steps, and the first rank sort them; keeps what it says of those
         of this node.
         """
-        nodes, lease = self.nodes(), self.steps.lease
+        nodes = self.nodes()
         is_first = nodes.first(self._rank) == self._rank
-        self._is_beside = is_first and lease is not None and lease.is_of_another()
+        self._is_beside = is_first and self._lease.is_of_another()
         why = "" if is_able else "a rank has too little staging memory for that"
         if self._is_beside:
             why = f"another job saves to {self.steps.root!r}"

@@ -376,6 +376,7 @@ def test_a_seed_is_a_model_without_steps(run: Runs, assert_same: Same) -> None:
     after = run()
     assert after.checkpointer.load()
     assert_same(after.state()["model"], seed.state()["model"])
+    seed.checkpointer.close()
     after.train(1)
     after.checkpointer.maybe_wait_for_saving()
     resumed = run()

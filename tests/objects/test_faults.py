@@ -23,7 +23,8 @@ from fastckpt.cli import main
 from fastckpt.errors import CheckpointError, RootInUse, StorageError
 from fastckpt.latch import asked
 from fastckpt.saving import pipeline
-from fastckpt.steps import open_root
+from fastckpt.steps import lease
+from fastckpt.steps import root as steps_root
 from fastckpt.storage.owners import Owner
 from tests.objects import proxy as faults
 from tests.objects.conftest import settle, store_at
@@ -154,7 +155,8 @@ def test_no_call_waits_longer_than_timeout_s(
     client: Any, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For a server that accepts and never answers; all of them at once."""
-    monkeypatch.setattr(open_root, "SERVER_S", 1000.0)
+    for module in (lease, steps_root):
+        monkeypatch.setattr(module, "SERVER_S", 1000.0)
     how: dict[str, Any] = {"timeout_s": TIMEOUT_S}
 
     def of_saver(name: str, *given: Any) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ from fastckpt.formats.lease_record import NAME, NBYTES, LeaseRecord
 from fastckpt.formats.step_names import step_name as name
 from fastckpt.saving import pipeline
 from fastckpt.steps import lease as lease_module
-from fastckpt.steps.lease import BEATING, LASTS_S, Lease, lease_of_node
+from fastckpt.steps.lease import BEATING, LASTS_S, Lease
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.machine import pid_space, started
 from tests.doubles import Operation, Recorder, T, dead_pid, process_on
@@ -102,19 +102,16 @@ def test_what_is_taken_in_passing_is_given_back_by_the_last(disk: Path) -> None:
 
 def test_nodes_have_no_lease_of_what_several_machines_see(disk: Path) -> None:
     """Each has steps of its own there, by other names; tmpfs and disks are no such place."""
-    users = [Storage(), Storage()]
-    double, storage = NetworkClient(), Storage()
+    double = NetworkClient()
     with double.mounted():
-        shared = lease_of_node(double, str(disk), users[0])
+        shared = Lease(double, str(disk), of_node=True)
         shared.take()
         shared.renew()
         assert not (disk / NAME).exists() and not shared.is_of_another()
-    leases = [lease_of_node(storage, str(disk), user) for user in users]
-    assert leases[0] is leases[1]
-    leases[0].take()
-    leases[0].leave(users[0], WAIT_S)
-    assert (disk / NAME).exists(), "for the other user"
-    leases[0].leave(users[1], WAIT_S)
+    local = Lease(Storage(), str(disk), of_node=True)
+    local.take()
+    assert (disk / NAME).exists()
+    local.release()
     assert not (disk / NAME).exists()
 
 
@@ -275,6 +272,14 @@ class Beats(Recorder):
         return result
 
 
+def await_beats_of(count: int) -> None:
+    """Waits until so many leases of this process are renewed by threads."""
+    deadline = time.monotonic() + WAIT_S
+    while sum(thread.name == BEATING for thread in threading.enumerate()) > count:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def await_the_last_beat() -> None:
     for thread in threading.enumerate():
         if thread.name == BEATING:
@@ -334,6 +339,8 @@ def test_who_collects_a_forgotten_checkpointer_asks_the_file_system_nothing(disk
                 assert ("remove", BEATING) in {(what, name) for name, what in double.by}
                 assert not (disk / NAME).exists()
             else:
+                other.save(2, state(2)).result(WAIT_S)
+                await_beats_of(1)
                 assert (disk / NAME).exists()
                 other.close()
                 assert not (disk / NAME).exists()
@@ -382,8 +389,8 @@ def test_it_lasts_as_long_as_a_checkpointer_that_saves(disk: Path) -> None:
     with Checkpointer(disk) as first, Checkpointer(disk) as second, Checkpointer(disk) as reader:
         first.save(1, state(1)).result(WAIT_S)
         assert (disk / NAME).exists()
-        second.save(2, state(2)).result(WAIT_S)
         first.close()
+        second.save(2, state(2)).result(WAIT_S)
         assert reader.restore(state(0)) == 2
         reader.close()
         second.save(3, state(3)).result(WAIT_S)

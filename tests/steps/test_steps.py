@@ -377,13 +377,13 @@ def test_what_another_job_has_committed_meanwhile_stays_until_a_restore(root: Pa
     assert superfluous(steps, found, name(3), options) == [name(2), name(1)]
 
 
-def test_checkpointers_of_one_root_commit_in_one_order(root: Path) -> None:
-    with Checkpointer(root, keep_last=1) as first, Checkpointer(root) as second:
-        first.save(10, state(10)).result(WAIT_S)
-        for step in (11, 12, 13):
-            second.save(step, state(step)).result(WAIT_S)
-        first.save(9, state(9)).result(WAIT_S)
-        assert first.latest() == second.latest() == 9
+def test_one_checkpointer_after_another_commits_in_one_order(root: Path) -> None:
+    with Checkpointer(root) as reader:
+        for numbers, keep_last in (([10], 1), ([11, 12, 13], None), ([9], 1)):
+            with Checkpointer(root, keep_last=keep_last) as checkpointer:
+                for number in numbers:
+                    checkpointer.save(number, state(number)).result(WAIT_S)
+            assert reader.latest() == numbers[-1]
     assert directories(root) == [name(9)]
 
 
