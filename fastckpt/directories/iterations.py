@@ -21,7 +21,7 @@ from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import NoRegularFile
-from fastckpt.storage.keep import Entry, may_go
+from fastckpt.storage.keep import Entry, Policy, victims
 from fastckpt.storage.owners import divided
 
 log = logging.getLogger("fastckpt")
@@ -211,14 +211,14 @@ def retain(
     known, stays = numbered(root, _NAME), {newest}
     if retention.superseded_only:
         stays |= {number for number, _ in known} - {*superseded}
-    complete, going = list[Entry](), list[str]()
+    entries = list[Entry]()
     for number, path in known:
         is_pinned = number in stays or path in in_flight or os.path.islink(path)
         if number <= newest and is_complete(path):
-            complete.append(Entry(path, number, is_pinned=is_pinned))
+            entries.append(Entry(path, number, is_pinned=is_pinned))
         elif number < newest and not is_pinned and _is_debris(path):
-            going.append(path)
-    going += may_go(complete, retention.keep_last, retention.keep_every)
+            entries.append(Entry(path, number, is_useless=True))
+    going = victims(entries, Policy(retention.keep_last, retention.keep_every))
     removed = []
     for number, path in reversed(known):
         try:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from fastckpt.directories.save import remove_directory
 from fastckpt.errors import Vanished
 from fastckpt.saving import pipeline
-from fastckpt.storage.keep import Entry, may_go
+from fastckpt.storage.keep import Entry, Policy, victims
 from fastckpt.storage.vanishing import listed_anew
 
 
@@ -57,8 +57,8 @@ def committed_first(committed: str, found: Sequence[str]) -> list[str]:
 def retain(
     newest_first: Sequence[str], last: int, *, best: str | None = None, beside: str | None = None
 ) -> None:
-    """Removes all of these directories but the `last` ones. `best` is as may_go()'s, `beside` as
+    """Removes all of these directories but the `last` ones. `best` is as Policy's, `beside` as
     remove_directory()'s.
     """
-    for path in may_go([Entry(path) for path in newest_first], last, best=best):
+    for path in victims([Entry(path) for path in newest_first], Policy(last, best=best)):
         remove_directory(path, beside)

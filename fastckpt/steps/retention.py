@@ -14,7 +14,7 @@ from fastckpt.formats.manifest import validate_metrics
 from fastckpt.formats.step_names import step_of
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.root import Committed, Steps
-from fastckpt.storage.keep import Entry, best_first, may_go
+from fastckpt.storage.keep import Entry, Policy, best_first, victims
 
 log = logging.getLogger("fastckpt")
 
@@ -85,7 +85,7 @@ def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOp
     for place, item in enumerate(found):
         if not steps.has_seen(item):
             entries[place] = entries[place]._replace(number=None, counts=False, is_pinned=True)
-    going = may_go([each for each in entries if each.number == own.step], 1)
+    going = victims([each for each in entries if each.number == own.step], Policy(1))
     if options.keep_last is not None:
         rest = [
             each._replace(is_pinned=each.is_pinned or item.manifest.sequence >= own.sequence)
@@ -93,7 +93,7 @@ def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOp
             if each.name not in going
         ]
         top = options.keep_best[2] if options.keep_best else 0
-        going += may_go(rest, options.keep_last, options.keep_every, top=top)
+        going += victims(rest, Policy(options.keep_last, options.keep_every, top=top))
     return going
 
 

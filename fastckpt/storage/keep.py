@@ -19,6 +19,8 @@ class Entry(NamedTuple):
         number: its step, where there may be several of one step: together they count once.
         counts: whether older ones may go on its account, since it is known to be whole and durable.
         is_pinned: whether it stays in any case.
+        is_useless: whether it goes unless it is pinned, whatever others there are; it does not
+            count.
         score: how good it is, a higher number being better; one that is no finite number, or None,
             is no score.
     """
@@ -28,6 +30,7 @@ class Entry(NamedTuple):
     counts: bool = True
     is_pinned: bool = False
     score: float | None = None
+    is_useless: bool = False
 
     @property
     def key(self) -> Hashable:
@@ -35,18 +38,10 @@ class Entry(NamedTuple):
         return self.name if self.number is None else self.number
 
 
-def may_go(
-    entries: Sequence[Entry],
-    last: int,
-    every: int | None = None,
-    best: str | None = None,
-    top: int = 0,
-) -> list[str]:
-    """Returns the names of the checkpoints that need not stay.
+class Policy(NamedTuple):
+    """The rule by which checkpoints stay.
 
-    Args:
-        entries: the checkpoints, the one committed last first: it stays, and is one of the `last`
-            if it counts.
+    Attributes:
         last: how many stay of those that count, at least 1: the ones committed last. What does not
             count stays while fewer than so many newer ones count.
         every: those whose number is a multiple of this stay, too.
@@ -55,6 +50,22 @@ def may_go(
         top: how many stay, too, of those that count: the first of best_first(). What does not count
             stays while fewer than so many better ones count.
     """
+
+    last: int
+    every: int | None = None
+    best: str | None = None
+    top: int = 0
+
+
+def victims(entries: Sequence[Entry], policy: Policy) -> list[str]:
+    """Returns the names of the checkpoints that need not stay.
+
+    Args:
+        entries: the checkpoints, the one committed last first: it stays, and is one of the `last`
+            if it counts.
+        policy: says how many stay, and which.
+    """
+    last, every, best, top = policy
     on_top = set()
     for entry in best_first(entries):
         if top > 0:
@@ -63,6 +74,9 @@ def may_go(
     counted = {entry.key for entry in entries if entry.name == best}
     going = []
     for place, entry in enumerate(entries):
+        if entry.is_useless:
+            going += [] if entry.is_pinned else [entry.name]
+            continue
         stays = entry.is_pinned or entry.name == best or (best is not None and place == 0)
         stays = stays or (entry.key not in counted and len(counted) < last)
         stays = stays or bool(every and entry.number is not None and entry.number % every == 0)

@@ -30,7 +30,7 @@ from fastckpt.steps.newest_whole import Apart, readable, survey_of_copy
 from fastckpt.steps.pins import deleted
 from fastckpt.steps.root import Committed, Steps
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
-from fastckpt.storage.keep import Entry, may_go
+from fastckpt.storage.keep import Entry, Policy, victims
 from fastckpt.storage.machine import this_machine
 from fastckpt.tiers.memory_budget import SPARE_BYTES, MemoryBudget
 from fastckpt.tiers.nodes import (
@@ -449,7 +449,7 @@ class LocalTier:
         of those within `keep` the oldest while all together take more than `nbytes_max`. Only the
         first rank of a node calls it.
         """
-        going, of_use, has_safe = list[str](), list[Entry](), False
+        entries, of_use, has_safe = list[Entry](), list[Entry](), False
         found = readable(self.steps)
         nonces = {item.name: item.manifest.nonce for item in found}
         for item in found:
@@ -462,15 +462,14 @@ class LocalTier:
             is_needed = is_needed or is_awaited
             if item.manifest.nonce in self._incomplete:
                 # Nodes that are not of this job may have the rest: a newer step has to be here.
-                if of_use and not is_awaited:
-                    going.append(item.name)
-            elif not is_useless and not self.steps.known(item.name).is_damaged:
-                of_use.append(Entry(item.name, is_pinned=is_needed))
+                is_needed, is_useless = is_awaited or not of_use, True
+            is_useless = is_useless or self.steps.known(item.name).is_damaged
+            entries.append(Entry(item.name, is_pinned=is_needed, is_useless=is_useless))
+            if not is_useless:
+                of_use.append(entries[-1])
                 has_safe = has_safe or is_safe
-            elif not is_needed:
-                going.append(item.name)
-        beyond = may_go(of_use, self.keep)
-        for name in [*going, *beyond]:
+        going = victims(entries, Policy(self.keep))
+        for name in going:
             self._remove(name, nonces[name])
         with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
             self.steps.remove_dead()
@@ -485,7 +484,7 @@ class LocalTier:
             for entry in reversed(of_use):
                 if nbytes_max is None or not is_over():
                     break
-                if not entry.is_pinned and entry.name not in beyond:
+                if not entry.is_pinned and entry.name not in going:
                     self._remove(entry.name, nonces[entry.name])
                     self.spares.trim(self._step_bytes, is_over)
 
