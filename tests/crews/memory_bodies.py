@@ -254,6 +254,16 @@ class Trouble:
 
     def __init__(self, kind: str, bad: int) -> None:
         self.kind, self.bad = kind, bad
+        self._hangs = False
+        if kind == "hung":
+            real = Replicas._serve
+
+            def serve(replicas: Replicas, link: Any) -> None:
+                if self._hangs:
+                    threading.Event().wait(600)
+                real(replicas, link)
+
+            Replicas._serve = serve  # type: ignore[method-assign]
 
     def timeout_s(self) -> float:
         return 6.0 if self.kind == "hung" else 60.0
@@ -268,8 +278,7 @@ class Trouble:
         file_system.REREAD_PAUSES_S = (0.02,)
         tier = checkpointer._tier
         assert tier is not None and tier.nodes() is not None
-        if self.kind == "hung":
-            Replicas._serve = lambda _self, _link: threading.Event().wait(600)  # type: ignore
+        self._hangs = self.kind == "hung"
         if self.kind == "full" and member.rank == self.bad:
             real = Storage.allocate
 
