@@ -69,8 +69,7 @@ int number_of(py::error_already_set& error, const char* where) {
     return EIO;
 }
 
-// Wraps a codec's or a test double's function (kind, fd, memory, offset) -> bytes moved, which may
-// raise OSError.
+// Wraps a function (kind, fd, memory, offset) -> bytes moved, which may raise OSError.
 Transfer python_transfer(py::function function) {
     const auto held = kept(std::move(function));
     return [held](const Op& op, std::byte* data, size_t nbytes, uint64_t offset) -> ssize_t {

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +26,10 @@ import torch
 import torch.distributed as dist
 
 import fastckpt
+from fastckpt import _engine
+from fastckpt.engine import staging as staging_module
+from fastckpt.engine.scattered_writes import Scatterer
+from fastckpt.engine.staging import QUEUE_DEPTH, Route, Staging
 from fastckpt.reading.verified import open_verified
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.handle import InnerHandle
@@ -115,6 +119,37 @@ class Operation:
     name: str
     path: str
     args: tuple[Any, ...] = ()
+
+
+class DoubledStaging(Staging):
+    """Staging of which a double of Storage moves the bytes, if it has a `transfer`: a function
+    (kind, fd, memory, offset) -> bytes moved, with the kind "read" or "write".
+    """
+
+    _WHY = "the storage double transfers the bytes"
+
+    def _transfer(self) -> Callable[[str, int, memoryview, int], int] | None:
+        return getattr(self.storage, "transfer", None)
+
+    def route(
+        self, fd: int, path: str, requested: str, *, writing: bool, offset: int | None = 0
+    ) -> Route:
+        transfer = self._transfer()
+        if transfer is None:
+            return super().route(fd, path, requested, writing=writing, offset=offset)
+        double = self._backend("double", 0, lambda: _engine.callback_backend(transfer))
+        return Route(double, False, self._WHY, staging_module.PATIENCE_S)
+
+    def scatter_route(self, fd: int, path: str, scatterer: Scatterer, closing: ExitStack) -> Route:
+        transfer = self._transfer()
+        if transfer is None:
+            return super().scatter_route(fd, path, scatterer, closing)
+        threads = self._threads("scattered writes", fd, QUEUE_DEPTH)
+        sink = _engine.ScatterSink(threads, scatterer.of_engine, None, transfer)
+        return Route(sink, False, self._WHY, staging_module.PATIENCE_S)
+
+
+pipeline_module.Staging = DoubledStaging  # type: ignore[misc]  # that pipelines make
 
 
 class Recorder(Storage):

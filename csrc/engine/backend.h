@@ -121,7 +121,7 @@ class Backend : public Sink, public std::enable_shared_from_this<Backend> {
     virtual void close() = 0;
 };
 
-// Makes one attempt of an op; returns bytes or -errno. For codecs, cuFile and test doubles.
+// Makes one attempt of an op; returns bytes or -errno. For codecs, object stores and cuFile.
 using Transfer =
     std::function<ssize_t(const Op& op, std::byte* data, size_t nbytes, uint64_t offset)>;
 

@@ -100,7 +100,6 @@ IO_THREADS = 4
 MOUNTS_MAX = 8  # with backends of their own; those met later share the last one's
 STAGERS_MAX = 4
 _WARM_BYTES = 64 << 20  # at a time
-_DOUBLE = "the storage double transfers the bytes"
 
 
 class Fenced(Protocol):
@@ -223,10 +222,6 @@ class Staging:
             BackendUnavailable: `requested` names a backend that does not work here.
             StorageError: the probe met an error other than a refusal.
         """
-        transfer = self.storage.transfer
-        if transfer is not None:
-            double = self._backend("callback", 0, lambda: _engine.callback_backend(transfer))
-            return Route(double, False, _DOUBLE, PATIENCE_S)
         direct, why, policy = self._direct(fd, path, requested, writing, offset)
         if policy.transfer is not None:
             if requested == "io_uring":
@@ -295,13 +290,10 @@ class Staging:
         Raises:
             StorageError: the file cannot be opened once more, or as route().
         """
-        transfer, page = self.storage.transfer, scatterer.whole_page()
-        direct, why, patience_s, buffered = False, _DOUBLE, PATIENCE_S, None
-        if transfer is None:
-            why, policy = "buffered: no page is this rank's alone", self.storage.policy(fd)[1]
-            if page is not None:
-                direct, why, policy = self._direct(fd, path, "auto", True, page)
-            patience_s = PATIENCE_S if policy.remote else 0.0
+        page, direct, buffered = scatterer.whole_page(), False, None
+        why, policy = "buffered: no page is this rank's alone", self.storage.policy(fd)[1]
+        if page is not None:
+            direct, why, policy = self._direct(fd, path, "auto", True, page)
         if direct:
             # Pages that others write to, too, need a descriptor without O_DIRECT.
             with reported("open", path):
@@ -309,8 +301,8 @@ class Staging:
             closing.callback(close_quietly, self.storage, buffered)
         # Its threads wait for the disk most of the time: as many writes are under way as of a ring.
         threads = self._threads("scattered writes", fd, QUEUE_DEPTH)
-        sink = _engine.ScatterSink(threads, scatterer.of_engine, buffered, transfer)
-        return Route(sink, direct, why, patience_s)
+        sink = _engine.ScatterSink(threads, scatterer.of_engine, buffered)
+        return Route(sink, direct, why, PATIENCE_S if policy.remote else 0.0)
 
     def _threads(self, kind: str, fd: int, count: int) -> _engine.Backend:
         """Returns the threads that do this kind of work for an open file's mount."""

@@ -187,14 +187,7 @@ def from_the_path(read: Callable[[], T]) -> T:
 
 
 class Storage:
-    """The real file system. Methods raise OSError as the system call does; callers use reported().
-
-    Attributes:
-        transfer: None, or a test double's function (kind, fd, memory, offset) -> bytes moved that
-            replaces the engine's reads and writes; kind is "read" or "write".
-    """
-
-    transfer: Callable[[str, int, memoryview, int], int] | None = None
+    """The real file system. Methods raise OSError as the system call does, so use reported()."""
 
     def __init_subclass__(cls) -> None:
         calls.note(cls, Storage)

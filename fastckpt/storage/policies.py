@@ -42,8 +42,8 @@ class Policy(NamedTuple):
         caches_names: whether a machine may believe for a while that a name is missing, or stands
             for an old file, after another machine has changed that.
         readers: how many threads read a file.
-        transfer, writers: the function that moves bytes in place of the kernel, as a double's
-            Storage.transfer, and how many threads call it.
+        transfer, writers: the function (kind, fd, memory, offset) -> bytes moved in place of the
+            kernel, with the kind "read" or "write", and how many threads call it.
         sink: returns the way of what is written to a descriptor, given these threads.
     """
 

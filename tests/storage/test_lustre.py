@@ -402,11 +402,8 @@ def test_osts_that_are_all_full_are_named(lustre_client: LustreClient, disk: Pat
 
 def test_a_write_that_meets_a_full_ost_names_it(lustre_client: LustreClient, disk: Path) -> None:
     class Full(Storage):
-        def __init__(self) -> None:
-            def transfer(kind: str, _fd: int, _memory: memoryview, _offset: int) -> int:
-                raise OSError(errno.ENOSPC, kind)
-
-            self.transfer = transfer
+        def transfer(self, kind: str, _fd: int, _memory: memoryview, _offset: int) -> int:
+            raise OSError(errno.ENOSPC, kind)
 
     error = saved_on(Full(), disk / "a.pt").exception(WAIT_S)
     assert isinstance(error, StorageError) and error.op == "write"
