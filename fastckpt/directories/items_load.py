@@ -11,7 +11,6 @@ import errno
 import io
 import os
 import re
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -21,7 +20,7 @@ import torch
 
 from fastckpt.arguments.near_names import listed
 from fastckpt.engine.read_stream import EngineReadStream
-from fastckpt.engine.staging import Staging
+from fastckpt.engine.staging import Staging, crc32
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import distcp, torch_pickle
 from fastckpt.plan.boxes import row_major
@@ -204,7 +203,7 @@ class ItemsFile:
             content = self._storage.read_at(self._fd, end - begin, begin)
         for item in items:
             part = content[item.offset - begin : item.offset - begin + item.nbytes]
-            if zlib.crc32(part) != item.crc:
+            if crc32(part) != item.crc:
                 name = self._names().get(item.offset, f"item at {item.offset}")
                 raise CorruptCheckpoint(
                     f"{self._path!r} is damaged: CRC-32 mismatch in bytes {item.offset} to "
@@ -318,7 +317,7 @@ def _crc(read_at: Callable[[int, int], bytes], item: distcp.Item) -> int:
     crc = 0
     try:
         for at in range(item.data, item.data + item.data_nbytes, BLOCK_BYTES):
-            crc = zlib.crc32(read_at(min(BLOCK_BYTES, item.data + item.data_nbytes - at), at), crc)
+            crc = crc32(read_at(min(BLOCK_BYTES, item.data + item.data_nbytes - at), at), crc)
     except OSError as error:
         return -(error.errno or errno.EIO)  # no CRC: what cannot be read is damaged, too
     return crc

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import errno
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pickle import UnpicklingError
 from typing import Any
 
+from fastckpt.engine.staging import crc32
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError, Vanished
 from fastckpt.formats import file_list
 from fastckpt.plan.image import BLOCK_BYTES
@@ -84,7 +84,7 @@ def crc32_of(storage: Storage, path: str, name: str) -> file_list.File:
     with opened_regular(storage, path, missing) as fd, reported("read", path):
         nbytes = crc = 0
         while part := storage.read_at(fd, BLOCK_BYTES, nbytes):
-            crc = zlib.crc32(part, crc)
+            crc = crc32(part, crc)
             nbytes += len(part)
     return file_list.File(nbytes, crc)
 

@@ -5,7 +5,6 @@ It must not know how bytes are read, nor what the pickle's opcodes mean.
 
 from __future__ import annotations
 
-import zlib
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from itertools import compress, repeat
 from operator import gt, itemgetter, le, lt, sub
 from typing import NamedTuple
 
-from fastckpt.engine.staging import Staging
+from fastckpt.engine.staging import Staging, crc32
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_records
 from fastckpt.formats.zip_records import Directory
@@ -196,7 +195,7 @@ def _content(
     """
     nbytes, crc, _at = records[name]
     content = _bytes(body, begin_of(name), nbytes) if nbytes else b""
-    if crc and zlib.crc32(content) != crc:
+    if crc and crc32(content) != crc:
         raise CorruptCheckpoint(f"record {name!r} is damaged: its CRC-32 is another")
     return content
 
