@@ -46,7 +46,6 @@ from fastckpt.errors import (
     StorageError,
     as_url,
 )
-from fastckpt.formats.step_names import step_name
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.ranks.round import TIMEOUT_S, Round
@@ -297,7 +296,7 @@ class Checkpointer:
             if self._tier is not None:
                 draining = self._tier.begin_drain(step)
                 failing.enter_context(draining.failing())
-            path = os.path.join(self._root, step_name(step))
+            path = self._steps.plain_path(step)
             handle = InnerHandle(path, started, kind=self._root, on_error=self._on_error)
             if deadline_s is None:
                 current.raise_unreported(path, handle.kind, self._on_error)

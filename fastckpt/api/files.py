@@ -258,7 +258,7 @@ def load(
 def _directory_told(error: BaseException, f: Any) -> None:
     """Adds to the error about a directory which call loads it, if it is a checkpoint."""
     if isinstance(error, IsADirectoryError):
-        from fastckpt.steps.no_steps import hint_for_load  # which few loads need
+        from fastckpt.lazy.kinds import hint_for_load  # which few loads need
 
         if hint := hint_for_load(os.fspath(f)):
             why = f"{os.strerror(errno.EISDIR)}; {hint}"

@@ -32,6 +32,7 @@ from fastckpt.arguments.quantities import shown_size
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.parser import CONVERT_DTYPES
+from fastckpt.cli.parts import parts
 from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import is_directory, is_there, shown_name, shown_others
 from fastckpt.directories.draft import Draft
@@ -44,7 +45,6 @@ from fastckpt.formats import safetensors
 from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.value_names import dotted, keys_of
-from fastckpt.reading.parts import parts
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic

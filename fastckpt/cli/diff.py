@@ -16,10 +16,10 @@ import torch
 
 import fastckpt
 from fastckpt.cli.local_tiers import opened
+from fastckpt.cli.parts import parts
 from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import shown_name, shown_others
 from fastckpt.formats.value_names import dotted
-from fastckpt.reading.parts import parts
 
 _PART_BYTES = 64 << 20  # of a tensor that are compared at a time
 

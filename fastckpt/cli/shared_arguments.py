@@ -13,7 +13,8 @@ from typing import Any
 from fastckpt.arguments.near_names import listed
 from fastckpt.arguments.quantities import NotAQuantity
 from fastckpt.arguments.urls import path_of
-from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.errors import CheckpointError
+from fastckpt.storage.file_system import known_status
 
 
 def path_argument(text: str, check: Callable[[str, str], str] = path_of) -> str:
@@ -28,12 +29,7 @@ def status_of(path: str, *, link: bool = False) -> os.stat_result | None:
     """Returns what lies at a path, if that can be told; `link` is as Storage.status()'s."""
     from fastckpt.saving import pipeline  # which imports torch
 
-    try:
-        return pipeline.current().storage.status(path, link=link)
-    except StorageError:  # of a store that does not answer, or refuses: that is not nothing
-        raise
-    except OSError:  # nobody can tell
-        return None
+    return known_status(pipeline.current().storage, path, link=link)
 
 
 def is_there(path: str, *, link: bool = False) -> bool:

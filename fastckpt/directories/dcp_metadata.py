@@ -43,6 +43,7 @@ from fastckpt.errors import (
     StorageError,
 )
 from fastckpt.formats import plain_pickle
+from fastckpt.formats.distcp import METADATA
 from fastckpt.formats.plain_pickle import NUMBER_END, Callee, Instance, Refused, are_numbers
 from fastckpt.formats.strict_json import shown
 from fastckpt.plan.boxes import Box, covers, whole
@@ -51,7 +52,7 @@ from fastckpt.storage.atomic import is_old
 from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.owners import TOKEN, is_token_of_dead
 
-NAME = ".metadata"
+NAME = METADATA
 # This stands behind the pickle, where readers stop: a version, and the pickle's size and CRC-32.
 _END = re.compile(rb"fastckpt metadata (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
 _END_VERSION = 1

@@ -18,6 +18,8 @@ from fastckpt.directories.save import remove_directory
 from fastckpt.directories.shelf import numbered
 from fastckpt.directories.verify import COMMON as COMMON
 from fastckpt.errors import StorageError
+from fastckpt.formats.distcp import METADATA as METADATA
+from fastckpt.formats.distcp import TRACKER as TRACKER
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import NoRegularFile
@@ -26,9 +28,9 @@ from fastckpt.storage.owners import divided
 
 log = logging.getLogger("fastckpt")
 
-TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"
+RELEASE = "release"
 NON_PERSISTENT = "non_persistent"
-CONFIG, METADATA = "metadata.json", ".metadata"
+CONFIG = "metadata.json"
 _TRACKER_BYTES_MAX = 64
 LEGACY_PREFIX = "mp_rank_"  # of the directories that the format "torch" has
 _TORCH_TEMPORARY = ".metadata.tmp"  # torch renames it to `.metadata`

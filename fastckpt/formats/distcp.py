@@ -33,6 +33,8 @@ from fastckpt.formats.image_builder import (
 from fastckpt.formats.strict_json import check_members, decode, encode
 from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, BlockChecksums, Image, block_count
 
+METADATA, SUFFIX = ".metadata", ".distcp"  # the names of a checkpoint's record and data files
+TRACKER = "latest_checkpointed_iteration.txt"  # beside the iterations of Megatron
 VERSION = 1
 ITEM_ALIGNMENT = torch_zip.TORCH_ALIGNMENT
 _CLOSING = ClosingLine("fastckpt distcp", VERSION)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fastckpt import Checkpointer, IncompatibleCheckpoint, PerRank, export, load_into
 from fastckpt.arguments.checks import CODECS, Codec, Fence, check_choice, check_fence
+from fastckpt.formats.distcp import METADATA
 from fastckpt.formats.step_names import step_name
 from fastckpt.integrations import require
 from fastckpt.integrations.dcp import Reader
@@ -45,7 +46,6 @@ from torchtitan.config import TORCH_DTYPE_MAP  # noqa: E402
 from torchtitan.tools import filesystem  # noqa: E402
 from torchtitan.tools.logging import logger  # noqa: E402
 
-_OF_DCP = ".metadata"  # a file in each checkpoint of torchtitan's DCP manager
 EXPORTS = "hf"  # the directory in the checkpoint folder that has the models for Hugging Face
 # Files beside the weights for from_pretrained, which torchtitan's hf_assets_path may have.
 _ASSETS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -254,7 +254,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         if not path or not os.path.isdir(path):
             raise ValueError(f"{what} is {path!r}, which is no directory of a checkpoint")
         logger.info("Loading the initial checkpoint from %s.", path)
-        kind = _DCP if os.path.isfile(os.path.join(path, _OF_DCP)) else _FOLDER
+        kind = _DCP if os.path.isfile(os.path.join(path, METADATA)) else _FOLDER
         kind = _HUGGING_FACE if config.initial_load_in_hf else kind
         return kind, path, None, config.initial_load_model_only
 
@@ -410,5 +410,5 @@ def _steps_of_dcp(folder: str) -> list[int]:
     if not os.path.isdir(folder):
         return []
     names = [name for name in os.listdir(folder) if name.startswith("step-")]
-    found = [name for name in names if os.path.isfile(os.path.join(folder, name, _OF_DCP))]
+    found = [name for name in names if os.path.isfile(os.path.join(folder, name, METADATA))]
     return sorted(int(name[5:]) for name in found if name[5:].isdecimal())

@@ -1,7 +1,7 @@
 """Texts about a directory that is not what the caller took it for; its path may be mistyped.
 
-They say what a root without committed steps holds, and what a directory is that was given as a
-file, or a step that was given as a root. The module must not know who asked for a step.
+They say what a root without committed steps holds, and what a step is that was given as a root. The
+module must not know who asked for a step.
 """
 
 from __future__ import annotations
@@ -24,8 +24,6 @@ from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")
 
-_METADATA = ".metadata"  # a file in each checkpoint of torch.distributed.checkpoint
-_SAFETENSORS = ".safetensors"
 _NAMES_TOLD = 3  # entries of a directory that one message names
 _HEAD_BYTES = 64  # of a manifest, which tell that it is one
 _ENTRIES_TRIED = 50  # entries of a directory without steps that are searched for steps
@@ -82,28 +80,6 @@ def is_step(root: str, timeout_s: float = inf) -> bool:
         raise
     except OSError:  # the root does not exist yet, or a save or restore will raise this again
         return False
-
-
-def hint_for_load(path: str) -> str:
-    """Returns how to load a directory that was given as a file; "" if it is no known checkpoint."""
-    storage = pipeline.current().storage
-    try:
-        entries = storage.names(path)
-    except OSError:  # this hint only adds to an error that the caller raises
-        return ""
-    if MANIFEST in entries and is_step(path):
-        return f"it is a step: load it by fastckpt.Checkpointer({path!r}).load() or restore()"
-    if any(NAME.match(name) for name in entries):
-        return f"it is a root: load it by fastckpt.Checkpointer({path!r}).load() or restore()"
-    if _METADATA in entries:
-        return "it is a checkpoint of torch.distributed.checkpoint: load it by that module's load()"
-    if any(name.endswith(_SAFETENSORS) for name in entries):
-        return (
-            "it is a directory of safetensors files, as Hugging Face's are: load it by "
-            f"fastckpt.load_into(state, {path!r}), or read single tensors by "
-            f"fastckpt.open({path!r})"
-        )
-    return ""
 
 
 def warn_once(steps: Steps) -> None:

@@ -128,6 +128,10 @@ class Steps:
     def path(self, name: str, *parts: str) -> str:
         return os.path.join(self.root, *filter(None, (name, *parts)))
 
+    def plain_path(self, step: int) -> str:
+        """Returns the path that a step has unless another attempt has it."""
+        return self.path(step_name(step))
+
     def known(self, name: str) -> Known:
         """Returns what this process knows of a name."""
         return self._names.setdefault(name, Known())
@@ -351,7 +355,7 @@ class Steps:
                 self.abandon(begun)
                 raise
             return begun
-        raise StorageError("make directory", self.path(step_name(step)), errno.EEXIST)
+        raise StorageError("make directory", self.plain_path(step), errno.EEXIST)
 
     @contextmanager
     def in_passing(self) -> Iterator[None]:

@@ -555,6 +555,16 @@ def is_directory(storage: Storage, path: str) -> bool:
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
+def known_status(storage: Storage, path: str, *, link: bool = False) -> os.stat_result | None:
+    """Returns what lies at a path, if that can be told; `link` is as Storage.status()'s."""
+    try:
+        return storage.status(path, link=link)
+    except StorageError:  # of a store that does not answer, or refuses: that is not nothing
+        raise
+    except OSError:  # nobody can tell
+        return None
+
+
 def _opened_regular(path: str, flags: int) -> int:
     try:
         fd = _noted(os.open(path, os.O_RDONLY | flags))

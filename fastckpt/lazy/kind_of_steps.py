@@ -1,0 +1,265 @@
+"""The steps of a Checkpointer as kinds of checkpoints: a step, one that was never committed, and a
+run, which is the directory that steps lie in.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StorageError,
+)
+from fastckpt.formats import file_list
+from fastckpt.formats.hugging_face import INDEX_SUFFIX
+from fastckpt.formats.manifest import MANIFEST, OBJECTS, Manifest, Writer
+from fastckpt.formats.step_names import NAME, OURS
+from fastckpt.lazy.kind import OF_ANOTHER, Debris, Kind, NotCommitted, Part, Place, refused
+from fastckpt.lazy.source import Source
+from fastckpt.lazy.step import StepSource
+from fastckpt.steps.copies import StepCopies
+from fastckpt.steps.dead import left_in
+from fastckpt.steps.lease import Lease
+from fastckpt.steps.no_steps import is_step, what_is_there
+from fastckpt.steps.root import Steps
+from fastckpt.storage import atomic
+from fastckpt.storage.vanishing import listed_anew
+
+log = logging.getLogger("fastckpt")
+
+
+def is_named_step(place: Place) -> bool:
+    """Returns whether a directory has the name of a step."""
+    return NAME.match(os.path.basename(place.path)) is not None
+
+
+class Step(Kind):
+    """A directory with a manifest."""
+
+    hint = "it is a step: load it by fastckpt.Checkpointer({path!r}).load() or restore()"
+
+    def recognise(self, place: Place) -> bool:
+        # Others write files of this name, too, and beside any checkpoint. A step without its
+        # objects is a damaged one, and no directory with a single safetensors file.
+        if MANIFEST not in place.names:
+            return False
+        has_index = any(name.endswith(INDEX_SUFFIX) for name in place.names)
+        is_named = is_named_step(place) and not has_index
+        return OBJECTS in place.names or is_named or is_step(place.path)
+
+    def open(self, place: Place) -> tuple[str, Source]:
+        return place.path, _opened(place, Steps(place.storage, place.path), "")
+
+    def verify(self, place: Place) -> Iterator[Part]:
+        if place.has(MANIFEST, link=True):
+            steps = Steps(place.storage, place.path)
+            yield Part(place.path, partial(_verify, place, steps, "", False))
+
+
+class DamagedStep(Step):
+    """A directory whose manifest does not tell a step, and that is nothing else."""
+
+    def recognise(self, place: Place) -> bool:
+        return MANIFEST in place.names and not any(map(NAME.match, place.names))
+
+
+class UncommittedStep(Kind):
+    """A directory with files of a step, or its name, but without a manifest."""
+
+    def recognise(self, place: Place) -> bool:
+        return MANIFEST not in place.names and any(map(OURS.fullmatch, place.names))
+
+    def open(self, place: Place) -> tuple[str, Source]:
+        raise CheckpointError(
+            f"{place.path!r} has files of a Checkpointer's step, but no {MANIFEST}: its save was "
+            "not committed, or it is half a copy; open another step"
+        )
+
+    def verify(self, place: Place) -> Iterator[Part]:
+        if is_named_step(place) and not place.has(file_list.NAME, link=True):
+            why = "this step was never committed, or is being saved"
+            yield refused(place.path, f"{place.path!r} has no {MANIFEST}: {why}")
+
+
+class Run(Kind):
+    """A directory of steps: opened is the newest that is whole, as the sizes of files tell."""
+
+    hint = "it is a root: load it by fastckpt.Checkpointer({path!r}).load() or restore()"
+
+    def recognise(self, place: Place) -> bool:
+        return any(map(NAME.match, place.names))
+
+    def open(self, place: Place) -> tuple[str, Source]:
+        return _newest(place, Steps(place.storage, place.path))
+
+    def verify(self, place: Place, *, is_local: bool = False) -> Iterator[Part]:
+        """Yields also those that were not committed, first. `is_local`: the directory is in a local
+        tier, and has the files of a node alone.
+        """
+        steps = Steps(place.storage, place.path)
+        begun = [name for name in steps.incomplete() if not _has(place, name, MANIFEST)]
+        for name in begun:
+            if not is_export(place, name):
+                yield Part(steps.path(name), mention)
+        for name in sorted(steps.names()):
+            if name not in begun:
+                yield Part(steps.path(name), partial(_verify, place, steps, name, is_local))
+
+    def debris(self, place: Place) -> Iterator[Debris]:
+        steps = Steps(place.storage, place.path)
+        for name in steps.incomplete():
+            path = steps.path(name)
+            if left_in(place.storage, path, 0.0, set()) is not None:
+                left = atomic.temporaries(place.storage, steps.path(name, MANIFEST))
+                is_ours = all(map(atomic.is_of_this_host, left))
+                what = "a step that was never committed" + ("" if is_ours else OF_ANOTHER)
+                remove = partial(steps.remove_if_dead, name, others_after_s=0.0)
+                yield place.debris([name], path, what, is_ours, remove)
+        lease = Lease(place.storage, place.path)
+        if lease.is_left():
+            name = os.path.basename(lease.path)
+            what = "the lease of a dead job"
+            yield place.debris([name], lease.path, what, True, lease.remove_left)
+
+
+def is_export(place: Place, name: str) -> bool:
+    """Returns whether a directory in this one that is named as a step is an export: it has no
+    manifest, but a list of its files.
+    """
+    if not NAME.match(name) or _has(place, name, MANIFEST):
+        return False
+    return _has(place, name, file_list.NAME)
+
+
+def _has(place: Place, name: str, file: str) -> bool:
+    return place.has(os.path.join(name, file), link=True)
+
+
+def _opened(place: Place, steps: Steps, name: str) -> StepSource:
+    with ExitStack() as holding:
+        holding.enter_context(steps.hold(name))
+        closing = ExitStack()
+        source = StepSource(place.storage, place.staging, steps, name, closing.close)
+        closing.push(holding.pop_all())
+        return source
+
+
+def _newest(place: Place, steps: Steps) -> tuple[str, Source]:
+    root = steps.root
+    problems: list[CheckpointError] = []
+
+    def newest() -> tuple[str, Source] | None:
+        found, faults = steps.survey()
+        for fault in faults:  # one of these may be the newest
+            if str(fault.error) not in map(str, problems):
+                log.warning("skipping %s: %s", steps.path(fault.name), fault.error)
+                problems.append(fault.error)
+        for item in found:
+            try:
+                with ExitStack() as failing:
+                    step = _opened(place, steps, item.name)
+                    failing.callback(step.close)
+                    step.check_sizes()
+                    failing.pop_all()
+                    return steps.path(item.name), step
+            except CorruptCheckpoint as error:
+                log.warning("skipping %s: %s", steps.path(item.name), error)
+                problems.append(error)
+        return None
+
+    found = listed_anew(newest)  # a save may remove steps meanwhile
+    if found is None and problems:
+        is_newer = isinstance(problems[0], IncompatibleCheckpoint)
+        kind = IncompatibleCheckpoint if is_newer else CorruptCheckpoint
+        raise kind(f"no step under {root!r} is whole, or can be read: {problems[0]}")
+    if found is None:
+        what = what_is_there(steps)
+        raise CheckpointError(f"{root!r} holds no checkpoint of a known format: {what}")
+    return found
+
+
+def mention() -> int:
+    raise NotCommitted(f"it has no {MANIFEST}: it was never committed, or is being saved")
+
+
+def _verify(place: Place, steps: Steps, name: str, is_local: bool) -> int:
+    """Verifies every file that the manifest names, while nobody may remove the step; with is_local
+    only the files of writers that have one there, which are this node's.
+    """
+    with steps.hold(name):
+        manifest = steps.read(name)
+        copies = StepCopies(place.storage, place.staging, [steps.path(name)])
+        there = {*steps.storage.names(steps.path(name))}
+        checks = []
+        if not is_local or manifest.objects[0] in there:
+            checks.append(partial(_verify_objects, copies, manifest))
+        for writer in manifest.writers:
+            if not is_local or {writer.index, writer.file} & there:
+                checks.append(partial(_verify_writer, copies, manifest, writer))
+        nbytes, damage = 0, []
+        unread: StorageError | None = None
+        for check in checks:
+            try:
+                nbytes += check()
+            except CorruptCheckpoint as error:
+                damage.append(str(error))
+            except StorageError as error:
+                unread = error
+        if damage or unread is not None:  # without locks, as in a bucket, a save may remove it
+            steps.read(name)
+        if damage:
+            raise CorruptCheckpoint("; ".join(damage))
+        if unread is not None:
+            raise unread
+        return nbytes
+
+
+def verify_file_of_step(place: Place, directory: str, file: str) -> int:
+    """Verifies one file of a step, with the manifest and index that tell its checksums."""
+    steps = Steps(place.storage, directory)
+    if not Place(place.storage, place.staging, directory).has(MANIFEST):
+        raise CheckpointError(
+            f"{file!r} is of a step that was never committed: {directory!r} has no {MANIFEST}, "
+            "which would name the files that belong to it"
+        )
+    copies = StepCopies(place.storage, place.staging, [directory])
+    with steps.hold(""):
+        manifest = steps.read("")
+        if file == manifest.objects[0]:
+            return _verify_objects(copies, manifest)
+        for writer in manifest.writers:
+            if file in (writer.file, writer.index):
+                return _verify_writer(copies, manifest, writer)
+        if file == MANIFEST:
+            return len(manifest.to_bytes())
+        raise CheckpointError(
+            f"{file!r} is none of the files that the manifest of {directory!r} names"
+        )
+
+
+def _verify_objects(copies: StepCopies, manifest: Manifest) -> int:
+    with copies.objects(manifest) as file:
+        file.verify_all()
+        return file.nbytes
+
+
+def _verify_writer(copies: StepCopies, manifest: Manifest, writer: Writer) -> int:
+    """Verifies the index of one writer, and its shard by the checksums in that."""
+    index, _content = copies.index(writer, manifest.nonce)
+    unpadded: list[int] = []
+    with copies.shard(index, unpadded=unpadded) as body:
+        body.verify()
+        if unpadded:
+            first, path = min(unpadded), body.path
+            end = sum(index.frames[: first + 1])
+            raise CorruptCheckpoint(
+                f"{path!r} is damaged: the padding of block {first}, before byte {end}, is not "
+                "what was written; every tensor in it is whole, but `zstd -d` may refuse the file"
+            )
+    return writer.index_nbytes + writer.nbytes
