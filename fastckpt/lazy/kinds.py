@@ -1,33 +1,394 @@
 """What is at a path: the list of all kinds of checkpoints, for whoever opens one, verifies it, or
-removes what its saves have left. Nothing else tells kinds apart.
+removes what its saves have left. Nothing else tells kinds apart. Those of steps are in
+lazy/kind_of_steps.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import chain
+from pickle import UnpicklingError
 
-from fastckpt.errors import StorageError
+from fastckpt.arguments.urls import is_mounted
+from fastckpt.directories import verify as directory_check
+from fastckpt.directories.items_load import contents_of
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
 from fastckpt.formats import distcp, file_list
-from fastckpt.formats.step_names import NAME
-from fastckpt.lazy.kind import Debris, Kind, Part, Place, bounded, refused
-from fastckpt.lazy.kind_of_directories import Dcp, HuggingFace, Listed, MegatronRun
-from fastckpt.lazy.kind_of_files import File, Files
+from fastckpt.formats.hugging_face import INDEX, INDEX_SUFFIX
+from fastckpt.formats.step_names import NAME, OURS
+from fastckpt.lazy.kind import (
+    OF_ANOTHER,
+    Debris,
+    Kind,
+    LeftOver,
+    Part,
+    Place,
+    WithoutChecksums,
+    bounded,
+    refused,
+)
 from fastckpt.lazy.kind_of_steps import (
     DamagedStep,
     Run,
     Step,
     UncommittedStep,
     is_export,
+    is_named_step,
     mention,
+    verify_file_of_step,
 )
+from fastckpt.lazy.safetensors_files import hugging_face_directory, safetensors_file
+from fastckpt.lazy.source import Source
+from fastckpt.lazy.torch_file import torch_file
+from fastckpt.reading.verified import Body, opened_regular
+from fastckpt.reading.verified_file import open_verified
 from fastckpt.saving import pipeline
 from fastckpt.steps.no_steps import is_step, what_is_there
 from fastckpt.steps.root import Steps
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage, is_directory, reported
+from fastckpt.storage.object_botocore import stale_uploads
+from fastckpt.storage.owners import divided
+from fastckpt.storage.vanishing import is_unlocked
+
+_ZIP, _JSON_AT = b"PK\x03\x04", 8
+_SAFETENSORS = ".safetensors"
+_OF_TENSORS = (".pt", ".pth", ".ckpt", _SAFETENSORS)
+
+
+class File(Kind):
+    """A single file: of torch.save or fastckpt.save, of safetensors, or a file of a checkpoint that
+    is a directory, which is verified with what that says of it.
+    """
+
+    def recognise(self, place: Place) -> bool:
+        return not place.is_directory
+
+    def open(self, place: Place) -> tuple[str, Source]:
+        storage, path = place.storage, place.path
+        with ExitStack() as files:
+            fd = files.enter_context(opened_regular(storage, path))
+            with reported("read", path):
+                head = storage.read_at(fd, min(storage.fstat(fd).st_size, _JSON_AT + 1), 0)
+            if not head:
+                raise CorruptCheckpoint(
+                    f"{path!r} is empty: nothing was written to it, or it was lost"
+                )
+            if head.startswith(_ZIP):
+                make = torch_file
+            elif path.endswith(_SAFETENSORS) or head[_JSON_AT:] == b"{":
+                make = safetensors_file
+            else:
+                raise CheckpointError(
+                    f"{path!r} is neither a zip file of torch.save (from before version 1.6, they "
+                    "are none) nor a safetensors file: pass the checkpoint's directory, if it is "
+                    "of one"
+                )
+            closing = ExitStack()
+            source = make(storage, place.staging, fd, path, closing.close)
+            closing.push(files.pop_all())
+            return path, source
+
+    def verify(self, place: Place) -> Iterator[Part]:
+        yield Part(place.path, partial(self.verify_file, place))
+
+    def verify_file(self, place: Place) -> int:
+        """Verifies the file, and returns its size. Raises CheckpointError."""
+        directory, file = os.path.split(place.path)
+        above = Place(place.storage, place.staging, directory)
+        if OURS.fullmatch(file) and (is_named_step(above) or is_step(directory)):
+            return verify_file_of_step(place, directory, file)
+        with opened_regular(place.storage, place.path) as fd:
+            if file.endswith(distcp.SUFFIX):
+                return _verify_distcp(place, fd)
+            opened = open_verified(place.storage, place.staging, fd, place.path, True)
+            if opened is not None:
+                with opened:
+                    opened.verify_all()
+                    return opened.nbytes
+        if file == directory_check.COMMON:
+            nbytes = directory_check.verified_common(place.path, place.storage)
+            if nbytes is not None:
+                return nbytes
+        self._look_at_stock(place)
+        raise WithoutChecksums(f"{place.path!r} was not written by fastckpt: it has no checksums")
+
+    def _look_at_stock(self, place: Place) -> None:
+        """Raises CorruptCheckpoint for a file without checksums that is evidently cut or damaged,
+        and WithoutChecksums for one in a format that is not known.
+        """
+        try:
+            self.open(place)[1].close()
+        except (CorruptCheckpoint, StorageError):
+            raise
+        except (CheckpointError, UnpicklingError, NotImplementedError) as error:
+            raise WithoutChecksums(f"{error}; it has no checksums") from None
+
+
+_FILE = File()
+
+
+def _verify_distcp(place: Place, fd: int) -> int:
+    contents = contents_of(place.storage, fd, place.path)
+    if contents is None:
+        raise WithoutChecksums(f"{place.path!r} was not written by fastckpt: it has no checksums")
+    Body(place.staging, fd, place.path, contents.index).verify()
+    return contents.index.body_nbytes + len(contents.index.tail)
+
+
+class Files(Kind):
+    """A directory with files of tensors; opened is one that has a single safetensors file."""
+
+    hint = (
+        "it is a directory of safetensors files, as Hugging Face's are: load it by "
+        "fastckpt.load_into(state, {path!r}), or read single tensors by fastckpt.open({path!r})"
+    )
+
+    def recognise(self, place: Place) -> bool:
+        return sum(name.endswith(_SAFETENSORS) for name in place.names) == 1
+
+    def open(self, place: Place) -> tuple[str, Source]:
+        (name,) = (name for name in place.names if name.endswith(_SAFETENSORS))
+        real = Place(place.storage, place.staging, os.path.realpath(place.inside(name)))
+        return place.inside(name), _FILE.open(real)[1]
+
+    def verify(self, place: Place) -> Iterator[Part]:
+        if place.has(file_list.NAME, link=True):  # a list tells of all the files of a directory
+            return
+        names = place.files
+        by_name = [name for name in names if name.endswith((*_OF_TENSORS, INDEX_SUFFIX))]
+        by_head, passed_over = bounded(place.path, [*{*names} - {*by_name}])
+        for name in sorted((*by_name, *by_head)):  # in a cache of the Hugging Face hub: links
+            if _has_tensors(place, name):
+                real = Place(place.storage, place.staging, os.path.realpath(place.inside(name)))
+                yield Part(place.inside(name), partial(_FILE.verify_file, real))
+        yield from passed_over
+
+    def debris(self, place: Place) -> Iterator[Debris]:
+        """Yields all that has a temporary's name, whatever it was to be; and, of a URL, uploads
+        below it that were begun more than a day ago, and have not ended.
+        """
+        storage = place.storage
+        for name in sorted(storage.names(place.path)):
+            path, owner = place.inside(name), divided(name)[1]
+            if owner is None or name[0] != ".":
+                continue
+            is_dead, is_ours = atomic.is_of_dead(storage, path), atomic.is_of_this_host(path)
+            if (is_ours and not is_dead) or not is_unlocked(storage, path):
+                continue
+            whose = "" if is_ours else OF_ANOTHER
+            if is_directory(storage, path):
+                remove = partial(atomic.remove_dead_directory, storage, path)
+                what = f"a temporary directory{whose}"
+                aside = atomic.moved_aside(storage, path)
+                if aside is not None:
+                    what += f" that holds {os.path.basename(aside)}, which gets its name back"
+            else:
+                remove = partial(atomic.remove_dead_file, storage, path)
+                what = f"a temporary file{whose}"
+            yield place.debris([name], path, what, is_ours, remove)
+        if not is_mounted(place.path):
+            return
+        for each in stale_uploads(place.path, atomic.DEAD_AFTER_S):
+            what = "an upload that has not ended"
+            yield Debris(each.path, each.nbytes, what, each.age_s, True, each.abort)
+
+
+def _has_tensors(place: Place, name: str) -> bool:
+    """Returns whether this is a file of tensors, by its name, or else by how it begins; or stands
+    for the index of such files, and is no file.
+    """
+    path = place.inside(name)
+    if name.endswith(INDEX_SUFFIX):  # it has no checksum: it is told only if it is no file
+        status = place.status(name)
+        return status is None or not stat.S_ISREG(status.st_mode)
+    is_other = name[0] == "." or name.endswith(distcp.SUFFIX)
+    if is_other or (not is_mounted(path) and place.below(name).is_directory):
+        return False
+    if name.endswith(_OF_TENSORS):
+        return True
+    try:
+        return place.storage.read_file(path, len(_ZIP)) == _ZIP
+    except OSError:  # a file of another name is none of tensors, as far as anybody can tell
+        return False
+
+
+class Listed(Kind):
+    """A directory with a list of its files and their checksums. It is opened as what else it is."""
+
+    def recognise(self, place: Place) -> bool:
+        return False
+
+    def verify(self, place: Place) -> Iterator[Part]:
+        if place.has(file_list.NAME, link=True):
+            check = partial(_verify_listed, place)
+            yield Part(place.path, _unless_replaced(place, file_list.NAME, check))
+
+
+def _verify_listed(place: Place) -> int:
+    directory_check.check(place.path, place.storage)
+    listed = directory_check.list_of(place.path, place.storage)
+    return sum(file.nbytes for file in listed.values())
+
+
+def _unless_replaced(place: Place, record: str, check: Callable[[], int]) -> Callable[[], int]:
+    """Returns the check of a part of what a commit record stands for. It raises Vanished if it
+    fails, and a save has replaced or removed the record since this call.
+    """
+    before = place.version(record)
+
+    def checked() -> int:
+        try:
+            return check()
+        except (CorruptCheckpoint, StorageError):
+            if place.version(record) != before:
+                raise Vanished(place.inside(record)) from None
+            raise
+
+    return checked
+
+
+class Dcp(Kind):
+    """A checkpoint of torch.distributed.checkpoint, or an iteration of Megatron."""
+
+    hint = "it is a checkpoint of torch.distributed.checkpoint: load it by that module's load()"
+
+    def recognise(self, place: Place) -> bool:
+        return distcp.METADATA in place.names
+
+    def open(self, place: Place) -> tuple[str, Source]:
+        # Imports torch.distributed.checkpoint, which nothing else here needs.
+        from fastckpt.lazy.items import ItemsSource
+
+        return place.path, ItemsSource(place.storage, place.staging, place.path)
+
+    def verify(self, place: Place) -> Iterator[Part]:
+        files = [name for name in place.files if name.endswith(distcp.SUFFIX)]
+        checks = {
+            name: _unless_replaced(
+                place, distcp.METADATA, partial(_FILE.verify_file, place.below(name))
+            )
+            for name in files
+        }
+        # One, or one for each rank.
+        metadata = [name for name in place.files if name.endswith(distcp.METADATA)]
+        if files and not metadata:
+            why = f"{place.path!r} has no {distcp.METADATA}: no checkpoint was committed there"
+            yield refused(place.path, why)
+        for name in metadata:
+            check = partial(_verify_metadata, place, name)
+            yield Part(place.inside(name), _unless_replaced(place, name, check))
+        left = _left_over(place) if files and metadata else []
+        for name in files:
+            yield Part(place.inside(name), _leave if name in left else checks[name])
+
+    def debris(self, place: Place) -> Iterator[Debris]:
+        """Yields the data files, in a directory and those in it, that no .metadata names: of a save
+        that was killed or, on another host, has not committed yet. Those that a process of this
+        host may still commit are left out.
+        """
+        from fastckpt.directories import dcp_metadata
+
+        storage = place.storage
+        inner = [name for name in storage.names(place.path, directories=True) if name[0] != "."]
+        for name in ["", *sorted(inner)]:
+            path = place.inside(name)
+            if files := _unnamed(storage, path):
+                count = f"{len(files)} data file{'s' * (len(files) > 1)}"
+                what = f"{count} of DCP that no {distcp.METADATA} names"
+                remove = partial(_remove_unnamed, storage, path, files)
+                names = [os.path.join(name, file) for file in files]
+                is_dead = all(map(dcp_metadata.is_of_dead, files))
+                yield place.debris(names, path, what, is_dead, remove)
+
+
+_DCP = Dcp()
+
+
+def _verify_metadata(place: Place, name: str) -> int:
+    """Verifies a .metadata file, and that the .distcp files which it commits exist."""
+    from fastckpt.directories import dcp_metadata
+
+    path = place.inside(name)
+    content = dcp_metadata.content_of(place.storage, path)
+    if not dcp_metadata.check(content, path):
+        raise WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksum")
+    for file in sorted(dcp_metadata.named_files(content)):
+        if not place.has(file):
+            raise CorruptCheckpoint(f"{file!r}, which {path!r} names, is missing")
+    return len(content)
+
+
+def _left_over(place: Place) -> list[str]:
+    """Returns the data files that no .metadata names, as far as these can be read."""
+    from fastckpt.directories import dcp_metadata
+
+    try:
+        return dcp_metadata.unnamed(place.storage, place.path)
+    except CheckpointError:  # whose own verdict says so
+        return []
+
+
+def _leave() -> int:
+    raise LeftOver(
+        f"no {distcp.METADATA} names it: its save was killed, or has not committed yet; see "
+        "`fastckpt repair`"
+    )
+
+
+def _unnamed(storage: Storage, directory: str) -> list[str]:
+    from fastckpt.directories import dcp_metadata
+
+    names = dcp_metadata.unnamed(storage, directory)
+    return [name for name in names if dcp_metadata.is_of_dead(name) is not False]
+
+
+def _remove_unnamed(storage: Storage, directory: str, files: list[str]) -> bool:
+    for name in {*files}.intersection(_unnamed(storage, directory)):
+        path = os.path.join(directory, name)
+        with reported("remove", path), suppress(FileNotFoundError):  # somebody else removed it
+            storage.remove(path)
+    with suppress(OSError):  # it may hold other files
+        storage.remove_directory(directory)
+    return True
+
+
+class HuggingFace(Kind):
+    """A directory of safetensors files with an index."""
+
+    hint = Files.hint
+
+    def recognise(self, place: Place) -> bool:
+        return any(name.endswith(INDEX_SUFFIX) for name in place.names)
+
+    def open(self, place: Place) -> tuple[str, Source]:
+        indexes = sorted(name for name in place.names if name.endswith(INDEX_SUFFIX))
+        index = INDEX if INDEX in indexes else indexes[0]
+        found = hugging_face_directory(place.storage, place.staging, place.path, index)
+        return place.path, found
+
+
+class MegatronRun(Kind):
+    """A directory of Megatron's iterations: opened is the newest that is complete."""
+
+    def recognise(self, place: Place) -> bool:
+        return distcp.TRACKER in place.names
+
+    def open(self, place: Place) -> tuple[str, Source]:
+        from fastckpt.directories import iterations  # as torch.distributed.checkpoint above
+
+        choices = iterations.candidates(place.path)
+        if not choices:
+            raise CorruptCheckpoint(f"{place.path!r} holds no complete iteration of Megatron's")
+        return _DCP.open(Place(place.storage, place.staging, choices[0][1]))
+
 
 RUN = Run()
-_FILE, _STEP, _UNCOMMITTED, _LISTED = File(), Step(), UncommittedStep(), Listed()
-_DCP, _FILES = Dcp(_FILE), Files(_FILE)
+_STEP, _UNCOMMITTED, _LISTED, _FILES = Step(), UncommittedStep(), Listed(), Files()
 # In the order in which a path is taken for one: its own records come before the files in it.
 KINDS: tuple[Kind, ...] = (
     _FILE,
@@ -37,7 +398,7 @@ KINDS: tuple[Kind, ...] = (
     HuggingFace(),
     _UNCOMMITTED,
     _FILES,
-    MegatronRun(_DCP),
+    MegatronRun(),
     DamagedStep(),
     RUN,
 )
