@@ -35,7 +35,7 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.arguments.environment import Memory as Memory
 from fastckpt.arguments.environment import launched_rank
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.arguments.options import Pacing
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.arguments.urls import StorageOptions, path_of, refuse_for_url

@@ -27,7 +27,7 @@ import torch
 
 import fastckpt
 from fastckpt.arguments.checks import check_path, check_size
-from fastckpt.arguments.near_names import listed, without_wrappers
+from fastckpt.arguments.names import listed, without_wrappers
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.cli.local_tiers import opened

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.arguments.quantities import NotAQuantity
 from fastckpt.arguments.urls import path_of
 from fastckpt.errors import CheckpointError

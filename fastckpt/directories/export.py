@@ -18,7 +18,7 @@ import torch
 from torch.nn import Module
 
 from fastckpt.arguments.checks import Fence, check_path, check_size
-from fastckpt.arguments.near_names import listed, without_wrappers
+from fastckpt.arguments.names import listed, without_wrappers
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.engine.read_stream import EngineReadStream
 from fastckpt.engine.staging import Staging, crc32
 from fastckpt.errors import CorruptCheckpoint

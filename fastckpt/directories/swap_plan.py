@@ -15,7 +15,7 @@ from functools import partial
 from itertools import chain
 
 from fastckpt.arguments.checks import Striping
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories.draft import CapturedFile, Draft
 from fastckpt.directories.shared_files import SharedFile

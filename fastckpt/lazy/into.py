@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.near_names import listed, nearest
+from fastckpt.arguments.names import listed, nearest
 from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.conversion import put_converted

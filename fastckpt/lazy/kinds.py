@@ -44,8 +44,7 @@ from fastckpt.lazy.kind_of_steps import (
 from fastckpt.lazy.safetensors_files import hugging_face_directory, safetensors_file
 from fastckpt.lazy.source import Source
 from fastckpt.lazy.torch_file import torch_file
-from fastckpt.reading.verified import Body, opened_regular
-from fastckpt.reading.verified_file import open_verified
+from fastckpt.reading.verified import Body, open_verified, opened_regular
 from fastckpt.saving import pipeline
 from fastckpt.steps.no_steps import is_step, what_is_there
 from fastckpt.steps.root import Steps

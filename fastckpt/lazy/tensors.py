@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.near_names import nearest
+from fastckpt.arguments.names import nearest
 from fastckpt.errors import CorruptCheckpoint, StorageError, as_url
 from fastckpt.lazy.source import Shard, Source, Stored, Wanted
 from fastckpt.plan.boxes import Box, whole

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.engine.broadcast_read_stream import BroadcastReadStream
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.gds_read_stream import GdsReadStream

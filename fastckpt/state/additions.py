@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.formats.partial_objects import notes_in
 from fastckpt.formats.value_names import items_in
 from fastckpt.plan.boxes import Box, shard_box, whole

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.state.dtensors import dtensor_part
 from fastckpt.state.fit import Fit

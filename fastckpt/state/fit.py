@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 from uuid import uuid4
 
 from fastckpt.arguments.checks import check_choice
-from fastckpt.arguments.near_names import fits_none, listed
+from fastckpt.arguments.names import fits_none, listed
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.formats.partial_objects import how_to_allow, left_out, newly_refused
 from fastckpt.formats.value_names import joined, keys_of

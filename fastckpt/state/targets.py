@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch.autograd.graph import increment_version
 
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.plan.boxes import Box
 from fastckpt.state.kinds import PLAIN_TENSORS
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.near_names import listed, nearest
+from fastckpt.arguments.names import listed, nearest
 from fastckpt.errors import IncompatibleCheckpoint, retold
 from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.partial_objects import left_out, notes_in

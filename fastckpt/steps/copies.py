@@ -14,7 +14,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from typing import TypeVar
 
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.engine.codec import FrameReader
 from fastckpt.engine.staging import Staging, crc32
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, as_url

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.gds_read_stream import whole_blocks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from fastckpt.arguments.checks import MODES, KeepBest, Mode, check_choice, check_metrics
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.errors import StorageError
 from fastckpt.formats.manifest import validate_metrics
 from fastckpt.formats.step_names import step_of

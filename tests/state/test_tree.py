@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 import fastckpt
 from fastckpt import Checkpointer, PerRank
-from fastckpt.arguments.near_names import nearest
+from fastckpt.arguments.names import nearest
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats.safetensors import DTYPES
 from fastckpt.state.template import Template
@@ -1333,7 +1333,7 @@ def test_names_of_missing_values_are_whole() -> None:
         Template({"c": 1}, nested, None, lambda _places: None, "run")
 
 
-def test_near_names_among_very_many_are_found_at_once() -> None:
+def test_names_among_very_many_are_found_at_once() -> None:
     for separator in "./":
         there = [f"layers.{n}.mlp{separator}weight" for n in range(100_000)] + ["embedding.wieght"]
         near = nearest(f"layers.7.mpl{separator}weight", there)

@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 import fastckpt
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli.bench.benchmark import Command, Result, in_turn, medians, table
 from fastckpt.cli.bench.machine import make_cold, make_warm, removed

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import fastckpt
-from fastckpt.arguments.near_names import listed
+from fastckpt.arguments.names import listed
 from fastckpt.arguments.quantities import shown_size, shown_time
 from fastckpt.cli.bench.benchmark import Command, Result, in_turn, table
 from fastckpt.cli.bench.machine import removed
