@@ -28,8 +28,7 @@ import torch.distributed as dist
 import fastckpt
 from fastckpt import _engine
 from fastckpt.engine import staging as staging_module
-from fastckpt.engine.scattered_writes import Scatterer
-from fastckpt.engine.staging import QUEUE_DEPTH, Route, Staging
+from fastckpt.engine.staging import QUEUE_DEPTH, Route, Scatterer, Staging
 from fastckpt.reading.verified import open_verified
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.handle import InnerHandle

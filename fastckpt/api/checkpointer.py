@@ -63,8 +63,7 @@ from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.no_steps import is_step, it_is_a_step, real_path
 from fastckpt.steps.options import Local, StepOptions, common_terms
-from fastckpt.steps.place import StepPlace
-from fastckpt.steps.plan import StepPlan
+from fastckpt.steps.plan import StepPlace, StepPlan
 from fastckpt.steps.root import Steps
 from fastckpt.steps.shared_reads import Spread
 from fastckpt.tiers.local_tier import LocalTier

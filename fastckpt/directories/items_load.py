@@ -23,9 +23,8 @@ from fastckpt.engine.read_stream import EngineReadStream
 from fastckpt.engine.staging import Staging, crc32
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import distcp, torch_pickle
-from fastckpt.plan.boxes import row_major
+from fastckpt.plan.boxes import CopyRow, blocks_of, row_major, strided_copies
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums, address_of
-from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
 from fastckpt.reading.verified import OVERWRITTEN, Body
 from fastckpt.state.targets import note_overwritten, takes_bytes
 from fastckpt.storage.file_system import Storage, naming, reported

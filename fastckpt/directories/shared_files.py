@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from fastckpt.engine.scattered_writes import Elements, Scatterer, number_of
-from fastckpt.engine.staging import combine_crcs
+from fastckpt.engine.staging import Elements, Scatterer, combine_crcs, number_of
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import safetensors
 from fastckpt.formats.file_list import File

@@ -21,7 +21,7 @@ from fastckpt.engine.devices import Devices
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import torch_pickle, torch_zip
-from fastckpt.formats.record_division import arrange, nbytes_of
+from fastckpt.formats.torch_zip import arrange, nbytes_of
 from fastckpt.plan.image import Image
 from fastckpt.plan.rank_intervals import Checksums, Part, bounds
 from fastckpt.ranks.per_group import GroupMemo

@@ -7,14 +7,46 @@ each rank writes its shards, and nothing is gathered. It must not know how they 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed.checkpoint as torch_dcp
 
 from fastckpt.directories.draft import Draft
-from fastckpt.integrations.calls import replaced
+
+# ---- Functions of a framework that write files, replaced for the calls of one thread. Responsible
+# for a replacement that ends with a block and that other threads never see.
+
+_lock = threading.RLock()  # two blocks that overlap would put back what the other had replaced
+
+
+@contextmanager
+def replaced(module: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """Replaces module.name for the calls of this thread while the body runs.
+
+    Frameworks have no other place to say who writes a file.
+
+    Args:
+        module, name: the function to replace.
+        by: called with the function that it replaces, then the arguments of the call.
+    """
+    caller = threading.get_ident()
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != caller:
+            return original(*args, **kwargs)
+        return by(original, *args, **kwargs)
+
+    with _lock:
+        original = getattr(module, name)
+        setattr(module, name, call)
+        try:
+            yield
+        finally:
+            setattr(module, name, original)
+
 
 SHARDED = "SHARDED_STATE_DICT"
 

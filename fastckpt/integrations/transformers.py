@@ -34,7 +34,7 @@ from fastckpt.directories.shelf import committed_first, numbered, retain
 from fastckpt.directories.verify import newest_whole
 from fastckpt.errors import CheckpointError
 from fastckpt.integrations import _fsdp, require
-from fastckpt.integrations.calls import replaced
+from fastckpt.integrations._fsdp import replaced
 from fastckpt.ranks.per_group import group_of_job
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.handle import InnerHandle

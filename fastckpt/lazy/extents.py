@@ -20,8 +20,7 @@ from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.lazy.source import Rest, Shard, Stored, Wanted
-from fastckpt.plan.boxes import row_major, whole
-from fastckpt.plan.runs import CopyRow, blocks_of, strided_copies
+from fastckpt.plan.boxes import CopyRow, blocks_of, row_major, strided_copies, whole
 from fastckpt.reading.verified import Body
 from fastckpt.state.targets import takes_bytes
 

@@ -17,8 +17,7 @@ from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.landing import Landing
 from fastckpt.engine.save_stats import SaveStats
-from fastckpt.engine.scattered_writes import Scatterer
-from fastckpt.engine.staging import Allowance, Route
+from fastckpt.engine.staging import Allowance, Route, Scatterer
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import StorageError
 from fastckpt.plan.image import PAGE_BYTES, PORTION_BYTES, Image

@@ -29,9 +29,8 @@ from fastckpt.latch import SERVER_S, Latch, items_of, start_thread, taken, withi
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.signal_handlers import DeferredErrors
 from fastckpt.saving.copy_completion import CopyCompletion
-from fastckpt.saving.ctrl_c import any_hangs, wait_at_exit
+from fastckpt.saving.ctrl_c import any_hangs, fail_exit, tell_lost, tell_lost_in_child, wait_at_exit
 from fastckpt.saving.handle import InnerHandle
-from fastckpt.saving.lost import fail_exit, tell_lost, tell_lost_in_child
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.watch import InFlight, Watch, drained
 from fastckpt.storage import calls

@@ -15,9 +15,8 @@ from fastckpt.arguments.names import listed
 from fastckpt.formats.partial_objects import notes_in
 from fastckpt.formats.value_names import items_in
 from fastckpt.plan.boxes import Box, shard_box, whole
-from fastckpt.state.dtensors import dtensor_part, local_of, part_kind
+from fastckpt.state.dtensors import PARTS, SPREAD, Spread, dtensor_part, local_of, part_kind
 from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded
-from fastckpt.state.spread import PARTS, SPREAD, Spread
 from fastckpt.state.targets import Place, Target
 from fastckpt.state.tree import (
     ATOMS,

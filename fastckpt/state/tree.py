@@ -17,15 +17,23 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import safetensors
-from fastckpt.formats.record_division import SMALL_BYTES, SMALL_SUM_BYTES_MAX
 from fastckpt.formats.strict_json import check_text, check_texts
 from fastckpt.formats.torch_pickle import Pickled, pickles
+from fastckpt.formats.torch_zip import SMALL_BYTES, SMALL_SUM_BYTES_MAX
 from fastckpt.formats.value_names import below, items_in, joined
 from fastckpt.plan.boxes import Box, whole
-from fastckpt.state.dtensors import Part, Parts, wraps_others
+from fastckpt.state.dtensors import (
+    PARTS,
+    SPREAD,
+    Part,
+    Parts,
+    Spread,
+    shape_of,
+    spread_of,
+    wraps_others,
+)
 from fastckpt.state.identity import NO_MEMORY, memory_of
 from fastckpt.state.kinds import PLAIN_TENSORS, is_of_several_ranks, is_sharded
-from fastckpt.state.spread import PARTS, SPREAD, Spread, shape_of, spread_of
 
 TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})

@@ -18,16 +18,15 @@ import torch
 from fastckpt.arguments.names import listed
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
-from fastckpt.engine.gds_read_stream import whole_blocks
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError, ensure
 from fastckpt.formats import partial_objects, safetensors
 from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_hold
 from fastckpt.formats.shard_index import Piece, ShardIndex
-from fastckpt.plan.boxes import Box, copies, covers, intersect, span, whole
+from fastckpt.plan.boxes import Box, CopyRow, blocks_of, copies, covers, intersect, span, whole
 from fastckpt.plan.image import address_of
-from fastckpt.plan.runs import CopyRow, blocks_of
+from fastckpt.reading.verified import whole_blocks
 from fastckpt.state.fit import refused
 from fastckpt.state.targets import (
     Place,

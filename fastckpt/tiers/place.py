@@ -25,7 +25,7 @@ from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.saving.plan import Output, Place
 from fastckpt.saving.spares import Landing, Spares
 from fastckpt.steps.options import StepOptions
-from fastckpt.steps.place import StepPlace
+from fastckpt.steps.plan import StepPlace
 from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.tiers.local_tier import SLOW_S, LocalTier

@@ -45,7 +45,7 @@ from megatron_cpu import on_cpu
 from fastckpt.integrations import megatron
 from fastckpt.integrations.megatron import load
 from fastckpt.integrations.megatron import optimizer as optimizers
-from fastckpt.integrations.megatron.state import chunks, content_metadata, model_state
+from fastckpt.integrations.megatron.save import chunks, content_metadata, model_state
 from fastckpt.saving import pipeline
 
 SIZES = (

@@ -29,7 +29,7 @@ from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_s
 
 from fastckpt.integrations import megatron
 from fastckpt.integrations.megatron import load, save, strategies
-from fastckpt.integrations.megatron.state import rng_objects, rng_state
+from fastckpt.integrations.megatron.save import rng_objects, rng_state
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Member
 from tests.doubles import file_size_limit

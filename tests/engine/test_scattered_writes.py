@@ -25,8 +25,7 @@ from hypothesis import strategies as st
 
 from fastckpt import _engine
 from fastckpt.directories.shared_files import crc_of_zeros
-from fastckpt.engine.scattered_writes import Elements, Scatterer, number_of
-from fastckpt.engine.staging import combine_crcs
+from fastckpt.engine.staging import Elements, Scatterer, combine_crcs, number_of
 from fastckpt.plan.boxes import Box, copies
 from fastckpt.plan.image import address_of
 from tests.engine.test_engine import PAGE, relaxed

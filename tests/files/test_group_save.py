@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, RanksDisagree, StorageError
-from fastckpt.formats import record_division, torch_pickle, torch_zip
+from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Opening, Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, Told, attempt
@@ -294,11 +294,11 @@ def many_tensors(rank: int) -> Any:
 
 def save_many(member: Member, path: Path) -> Outcome:
     """Ten thousand shared tensors without 10 GB: they count as big here."""
-    small_bytes, record_division.SMALL_BYTES = record_division.SMALL_BYTES, 64
+    small_bytes, torch_zip.SMALL_BYTES = torch_zip.SMALL_BYTES, 64
     try:
         return save(member, path, many_tensors)
     finally:
-        record_division.SMALL_BYTES = small_bytes
+        torch_zip.SMALL_BYTES = small_bytes
 
 
 def exotic() -> Any:

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 import fastckpt
 from fastckpt import errors
 from fastckpt.engine.gds import BLOCKS
-from fastckpt.engine.gds_read_stream import GdsReadStream, whole_blocks
 from fastckpt.formats import zip_records
 from fastckpt.formats.zip_records import Directory
+from fastckpt.plan.boxes import blocks_of
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
-from fastckpt.plan.runs import blocks_of
 from fastckpt.reading import verified
+from fastckpt.reading.verified import GdsReadStream, whole_blocks
 from fastckpt.saving import pipeline
 from tests.accelerator import KIND, Runtime, installed
 from tests.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub

@@ -23,7 +23,7 @@ from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.integrations import megatron
 from fastckpt.integrations.megatron import flag_support
 from fastckpt.integrations.megatron.flag_support import FLAGS, FlagSupport
-from fastckpt.integrations.megatron.state import chunks
+from fastckpt.integrations.megatron.save import chunks
 from fastckpt.integrations.megatron.strategies import stored_common, stored_metadata
 from tests.crews import megatron_training as training
 from tests.crews.group_crew import Crew, Nursery

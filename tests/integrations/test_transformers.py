@@ -49,7 +49,7 @@ from fastckpt.directories import shelf
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint, StorageError
-from fastckpt.integrations.calls import replaced
+from fastckpt.integrations._fsdp import replaced
 from fastckpt.integrations.transformers import AsyncTrainer, _rotate
 from fastckpt.saving.pipeline import Pipeline
 from tests.doubles import Delay, Recorder, process_on

@@ -23,14 +23,14 @@ from hypothesis import strategies as st
 
 from fastckpt.errors import RanksDisagree
 from fastckpt.formats import torch_zip
-from fastckpt.formats.record_division import (
+from fastckpt.formats.torch_pickle import Capture
+from fastckpt.formats.torch_zip import (
     SMALL_BYTES,
     SMALL_SUM_BYTES_MAX,
     RecordDivision,
     arrange,
     nbytes_of,
 )
-from fastckpt.formats.torch_pickle import Capture
 from fastckpt.plan.image import address_of
 from fastckpt.ranks import same_state
 from fastckpt.ranks.coordinator import Coordinator

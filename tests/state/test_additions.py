@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.plan.boxes import Box
-from fastckpt.state.spread import SPREAD, spread_of
+from fastckpt.state.dtensors import SPREAD, spread_of
 from fastckpt.state.template import Template
 from fastckpt.state.tree import TENSOR, OwnValues, flatten
 from tests.crews.optimizer_bodies import Codes, Wrapped

@@ -25,7 +25,7 @@ from fastckpt.arguments.checks import check_path
 from fastckpt.directories import iterations
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.optimizer import SHARDING
-from fastckpt.integrations.megatron.state import (
+from fastckpt.integrations.megatron.save import (
     OWN_RNG,
     RNG,
     chunks,

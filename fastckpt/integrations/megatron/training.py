@@ -24,9 +24,8 @@ from fastckpt.integrations import require
 from fastckpt.integrations.megatron import flag_support
 from fastckpt.integrations.megatron.load import LoadRequest, Restored, restore
 from fastckpt.integrations.megatron.reports import Reports
-from fastckpt.integrations.megatron.save import save_checkpoint
+from fastckpt.integrations.megatron.save import chunks, refuse_modelopt, save_checkpoint
 from fastckpt.integrations.megatron.saves import Saves
-from fastckpt.integrations.megatron.state import chunks, refuse_modelopt
 from fastckpt.saving.handle import InnerHandle
 
 log = logging.getLogger("fastckpt")
