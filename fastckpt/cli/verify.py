@@ -1,6 +1,6 @@
 """`fastckpt verify`: reads every byte of files and steps and compares checksums.
 
-The module finds out what a path holds and says what is damaged. It unpickles nothing.
+The module says what is damaged. It must not know any kind of checkpoint.
 """
 
 from __future__ import annotations
