@@ -94,7 +94,6 @@ def path_argument(text: str, check: Callable[[str, str], str] = path_of) -> str:
 def status_of(path: str, *, link: bool = False) -> os.stat_result | None:
     """Returns what lies at a path, if that can be told; `link` is as Storage.status()'s."""
     from fastckpt.saving import pipeline  # which imports torch
-    from fastckpt.storage.file_system import known_status
 
     return known_status(pipeline.current().storage, path, link=link)
 
