@@ -568,14 +568,19 @@ def _at_exit() -> None:
     _exited = True
     if (pipeline := _current) is None:
         return
+    try:
+        _end(pipeline)
+    except BaseException:  # Ctrl-C was pressed meanwhile, or what was given up now hangs
+        pipeline.staging.abandon()
+        raise
+
+
+def _end(pipeline: Pipeline) -> None:
     if any_hangs(pipeline.in_flight()):  # which has been told
         pipeline.staging.abandon()
         return
     try:
         wait_at_exit(pipeline.in_flight(), pipeline.drain, _STILL_S)
-    except BaseException:  # Ctrl-C was pressed as a save ended, or what was given up now hangs
-        pipeline.staging.abandon()
-        raise
     finally:
         tell_lost(pipeline.unreported())
     for call in when_drained:

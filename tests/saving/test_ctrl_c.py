@@ -475,6 +475,25 @@ with fastckpt.Checkpointer(root, durable=False) as checkpointer:
         checkpointer.save(step, {"w": torch.full((9,), 2.0)}).result()""",
 }
 FAILED = ("terminate called", "Fatal Python error", "core dumped")
+PRESSED_AT_EXIT = """
+import atexit, sys
+atexit.register(lambda: print("abandoned:", pipeline.current().staging._abandoned))
+import torch, fastckpt
+from fastckpt.saving import pipeline
+
+def press(*_):
+    raise KeyboardInterrupt
+
+pipeline.wait_at_exit = pipeline.any_hangs = press
+fastckpt.save({"w": torch.ones(2 << 20)}, sys.argv[1], drain_rate=2e6)"""
+
+
+def test_a_press_at_every_wait_as_the_process_ends(folder: Path) -> None:
+    """Its threads are left to the kernel: their destructors would end the process by SIGABRT."""
+    ended = run_python(PRESSED_AT_EXIT, folder / "a.pt")
+    assert "abandoned: True" in ended.stdout, ended
+    assert ended.returncode in (0, 1, -signal.SIGINT), ended
+    fastckpt.save({"w": torch.ones(9)}, folder / "a.pt").result(LIMIT_S)  # removes what is left
 
 
 @pytest.mark.torture
