@@ -1,5 +1,5 @@
 // The part of the extension module for cuFile and checksums on devices. It converts arguments and
-// releases the GIL around all waits; it must not know what failures mean.
+// releases the GIL around all waits.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

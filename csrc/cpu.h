@@ -1,5 +1,4 @@
-// What the CPU offers to the kernels of a function, and the choice between them. It must not know
-// what kernels compute.
+// What the CPU offers to the kernels of a function, and the choice between them.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 // Mutexes that say what they protect. clang checks it (-Wthread-safety, by `make check` where it is
 // installed): what is GUARDED_BY a mutex is touched by who holds it, what REQUIRES one is called by
-// who does. Other compilers see std::mutex. It must not know what is protected.
+// who does. Other compilers see std::mutex.
 #pragma once
 
 #include <mutex>

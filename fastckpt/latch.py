@@ -7,8 +7,7 @@ and deques, which are atomic, and waits on a lock that nobody else waits on. C l
 statements are safe (up to Python 3.13 no handler runs between taking one and the body); they guard
 caches only. A handler that raises inside a log call can leave a lock of `logging` taken, and a save
 that logs then waits: what is logged about Ctrl-C, which may be pressed again, is logged on another
-thread; calls of the program's own are not ours to mend. The module must not know what is waited
-for.
+thread; calls of the program's own are not ours to mend.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 // CRC-32 as zip and zlib define it (polynomial 0xEDB88320, bit-reflected, inverted before and
-// after), alone or fused with a copy, by the fastest kernel that the CPU offers. It must not know
-// tensors, zip records, threads or files.
+// after), alone or fused with a copy, by the fastest kernel that the CPU offers.
 #pragma once
 
 #include <cstddef>

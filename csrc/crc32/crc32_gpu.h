@@ -1,5 +1,5 @@
 // CRC-32 of ranges of device memory, computed on the device: loads and launches the kernel of
-// crc32_kernel.h and makes CRCs, as crc32.h's, of its words. It must not know what the ranges hold.
+// crc32_kernel.h and makes CRCs, as crc32.h's, of its words.
 #pragma once
 
 #include <cstddef>

@@ -2,7 +2,7 @@
 
     python csrc/crc32/crc32_kernel.py libnvrtc.so.12
 
-It must not know what the kernel computes. NVRTC comes with a CUDA toolkit, or alone as
+NVRTC comes with a CUDA toolkit, or alone as
 nvidia-cuda-nvrtc-cu12.
 """
 

@@ -1,5 +1,4 @@
 // Arithmetic modulo the polynomial of CRC-32, by which checksums are shifted, at compile time too.
-// It must not know how bytes are read.
 //
 // Polynomials over GF(2) are held bit-reflected throughout: the most significant bit of a 32-bit
 // value is the coefficient of x^0. A "state" is the CRC register itself, without the inversions

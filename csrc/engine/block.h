@@ -1,5 +1,4 @@
-// A block on its way through a job, and the batch that it is staged in. They must not know who
-// fills them, or where they go.
+// A block on its way through a job, and the batch that it is staged in.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // The CRC-32 of each block of an image, and of each segment that has slots, which it writes into
-// these. It must not know how bytes are copied, or locks: pieces are added by the stager that has
-// their block, and blocks are sealed in file order by one thread at a time.
+// these. Pieces are added by the stager that has their block, and blocks are sealed in file order
+// by one thread at a time.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // What a job stages: where in memory the bytes of an image lie, and what becomes of them on the
-// way. It must not know how they are copied, or where they are written.
+// way.
 #pragma once
 
 #include <algorithm>

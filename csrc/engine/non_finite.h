@@ -1,5 +1,5 @@
 // Counts floating-point numbers that are infinite or not a number, by their bits. It knows bytes
-// and bit masks; it must not know which numbers they are, or whose.
+// and bit masks.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // Writes blocks whose bytes belong to many places of a file: converts them to the file's dtypes,
 // gathers what is adjacent there, and writes it, checksummed, without Python. It knows bytes,
-// offsets and dtypes; it must not know tensors, nor who else writes to the file.
+// offsets and dtypes.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // Fills a job's blocks with the bytes of an image, and checksums them: from the host's memory,
 // converted if need be; from devices, by copies that are queued and arrive later; or within a
-// device (GDS). It must not know when blocks are written, or where.
+// device (GDS).
 #pragma once
 
 #include <cstddef>

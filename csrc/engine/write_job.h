@@ -1,6 +1,5 @@
 // An image, or an interval of one, on its way to a file: which blocks wait, are staged or are being
-// written, and what that may cost in memory and in tokens. It must not know how blocks are filled,
-// nor what a sink does with them.
+// written, and what that may cost in memory and in tokens.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,5 @@
 // Blocks of device memory, and the sink that moves them to and from a file by cuFile, or through
-// the host's memory if cuFile refuses: a refusal costs time and never an op. It must not know what
-// the blocks hold, which op comes next, or when a block's contents are complete.
+// the host's memory if cuFile refuses: a refusal costs time and never an op.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
 // Items taken apart into byte planes, and put together again: plane p has byte p of each item, the
-// lowest first. It must not know what the items mean, nor how planes are compressed.
+// lowest first.
 #pragma once
 
 #include <cstddef>

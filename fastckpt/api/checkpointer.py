@@ -1,6 +1,6 @@
 """Checkpointer: the steps of a training run under one directory, saved and restored by all ranks.
 
-It puts saves and restores together of their parts, and must not know how a step is written or read.
+It puts saves and restores together of their parts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""fastckpt.save, load and prepare: their signatures, and the calls that they leave to torch.
-
-The module must not know how a save or a load is done.
-"""
+"""fastckpt.save, load and prepare: their signatures, and the calls that they leave to torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks of callers' arguments: choices with their types, numbers, sizes and paths.
 
 Each function takes an argument's name and value, and raises TypeError or ValueError with the name,
-the value and what was expected. It must not know what the argument is used for.
+the value and what was expected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The environment variables that are read: the user's staging budget, a launcher's ranks, and what
 an object store's client would read itself.
 
-No other module reads any. It must not know what is done with their values.
+No other module reads any.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Names in messages: a few of many, and those that are like a missing one.
 
-It compares texts, and must not know what they name.
+It compares texts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Options for writing checkpoints: the arguments that fastckpt.save, Checkpointer and the DCP
 writer have in common, checked once and never changed.
-
-The module must not know how any of it is done.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """URLs of object stores as arguments: the absolute paths that stand for them in this process, and
-their options. It must not know what makes use of them.
+their options.
 
 A URL such as s3://bucket/run becomes "/s3:/bucket/run", a path that no file system has, so that
 whatever joins and divides paths goes on as ever; errors.as_url() tells the URL again. Other options

@@ -1,7 +1,4 @@
-"""The command line: `fastckpt ls`, `inspect`, `diff`, `convert`, `verify`, `repair` and others.
-
-The module must not know how any of them does its work.
-"""
+"""The command line: `fastckpt ls`, `inspect`, `diff`, `convert`, `verify`, `repair` and others."""
 
 from __future__ import annotations
 

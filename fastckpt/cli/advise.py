@@ -1,7 +1,7 @@
 """`fastckpt advise`: predicts what checkpoints of a job cost, and how often to take one.
 
 Each formula names its source; docs/scale.md compares predictions with published measurements. The
-module imports what imports torch only when it is asked, and must not know files.
+module imports what imports torch only when it is asked.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`fastckpt convert`: copies the tensors of a checkpoint into another format, in bounded memory.
 
-The module chooses names, and the files that tensors go to. It must not know how a format is read.
+The module chooses names, and the files that tensors go to.
 """
 
 from __future__ import annotations

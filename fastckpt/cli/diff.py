@@ -1,7 +1,4 @@
-"""`fastckpt diff`: compares the tensors of two checkpoints, in parts of bounded size.
-
-The module must not know formats.
-"""
+"""`fastckpt diff`: compares the tensors of two checkpoints, in parts of bounded size."""
 
 from __future__ import annotations
 

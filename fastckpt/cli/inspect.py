@@ -1,7 +1,4 @@
-"""`fastckpt inspect`: lists the tensors of a checkpoint, and reads none of them.
-
-The module must not know formats.
-"""
+"""`fastckpt inspect`: lists the tensors of a checkpoint, and reads none of them."""
 
 from __future__ import annotations
 

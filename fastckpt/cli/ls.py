@@ -1,7 +1,4 @@
-"""`fastckpt ls`: lists the steps of a Checkpointer, and reads none of them.
-
-The module must not know how a step is read.
-"""
+"""`fastckpt ls`: lists the steps of a Checkpointer, and reads none of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """`fastckpt repair`: lists what dead saves left in a directory, and removes it when told to.
 
-The module must not know how a save is made. It never touches a committed step or checkpoint.
+It never touches a committed step or checkpoint.
 """
 
 from __future__ import annotations

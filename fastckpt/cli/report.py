@@ -1,7 +1,4 @@
-"""`fastckpt report`: tells from the log of a root where the time of saves went.
-
-The module must not know how the log is written.
-"""
+"""`fastckpt report`: tells from the log of a root where the time of saves went."""
 
 from __future__ import annotations
 

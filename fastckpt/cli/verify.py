@@ -1,6 +1,6 @@
 """`fastckpt verify`: reads every byte of files and steps and compares checksums.
 
-The module says what is damaged. It must not know any kind of checkpoint.
+The module says what is damaged.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Responsible for the classes that such a pickle may hold, for the one check of what it describes, for
 the checksum behind it, and for finding files that it no longer names. It lies outside of the
-integration because the command line reads the file, too. It must not know how items are stored.
+integration because the command line reads the file, too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""A hidden directory whose files are captured now, to be written later. It must not know how they
-are written or committed.
-"""
+"""A hidden directory whose files are captured now, to be written later."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """export(): a model's tensors as a Hugging Face directory, written by all ranks that hold them.
 
-Responsible for which tensors a state has under which names, and for dividing them among files. It
-must not know how a file is written, or how a directory becomes visible.
+Responsible for which tensors a state has under which names, and for dividing them among files.
 """
 
 from __future__ import annotations

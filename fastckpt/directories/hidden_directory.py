@@ -2,7 +2,7 @@
 that has it.
 
 Responsible for the hidden name, for the one act that gives the directory its own, and for what is
-left under the hidden name. It must not know what the files mean, nor how they are written.
+left under the hidden name.
 """
 
 from __future__ import annotations

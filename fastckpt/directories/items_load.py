@@ -1,8 +1,7 @@
 """The reading of parts of the items of one `.distcp` file: only needed blocks, in file order.
 
 Responsible for finding the elements of a stored tensor, for moving a part of them to memory and, if
-fastckpt wrote the file, for checking every byte and naming what is damaged. It must not know how
-requests come about, nor what becomes of the values.
+fastckpt wrote the file, for checking every byte and naming what is damaged.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A directory in which each rank writes a file with a new name; one file, of whose content this
-module must not know, then says which are valid.
+"""A directory in which each rank writes a file with a new name; one more
+file then says which are valid.
 """
 
 from __future__ import annotations

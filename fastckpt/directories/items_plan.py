@@ -1,5 +1,5 @@
-"""The plan of a directory of items: each rank writes one file with its items; another file, whose
-content this module must not know, commits them.
+"""The plan of a directory of items: each rank writes one file with its items; another file
+commits them.
 """
 
 from __future__ import annotations

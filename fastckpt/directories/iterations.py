@@ -1,7 +1,7 @@
 """Iterations of a run as Megatron lays them out: iter_0001000/ and the tracker that names the last.
 
 Responsible for names, for which iterations are complete, for moving the tracker atomically, and for
-removing old ones. It must not know what is in a checkpoint, nor Megatron.
+removing old ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """save_directory(): saves files in formats of others, visible under one name when all are there.
 
-The caller fills a directory under another name, partly at once and partly in the background. This
-module must not know what the files mean, nor which directories stay.
+The caller fills a directory under another name, partly at once and partly in the background.
 """
 
 from __future__ import annotations

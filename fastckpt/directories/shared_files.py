@@ -1,7 +1,5 @@
 """Safetensors files that several ranks write together, each the elements that it holds: which bytes
 of a file are this rank's, and of which dtype they are there.
-
-The module must not know names of checkpoints, where files become visible, or how ranks talk.
 """
 
 from __future__ import annotations

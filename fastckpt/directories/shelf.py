@@ -1,7 +1,4 @@
-"""Checkpoint directories of a run, by the numbers in their names: which there are, which may go.
-
-It must not know what the files mean, nor how a directory is written.
-"""
+"""Checkpoint directories of a run, by the numbers in their names: which there are, which may go."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """Safetensors files of tensors that are read while they are written, in bounded memory: one file,
-or those of an export. It must not know where the tensors come from.
+or those of an export.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A directory that takes its name when all files are there, by exchange with the one before.
-
-It must not know what the files mean, nor which directories stay.
-"""
+"""A directory that takes its name when all files are there, by exchange with the one before."""
 
 from __future__ import annotations
 

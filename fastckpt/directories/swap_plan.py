@@ -1,6 +1,6 @@
 """The plan of a directory: one rank writes the files that fill() has left to the background, its
 part of those that ranks write together, and a list of these and of those that fill() has written by
-itself. It must not know what files mean.
+itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The check of a checkpoint directory: whether its files are byte by byte what its list says.
 
 Responsible for comparing a directory with its list, and for choosing the newest one that is whole.
-It must not know what the files are, nor how a directory is written.
 """
 
 from __future__ import annotations

@@ -1,3 +1,1 @@
-"""Moves blocks of bytes between memory and open files by the extension's threads. It must not know
-formats, names or commits.
-"""
+"""Moves blocks of bytes between memory and open files by the extension's threads."""

@@ -1,6 +1,5 @@
 """Blocks of one file that the ranks of a group read in turn and broadcast to all: each reads only
-its share from storage, and all end together when one cannot go on. It must not know what the file
-holds.
+its share from storage, and all end together when one cannot go on.
 """
 
 from __future__ import annotations

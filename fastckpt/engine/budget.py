@@ -1,7 +1,4 @@
-"""The staging memory that a process may take: as set by the user, else a share of the free memory.
-
-This module must not know what the memory is used for.
-"""
+"""The staging memory that a process may take: what the user has set, or a share of what is free."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A compressed file has one frame for each block, padded to whole pages by a skippable frame of zstd,
 in block order from offset 0. With the codec "zstd", a frame is one of zstd's, with its content
-size, and `zstd -d` gives the uncompressed file back; "planes" is in engine/planes.py. This module
-must not know what blocks contain, or their checksums.
+size, and `zstd -d` gives the uncompressed file back; "planes" is in engine/planes.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The GPUs of one process: the CUDA driver, a queue of copies for each device, and which memory a
-save reads from them, in which order with other work. It must not know images, files or commits.
+save reads from them, in which order with other work.
 """
 
 from __future__ import annotations

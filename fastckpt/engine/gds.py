@@ -1,6 +1,5 @@
 """GPUDirect Storage: cuFile's library, the registered blocks, and the choice, with its reason,
-whether bytes go between a GPU and a file by cuFile or through the host. It must not know images or
-commits.
+whether bytes go between a GPU and a file by cuFile or through the host.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Landing: a file in memory that an image is staged in, each block where it belongs in the file.
 
-The file has all of its pages already: new ones cost several times what the copy does. The module
-must not know whose file it was, nor what becomes of it.
+The file has all of its pages already: new ones cost several times what the copy does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Streams give the bytes of one file in blocks, each verified before the call succeeds: their
-protocol, their faults, and the stream that the engine makes. It must not know formats, nor what a
-caller is told about a fault.
+protocol, their faults, and the stream that the engine makes.
 """
 
 from __future__ import annotations

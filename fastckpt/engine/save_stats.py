@@ -1,6 +1,4 @@
-"""SaveStats: what a save has done by when, on this rank and on the others. The module must not know
-how a save is done.
-"""
+"""SaveStats: what a save has done by when, on this rank and on the others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The engine with one backend, block size and queue depth, to be timed on a file by itself.
-
-The module must not know which of these are fast, or what saves and loads choose.
-"""
+"""The engine with one backend, block size and queue depth, to be timed on a file by itself."""
 
 from __future__ import annotations
 

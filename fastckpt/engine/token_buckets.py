@@ -1,5 +1,5 @@
 """The token buckets of one process, which limit the rate of writing. All saves of an owner share
-one. This module must not know what is written, nor where a rate comes from.
+one.
 """
 
 from __future__ import annotations

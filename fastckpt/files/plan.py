@@ -1,7 +1,7 @@
 """The plan of a file: one rank writes all of it, or its interval of the image that ranks share.
 
 Responsible for laying out and dividing the object, for what ranks compare of it, and for the bytes
-that depend on the checksums of all. It must not know how a block moves or how ranks talk.
+that depend on the checksums of all.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The begin of a save to one file: by this library, or by torch.save itself where only that can
-write what is asked for. It must not know how a save goes on.
+write what is asked for.
 """
 
 from __future__ import annotations

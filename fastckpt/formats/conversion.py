@@ -1,7 +1,4 @@
-"""The conversion of numbers to another dtype, and whether that can hold them.
-
-The module must not know where the numbers come from, nor what becomes of them.
-"""
+"""The conversion of numbers to another dtype, and whether that can hold them."""
 
 from __future__ import annotations
 

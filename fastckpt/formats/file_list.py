@@ -1,7 +1,6 @@
 """The list of a checkpoint directory's files, which is a file of that directory itself.
 
-Responsible for the bytes of `fastckpt.json` (docs/format.md). It must not know what the files are,
-how they are written, or who reads them.
+Responsible for the bytes of `fastckpt.json` (docs/format.md).
 """
 
 from __future__ import annotations

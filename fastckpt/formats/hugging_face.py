@@ -1,7 +1,5 @@
 """A Hugging Face directory: the names of its safetensors files, which tensor is in which, the index
 that says so, and the dtype in the model's config.json.
-
-It must not know the bytes of safetensors files, where tensors come from, or how files are written.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What torch zips and `.distcp` files have in common: an image in which headers and others' memory
-take turns, and a tail of checksums that ends in a line of its own. It must not know what they say.
+take turns, and a tail of checksums that ends in a line of its own.
 """
 
 from __future__ import annotations

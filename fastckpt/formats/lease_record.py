@@ -1,6 +1,6 @@
 """The record of which job saves to a root: the content of `lease.json` (docs/format.md).
 
-Responsible for its bytes. The module must not know who reads it, nor what follows from it.
+Responsible for its bytes.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Responsible for a reader that has notes in the place of what torch refuses. It asks torch itself
 which classes and functions are allowed, and makes objects by these alone, and NumPy's arrays by
-`safe_numpy`; torch reads storages. The module must not know what the objects are for, nor which of
-them somebody asks for.
+`safe_numpy`; torch reads storages.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Responsible for the opcodes that picklers of protocol 2 and later write, and for
 takes at most some hundred times the memory of its bytes, whatever they claim. (For Python's own
 reader, a few dozen bytes may cost gigabytes or hours: it allocates what a length or a memo's index
 claims, and copies, joins or hashes one value again and again.) Time is bounded, too, but for keys
-that are tuples made to collide, which take the square of their number. It must not know which
-classes a file may hold: the caller tells.
+that are tuples made to collide, which take the square of their number.
 """
 
 from __future__ import annotations

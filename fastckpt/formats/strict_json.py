@@ -1,7 +1,6 @@
 """JSON that may come from a damaged or hostile file: decoding it, and checks that formats share.
 
-Responsible for refusing, with a ValueError, what Python's reader lets pass and no format here
-uses. It must not know any format.
+Responsible for refusing, with a ValueError, what Python's reader lets pass and no format here uses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pickling of objects to the records of a torch zip, as torch.save does, tensors by reference.
 
 Responsible for the bytes of data.pkl, for noting which storages and tensors are met, and for
-unpickling verified records. It must not know the bytes of a file.
+unpickling verified records.
 """
 
 from __future__ import annotations

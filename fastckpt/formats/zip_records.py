@@ -1,8 +1,7 @@
 """Zip records as torch writes them: stored, aligned by padding, sizes in a descriptor behind.
 
 Responsible for the structures of the zip format (PKWARE's APPNOTE, sections 4.3 and 4.5). zip64
-fields are there only if a value needs them, since torch's readers compute offsets from that. It
-must not know what the records contain.
+fields are there only if a value needs them, since torch's readers compute offsets from that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Frameworks that save through fastckpt, one module for each; this one imports none of them.
 
-Responsible for refusing versions of a framework that a module was not made for. It must not know
-what the modules do, nor be known to the core.
+Responsible for refusing versions of a framework that a module was not made for.
 """
 
 from __future__ import annotations

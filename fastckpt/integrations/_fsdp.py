@@ -1,7 +1,7 @@
 """Sharded states of FSDP as Accelerate saves them: directories of torch.distributed.checkpoint.
 
 Responsible for leading Accelerate's own save of these, which decides what they hold, into a draft:
-each rank writes its shards, and nothing is gathered. It must not know how they are planned.
+each rank writes its shards, and nothing is gathered.
 """
 
 from __future__ import annotations

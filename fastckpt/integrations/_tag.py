@@ -1,6 +1,4 @@
-"""A tag: files of all ranks that take their names together, and the file that names the latest. It
-must not know whose files they are.
-"""
+"""A tag: files of all ranks that take their names together, and the file that names the latest."""
 
 from __future__ import annotations
 

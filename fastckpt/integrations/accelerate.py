@@ -6,7 +6,6 @@
 
 Responsible for leading an Accelerator's own save, which decides what a checkpoint holds, into a
 draft, and for verifying before its own load. Stock accelerator.load_state() reads the directories.
-It must not know how a directory is written or committed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeepSpeed's checkpoints, written in the background; `latest` moves when all files are durable.
 
 Responsible for DeepSpeed's CheckpointEngine protocol, and for knowing where a checkpoint begins and
-ends. It must not know what DeepSpeed puts into a file, nor how the files of all ranks commit.
+ends.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     config.checkpoint = FastckptCheckpointer.Config(enable=True, interval=500)  # of a Trainer
 
 Responsible for torchtitan's contract of a checkpoint manager and for the policies of its config:
-when it saves what, and where it loads from. It must not know how a step or an export is written.
+when it saves what, and where it loads from.
 """
 
 from __future__ import annotations

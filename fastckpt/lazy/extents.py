@@ -1,7 +1,6 @@
 """Tensors whose elements lie in files at known places: read by rows, verified where blocks are.
 
-Responsible for turning parts of tensors into rows of files. It must not know how the places were
-found.
+Responsible for turning parts of tensors into rows of files.
 """
 
 from __future__ import annotations

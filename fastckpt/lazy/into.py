@@ -1,7 +1,7 @@
 """The tensors of any checkpoint, read into those of a state that exists.
 
 Responsible for finding which stored tensor goes into which, by their names, and for reading no more
-than the state holds of each. It must not know formats or files.
+than the state holds of each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A directory of torch.distributed.checkpoint or Megatron, opened for random access.
-
-It must not know how a file stores its items.
-"""
+"""A directory of torch.distributed.checkpoint or Megatron, opened for random access."""
 
 from __future__ import annotations
 

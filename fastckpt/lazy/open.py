@@ -1,7 +1,4 @@
-"""fastckpt.open: what a path holds, found by what lies there rather than by its name.
-
-It must not know any kind of checkpoint.
-"""
+"""fastckpt.open: what a path holds, found by what lies there rather than by its name."""
 
 from __future__ import annotations
 

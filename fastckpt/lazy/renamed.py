@@ -1,4 +1,4 @@
-"""A Source whose tensors have other names. It must not know which of them are asked for."""
+"""A Source whose tensors have other names."""
 
 from __future__ import annotations
 

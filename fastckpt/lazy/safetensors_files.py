@@ -1,7 +1,4 @@
-"""Safetensors files, opened for random access: one alone, or those of a Hugging Face directory.
-
-It must not know how bytes are read.
-"""
+"""Safetensors files, opened for random access: one alone, or those of a Hugging Face directory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What random access needs of a format: the tensors that are there, and parts of them read.
-
-It must not know any format.
-"""
+"""What random access needs of a format: the tensors that are there, and parts of them read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A committed step, opened for random access.
-
-It must not know which step is chosen, nor how its files are read.
-"""
+"""A committed step, opened for random access."""
 
 from __future__ import annotations
 

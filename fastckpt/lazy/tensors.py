@@ -1,7 +1,4 @@
-"""LazyTensors and LazyTensor: a checkpoint's tensors by name, which are read when they are indexed.
-
-It must not know formats or files.
-"""
+"""LazyTensors and LazyTensor: a checkpoint's tensors by name, read when they are indexed."""
 
 from __future__ import annotations
 

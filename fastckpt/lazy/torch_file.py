@@ -1,7 +1,4 @@
-"""A torch zip, opened for random access: the tensors of its pickle, and where their records lie.
-
-It must not know how bytes are read, nor what the pickle's opcodes mean.
-"""
+"""A torch zip, opened for random access: the tensors of its pickle, and where their records lie."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The tensors that the pickle of a torch zip names, found without running anything that it names.
 
 Responsible for what torch's pickler writes for a tensor. Objects of other classes are passed over,
-and counted, so that a file with a user's objects can be opened, too. It must not know files.
+and counted, so that a file with a user's objects can be opened, too.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rectangles of row-major tensors: which pieces a rank writes, and which bytes a load moves where.
 
 Responsible for splitting, intersecting and covering, with the same result on every rank, so that
-ranks agree without a word. It must not know torch, files, formats, or how ranks reach each other.
+ranks agree without a word.
 """
 
 from __future__ import annotations

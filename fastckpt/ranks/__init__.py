@@ -1,1 +1,1 @@
-"""All that ranks of a job tell each other. It must not know files or tensors."""
+"""All that ranks of a job tell each other."""

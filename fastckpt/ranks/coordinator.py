@@ -1,8 +1,7 @@
 """Agreement between the ranks of one group, over a c10d store, or of one process with itself.
 
 Responsible for the connection to the store, for beginning rounds and for freeing their keys. It
-must not know what is agreed on, and never touches a process group or the training thread's
-connection to the store.
+never touches a process group or the training thread's connection to the store.
 """
 
 from __future__ import annotations

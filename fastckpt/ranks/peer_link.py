@@ -1,8 +1,7 @@
 """PeerLink and Listener: connections between ranks of one job, over which files are sent.
 
 Who connects proves by HMAC that it knows the job's secret, and so does who listens; a stranger gets
-no byte. Messages are small JSON; files go from page cache to page cache. The module must not know
-what is asked for, nor what a file holds.
+no byte. Messages are small JSON; files go from page cache to page cache.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The things that a process shares with the ranks of a group, from one save to the next.
 
-Responsible for one connection to the store for each group. It must not know what is saved.
+Responsible for one connection to the store for each group.
 """
 
 from __future__ import annotations

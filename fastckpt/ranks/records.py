@@ -1,5 +1,5 @@
 """Records of a Round that are more than one: those too large for the store, in parts, those of
-several things of a kind, and the comparison of a digest. It must not know what a record says.
+several things of a kind, and the comparison of a digest.
 """
 
 from __future__ import annotations

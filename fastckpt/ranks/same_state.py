@@ -1,7 +1,7 @@
 """The comparison of states that all ranks should hold alike: structure, and samples of contents.
 
 Responsible for the description of one rank's state, and for finding the tensor and the ranks where
-descriptions differ. It must not know what becomes of the save.
+descriptions differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The search for the newest checkpoint that is whole for every rank, by candidates and verdicts.
 
 All ranks try what the first one has listed, in its order, and go on to the next one together where
-any of them met damage. It must not know what a candidate is, or what is read of it.
+any of them met damage.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 was without them.
 
 Responsible for installing handlers, for calling those that were there before, and for putting these
-back. It must not know what a signal stands for.
+back.
 """
 
 from __future__ import annotations

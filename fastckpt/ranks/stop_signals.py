@@ -1,6 +1,6 @@
 """StopSignals: signals that ask a job to stop, told to all of its ranks at the same call.
 
-It puts the handlers and the agreement together, and must not know what a job does before it stops.
+It puts the handlers and the agreement together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A second client of a torch.distributed store, beside the one that the training uses.
 
-Responsible for opening it with every torch that is supported. It must not know what is stored.
+Responsible for opening it with every torch that is supported.
 """
 
 from __future__ import annotations

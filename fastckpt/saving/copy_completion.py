@@ -1,7 +1,6 @@
 """The end of copying: from then on the caller may change the state that a save reads.
 
 Responsible for waiting until everything has been copied, and for telling those who wait for that.
-It must not know what is copied, nor where to.
 """
 
 from __future__ import annotations

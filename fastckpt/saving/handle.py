@@ -1,7 +1,4 @@
-"""SaveHandle, which a caller holds for each save, and InnerHandle, as which the library sees it.
-
-The module must not know how a save is done.
-"""
+"""SaveHandle, which a caller holds for each save, and InnerHandle, as which the library sees it."""
 
 from __future__ import annotations
 

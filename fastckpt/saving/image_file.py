@@ -1,7 +1,5 @@
 """The one way in which an image becomes a file: it is staged, written to a file that has a route
 and room for it, completed by what depends on its checksums, cut to its size and made durable.
-
-It must not know what the image holds, or how its file is named and committed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The verdict on a save with the step fence: whether tensors were copied as they were at save().
 
 Responsible for comparing version counters and samples of memory at a moment that proves this, and
-for naming a tensor that changed. It must not know how tensors are copied.
+for naming a tensor that changed.
 """
 
 from __future__ import annotations

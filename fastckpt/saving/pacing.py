@@ -1,7 +1,7 @@
 """Pacing limits how hard saves lean on shared storage: their rate, their moment, their number.
 
-Responsible for this rank's share of the rate, and for waiting until it may write. It must not know
-what is written, nor where to. Everything here delays writing, never staging.
+Responsible for this rank's share of the rate, and for waiting until it may write. Everything here
+delays writing, never staging.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A Plan says what one rank writes of a save, as Outputs; each kind of save has its own.
 
-Responsible for what Save asks of any of them. It must not know where the files become visible.
+Responsible for what Save asks of any of them.
 """
 
 from __future__ import annotations

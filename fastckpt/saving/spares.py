@@ -1,7 +1,4 @@
-"""Spares: files of removed steps in memory, whose pages are used again for the next ones.
-
-The module must not know which steps are removed, nor when.
-"""
+"""Spares: files of removed steps in memory, whose pages are used again for the next ones."""
 
 from __future__ import annotations
 

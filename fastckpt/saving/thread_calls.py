@@ -3,8 +3,7 @@
 torch counts a change in place when the operation ends, so version counters show all changes before
 a moment only when all calls of that moment have ended. Counters and samples alone would let a save
 commit a tensor that a long operation was changing while it was copied: this is the one way to know,
-and so it is worth its length. The extension reads the frames. The module must not know tensors, nor
-what a save is.
+and so it is worth its length. The extension reads the frames.
 """
 
 from __future__ import annotations

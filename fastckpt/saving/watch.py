@@ -1,5 +1,5 @@
 """The watch over the saves in flight: if a call of the file system never returns, the thread of its
-save is stuck in it, and another thread ends the save. It must not know what ending one takes.
+save is stuck in it, and another thread ends the save.
 """
 
 from __future__ import annotations

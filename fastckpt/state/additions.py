@@ -1,7 +1,4 @@
-"""The tensors that a state lacks and a restore adds: as what was saved, where this job has such.
-
-It must not know files, nor where in a state they go.
-"""
+"""The tensors that a state lacks and a restore adds: as what was saved, where this job has such."""
 
 from __future__ import annotations
 

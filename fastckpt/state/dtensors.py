@@ -1,7 +1,6 @@
 """The parts of DTensors: which one this rank holds, which ranks hold the same, and what is refused.
 
-Responsible for everything that asks a DTensor about its mesh and its placements. It must not know
-where in a state it stands, nor what becomes of it.
+Responsible for everything that asks a DTensor about its mesh and its placements.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The tensors of a state that stored ones go into, in place: which part goes where, and what does
-not fit. It must not know files, nor how the names of the two are matched.
+not fit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The rules for a restore where a state and a checkpoint differ, and the differences it has found.
 
-Responsible also for giving saved values other names. It must not know files or ranks.
+Responsible also for giving saved values other names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The memory of tensors: which of them are the same elements, and which can be copied later.
-
-It must not know where in a state a tensor stands, nor what becomes of it.
-"""
+"""The memory of tensors: which of them are the same elements, and which can be copied later."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """The state of optimizers: what it must have in common with a saved one, and tensors for what an
-optimizer has not made yet. It must not know files or ranks.
+optimizer has not made yet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The targets of a restore: which parts of stored tensors a rank wants, and in which memory.
-
-It must not know files, nor who reads them.
-"""
+"""The targets of a restore: which parts of stored tensors a rank wants, and in which memory."""
 
 from __future__ import annotations
 

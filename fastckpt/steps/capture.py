@@ -1,7 +1,4 @@
-"""The capture of a state before the caller may go on: tensors by reference, all else by value.
-
-The module must not know how a step is written, nor how ranks talk.
-"""
+"""The capture of a state before the caller may go on: tensors by reference, all else by value."""
 
 from __future__ import annotations
 

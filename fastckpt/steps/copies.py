@@ -1,7 +1,7 @@
 """StepCopies: the files of one step, in one directory or in several that hold copies of them.
 
 The module reads a file from the nearest directory that has it, or from the next one if that copy is
-damaged or cannot be read. It must not know what is read of a file, nor why there are copies.
+damaged or cannot be read.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The judgement of step directories without a manifest: is the save surely over?
 
-The module looks at names, owners and locks. It must not know how a directory is made or removed.
+The module looks at names, owners and locks.
 """
 
 from __future__ import annotations

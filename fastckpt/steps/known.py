@@ -1,7 +1,5 @@
 """Known, what a Checkpointer knows of the save behind the name of a step's directory, until another
 save takes the name; and Begun, the files that it has open in a directory that it is writing to.
-
-The module must not know where that comes from, nor what follows from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""StepReader reads a committed step: only the ranges that are needed, every byte verified.
-
-The module must not know which step is chosen, nor what becomes of the values.
-"""
+"""StepReader reads a committed step: only the ranges that are needed, every byte verified."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The log of a root's saves: one line of JSON for each, appended by the first rank.
 
-Responsible for what a line holds, and for reading lines. It must not know how a save is done.
+Responsible for what a line holds, and for reading lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The choice of the step to restore: the newest that is whole on every rank, by common decision.
 
 The module orders the candidates, decides what counts as damage, and tells what was wrong with those
-that were skipped. It must not know what is read of a step.
+that were skipped.
 """
 
 from __future__ import annotations

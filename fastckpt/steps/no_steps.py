@@ -1,7 +1,6 @@
 """Texts about a directory that is not what the caller took it for; its path may be mistyped.
 
-They say what a root without committed steps holds, and what a step is that was given as a root. The
-module must not know who asked for a step.
+They say what a root without committed steps holds, and what a step is that was given as a root.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pins: the file in a step's directory that keeps it from being removed, and removals by number.
 
 A pin is made while the step is held, and looked for while it is locked to be removed, so either it
-is seen or it finds the step gone. The module must not know which steps retention would remove.
+is seen or it finds the step gone.
 """
 
 from __future__ import annotations

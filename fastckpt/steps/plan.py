@@ -1,7 +1,5 @@
 """The plan of a step: each rank writes its shard and the shard's index, the first rank also the
 objects that are in no shard. Their records make up the manifest.
-
-The module must not know the bytes of the formats, how a block moves, or how ranks talk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Retention: the choice of the steps to remove when another one has been committed.
-
-The module must not know how a step is removed, or what it holds.
-"""
+"""Retention: the choice of the steps to remove when another one has been committed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The directories of steps under one root: which are committed, which are begun, which are dead.
 
-The module makes a step's directory, commits it by its manifest, and removes what is surely dead. It
-must not know what the files in a step hold, nor which steps are kept.
+The module makes a step's directory, commits it by its manifest, and removes what is surely dead.
 """
 
 from __future__ import annotations

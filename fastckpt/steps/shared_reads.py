@@ -1,7 +1,5 @@
 """Shared restores of tensors that all ranks hold alike: each rank reads a share from storage and
 broadcasts it to the other GPUs, which is faster than any file system.
-
-The module must not know files, or which step is restored.
 """
 
 from __future__ import annotations

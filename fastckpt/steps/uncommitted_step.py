@@ -1,7 +1,7 @@
 """The directory of one step that is being written, as one rank sees it.
 
 The module makes this rank's files there, and the directory too if this rank sees another file
-system than the first; it removes them if the save fails. It must not know what the files hold.
+system than the first; it removes them if the save fails.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bound: the longest that nothing may get on. It must not know what is waited for."""
+"""Bound: the longest that nothing may get on."""
 
 from __future__ import annotations
 

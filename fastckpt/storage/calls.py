@@ -1,7 +1,6 @@
 """Calls of the file system that are under way, by thread: a server may never answer one, and its
 thread can do nothing about that. Responsible for telling others which call a thread is in and for
-how long, and for what a thread may still do that was given up. It must not know who gives up, or
-why.
+how long, and for what a thread may still do that was given up.
 
 A thread that was given up goes on, if its call returns, as if its process had been killed in that
 call: every further one raises GivenUp, so that nothing is removed, renamed or written any more that

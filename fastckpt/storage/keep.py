@@ -1,7 +1,6 @@
 """The rule of which checkpoints under a directory may go when another one has been committed.
 
-Every retention asks it, and the answer follows from the entries alone. It must not know what a
-checkpoint is, in which order its kind was committed, or how one is removed.
+Every retention asks it, and the answer follows from the entries alone.
 """
 
 from __future__ import annotations

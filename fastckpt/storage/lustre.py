@@ -1,5 +1,5 @@
 """Creates files on Lustre with a layout, without liblustreapi, and tells which of its storage
-targets (OSTs) are full. It must not know which layout is good (storage/lustre_layout.py).
+targets (OSTs) are full.
 
 As liblustreapi does, it opens a file with its creation delayed and sets the layout by an ioctl,
 which says EEXIST if there is a layout already; where the ioctl is not known, by the attribute

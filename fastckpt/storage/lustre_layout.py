@@ -1,7 +1,7 @@
 """The layout of a file on Lustre: over which storage targets (OSTs) its bytes are striped.
 
 This module decides which layout a new file gets, and encodes and parses it as Lustre's header
-`lustre_user.h` (include/uapi/linux/lustre) declares it. It must not know files or system calls.
+`lustre_user.h` (include/uapi/linux/lustre) declares it.
 """
 
 from __future__ import annotations

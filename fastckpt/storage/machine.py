@@ -1,7 +1,4 @@
-"""This machine, its processes and the memory that is left for one, as proc(5) tells of them.
-
-The module must not know what a process does here, nor which files it has made.
-"""
+"""This machine, its processes and the memory that is left for one, as proc(5) tells of them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """Listings of S3 that the client of objects cannot make, by botocore, if it is installed: uploads
-that have not ended, and objects of other programs whose keys are no paths. It must not know what
-objects are for.
+that have not ended, and objects of other programs whose keys are no paths.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Upload: one object, written front to back in parts that are sent at once, several at a time.
 
 Blocks may come in any order. The engine's are sent from where they lie; what Python writes is
-copied. The module must not know what the object is for, or who else writes.
+copied.
 """
 
 from __future__ import annotations

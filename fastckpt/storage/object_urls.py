@@ -1,6 +1,4 @@
-"""The clients of object stores, which the options of their URLs make, and the errors of these. The
-module must not know what objects are for.
-"""
+"""The clients of object stores, which the options of their URLs make, and the errors of these."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 It gives the words of the seam the meaning that lets a commit be atomic where nothing is renamed: an
 upload is there when it is completed, a directory needs none to make it, and a manifest takes its
-name by a put that fails if the name is taken. It must not know formats.
+name by a put that fails if the name is taken.
 """
 
 from __future__ import annotations

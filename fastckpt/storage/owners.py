@@ -1,7 +1,4 @@
-"""Owner: the process that made a temporary, as the temporary's name says.
-
-The module must not know what a temporary holds, nor what becomes of it.
-"""
+"""Owner: the process that made a temporary, as the temporary's name says."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Renames of which it is found out what became of them if the server's answer is lost.
 
-A server may do what it was asked and still give an error: the reply was lost, or came too late. It
-must not know what has the names.
+A server may do what it was asked and still give an error: the reply was lost, or came too late.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Protection against names that others remove meanwhile: a directory is listed again, or a lock
-keeps the file. It must not know what the directory holds.
+keeps the file.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Drain: copies a step of the local tier into the root, verifies it, and commits it there.
 
 Every rank copies its share, all agree, and the first rank publishes the same manifest in the root.
-The module must not know how a step came into the local tier.
 """
 
 from __future__ import annotations

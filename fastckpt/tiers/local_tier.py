@@ -1,7 +1,7 @@
 """LocalTier: the directories on the nodes in front of a root, and the ranks that share each.
 
 The module decides whether the tier can be used and which of its steps the root lacks, and removes
-none that the root has not had. It must not know how a step is written, copied or read.
+none that the root has not had.
 """
 
 from __future__ import annotations

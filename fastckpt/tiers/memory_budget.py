@@ -1,7 +1,7 @@
 """MemoryBudget: how much of a node's memory the steps of a local tier on a tmpfs may take.
 
 The module looks at the file system and at the limits of the machine and the container before
-anything is written there. It must not know which steps may go.
+anything is written there.
 """
 
 from __future__ import annotations

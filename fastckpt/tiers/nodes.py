@@ -1,6 +1,6 @@
 """The nodes of a job: the ranks that share each, and the steps and parts of steps that it holds.
 
-The module also judges what ranks tell of themselves. It must not know how they do so.
+The module also judges what ranks tell of themselves.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """NodePlace: a step becomes visible in the local tier on each node first, then in the root.
 
 Each node has a directory of its own, and all nodes publish the same manifest. If the tier cannot
-take the step, it goes straight to the root. The module must not know how a shard is written, nor
-how a step is drained.
+take the step, it goes straight to the root.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Replicas: the files of a node's ranks in the memory of its neighbours, sent there and fetched.
 
 Whoever receives a file verifies it before it gets its name: against the manifest, which every node
-has published, and the CRC-32 of each block. The module must not know when a step is sent, nor which
-one is restored.
+has published, and the CRC-32 of each block.
 """
 
 from __future__ import annotations

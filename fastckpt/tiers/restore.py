@@ -1,7 +1,6 @@
 """Restores with a local tier: the newest step of both tiers, and its files from the nearer one.
 
-The module first drains steps that some ranks could not read otherwise. It must not know what is
-read of a step, nor how one is drained.
+The module first drains steps that some ranks could not read otherwise.
 """
 
 from __future__ import annotations

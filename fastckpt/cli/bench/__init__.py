@@ -1,7 +1,6 @@
 """`fastckpt bench`: measures fastckpt on this machine and a file system, beside what it replaces.
 
 The module has what all measurements have in common: room, removal, output, exit status.
-It must not know how anything is measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The parts of every `fastckpt bench WHAT`, and the order in which contestants take turns.
-
-The module must not know what any of them measures.
-"""
+"""The parts of every `fastckpt bench WHAT`, and the order in which contestants take turns."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """fio, the usual tester of disks, with the options that make it comparable: O_DIRECT where that
 works, room allocated before, an fsync at the end.
-
-The module must not know what it is compared with.
 """
 
 from __future__ import annotations

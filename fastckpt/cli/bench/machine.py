@@ -1,7 +1,4 @@
-"""The machine that was measured, in words for the JSON, and its page cache.
-
-The module must not know what is measured.
-"""
+"""The machine that was measured, in words for the JSON, and its page cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """PlanExchange of torch.distributed.checkpoint, made by several ranks over the job's store.
 
 Responsible for exchanging local plans for central ones, unless nothing has changed since an earlier
-save. It must not know what is planned for, nor how it is written.
+save.
 """
 
 from __future__ import annotations

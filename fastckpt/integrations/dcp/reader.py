@@ -1,7 +1,7 @@
 """Reading checkpoints of torch.distributed.checkpoint, fastckpt's and torch's: the StorageReader.
 
 Responsible for turning the items of a load plan into reads of files, and for handing their contents
-to the planner. It must not know the bytes of the files.
+to the planner.
 """
 
 from __future__ import annotations

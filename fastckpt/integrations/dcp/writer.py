@@ -1,7 +1,7 @@
 """Writing checkpoints of torch.distributed.checkpoint: the StorageWriter.
 
 Responsible for taking the items of a plan out of a state, and for the order of a commit that DCP
-asks for. It must not know how ranks plan together, nor the bytes of the files.
+asks for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Megatron's checkpoint flags, and what becomes of each under install().
 
 Responsible for the one list of them: training is checked against it before it begins, and the
-documentation and the tests are made from it. It must not know how a checkpoint is saved or loaded.
+documentation and the tests are made from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """load_checkpoint, shaped like Megatron's own.
 
 Responsible for choosing the iteration, the same on all ranks, and for giving model, optimizer and
-schedule what it holds. It must not know how bytes are read.
+schedule what it holds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The state of Megatron's distributed optimizer: saved by bucket, loaded onto any parallelism.
 
 Responsible for the map that is saved with the buckets and says which parameter lies where in them,
-and for loading by it what each rank needs when parallel sizes have changed. It must not know
-iterations, directories' names, or the models beyond their sharded state dicts.
+and for loading by it what each rank needs when parallel sizes have changed.
 """
 
 from __future__ import annotations

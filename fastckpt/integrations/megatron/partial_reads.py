@@ -1,7 +1,6 @@
 """Reads of chosen parts of a DCP directory: boxes of stored chunks, and the bytes of objects.
 
-Responsible for asking a reader for exactly these, without a collective. It must not know what they
-are parts of.
+Responsible for asking a reader for exactly these, without a collective.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Megatron's distributed optimizer keeps the state of many parameters in 1-D buckets. From the pieces
 that were stored in such arrays and the pieces of a parameter here, this module computes the runs of
-elements to copy, for any change of tensor, pipeline and data parallel sizes. It must not know
-files, torch, Megatron or ranks.
+elements to copy, for any change of tensor, pipeline and data parallel sizes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """save_checkpoint, shaped like Megatron's own.
 
-Responsible for what a checkpoint holds. It must not know how bytes are written, nor what happens
-after the commit.
+Responsible for what a checkpoint holds.
 """
 
 from __future__ import annotations

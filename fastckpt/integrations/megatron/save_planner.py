@@ -1,8 +1,8 @@
 """The planner that divides a save among the ranks of a job, for torch's DCP.
 
-Responsible for each element being written once, by a rank that holds it: tensors that data
-parallel replicas hold alike are cut into bands of rows, one for each of them, so that all write as
-many bytes. It must not know files, processes, nor how plans travel between ranks.
+Responsible for each element being written once, by a rank that holds it: tensors that data parallel
+replicas hold alike are cut into bands of rows, one for each of them, so that all write as many
+bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The saves of a run, and what becomes of an iteration after its commit: tracker and retention.
 
-Responsible for what has been begun, and for waiting. It must not know what a checkpoint holds, nor
-how it is written.
+Responsible for what has been begun, and for waiting.
 """
 
 from __future__ import annotations

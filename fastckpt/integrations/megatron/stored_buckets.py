@@ -1,6 +1,6 @@
 """Stored buckets of Megatron's distributed optimizer, and the objects saved beside them.
 
-Responsible for reading ranges of them, in few reads. It must not know optimizers or models.
+Responsible for reading ranges of them, in few reads.
 """
 
 from __future__ import annotations

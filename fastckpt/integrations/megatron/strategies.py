@@ -2,7 +2,7 @@
 
 Responsible for the translation: a sharded state dict to what ranks hold, a save in flight to an
 AsyncRequest, and stored shards back to tensors and objects. The directory is what stock Megatron
-writes and reads. It must not know models, optimizers, iterations or the tracker.
+writes and reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Puts save_checkpoint and load_checkpoint where Megatron's training loop calls its own.
 
-Responsible for the translation of Megatron's arguments. It must not know how a checkpoint is saved
-or loaded.
+Responsible for the translation of Megatron's arguments.
 """
 
 from __future__ import annotations
