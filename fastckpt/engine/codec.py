@@ -159,11 +159,7 @@ def frame_nbytes(stored: bytes, nbytes: int) -> int:
 
 
 def _header(stored: memoryview | bytes, nbytes: int) -> tuple[list[_StoredRun], int]:
-    """Returns the runs of a block of nbytes, and the size of the header.
-
-    Raises:
-        ValueError, struct.error: it is not the header of such a block.
-    """
+    """Returns the runs of a block of nbytes, and the size of the header."""
     magic, count = _HEAD.unpack_from(stored)
     if magic != _MAGIC or count > RUNS_MAX:
         raise ValueError("this is no header")

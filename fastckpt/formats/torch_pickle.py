@@ -112,14 +112,7 @@ def _small_records(disable_byteorder_record: bool, *_told: object) -> tuple[tupl
 
 
 class _Met:
-    """The storages and tensors that a pickler meets.
-
-    Args:
-        observes, readable: as capture()'s.
-
-    Attributes:
-        tensors: the tensors, if they are observed, with their version counters.
-    """
+    """The storages and tensors that a pickler meets."""
 
     def __init__(self, observes: bool, readable: frozenset[str]) -> None:
         self.tensors: list[tuple[torch.Tensor, int]] = []

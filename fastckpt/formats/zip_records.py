@@ -168,11 +168,7 @@ def directory(data: bytes, end: int) -> Directory:
 
 
 def _entries(data: bytes, count: int) -> Directory:
-    """Returns the first records of a directory, at most `count`, and fewer if it has fewer.
-
-    Raises:
-        ValueError: a record is cut.
-    """
+    """Returns the first records of a directory, at most `count`, and fewer if it has fewer."""
     found = Directory([], [], [], [], [])
     names, offsets, sizes, crcs, methods = found
     at = 0

@@ -151,11 +151,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Begins to save a step if the config asks for it; the last one is waited for.
-
-        Raises:
-            CheckpointError: an earlier save failed, or the last one has.
-        """
+        """Begins to save a step if the config asks for it; the last one is waited for."""
         config = self._config
         is_due = last_step or curr_step % config.interval == 0
         is_due = is_due or (curr_step == 1 and config.enable_first_step_checkpoint)
@@ -191,21 +187,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        """Restores a step of the folder, or if it has none what the config names as the beginning.
-
-        Args:
-            step: -1: the newest that is whole.
-
-        Returns:
-            Whether anything was loaded.
-
-        Raises:
-            FileNotFoundError: there is no such step.
-            ValueError: what is to be loaded is no checkpoint, or excluded names are unknown.
-            IncompatibleCheckpoint: it does not fit; a dataloader's state is of other ranks.
-            CheckpointError: it is damaged, cannot be read, or another rank failed; on all ranks but
-                the first also in place of the first two.
-        """
+        """Restores a step of the folder, or if it has none what the config names as the beginning."""
         kind, path, number, model_only = _told_by_first(
             lambda: self._choice(step), self._config.timeout_s
         )
@@ -311,11 +293,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             staging.pass_fence()
 
     def _wait_for_saving(self) -> None:
-        """Waits until the save that was begun last is committed.
-
-        Raises:
-            CheckpointError: it failed.
-        """
+        """Waits until the save that was begun last is committed."""
         if self.save_future is not None:
             saving, self.save_future = self.save_future, None
             saving.result()

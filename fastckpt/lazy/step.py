@@ -102,12 +102,7 @@ _Found: TypeAlias = tuple[tuple[torch.dtype, tuple[int, ...]], Sequence[Shard]]
 
 
 class _Parts:
-    """What the indexes of a step say of its tensors.
-
-    Raises:
-        CorruptCheckpoint: they contradict each other, or an index is damaged.
-        StorageError: an index cannot be read.
-    """
+    """What the indexes of a step say of its tensors."""
 
     def __init__(self, path: str, reader: StepReader) -> None:
         self._path = path

@@ -46,9 +46,6 @@ def own_client(store: Any) -> Any:
 def _cloned(store: Any) -> Any:
     """Returns store.clone(), on a thread of its own: if the server dies just before, torch's client
     tries for the store's own timeout, of minutes, and nothing can end it.
-
-    Raises:
-        ConnectionError: it takes longer than OPERATION_S.
     """
     made: SimpleQueue[Any] = SimpleQueue()
 

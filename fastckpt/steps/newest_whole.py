@@ -144,14 +144,7 @@ def first_whole(
 
 
 class _StepTrial(Trial[tuple[int, T]]):
-    """The trial of one step, which is held meanwhile.
-
-    Args:
-        current, read, near: as first_whole's.
-        steps, name: the step's directory.
-        damaged: the verdicts on newer steps.
-        elsewhere: as first_whole's.
-    """
+    """The trial of one step, which is held meanwhile."""
 
     def __init__(
         self,
@@ -218,13 +211,7 @@ class _StepTrial(Trial[tuple[int, T]]):
 
 
 class _ApartTrial(Trial[Any]):
-    """The trial of a step that is on no shelf: it is awaited there, or cannot be read.
-
-    Args:
-        path: what the step has as its path in the root.
-        item: the step.
-        elsewhere: as first_whole's.
-    """
+    """The trial of a step that is on no shelf: it is awaited there, or cannot be read."""
 
     def __init__(self, path: str, item: Apart, elsewhere: Elsewhere) -> None:
         super().__init__(path, [self._tried], lambda: False)

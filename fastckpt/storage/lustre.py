@@ -83,11 +83,7 @@ def create(path: str, flags: int, mode: int, purpose: Purpose) -> tuple[int, str
 
 
 def _lay_out(fd: int, layout: Layout) -> None:
-    """Gives a file that was opened with DELAY_CREATE its layout.
-
-    Raises:
-        OSError: the file has no layout; EPERM if the call that sets it succeeded all the same.
-    """
+    """Gives a file that was opened with DELAY_CREATE its layout."""
     content = encoded(layout)
     try:
         fcntl.ioctl(fd, SETSTRIPE, bytearray(content))

@@ -162,10 +162,6 @@ class ObjectStorage:
     ) -> Any:
         """Puts an object, and returns what the store says of it. A missing bucket is an error of
         its own, since a missing file is none.
-
-        Args:
-            marks: of earlier puts of the same writer, which gets that of this one: the object of
-                any of them is the writer's own, since the answer to a put may have been lost.
         """
         store = store_of(path, how.get("chunk_size", 0))
         if "max_concurrency" not in how:
@@ -444,11 +440,7 @@ class ObjectStorage:
         """
 
     def _check_source(self, source: str, target: str) -> None:
-        """Removes an object that was just made if its temporary name is there no more.
-
-        Raises:
-            StorageError: it is not. ETIMEDOUT: that cannot be found out, or the object not removed.
-        """
+        """Removes an object that was just made if its temporary name is there no more."""
         try:
             try:
                 self._head(source)

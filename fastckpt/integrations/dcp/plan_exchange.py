@@ -223,9 +223,6 @@ def _moved(
 ) -> list[SavePlan]:
     """Returns a central plan in which no rank that has staged is to write anything else: ranks that
     have staged such an item, or still wait and so may stage any that they hold, write it instead.
-
-    Raises:
-        CheckpointError: no rank can.
     """
     if not any(staged):
         return central
