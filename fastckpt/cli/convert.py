@@ -30,10 +30,11 @@ from fastckpt.arguments.checks import check_path, check_size
 from fastckpt.arguments.names import listed, without_wrappers
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.arguments.urls import is_mounted
+from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.parser import CONVERT_DTYPES
 from fastckpt.cli.parts import parts
 from fastckpt.cli.progress import progress
-from fastckpt.cli.shared_arguments import is_directory, is_there, opened, shown_name, shown_others
+from fastckpt.cli.shared_arguments import is_directory, is_there, shown_name, shown_others
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.export import chosen, take_name
 from fastckpt.directories.save import save_directory, wait_for_directories

@@ -16,7 +16,8 @@ import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.shared_arguments import opened, shown_name, shown_others
+from fastckpt.cli.local_tiers import opened
+from fastckpt.cli.shared_arguments import shown_name, shown_others
 from fastckpt.formats.torch_pickle import collection_paused
 
 _KINDS_MAX = 256

@@ -11,7 +11,8 @@ from datetime import datetime, timezone
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_size, shown_time
-from fastckpt.cli.shared_arguments import real_root, shown_name, tiers_of
+from fastckpt.cli.local_tiers import tiers_of
+from fastckpt.cli.shared_arguments import real_root, shown_name
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline

@@ -9,7 +9,8 @@ import argparse
 import json
 
 from fastckpt.arguments.quantities import shown_size, shown_time
-from fastckpt.cli.shared_arguments import is_there, real_root, shown_name, tiers_of
+from fastckpt.cli.local_tiers import tiers_of
+from fastckpt.cli.shared_arguments import is_there, real_root, shown_name
 from fastckpt.lazy.kind import Debris, Place
 from fastckpt.lazy.kinds import debris_at
 from fastckpt.saving import pipeline

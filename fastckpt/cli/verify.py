@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.cli.shared_arguments import is_there, roots_in, shown_name, tiers_of
+from fastckpt.cli.local_tiers import roots_in, tiers_of
+from fastckpt.cli.shared_arguments import is_there, shown_name
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
 from fastckpt.lazy.kind import LeftOver, NotCommitted, Part, Place, WithoutChecksums, refused
 from fastckpt.lazy.kinds import RUN, parts_at

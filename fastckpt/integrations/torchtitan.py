@@ -187,7 +187,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        """Restores a step of the folder, or what the config names if there is none; returns whether."""
+        """Restores a step of the folder, or what the config names as the beginning."""
         kind, path, number, model_only = _told_by_first(
             lambda: self._choice(step), self._config.timeout_s
         )

@@ -1,0 +1,73 @@
+"""The meaning of `--local DIR` to every command that has it: this node's part of a root's steps."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import fastckpt
+from fastckpt.errors import CheckpointError
+from fastckpt.formats.step_names import tier_name
+from fastckpt.saving import pipeline
+from fastckpt.steps.root import Committed, Steps, in_order
+from fastckpt.storage.file_system import Storage, reported
+
+log = logging.getLogger("fastckpt")
+
+
+def tiers_of(storage: Storage, root: str, directories: Sequence[str]) -> Iterator[Steps]:
+    """Yields the steps of a root, given by its real path, that lie in some local tiers, each given
+    as a Checkpointer's `local`, or as the directory in it that is this root's.
+
+    A tier that has steps, but none of this root, is warned of: the root may have another path here.
+
+    Raises:
+        StorageError: one of the directories cannot be listed.
+    """
+    for directory in directories:
+        given = os.path.realpath(directory)
+        with reported("list", given):
+            names = storage.names(given)
+        name = tier_name(root)
+        own = given if os.path.basename(given) == name else os.path.join(given, name)
+        if own != given and name not in names and (others := roots_in(storage, given)):
+            told = ", ".join(sorted(map(os.path.basename, others)))
+            log.warning("%r has no step of %r, but of other roots: %s", given, root, told)
+        yield Steps(storage, own)
+
+
+def roots_in(storage: Storage, directory: str) -> list[str]:
+    """Returns the directories in a local tier, or itself, that have steps of a root.
+
+    Raises:
+        StorageError: it cannot be listed.
+    """
+    if Steps(storage, directory).names():
+        return [directory]
+    with reported("list", directory):
+        below = sorted(storage.names(directory, directories=True))
+    paths = (os.path.join(directory, name) for name in below)
+    return [path for path in paths if Steps(storage, path).names()]
+
+
+def opened(
+    path: str, directories: Sequence[str], rename: Mapping[Any, Any] | None = None
+) -> fastckpt.LazyTensors:
+    """Opens a checkpoint as fastckpt.open; of a root, the newest step that is whole in it or, with
+    all its files, in one of these local tiers; `rename` as fastckpt.open's.
+    """
+    storage, root = pipeline.current().storage, os.path.realpath(path)
+    shelves = [Steps(storage, root), *tiers_of(storage, root, directories)]
+    if not any(steps.names() for steps in shelves[1:]):
+        return fastckpt.open(path, rename=rename)
+    found: list[tuple[tuple[int, int], str]] = []
+    for steps in shelves:
+        try:
+            with fastckpt.open(steps.root) as tensors:
+                name = os.path.basename(tensors.path)
+                found.append((in_order(Committed(name, steps.read(name))), tensors.path))
+        except CheckpointError as error:
+            log.warning("passing over %s: %s", steps.root, error)
+    return fastckpt.open(max(found)[1] if found else path, rename=rename)
