@@ -50,7 +50,7 @@ def check(path: str, storage: Storage | None = None, rank: int = 0, world_size: 
         largest_first = sorted(files.items(), key=lambda item: -item[1].nbytes)
         for name, file in largest_first[rank::world_size]:
             inside = os.path.join(path, name)
-            found = persistently(partial(crc32_of, storage, inside, name), inside)
+            found = persistently(partial(crc32_of, storage, inside, name, file.nbytes), inside)
             if found != file:
                 raise CorruptCheckpoint(
                     f"{name!r} has {found.nbytes} bytes of CRC-32 {found.crc32:08x}, but "
@@ -73,14 +73,19 @@ def list_of(path: str, storage: Storage) -> dict[str, file_list.File]:
     return file_list.from_bytes(content)
 
 
-def crc32_of(storage: Storage, path: str, name: str) -> file_list.File:
-    """Reads a file, which messages call `name`, and returns its size and CRC-32.
+def crc32_of(storage: Storage, path: str, name: str, expected: int | None = None) -> file_list.File:
+    """Reads a file, which messages call `name`, and returns its size and CRC-32. One of another
+    size than `expected` is not read: it may have holes of terabytes.
 
     Raises:
-        CorruptCheckpoint: it is missing, or not a regular file. StorageError: a read failed.
+        CorruptCheckpoint: it is missing, not a regular file, or of another size. StorageError: a
+            read failed.
     """
     missing = f"{name!r} is missing"
     with opened_regular(storage, path, missing) as fd, reported("read", path):
+        size = storage.fstat(fd).st_size
+        if expected not in (None, size):
+            raise CorruptCheckpoint(f"{name!r} has {size} bytes, but {expected} were written")
         nbytes = crc = 0
         while part := storage.read_at(fd, BLOCK_BYTES, nbytes):
             crc = crc32(part, crc)

@@ -634,6 +634,19 @@ def test_damage_is_told(disk: Path, name: str, damage: str) -> None:
         check(str(disk / "a"))
 
 
+def test_a_file_of_another_size_is_not_read(disk: Path) -> None:
+    class Reading(Storage):
+        def read_at(self, fd: int, nbytes: int, offset: int) -> bytes:
+            assert offset < 1 << 20, "holes of terabytes are read for hours"
+            return super().read_at(fd, nbytes, offset)
+
+    with through(Storage()):
+        save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
+    os.truncate(disk / "a" / "model.safetensors", 1 << 42)
+    with pytest.raises(CorruptCheckpoint, match=f"model.safetensors' has {1 << 42} bytes, but"):
+        check(str(disk / "a"), Reading())
+
+
 def test_ranks_divide_the_files_of_a_check(disk: Path) -> None:
     with through(Storage()):
         save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
