@@ -231,6 +231,37 @@ def test_file_size_limit(disk: Path) -> None:
     assert [path.name for path in disk.iterdir()] == ["a.pt"]
 
 
+SHORT_WRITE = """
+import errno, resource, sys
+import fastckpt
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage
+storage, path = Storage(), sys.argv[1]
+assert atomic.replace_file(storage, path, b"old", durable=True) is None
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
+try:
+    atomic.replace_file(storage, path, b"new" * 4000, durable=True)
+except fastckpt.StorageError as error:
+    assert error.errno == errno.EFBIG and error.op == "write" and not error.visible, repr(error)
+else:
+    sys.exit("a part of the content was committed")
+assert storage.read_file(path, 1 << 20) == b"old"
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+storage.close(atomic.replace_file(storage, path, b"new" * 4000, durable=True))
+assert storage.read_file(path, 1 << 20) == b"new" * 4000
+"""
+
+
+@pytest.mark.multiprocess
+def test_a_small_file_is_never_replaced_by_a_part(disk: Path) -> None:
+    """Commit records, such as a tracker: the kernel writes what fits, and refuses the rest only
+    when it is asked for that.
+    """
+    run_python(SHORT_WRITE, disk / "latest")
+    assert [path.name for path in disk.iterdir()] == ["latest"]
+
+
 OPEN_FILES_LIMIT = """
 import errno, os, resource, sys
 import torch, fastckpt

@@ -319,10 +319,12 @@ def test_a_paced_drain_ends_when_another_rank_fails(
     crew: Callable[[int], Crew], nodes: Nodes
 ) -> None:
     """At its pace it would write for longer than the crew waits; the step is in the local tier, and
-    found there.
+    found there. No node notes that the root has it.
     """
     locals_ = [str(nodes.a), str(nodes.b)]
     one, other = crew(2)(bodies.drain_and_fail, str(nodes.root), locals_, 1, {"drain_rate": 200e3})
+    for node in (nodes.a, nodes.b):
+        assert "drained" not in {path.name for path in local_step(node, 1).iterdir()}
     assert isinstance(one.error, PeerFailed) and one.error.ranks == (1,)
     assert isinstance(other.error, StorageError) and "No space" in str(other.error)
     assert not [path for path in nodes.root.rglob("*") if path.is_file()]
