@@ -11,6 +11,8 @@ import gc
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -157,6 +159,29 @@ def test_a_job_that_was_taken_over_and_comes_back_late(disk: Path) -> None:
         assert "was taken over by another job" in saved(one, 3)
         assert directories(disk) == [name(1), name(2)]
         assert saved(one, 4) == pid
+
+
+class TakenOver(Storage):
+    """As soon as step 2 has its name, somebody takes the root over."""
+
+    def rename(self, source: str, target: str, *, replaces: bool = True) -> None:
+        super().rename(source, target, replaces=replaces)
+        if os.path.basename(os.path.dirname(target)) == name(2):
+            root = os.path.dirname(os.path.dirname(target))
+            command = [sys.executable, "-m", "fastckpt", "repair", root, "--takeover"]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=WAIT_S)
+
+
+@pytest.mark.multiprocess
+def test_a_job_that_was_taken_over_as_it_committed_removes_nothing(
+    disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other job may be restoring what this one's keep_last would remove."""
+    with process_on(TakenOver()), Checkpointer(disk, keep_last=1) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step)).result(WAIT_S)
+    assert directories(disk) == [*map(name, (1, 2))]
+    assert "was taken over by another job: its steps stay" in caplog.text
 
 
 RACES = """
