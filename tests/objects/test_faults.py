@@ -371,6 +371,31 @@ def test_a_directory_that_was_taken_for_dead_before_the_manifest_came(
     storage.close(fd)
 
 
+def test_a_manifest_that_comes_as_its_directory_is_taken_for_dead(
+    weed: Weed, proxy: Proxy, root: str, bare: Any
+) -> None:
+    """Before the temporary name is removed, so the save did not miss that: the step stays."""
+    with saver_of(root, options(weed.port)) as saver:
+        saver.save(1, state_of(1)).result()
+    directory = path_of("root", root, options(proxy.port))
+    ((name, _manifest),) = steps_root.Steps(pipeline.current().storage, directory).committed()[0]
+    key = f"{root.partition(BUCKET + '/')[2]}/{name}"
+    content = bytes(bare.get(f"{key}/manifest.json").bytes())
+    bare.delete(f"{key}/manifest.json")
+    bare.put(f"{key}/.manifest.json{Owner.this()._replace(started=1).suffix()}", b"")
+
+    def commit(passage: Passage) -> None:
+        bare.put(f"{key}/manifest.json", content)
+        status, headers, body = passage.ask()
+        passage.answer(status, body, headers)
+
+    proxy.on("delete", commit)
+    steps = steps_root.Steps(pipeline.current().storage, directory)
+    assert steps.incomplete() == [name]
+    assert not steps.remove_if_dead(name)
+    assert restored(root, options(weed.port), SMALL) == 1
+
+
 @pytest.mark.parametrize("part", ["objects.pt", ".safetensors"])
 def test_a_step_that_is_removed_while_it_is_read(
     weed: Weed, proxy: Proxy, root: str, part: str
