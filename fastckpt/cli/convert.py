@@ -193,7 +193,8 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
     if not found:
         raise CheckpointError(
             f"{tensors.path!r} holds no tensor that is to be copied: --glob {arguments.glob!r} "
-            f"goes by the names that inspect lists, --prefix {prefix!r} by those that are written"
+            f"goes by the names that inspect lists, --prefix {prefix!r} by those that are written, "
+            f"with {'.' if is_dotted else '/'!r} between keys"
         )
     unknown = [copy.name for copy in found if not safetensors.supported(copy.dtype)]
     if unknown and is_dotted:
