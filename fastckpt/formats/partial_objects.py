@@ -1,8 +1,8 @@
 """The objects of a torch zip of which torch.load(weights_only=True) refuses some: the others.
 
 Responsible for a reader that has notes in the place of what torch refuses. It asks torch itself
-which classes and functions are allowed, and makes objects by these alone, and NumPy's arrays by
-`safe_numpy`; torch reads storages.
+which classes and functions are allowed, and makes objects by these alone, and NumPy's arrays
+by functions of its own; torch reads storages.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 _NUMBER_END = 1 << 63
 
 
-class Refused(Exception):
+class NumpyRefused(Exception):
     """A pickle asks for something that is none of these; the text names what would make it."""
 
 
-def found(module: str, name: str) -> Any:
+def numpy_maker(module: str, name: str) -> Any:
     """Returns what stands for a class or function of NumPy's; None for all that is none of these,
     or if there is no NumPy.
     """
@@ -56,32 +56,32 @@ def found(module: str, name: str) -> Any:
     return _CALLED.get(name) if module in _MODULES else None
 
 
-def takes_state(value: object) -> bool:
-    """Returns whether set_state() is for this value."""
+def takes_numpy_state(value: object) -> bool:
+    """Returns whether set_numpy_state() is for this value."""
     return _is(value, "dtype") or _is(value, "ndarray")
 
 
-def set_state(value: Any, state: Any) -> None:
+def set_numpy_state(value: Any, state: Any) -> None:
     """Gives an empty array its contents, as pickled; of a dtype only looks whether that is plain.
 
-    Raises Refused for what NumPy's pickles of such arrays do not have.
+    Raises NumpyRefused for what NumPy's pickles of such arrays do not have.
     """
     if _is(value, "dtype"):
         # Version, byte order, and five values of which plain dtypes have none of their own.
         plain = type(state) is tuple and len(state) == 8 and state[0] == 3
         if not plain or state[1] not in ("<", "|") or state[2:5] != (None, None, None):
-            raise Refused("numpy.dtype")
+            raise NumpyRefused("numpy.dtype")
         return
     if type(state) is not tuple or len(state) != 5 or value.size:
-        raise Refused("numpy.ndarray")
+        raise NumpyRefused("numpy.ndarray")
     version, shape, dtype, is_fortran, content = state
     sizes_fit = type(shape) is tuple and all(
         type(size) is int and 0 <= size < _NUMBER_END for size in shape
     )
     if version != 1 or not sizes_fit or not _is(dtype, "dtype") or type(content) is not bytes:
-        raise Refused("numpy.ndarray")
+        raise NumpyRefused("numpy.ndarray")
     if prod(shape) * dtype.itemsize != len(content):
-        raise Refused("numpy.ndarray")
+        raise NumpyRefused("numpy.ndarray")
     value.__setstate__((1, shape, dtype, is_fortran is True, content))
 
 
@@ -94,7 +94,7 @@ def _dtype(kind: Any, *_how: Any) -> Any:
     import numpy
 
     if type(kind) is not str or not _KIND.fullmatch(kind):
-        raise Refused("numpy.dtype")
+        raise NumpyRefused("numpy.dtype")
     return numpy.dtype(f"<{kind}")
 
 
@@ -102,14 +102,14 @@ def _ndarray(*_arguments: Any) -> Any:
     """Stands for the class, which is named alone: called, it takes memory and its layout from the
     pickle.
     """
-    raise Refused("numpy.ndarray")
+    raise NumpyRefused("numpy.ndarray")
 
 
 def _array(kind: Any, _shape: Any, _code: Any) -> Any:
     import numpy
 
     if kind is not _ndarray:
-        raise Refused("numpy.ndarray")
+        raise NumpyRefused("numpy.ndarray")
     return numpy.ndarray((0,), "b")
 
 
@@ -117,15 +117,15 @@ def _scalar(dtype: Any, content: Any) -> Any:
     import numpy
 
     if not _is(dtype, "dtype") or type(content) is not bytes:
-        raise Refused("numpy.generic")
+        raise NumpyRefused("numpy.generic")
     if len(content) != dtype.itemsize or not content:
-        raise Refused("numpy.generic")
+        raise NumpyRefused("numpy.generic")
     return numpy.frombuffer(content, dtype)[0]
 
 
 def _no_bytes(*arguments: Any) -> bytes:
     if arguments:
-        raise Refused("builtins.bytes")
+        raise NumpyRefused("builtins.bytes")
     return b""
 
 
@@ -139,7 +139,7 @@ _NOTES_MAX, _NAME_KEYS_MAX, _NAME_CHARACTERS_MAX = 1000, 200, 1000  # that are t
 _NESTS, _MAPPINGS = (dict, list, tuple), (dict, OrderedDict, Counter)
 _GLOBAL = re.compile(rb"c([A-Za-z_][\w.]*)\n([A-Za-z_][\w.]*)\n")  # or text that looks like it
 _NAMES_OF_2 = {"xrange": "range", "long": "int", "unicode": "str", "unichr": "chr"}
-# Of dtypes that safe_numpy refuses, or text that looks like it.
+# Of dtypes that are refused, or text that looks like it.
 _NUMPY_KIND = re.compile(rb"X[\x01-\x06]\0\0\0([OMmV]\d{1,5}|>)[qr]")
 # Torch puts no items into these, whether they are allowed or not.
 _NEVER_FILLED = {"collections.deque", "collections.defaultdict"}
@@ -230,13 +230,13 @@ def newly_refused(
 
     Args:
         pickled, before: the pickle, and the makers that were met before.
-        reads_numpy: whether `safe_numpy` will make NumPy's values; torch itself refuses them.
+        reads_numpy: whether numpy_maker() will make NumPy's values; torch itself refuses them.
     """
     met = {(m.decode(), n.decode()) for m, n in _GLOBAL.findall(pickled)} - before
     before.update(met)
     kinds = {("", kind.decode()) for kind in _NUMPY_KIND.findall(pickled)} - before
     before.update(kinds)
-    numpy = found if reads_numpy else _nothing
+    numpy = numpy_maker if reads_numpy else _nothing
     refused = {left_out(_asked(*each)) for each in met if numpy(*each) is None} - {None}
     refused |= {"numpy.dtype"} if kinds and reads_numpy else set()
     if not refused:
@@ -307,7 +307,7 @@ def _asked(module: str, name: str) -> Any:
 
 
 def _nothing(_module: str, _name: str) -> Any:
-    """Stands for `found` where torch alone reads."""
+    """Stands for numpy_maker() where torch alone reads."""
 
 
 class _Unpickler:
@@ -318,7 +318,7 @@ class _Unpickler:
     """
 
     def __init__(self, file: io.BytesIO, **_options: Any) -> None:
-        self.numpy: Callable[[str, str], Any] = found
+        self.numpy: Callable[[str, str], Any] = numpy_maker
         self.persistent_load: Callable[[Any], Any]
         self._content = file.read()
         self._names: dict[tuple[str, str], Any] = {}
@@ -415,7 +415,7 @@ class _Unpickler:
                 made = named(*arguments)
             elif maker is None:
                 made = named.__new__(named, *arguments)
-        except Refused as refused:
+        except NumpyRefused as refused:
             maker = str(refused)
         made = made if maker is None else Note(maker)
         self._done[id(kept)] = kept, made, maker  # its own parts may refer to it
@@ -445,10 +445,10 @@ class _Unpickler:
         elif how == "set" and kind in _MAPPINGS:
             for key, value in parts:
                 made[key] = value
-        elif how == "build" and takes_state(made):
+        elif how == "build" and takes_numpy_state(made):
             try:
-                set_state(made, parts)
-            except Refused as refused:
+                set_numpy_state(made, parts)
+            except NumpyRefused as refused:
                 return str(refused)
         elif (
             how == "build"
