@@ -139,7 +139,8 @@ class StageStorage(Recorder):
         return self._route(operation, lambda: Refusal("", ANOTHER_LAYOUT))
 
     def _policy(self) -> tuple[str, Policy]:
-        return self._kind, policies.POLICIES[self._kind]
+        kind = policies.recognised(None, policies.Mount(self._kind, ""))
+        return self._kind, policies.POLICIES[kind]
 
 
 def _result_text(operation: Operation, result: Any) -> str:

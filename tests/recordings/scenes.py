@@ -64,7 +64,7 @@ VARIANTS = {
     "over": Variant(over=True),
     "not-durable": Variant(durable=False),
     "full": Variant(storage={"faults": {"allocate": errno.ENOSPC}}),
-    "refused": Variant(storage={"faults": _REFUSED, "kind": "remote", "by_engine": True}),
+    "refused": Variant(storage={"faults": _REFUSED, "kind": "nfs", "by_engine": True}),
     "sync-fails": Variant(storage={"faults": {"sync": errno.EIO}}),
     "rename-fails": Variant(storage={"faults": {"rename": errno.EIO}}),
 }

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from fastckpt import Checkpointer, export
+from fastckpt import Checkpointer
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -1321,13 +1321,11 @@ def test_a_root_without_steps_is_told_once(disk: Path, caplog: pytest.LogCapture
     (disk / "other").mkdir()
     (disk / "other" / "notes.txt").touch()
     (disk / "debris" / name(7)).mkdir(parents=True)
-    export({"w": torch.ones(3)}, disk / "hf" / name(3)).result(60)
     (disk / "other" / "manifest.json").write_text('{"name": "an app"}')
     for path, told in (
         (disk / "nowhere", "there is no such directory"),
         (disk / "empty", "the directory is empty"),
         (disk / "other", "there is no step, but 'manifest.json', 'notes.txt'"),
-        (disk / "hf", "there are exports further down, Hugging Face directories that fastckpt.ope"),
         (disk / "debris", f"there are only saves that were not committed: {name(7)!r}"),
         (disk / "runs", "there are steps further down, in 'one'"),
     ):
