@@ -36,6 +36,8 @@ tell("named")
 checkpointer.save(1, state).result()
 checkpointer.close()
 tell("step")
+fastckpt.export({"weight": state["weight"]}, "export").result()
+told["dcp"] = [name for name in sys.modules if name == "torch.distributed.checkpoint"]
 print(json.dumps(told))
 """
 
@@ -65,6 +67,10 @@ def test_the_package_imports_what_a_file_needs(imported: dict[str, list[str]]) -
 
 def test_no_save_imports(imported: dict[str, list[str]]) -> None:
     assert not rooms(imported["file"]) and not rooms(imported["step"])
+
+
+def test_an_export_does_not_import_what_takes_a_second(imported: dict[str, list[str]]) -> None:
+    assert not imported["dcp"]
 
 
 def test_every_public_name_is_there() -> None:

@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from fastckpt.arguments.checks import BackendName, Fence, StagingWay, check_flag, check_path
 from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories import dcp_metadata
+from fastckpt.directories.items_capture import captured_items
 from fastckpt.directories.items_place import ItemsPlace
-from fastckpt.directories.items_plan import ItemsConclusion, ItemsPlan, Places, captured_items
+from fastckpt.directories.items_plan import ItemsConclusion, ItemsPlan, Places
 from fastckpt.errors import CheckpointError
 from fastckpt.integrations.dcp.plan_exchange import StorageBase, with_member
 from fastckpt.ranks.per_group import together
