@@ -305,13 +305,6 @@ def await_beats_of(count: int) -> None:
         time.sleep(0.001)
 
 
-def await_the_last_beat() -> None:
-    for thread in threading.enumerate():
-        if thread.name == BEATING:
-            thread.join(WAIT_S)
-            assert not thread.is_alive()
-
-
 def test_a_job_that_saves_nothing_renews_its_lease(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,12 +330,12 @@ def test_a_job_that_saves_nothing_renews_its_lease(
     assert not double.renewed.is_set()
     with pytest.raises(RootInUse, match="was taken over"):
         lease.renew()
-    await_the_last_beat()
+    await_beats_of(0)
     assert (disk / NAME).read_bytes() == record().to_bytes()
     (disk / NAME).unlink()
     lease.take()
     lease.release()
-    await_the_last_beat()
+    await_beats_of(0)
     assert not (disk / NAME).exists()
 
 
@@ -360,7 +353,7 @@ def test_who_collects_a_forgotten_checkpointer_asks_the_file_system_nothing(disk
             gc.collect()
             assert threading.current_thread().name not in {name for name, _what in double.by}
             if other is None:
-                await_the_last_beat()
+                await_beats_of(0)
                 assert ("remove", BEATING) in {(what, name) for name, what in double.by}
                 assert not (disk / NAME).exists()
             else:
