@@ -26,6 +26,8 @@ from gpu_setting import Here, Measured
 from gpu_training import run_train
 from harness import Line, Row, recorded
 
+from fastckpt.cli.bench.benchmark import raise_if_interrupted
+
 # The first save of the process is the first part's: it is the one that allocates.
 PARTS = {
     "memory": ("GPU memory", run_memory),
@@ -84,7 +86,7 @@ def run(options: argparse.Namespace, here: Here, record: Row) -> None:
         try:
             found: Measured = PARTS[name][1](here)
         except Exception as error:  # the other parts may still say something
-            harness.heed()
+            raise_if_interrupted()
             traceback.print_exc()
             text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
             here.failures.append(f"{name}: {text}")

@@ -20,10 +20,11 @@ from gpu_setting import Here, Measured
 from gpu_training import Loop, Watch
 from harness import STARTED, Line, Row, progress, spread_of, table, told
 from rivals.fastckpt_save import Fastckpt, FastckptStep
-from rivals.peer import Peer, Save
+from rivals.peer import Peer
 from storage import remove
 
 from fastckpt.cli.bench.benchmark import rotated
+from fastckpt.cli.bench.saves import Save
 
 QUIET, NOTHING = "quiet", "nothing"
 PEERS: dict[str, type[Peer]] = {"step": FastckptStep, "call": Fastckpt}

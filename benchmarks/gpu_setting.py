@@ -15,14 +15,14 @@ from gpu_device import Cuda
 from harness import Line, Row, progress
 from rivals.dcp import DcpAsyncStager
 from rivals.fastckpt_save import Fastckpt, FastckptStep
-from rivals.peer import Peer, Save, State
+from rivals.peer import Peer
 from rivals.process import reason_of
 from rivals.torch_checkpointing_save import TorchCheckpointing
 from rivals.torch_save import TorchSave
 from saving import blank_like
 from storage import drop_page_cache
 
-from fastckpt.cli.bench.saves import gpt_state
+from fastckpt.cli.bench.saves import Save, State, gpt_state
 
 # Of the state: for a smaller one, a minute of looking at the disk would be too long.
 WHOLE_SCAN_BYTES = 4 << 30

@@ -23,14 +23,14 @@ from gpu_device import Cuda
 from gpu_setting import Here, Measured, load_to_host
 from harness import Line, Row, at_most, holds, median_of, middle, number, progress, table, told
 from report import failures, measured
-from rivals.peer import Peer, Save
+from rivals.peer import Peer
 from saving import attempted
 from storage import remove
 from train_gpt import GPT, Preset
 
 from fastckpt import SaveStats
 from fastckpt.cli.bench.benchmark import rotated
-from fastckpt.cli.bench.saves import State, differing, flat_tensors, nbytes_of
+from fastckpt.cli.bench.saves import Save, State, differing, flat_tensors, nbytes_of
 
 BYTES_PER_PARAMETER = 12  # fp32 weight and two moments
 HEAD_WIDTH = 64

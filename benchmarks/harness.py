@@ -9,15 +9,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import shutil
-import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +25,7 @@ sys.path += [str(ROOT), str(ROOT / "examples")]  # an installed fastckpt comes f
 import torch  # noqa: E402
 
 from fastckpt.cli.bench import machine  # noqa: E402
+from fastckpt.cli.bench.benchmark import own_directory  # noqa: E402
 
 HIDDEN_OPTIONS = ("--dir", "--out", "--dlio")
 # What results and the documents made of them say does not change what is measured.
@@ -78,35 +76,9 @@ def choice(parser: argparse.ArgumentParser, flag: str, known: Sequence[str]) -> 
     parser.add_argument(flag, type=chosen, default=",".join(known), help="some of these")
 
 
-@contextmanager
-def place(kind: str, parent: Path) -> Iterator[Path]:
-    """A new directory, which is removed at the end, by signals too: they end the process as Ctrl-C
-    would, so that devices, mounts and processes are taken away.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _end)
-    directory = Path(tempfile.mkdtemp(prefix=f"bench-{kind}-", dir=parent)).resolve()
-    try:
-        yield directory
-    finally:
-        _signals.clear()
-        shutil.rmtree(directory)
-
-
-_signals: list[int] = []  # those that are to end this process
-
-
-def _end(number: int, _frame: object) -> None:
-    _signals.append(number)
-    heed()
-
-
-def heed() -> None:
-    """End the process if a signal has come that is to end it: a rival may have caught SystemExit,
-    or raised another error in its place, as torch.distributed.checkpoint does.
-    """
-    if _signals:
-        sys.exit(128 + _signals[0])
+def place(kind: str, parent: Path) -> AbstractContextManager[Path]:
+    """A new directory, which is removed at the end, by signals too."""
+    return own_directory(str(parent.resolve()), f"bench-{kind}-")
 
 
 def environment(directory: Path) -> Row:

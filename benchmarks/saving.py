@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from ceiling import Ceiling, memory_copies
-from harness import Row, heed, progress
-from rivals.peer import Peer, State
+from harness import Row, progress
+from rivals.peer import Peer
 from rivals.process import in_process, in_process_of, reason_of
 from storage import drop_page_cache, fsync_path, fsync_tree, remove, size_of
 
-from fastckpt.cli.bench.benchmark import before_clock, in_turn, rotated
-from fastckpt.cli.bench.saves import differing, flat_tensors, gpt_state, nbytes_of, touch
+from fastckpt.cli.bench.benchmark import before_clock, in_turn, raise_if_interrupted, rotated
+from fastckpt.cli.bench.saves import State, differing, flat_tensors, gpt_state, nbytes_of, touch
 
 # The third save of a process is the first whose times those after it repeat.
 WARM_UPS = 2
@@ -130,13 +130,13 @@ def one_turn(peer: Peer, kind: str, nbytes: int, directory: Path, loading: bool)
 
 def attempted(peer: str, measure: Callable[[], Row]) -> Row:
     """Measure; a failure becomes a row that says so instead of the end of the run."""
-    heed()
+    raise_if_interrupted()
     try:
         return measure()
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a peer's result; torch's CheckpointException is no Exception
-        heed()
+        raise_if_interrupted()
         text = reason_of(error)
         progress(f"{peer} FAILED: {text}")
         return {"peer": peer, "error": text}

@@ -5,11 +5,12 @@ It knows paths and system calls. It must not know which library wrote a file or 
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from fastckpt.cli.bench.machine import fsync_path, make_cold
 
 # The share of the cost of a deletion (journal commit, discard) that trails the call itself.
 SETTLE_S = 0.1
@@ -21,15 +22,6 @@ def files_under(path: Path) -> Iterator[Path]:
         yield from (child for child in sorted(path.rglob("*")) if child.is_file())
     else:
         yield path
-
-
-def fsync_path(path: Path) -> None:
-    """Flush one file or one directory to stable storage."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def fsync_tree(path: Path) -> None:
@@ -46,8 +38,6 @@ def size_of(path: Path) -> int:
 
 def drop_page_cache(path: Path) -> str:
     """Evict the pages of every file below `path`; returns how that was done."""
-    from fastckpt.cli.bench.machine import make_cold  # which the processes of rivals do not need
-
     return " or ".join(sorted({make_cold(file) for file in files_under(path)}))
 
 

@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from rivals.peer import Peer, Save, State, already, fsync_tree
+from fastckpt.cli.bench.saves import Save, State, nothing
+from rivals.peer import Peer, fsync_tree
 
 
 class Dcp(Peer):
@@ -34,7 +35,7 @@ class Dcp(Peer):
         import torch.distributed.checkpoint as dcp
 
         dcp.save(state, checkpoint_id=target, no_dist=True)
-        return Save(already, lambda: fsync_tree(target))
+        return Save(nothing, lambda: fsync_tree(target))
 
     def load(self, target: Path, template: State) -> Any:
         import torch.distributed.checkpoint as dcp
@@ -54,7 +55,7 @@ class DcpAsync(Dcp):
         import torch.distributed.checkpoint as dcp
 
         future = dcp.async_save(state, checkpoint_id=target, no_dist=True)
-        return Save(already, lambda: (future.result(), fsync_tree(target)))
+        return Save(nothing, lambda: (future.result(), fsync_tree(target)))
 
 
 class DcpAsyncStager(Dcp):

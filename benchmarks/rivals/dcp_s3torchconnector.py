@@ -16,7 +16,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from rivals.peer import Peer, Save, State, already
+from fastckpt.cli.bench.saves import Save, State, nothing
+from rivals.peer import Peer
 
 
 class DcpToS3(Peer):
@@ -37,7 +38,7 @@ class DcpToS3(Peer):
         writer = S3StorageWriter(self._options["region"], f"{self._root}/{target.name}")
         writer.fs._client = self._client()
         dcp.save(state, storage_writer=writer, no_dist=True)
-        return Save(already, already)
+        return Save(nothing, nothing)
 
     def load(self, target: Path, template: State) -> Any:
         import torch.distributed.checkpoint as dcp

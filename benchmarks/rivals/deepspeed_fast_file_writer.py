@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from fastckpt.cli.bench.saves import byte_view
-from rivals.peer import Peer, Save, State, already, fsync_tree
+from fastckpt.cli.bench.saves import Save, State, byte_view, nothing
+from rivals.peer import Peer, fsync_tree
 
 
 class DeepSpeed(Peer):
@@ -76,7 +76,7 @@ class DeepSpeed(Peer):
         writer = self.writer(target / "state.pt")
         torch.save(state, writer)
         writer.close()
-        return Save(already, lambda: fsync_tree(target))
+        return Save(nothing, lambda: fsync_tree(target))
 
     def load(self, target: Path, template: State) -> Any:
         return torch.load(target / "state.pt", weights_only=True)

@@ -11,12 +11,11 @@ optimizer waits for the copies. result() returns when the checkpoint is durable 
 
 from __future__ import annotations
 
-import importlib
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from rivals.peer import Peer, Save, State
+from fastckpt.cli.bench.saves import Save, State, by_fastckpt, load_by_fastckpt
+from rivals.peer import Peer
 
 
 class Fastckpt(Peer):
@@ -27,20 +26,13 @@ class Fastckpt(Peer):
     background = True
     keeps_fence = True  # both; that of the step by torch's own hook
     modules = ("fastckpt",)
-    fence = "call"
-
-    def open(self) -> None:
-        super().open()
-        self.library = importlib.import_module("fastckpt")
-        if not hasattr(self.library, "save"):
-            raise ImportError("this fastckpt has no save()")
+    fence: Literal["call", "step"] = "call"
 
     def save(self, state: State, target: Path) -> Save:
-        handle = self.library.save(state, target / "state.pt", fence=self.fence)
-        return Save(handle.wait_staged, handle.result, lambda: asdict(handle.stats))
+        return by_fastckpt(state, target / "state.pt", self.fence)
 
     def load(self, target: Path, template: State) -> Any:
-        return self.library.load(target / "state.pt", map_location="cpu")
+        return load_by_fastckpt(target / "state.pt", "cpu")
 
 
 class FastckptStep(Fastckpt):

@@ -23,8 +23,8 @@ import torch
 from saving import blank_like
 
 from fastckpt.cli.bench.benchmark import before_clock
-from fastckpt.cli.bench.saves import flat_tensors, gpt_state, nbytes_of
-from rivals.peer import Peer, Save, State, already
+from fastckpt.cli.bench.saves import Save, State, flat_tensors, gpt_state, nbytes_of, nothing
+from rivals.peer import Peer
 
 SAVES, LOADS = 3, 2  # of a process; the last is measured
 IDLE_S, IDLE_CPU_S, IDLE_WAITS = 0.05, 0.002, 100
@@ -56,7 +56,7 @@ class FastckptSteps(Peer):
             self._saver = self.held.enter_context(opened)
         self._step += 1
         handle = self._saver.save(self._step, state)
-        return Save(already, handle.result)
+        return Save(nothing, handle.result)
 
     def load(self, target: Path, template: State) -> Any:
         self._saver.restore(template)
@@ -86,7 +86,7 @@ class Obstore(Peer):
         store = S3Store(self._bucket, unsigned_payload=True, **self._options)
         key = f"{self._prefix}/{target.name}"
         obstore.put(store, key, parts(), chunk_size=PART_BYTES, max_concurrency=CONCURRENCY)
-        return Save(already, already)
+        return Save(nothing, nothing)
 
     def load(self, target: Path, template: State) -> Any:
         """Gets the bytes, several ranges at a time, and drops them."""

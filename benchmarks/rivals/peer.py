@@ -9,30 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from storage import fsync_tree as fsync_tree  # for those whose library does not sync
 
-State = dict[str, Any]
-
-
-def already() -> None:
-    """Wait for something that is over when the call returns."""
-
-
-@dataclass
-class Save:
-    """One save under way: when the state may change again, and when the bytes are durable.
-
-    `facts` returns what the peer itself says of the finished save.
-    """
-
-    wait_staged: Callable[[], object]
-    wait_durable: Callable[[], object]
-    facts: Callable[[], dict[str, Any]] = dict
+from fastckpt.cli.bench.saves import Save, State
 
 
 class Peer(ABC):

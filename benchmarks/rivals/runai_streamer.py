@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rivals.peer import State
+from fastckpt.cli.bench.saves import State
 from rivals.safetensors_file import FILE, SafetensorsFile
 
 

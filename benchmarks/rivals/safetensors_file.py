@@ -14,8 +14,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastckpt.cli.bench.saves import flat_tensors
-from rivals.peer import Peer, Save, State, already, fsync_tree
+from fastckpt.cli.bench.saves import Save, State, by_safetensors, load_by_safetensors, nothing
+from rivals.peer import Peer, fsync_tree
 
 FILE = "state.safetensors"
 
@@ -28,12 +28,8 @@ class SafetensorsFile(Peer):
     modules = ("safetensors.torch",)
 
     def save(self, state: State, target: Path) -> Save:
-        from safetensors.torch import save_file
-
-        save_file(flat_tensors(state), target / FILE)
-        return Save(already, lambda: fsync_tree(target))
+        by_safetensors(state, target / FILE)
+        return Save(nothing, lambda: fsync_tree(target))
 
     def load(self, target: Path, template: State) -> Any:
-        from safetensors.torch import load_file
-
-        return load_file(target / FILE)
+        return load_by_safetensors(target / FILE, "cpu")

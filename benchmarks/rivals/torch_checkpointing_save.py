@@ -15,7 +15,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rivals.peer import Peer, Save, State, fsync_tree
+from fastckpt.cli.bench.saves import Save, State
+from rivals.peer import Peer, fsync_tree
 
 
 class TorchCheckpointing(Peer):

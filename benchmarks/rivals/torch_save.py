@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from rivals.peer import Peer, Save, State, already, fsync_tree
+from fastckpt.cli.bench.saves import Save, State, by_torch, load_by_torch, nothing
+from rivals.peer import Peer, fsync_tree
 
 
 class TorchSave(Peer):
@@ -26,11 +27,11 @@ class TorchSave(Peer):
     contract = "sync; page cache on return, harness fsyncs"
 
     def save(self, state: State, target: Path) -> Save:
-        torch.save(state, target / "state.pt")
-        return Save(already, lambda: fsync_tree(target))
+        by_torch(state, target / "state.pt")
+        return Save(nothing, lambda: fsync_tree(target))
 
     def load(self, target: Path, template: State) -> Any:
-        return torch.load(target / "state.pt", map_location="cpu", weights_only=True)
+        return load_by_torch(target / "state.pt", "cpu")
 
 
 class TorchSaveNoCrc(TorchSave):

@@ -15,7 +15,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rivals.peer import Peer, Save, State, already, fsync_tree
+from fastckpt.cli.bench.saves import Save, State, nothing
+from rivals.peer import Peer, fsync_tree
 
 
 class TorchSnapshot(Peer):
@@ -30,7 +31,7 @@ class TorchSnapshot(Peer):
         from torchsnapshot import Snapshot, StateDict
 
         Snapshot.take(str(target / "snapshot"), {"state": StateDict(**state)})
-        return Save(already, lambda: fsync_tree(target))
+        return Save(nothing, lambda: fsync_tree(target))
 
     def load(self, target: Path, template: State) -> Any:
         from torchsnapshot import Snapshot, StateDict
@@ -51,4 +52,4 @@ class TorchSnapshotAsync(TorchSnapshot):
         from torchsnapshot import Snapshot, StateDict
 
         pending = Snapshot.async_take(str(target / "snapshot"), {"state": StateDict(**state)})
-        return Save(already, lambda: (pending.wait(), fsync_tree(target)))
+        return Save(nothing, lambda: (pending.wait(), fsync_tree(target)))

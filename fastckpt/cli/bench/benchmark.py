@@ -25,16 +25,11 @@ from fastckpt.saving import pipeline
 
 @contextmanager
 def own_directory(directory: str, prefix: str) -> Iterator[Path]:
-    """Makes a directory in the given one; removes it when the body ends, by a signal, too."""
-
-    asked = False
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        raise KeyboardInterrupt
-
-    earlier = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    """Makes a directory in the given one; removes it when the body ends. SIGTERM and SIGHUP end the
+    body as Ctrl-C does.
+    """
+    signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+    earlier = {number: signal.signal(number, _interrupt) for number in signals}
     try:
         try:
             own = Path(tempfile.mkdtemp(prefix=prefix, dir=directory))
@@ -46,8 +41,7 @@ def own_directory(directory: str, prefix: str) -> Iterator[Path]:
             yield own
         except Exception:
             # C code that the signal arrives in may replace the interrupt by an error of its own.
-            if asked:
-                raise KeyboardInterrupt from None
+            raise_if_interrupted()
             raise
         finally:
             try:
@@ -56,8 +50,25 @@ def own_directory(directory: str, prefix: str) -> Iterator[Path]:
             finally:
                 shutil.rmtree(own)
     finally:
+        _interrupted.clear()
         for number, handler in earlier.items():
             signal.signal(number, handler)
+
+
+_interrupted: list[int] = []  # the signals that have come to the body of own_directory()
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> None:
+    _interrupted.append(number)
+    raise KeyboardInterrupt
+
+
+def raise_if_interrupted() -> None:
+    """Raises the interrupt again if there was one: what was measured may have caught it, or raised
+    another error in its place, as torch.distributed.checkpoint does.
+    """
+    if _interrupted:
+        raise KeyboardInterrupt from None
 
 
 def check_room(directory: str, nbytes: int) -> None:

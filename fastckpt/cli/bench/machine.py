@@ -100,6 +100,15 @@ def make_warm(path: Path) -> None:
             pass
 
 
+def fsync_path(path: Path) -> None:
+    """Makes a file or a directory durable."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def removed(path: Path) -> None:
     """Removes a file, durably, so that what is measured next does not pay for it."""
     path.unlink()

@@ -5,9 +5,10 @@ bytes that are durable or with tensors that are there.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -19,7 +20,7 @@ import fastckpt
 from fastckpt.arguments.names import listed
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli.bench.benchmark import Command, Result, in_turn, medians, table
-from fastckpt.cli.bench.machine import make_cold, make_warm, removed
+from fastckpt.cli.bench.machine import fsync_path, make_cold, make_warm, removed
 from fastckpt.cli.progress import progress
 from fastckpt.errors import CheckpointError, telling
 from fastckpt.formats.torch_pickle import torch_load, torch_save
@@ -132,11 +133,34 @@ TORCH = "torch.save + fsync"
 Clocks = dict[str, float]
 
 
-class Peer(NamedTuple):
-    """A way to save, and a way to load that to a device, which is given by its name."""
+def nothing() -> None:
+    """Waits for something that is over when the call returns."""
 
-    save: Callable[[State, Path], Clocks]
+
+class Save(NamedTuple):
+    """A save whose call has returned.
+
+    Attributes:
+        wait_staged: returns when the state may change.
+        wait_durable: returns when the bytes are durable.
+        facts: returns what the library itself says of the save, once it is durable.
+    """
+
+    wait_staged: Callable[[], object]
+    wait_durable: Callable[[], object]
+    facts: Callable[[], dict[str, Any]] = dict
+
+
+class Contestant(NamedTuple):
+    """A way to save to a file, and a way to load that to a device, which is given by its name.
+
+    Attributes:
+        background: training goes on while the bytes become durable.
+    """
+
+    save: Callable[[State, Path], Save]
     load: Callable[[Path, str], Any]
+    background: bool = False
 
 
 @telling
@@ -148,64 +172,68 @@ def failures_told(error: BaseException, name: str) -> None:
         raise CheckpointError(f"{name} failed: {line}") from error
 
 
-def blocking(save: Callable[[Any, Path], object]) -> Callable[[Any, Path], Clocks]:
-    """Returns a function that saves, syncs the file, and returns both clocks."""
-
-    def timed(state: Any, path: Path) -> Clocks:
-        begun = time.perf_counter()
-        save(state, path)
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        seconds = time.perf_counter() - begun
-        return {"blocked_s": seconds, "durable_s": seconds}
-
-    return timed
+def by_torch(state: State, path: Path) -> Save:
+    torch_save(state, path)
+    return Save(nothing, partial(fsync_path, path))
 
 
-def _fastckpt(fence: Literal["call", "step"]) -> Callable[[State, Path], Clocks]:
-    def save(state: State, path: Path) -> Clocks:
-        begun = time.perf_counter()
-        handle = fastckpt.save(state, path, fence=fence)
-        blocked_s = time.perf_counter() - begun
-        handle.result()
-        return {"blocked_s": blocked_s, "durable_s": time.perf_counter() - begun}
-
-    return save
+def by_safetensors(state: State, path: Path) -> Save:
+    """Saves the tensors alone, by their dotted names."""
+    safetensors.torch.save_file(flat_tensors(state), path)
+    return Save(nothing, partial(fsync_path, path))
 
 
-def stock_load(path: Path, device: str) -> Any:
+def by_fastckpt(state: State, path: Path, fence: Literal["call", "step"] = "call") -> Save:
+    handle = fastckpt.save(state, path, fence=fence)
+    return Save(handle.wait_staged, handle.result, lambda: asdict(handle.stats))
+
+
+def load_by_torch(path: Path, device: str) -> Any:
     return torch_load(path, map_location=device, weights_only=True)
 
 
-_STOCK = Peer(blocking(torch_save), stock_load)
-_SAFETENSORS = Peer(
-    blocking(lambda state, path: safetensors.torch.save_file(flat_tensors(state), path)),
-    lambda path, device: safetensors.torch.load_file(path, device=device),
-)
+def load_by_safetensors(path: Path, device: str) -> Any:
+    return safetensors.torch.load_file(path, device=device)
+
+
+def load_by_fastckpt(path: Path, device: str) -> Any:
+    return fastckpt.load(path, map_location=device)
+
+
+_STOCK = Contestant(by_torch, load_by_torch)
+_SAFETENSORS = Contestant(by_safetensors, load_by_safetensors)
 _SAVES = {
-    "fastckpt, call fence": Peer(_fastckpt("call"), stock_load),
-    "fastckpt, step fence": Peer(_fastckpt("step"), stock_load),
+    "fastckpt, call fence": Contestant(by_fastckpt, load_by_torch, background=True),
+    "fastckpt, step fence": Contestant(
+        partial(by_fastckpt, fence="step"), load_by_torch, background=True
+    ),
     TORCH: _STOCK,
     "safetensors + fsync": _SAFETENSORS,
 }
 _LOADS = {
-    "fastckpt.load": Peer(
-        _fastckpt("call"), lambda path, device: fastckpt.load(path, map_location=device)
-    ),
+    "fastckpt.load": Contestant(by_fastckpt, load_by_fastckpt),
     "torch.load": _STOCK,
     "safetensors load_file": _SAFETENSORS,
 }
 
 
+def _clocks(contestant: Contestant, state: State, path: Path) -> Clocks:
+    """Saves, and returns how long training stood still and when the bytes were durable."""
+    begun = time.perf_counter()
+    save = contestant.save(state, path)
+    if contestant.background:
+        blocked_s = time.perf_counter() - begun
+    save.wait_durable()
+    durable_s = time.perf_counter() - begun
+    return {"blocked_s": blocked_s if contestant.background else durable_s, "durable_s": durable_s}
+
+
 def _save(own: Path, arguments: argparse.Namespace) -> Result:
     state, path = gpt_state(arguments.size, arguments.device), own / "saved"
 
-    def turn(peer: Peer) -> tuple[Clocks, list[str]]:
-        clocks = peer.save(state, path)
-        wrong = differing(peer.load(path, arguments.device), state)
+    def turn(contestant: Contestant) -> tuple[Clocks, list[str]]:
+        clocks = _clocks(contestant, state, path)
+        wrong = differing(contestant.load(path, arguments.device), state)
         removed(path)
         return clocks, wrong
 
@@ -214,21 +242,21 @@ def _save(own: Path, arguments: argparse.Namespace) -> Result:
 
 def _load(own: Path, arguments: argparse.Namespace) -> Result:
     state, device = gpt_state(arguments.size, arguments.device), arguments.device
-    paths = {peer: own / str(number) for number, peer in enumerate(_LOADS.values())}
-    for name, peer in _LOADS.items():
+    paths = {contestant: own / str(number) for number, contestant in enumerate(_LOADS.values())}
+    for name, contestant in _LOADS.items():
         with failures_told(name):
-            peer.save(state, paths[peer])
+            contestant.save(state, paths[contestant]).wait_durable()
     cold_by: set[str] = set()
 
-    def turn(peer: Peer) -> tuple[Clocks, list[str]]:
-        clocks, wrong, path = {}, [], paths[peer]
+    def turn(contestant: Contestant) -> tuple[Clocks, list[str]]:
+        clocks, wrong, path = {}, [], paths[contestant]
         for cache in ("cold", "warm") if arguments.warm else ("cold",):
             if cache == "warm":
                 make_warm(path)
             else:
                 cold_by.add(make_cold(path))
             begun = time.perf_counter()
-            loaded = peer.load(path, device)
+            loaded = contestant.load(path, device)
             touch(loaded)
             clocks[f"{cache}_s"] = time.perf_counter() - begun
             wrong += differing(loaded, state)
@@ -239,22 +267,22 @@ def _load(own: Path, arguments: argparse.Namespace) -> Result:
 
 
 def _compared(
-    peers: dict[str, Peer],
+    contestants: dict[str, Contestant],
     base: str,
     arguments: argparse.Namespace,
     state: State,
-    turn: Callable[[Peer], tuple[Clocks, list[str]]],
+    turn: Callable[[Contestant], tuple[Clocks, list[str]]],
 ) -> Result:
-    """Has each peer take its turn, which returns its clocks and names of tensors that differed, and
-    compares the medians with those of the base.
+    """Compares the medians of all contestants with those of the base. A turn returns clocks and the
+    names of tensors that differed.
     """
-    rows: dict[str, list[Clocks]] = {name: [] for name in peers}
+    rows: dict[str, list[Clocks]] = {name: [] for name in contestants}
     wrong, nbytes, rounds = set(), nbytes_of(state), arguments.rounds
-    with progress(nbytes * len(peers) * (rounds + 1), arguments.what) as moved:
+    with progress(nbytes * len(contestants) * (rounds + 1), arguments.what) as moved:
         # The first round is not counted: in it each takes memory that later ones use again.
-        for number, name in in_turn([*peers], rounds, -1, nbytes):
+        for number, name in in_turn([*contestants], rounds, -1, nbytes):
             with failures_told(name):
-                clocks, bad = turn(peers[name])
+                clocks, bad = turn(contestants[name])
             if bad:
                 wrong.add(f"{name}: {listed(bad)}")
             if number >= 0:

@@ -12,28 +12,29 @@ from typing import Any
 
 import torch
 
-import fastckpt
 from fastckpt.arguments.names import listed
 from fastckpt.arguments.quantities import shown_size, shown_time
 from fastckpt.cli.bench.benchmark import Command, Result, in_turn, table
 from fastckpt.cli.bench.machine import removed
 from fastckpt.cli.bench.saves import (
     TORCH,
-    blocking,
+    Save,
+    by_fastckpt,
+    by_torch,
     differing,
     failures_told,
+    load_by_torch,
     nbytes_of,
-    stock_load,
+    nothing,
 )
 from fastckpt.cli.progress import progress
-from fastckpt.formats.torch_pickle import torch_save
 
 _LAYERS, _BATCH = 4, 64
 _BYTES_PER_PARAMETER = 12  # a weight and Adam's two moments, fp32
 _NONE, _FASTCKPT = "no saves", "fastckpt, step fence"
 _MEASURED_S = 90.0  # no further round is begun that would end later; one there is in any case
 Wait = Callable[[], object]
-Waits = tuple[Wait, Wait]  # before the next update, and until a save is durable
+NO_SAVE = Save(nothing, nothing)
 
 
 class Training:
@@ -59,39 +60,35 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def window(
-        self, saves: int, every: int, save: Callable[[Any, Path], Waits], path: Path
+        self, saves: int, every: int, save: Callable[[Any, Path], Save], path: Path
     ) -> float:
         """Saves and trains `every` steps, so many times, until the last save is durable, too;
         returns the seconds.
         """
         begun = time.perf_counter()
-        wait: Wait = _nothing
+        save_before = NO_SAVE
         for _ in range(saves):
-            wait()  # one save at a time, lest a slow disk gathers more and more of them
-            before_update, wait = save(self.state(), path)
+            save_before.wait_durable()  # one at a time, lest a slow disk gathers ever more of them
+            save_before = save(self.state(), path)
             for _ in range(every):
-                self.step(before_update)
-        wait()
+                self.step(save_before.wait_staged)
+        save_before.wait_durable()
         if self.batch.is_cuda:
             torch.cuda.synchronize()
         return time.perf_counter() - begun
 
 
-def _nothing() -> None:
-    pass
+def no_save(_state: Any, _path: Path) -> Save:
+    return NO_SAVE
 
 
-def no_save(_state: Any, _path: Path) -> Waits:
-    return _nothing, _nothing
+def _by_torch(state: Any, path: Path) -> Save:
+    by_torch(state, path).wait_durable()  # while training stands still
+    return NO_SAVE
 
 
-def _by_torch(state: Any, path: Path) -> Waits:
-    blocking(torch_save)(state, path)
-    return _nothing, _nothing
-
-
-def _by_fastckpt(state: Any, path: Path) -> Waits:
-    return _nothing, fastckpt.save(state, path, fence="step").result
+def _by_fastckpt(state: Any, path: Path) -> Save:
+    return by_fastckpt(state, path, "step")._replace(wait_staged=nothing)  # torch's hook waits
 
 
 _SAVES = {_NONE: no_save, TORCH: _by_torch, _FASTCKPT: _by_fastckpt}
@@ -101,7 +98,7 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
     training, path = Training(arguments.size, arguments.device), own / "saved"
     saves, every, rounds = arguments.saves, arguments.every, arguments.rounds
     begun = time.monotonic()
-    training.step(_nothing)
+    training.step(nothing)
     nbytes = nbytes_of(training.state())
     windows: dict[str, list[float]] = {name: [] for name in _SAVES}
     wrong = []
@@ -116,7 +113,7 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
                     windows[name].append(training.window(saves, every, _SAVES[name], path))
                 else:  # the first save takes memory, and shows that what is saved is the state
                     _SAVES[name](training.state(), path)[1]()
-                    saved = stock_load(path, arguments.device) if path.exists() else None
+                    saved = load_by_torch(path, arguments.device) if path.exists() else None
                     if saved and (bad := differing(saved, training.state())):
                         wrong.append(f"{name}: {listed(bad)}")
             if path.exists():
