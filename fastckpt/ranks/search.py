@@ -120,6 +120,8 @@ class Search(Generic[T]):
                 self.damaged[candidate] = trial.verdict
                 if self._warns:
                     log.warning("skipping %s: %s", trial.path, trial.verdict)
+        # If another rank searches elsewhere, it is missed here, as it is where there is a candidate.
+        self._verdict("")
         return None
 
     def _listed(self) -> list[Candidate]:

@@ -399,6 +399,7 @@ def test_ranks_with_different_arguments_hear_which_ones(
         ("codec", "zstd", None, {}),
         ("local", "memory", None, {}),
         ("local", "memory", None, {"restores": True}),
+        ("root", str(disk / "a"), str(disk / "b"), {"restores": True}),  # neither has any step
     ]
     terms = [{-1: {name: its} | how, 1: {name: other} | how} for name, its, other, how in wrongs]
     results = crew(3)(bodies.save_on_other_terms, str(disk), terms)
