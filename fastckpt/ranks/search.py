@@ -120,7 +120,7 @@ class Search(Generic[T]):
                 self.damaged[candidate] = trial.verdict
                 if self._warns:
                     log.warning("skipping %s: %s", trial.path, trial.verdict)
-        # If another rank searches elsewhere, it is missed here, as it is where there is a candidate.
+        # A rank that searches elsewhere is missed here, as it is where there is a candidate.
         self._verdict("")
         return None
 
