@@ -19,7 +19,8 @@ import fastckpt
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.cli.shared_arguments import shown_name
-from fastckpt.engine import budget, devices, gds
+from fastckpt.engine import devices, gds
+from fastckpt.engine.budget import default_budget_bytes
 from fastckpt.engine.staging import Route, crc32_kernel, stager_count
 from fastckpt.errors import BackendUnavailable, CheckpointError, StorageError
 from fastckpt.saving import pipeline
@@ -58,7 +59,7 @@ def _machine() -> Iterator[Row]:
     yield Row("CPUs", f"{cpus}, {stager_count()} of them copy and checksum")
     yield Row("CRC-32", crc32_kernel())
     try:
-        yield Row("staging memory", f"at most {shown_size(budget.default_budget_bytes())} now")
+        yield Row("staging memory", f"at most {shown_size(default_budget_bytes())} now")
     except ValueError as error:
         yield Row("staging memory", str(error), True)
 

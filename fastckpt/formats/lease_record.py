@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from fastckpt.formats.strict_json import NUMBER_END, decode
 
-NAME = "lease.json"
+LEASE_FILE = "lease.json"
 VERSION = 1
 NBYTES = 1024  # of every record, so that one is replaced by one write
 _CHARS_MAX = {"nonce": 32, "host": 64, "space": 128, "job": 128, "began": 64, "renewed": 64}

@@ -23,7 +23,7 @@ from functools import partial
 
 from fastckpt.arguments.environment import launched_job
 from fastckpt.errors import RootInUse, StorageError
-from fastckpt.formats.lease_record import NAME, NBYTES, LeaseRecord, now_text
+from fastckpt.formats.lease_record import LEASE_FILE, NBYTES, LeaseRecord, now_text
 from fastckpt.latch import SERVER_S, start_thread, within
 from fastckpt.saving import pipeline
 from fastckpt.storage.atomic import close_quietly
@@ -55,7 +55,7 @@ class Lease:
     """
 
     def __init__(self, storage: Storage, root: str, of_node: bool = False) -> None:
-        self.path = os.path.join(root, NAME)
+        self.path = os.path.join(root, LEASE_FILE)
         self._user: weakref.ref[object] | None = None
         self._of_node = of_node
         self._takes_over = False
@@ -392,7 +392,7 @@ def _nonce() -> str:
 
 def _holder(record: LeaseRecord | None) -> str:
     if record is None:
-        return f"a process that {NAME} there does not name, so it is damaged or being made,"
+        return f"a process that {LEASE_FILE} there does not name, so it is damaged or being made,"
     job = f" (job {record.job})" if record.job else ""
     return f"process {record.pid} on host {record.host!r}{job}"
 

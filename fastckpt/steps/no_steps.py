@@ -12,7 +12,7 @@ from math import inf
 
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.errors import StorageError
-from fastckpt.formats import lease_record
+from fastckpt.formats.lease_record import LEASE_FILE
 from fastckpt.formats.manifest import MANIFEST, is_manifest
 from fastckpt.formats.step_names import DELETED, NAME
 from fastckpt.saving import pipeline
@@ -36,7 +36,7 @@ def what_is_there(steps: Steps) -> str:
     with reported("list", root):
         if storage.status(root) is None:
             return f"there is no {'object below it' if is_mounted(root) else 'such directory'}"
-        told = (lease_record.NAME, DELETED)
+        told = (LEASE_FILE, DELETED)
         entries = sorted(name for name in storage.names(root) if not name.startswith(told))
     saves = [name for name in entries if NAME.match(name)]
     if saves:

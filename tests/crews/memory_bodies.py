@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastckpt import Checkpointer, CheckpointError, Memory, SaveHandle
-from fastckpt.formats.lease_record import NAME
+from fastckpt.formats.lease_record import LEASE_FILE
 from fastckpt.ranks.peer_link import PeerLink
 from fastckpt.saving import pipeline
 from fastckpt.storage import file_system, machine
@@ -88,8 +88,8 @@ def save_with_another_lease(
                 command = [sys.executable, "-m", "fastckpt", "repair", str(tier), "--takeover"]
                 subprocess.run(command, check=True)
             else:
-                (tier / NAME).unlink()
-                (tier / NAME).mkdir()
+                (tier / LEASE_FILE).unlink()
+                (tier / LEASE_FILE).mkdir()
         meet(member)
         told = []
         for step in (2, 3):

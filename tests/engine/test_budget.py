@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastckpt.arguments import environment
-from fastckpt.engine import budget
+from fastckpt.engine.budget import default_budget_bytes
 
 LIMIT = 900 << 20
 MOUNTED = Path("/sys/fs/cgroup/memory")  # version 1
@@ -41,7 +41,7 @@ def budget_in(cgroup: Path) -> int:
     if pid == 0:
         try:
             (cgroup / "cgroup.procs").write_text(str(os.getpid()))
-            os.write(writing, str(budget.default_budget_bytes()).encode())
+            os.write(writing, str(default_budget_bytes()).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -91,5 +91,5 @@ def test_ranks_that_a_launcher_has_started_share_the_memory(
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     assert environment.launched_on_machine() == ranks
-    monkeypatch.setattr(budget, "memory_left_bytes", lambda: 48 << 30)
-    assert budget.default_budget_bytes() == (24 << 30) // ranks
+    monkeypatch.setattr("fastckpt.engine.budget.memory_left_bytes", lambda: 48 << 30)
+    assert default_budget_bytes() == (24 << 30) // ranks

@@ -28,7 +28,6 @@ import harness
 from rivals import PEERS, dcp, environment, process
 from saving import attempted, blank_like
 
-from fastckpt.cli.bench import fio
 from fastckpt.cli.bench.saves import differing
 
 FILES = sorted({environment.file_of(kind) for kind in PEERS})
@@ -131,7 +130,7 @@ def test_a_stager_that_closes_itself_is_made_anew(
 def test_without_fio_the_engine_sets_the_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fio, "version", lambda: "")
+    monkeypatch.setattr("fastckpt.cli.bench.fio.version", lambda: "")
     limit = ceiling.Ceiling(tmp_path, 16 << 20, quick=True)
     assert set(limit.measure(reading=True)) == {"write", "read"}
     assert limit.name == "fastckpt bench io" and "fio is not on PATH" in limit.missing

@@ -39,7 +39,7 @@ import fastckpt
 from fastckpt import Checkpointer, PerRank, SaveHandle
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StagingConflict, StorageError
-from fastckpt.formats import lease_record
+from fastckpt.formats.lease_record import LEASE_FILE
 from fastckpt.formats.step_names import ATTEMPT_BYTES, SPARES
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks import coordinator
@@ -104,7 +104,7 @@ def directories(root: Path) -> list[str]:
     """What lies in a root, with "again" for the random number that a name may end with."""
     found = {path.name for path in root.iterdir()}
     drawn = rf"(?<=step-\d{{8}}-)[0-9a-f]{{{2 * ATTEMPT_BYTES}}}\Z"
-    return sorted(re.sub(drawn, "again", each) for each in found - {lease_record.NAME, SPARES})
+    return sorted(re.sub(drawn, "again", each) for each in found - {LEASE_FILE, SPARES})
 
 
 def attempt(root: Path, step: int) -> Path:

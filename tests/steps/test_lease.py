@@ -24,7 +24,7 @@ import pytest
 from fastckpt import Checkpointer
 from fastckpt.cli import main
 from fastckpt.errors import RootInUse
-from fastckpt.formats.lease_record import NAME, NBYTES, LeaseRecord
+from fastckpt.formats.lease_record import LEASE_FILE, NBYTES, LeaseRecord
 from fastckpt.formats.step_names import step_name as name
 from fastckpt.saving import pipeline
 from fastckpt.steps import lease as lease_module
@@ -97,9 +97,9 @@ def test_what_is_taken_in_passing_is_given_back_by_the_last(disk: Path) -> None:
         lease.give_back()
         assert lease.is_held, "for the other one"
         lease.give_back()
-        assert lease.is_held == is_kept == (disk / NAME).exists()
+        assert lease.is_held == is_kept == (disk / LEASE_FILE).exists()
     lease.release()
-    assert not (disk / NAME).exists()
+    assert not (disk / LEASE_FILE).exists()
 
 
 def test_nodes_have_no_lease_of_what_several_machines_see(disk: Path) -> None:
@@ -109,12 +109,12 @@ def test_nodes_have_no_lease_of_what_several_machines_see(disk: Path) -> None:
         shared = Lease(double, str(disk), of_node=True)
         shared.take()
         shared.renew()
-        assert not (disk / NAME).exists() and not shared.is_of_another()
+        assert not (disk / LEASE_FILE).exists() and not shared.is_of_another()
     local = Lease(Storage(), str(disk), of_node=True)
     local.take()
-    assert (disk / NAME).exists()
+    assert (disk / LEASE_FILE).exists()
     local.release()
-    assert not (disk / NAME).exists()
+    assert not (disk / LEASE_FILE).exists()
 
 
 @pytest.mark.multiprocess
@@ -126,7 +126,7 @@ def test_a_first_job_in_another_pid_namespace(disk: Path) -> None:
         with pytest.raises(RootInUse, match="process 1 on host 'pod'"):
             checkpointer.save(2, state(2)).result(WAIT_S)
         one.kill()
-        with open(disk / NAME, "rb") as lease:
+        with open(disk / LEASE_FILE, "rb") as lease:
             fcntl.flock(lease, fcntl.LOCK_EX)  # until the process is gone, whose parent is, too
         checkpointer.save(3, state(3)).result(WAIT_S)
 
@@ -211,7 +211,7 @@ def test_of_jobs_that_race_one_wins(disk: Path, left: str | None) -> None:
         for _ in range(20):
             if left is not None:
                 content = record(pid=dead_pid()).to_bytes() if left == "dead" else b"\0" * NBYTES
-                (disk / NAME).write_bytes(content)
+                (disk / LEASE_FILE).write_bytes(content)
             for each in racers:
                 tell(each, "take")
             assert sorted(map(told, racers)) == ["lost", "lost", "won"]
@@ -230,9 +230,9 @@ def record(**changes: Any) -> LeaseRecord:
 
 
 def put(disk: Path, content: bytes, age_s: float = 0.0) -> None:
-    (disk / NAME).write_bytes(content)
+    (disk / LEASE_FILE).write_bytes(content)
     when = time.time() - age_s
-    os.utime(disk / NAME, (when, when))
+    os.utime(disk / LEASE_FILE, (when, when))
 
 
 def test_a_lease_of_another_host(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,12 +314,12 @@ def test_a_job_that_saves_nothing_renews_its_lease(
     lease = Lease(double, str(disk))
     lease.take()
     assert double.renewed.wait(WAIT_S)
-    now = LeaseRecord.from_bytes((disk / NAME).read_bytes())
-    assert now is not None and (disk / NAME).stat().st_size == NBYTES
+    now = LeaseRecord.from_bytes((disk / LEASE_FILE).read_bytes())
+    assert now is not None and (disk / LEASE_FILE).stat().st_size == NBYTES
     assert (now.pid, now.host, now.space) == (os.getpid(), socket.gethostname(), pid_space())
     assert now.lasts_s == LASTS_S
     (disk / "others").write_bytes(record().to_bytes())
-    os.rename(disk / "others", disk / NAME)
+    os.rename(disk / "others", disk / LEASE_FILE)
     for _ in range(2):  # what was read before may be of the own one
         double.read.clear()
         assert double.read.wait(WAIT_S)
@@ -331,12 +331,12 @@ def test_a_job_that_saves_nothing_renews_its_lease(
     with pytest.raises(RootInUse, match="was taken over"):
         lease.renew()
     await_beats_of(0)
-    assert (disk / NAME).read_bytes() == record().to_bytes()
-    (disk / NAME).unlink()
+    assert (disk / LEASE_FILE).read_bytes() == record().to_bytes()
+    (disk / LEASE_FILE).unlink()
     lease.take()
     lease.release()
     await_beats_of(0)
-    assert not (disk / NAME).exists()
+    assert not (disk / LEASE_FILE).exists()
 
 
 def test_who_collects_a_forgotten_checkpointer_asks_the_file_system_nothing(disk: Path) -> None:
@@ -355,13 +355,13 @@ def test_who_collects_a_forgotten_checkpointer_asks_the_file_system_nothing(disk
             if other is None:
                 await_beats_of(0)
                 assert ("remove", BEATING) in {(what, name) for name, what in double.by}
-                assert not (disk / NAME).exists()
+                assert not (disk / LEASE_FILE).exists()
             else:
                 other.save(2, state(2)).result(WAIT_S)
                 await_beats_of(1)
-                assert (disk / NAME).exists()
+                assert (disk / LEASE_FILE).exists()
                 other.close()
-                assert not (disk / NAME).exists()
+                assert not (disk / LEASE_FILE).exists()
 
 
 def test_a_second_lease_of_a_process_outlives_the_first(disk: Path) -> None:
@@ -371,11 +371,11 @@ def test_a_second_lease_of_a_process_outlives_the_first(disk: Path) -> None:
     for each in leases:
         each.take()
     leases[0].release()
-    assert leases[1].is_held and (disk / NAME).exists()
-    with open(disk / NAME, "r+b") as file, pytest.raises(BlockingIOError):
+    assert leases[1].is_held and (disk / LEASE_FILE).exists()
+    with open(disk / LEASE_FILE, "r+b") as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     leases[1].release()
-    assert not (disk / NAME).exists()
+    assert not (disk / LEASE_FILE).exists()
 
 
 def test_a_forked_child_leaves_a_lease_alone_that_was_being_renewed(disk: Path) -> None:
@@ -399,29 +399,29 @@ def test_a_forked_child_leaves_a_lease_alone_that_was_being_renewed(disk: Path) 
     assert os.waitpid(child, 0)[1] == 0
     over.set()
     thread.join()
-    assert lease.is_held and (disk / NAME).exists()
+    assert lease.is_held and (disk / LEASE_FILE).exists()
     lease.release()
 
 
 def test_it_lasts_as_long_as_a_checkpointer_that_saves(disk: Path) -> None:
     with Checkpointer(disk) as first, Checkpointer(disk) as second, Checkpointer(disk) as reader:
         first.save(1, state(1)).result(WAIT_S)
-        assert (disk / NAME).exists()
+        assert (disk / LEASE_FILE).exists()
         first.close()
         second.save(2, state(2)).result(WAIT_S)
         assert reader.restore(state(0)) == 2
         reader.close()
         second.save(3, state(3)).result(WAIT_S)
-        assert (disk / NAME).exists()
-    assert not (disk / NAME).exists()
+        assert (disk / LEASE_FILE).exists()
+    assert not (disk / LEASE_FILE).exists()
     with Checkpointer(disk) as reader:
         assert reader.restore(state(0)) == 3
-        assert not (disk / NAME).exists(), "who reads takes none"
+        assert not (disk / LEASE_FILE).exists(), "who reads takes none"
     with Checkpointer(disk) as checkpointer:
         checkpointer.save(4, state(4)).result(WAIT_S)
-        (disk / NAME).unlink()  # by hand
+        (disk / LEASE_FILE).unlink()  # by hand
         checkpointer.save(5, state(5)).result(WAIT_S)
-        assert (disk / NAME).exists()
+        assert (disk / LEASE_FILE).exists()
 
 
 def test_a_process_that_ends_without_close_releases_it(disk: Path) -> None:
@@ -463,9 +463,9 @@ def test_commands_pass_over_it_and_repair_removes_a_dead_one(
         pipeline.current().drain()
         for command in ("ls", "verify", "repair"):
             assert main([command, str(disk)]) == 0
-            assert NAME not in capsys.readouterr().out
+            assert LEASE_FILE not in capsys.readouterr().out
     put(disk, record(pid=dead_pid()).to_bytes())
     assert main(["repair", str(disk)]) == 1
-    assert "the lease of a dead job" in capsys.readouterr().out and (disk / NAME).exists()
+    assert "the lease of a dead job" in capsys.readouterr().out and (disk / LEASE_FILE).exists()
     assert main(["repair", str(disk), "--yes"]) == 0
-    assert not (disk / NAME).exists()
+    assert not (disk / LEASE_FILE).exists()
