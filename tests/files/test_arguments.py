@@ -26,7 +26,7 @@ import fastckpt
 from fastckpt.arguments import checks as arguments
 from fastckpt.arguments import environment
 from fastckpt.directories.save import save_directory
-from fastckpt.engine import budget
+from fastckpt.engine.budget import default_budget_bytes
 from fastckpt.files import plan as file_place
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage import atomic
@@ -372,10 +372,10 @@ def test_ranks_that_save_to_one_path_alone_are_warned_once(
 
 def test_the_budget_of_the_environment_may_be_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(environment.STAGING_VARIABLE, "1GiB")
-    assert budget.default_budget_bytes() == 1 << 30
+    assert default_budget_bytes() == 1 << 30
     monkeypatch.setenv(environment.STAGING_VARIABLE, "1MiB")
     with pytest.raises(ValueError, match="='1MiB' is not a number of bytes >= 8388608, nor a text"):
-        budget.default_budget_bytes()
+        default_budget_bytes()
 
 
 @pytest.mark.parametrize(
