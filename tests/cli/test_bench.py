@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from fastckpt.cli import main
-from fastckpt.cli.bench import COMMANDS, benchmark, machine, saves, train
-from fastckpt.cli.bench.fio import rate, shutil, subprocess
+from fastckpt.cli.bench import COMMANDS, benchmark, fio, machine, saves, train
 from fastckpt.cli.bench.benchmark import in_turn
 from fastckpt.cli.bench.saves import differing, gpt_state, nbytes_of
 from fastckpt.engine.timed_engine import Cell, TimedEngine
@@ -82,7 +81,7 @@ def test_every_cell_is_measured_and_the_best_is_named(bench: Bench) -> None:
 def test_without_fio_the_engine_is_measured_alone(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(fio.shutil, "which", lambda name: None)
     found = bench("io", "--blocks", "1MiB", "--depths", "2")
     assert found["fio"] is None and "fio is not on PATH" in " ".join(found["notes"])
     assert found["write"]["share_of_fio"] is None
@@ -97,8 +96,8 @@ def test_the_rate_of_a_disk_quicker_than_fios_clock(
     found = {"error": 0, "read": {"io_bytes": 5_000, "runtime": 0}}
     said = "fio: a note\n" + json.dumps({"jobs": [found]})
     done = SimpleNamespace(stdout=said, returncode=0)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
-    assert rate("read", tmp_path / "file", 5_000, Cell("fio", MIB, 1, True)) == 5e6
+    monkeypatch.setattr(fio.subprocess, "run", lambda *_, **__: done)
+    assert fio.rate("read", tmp_path / "file", 5_000, Cell("fio", MIB, 1, True)) == 5e6
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
@@ -106,7 +105,7 @@ def test_fio_takes_a_path_with_a_colon(disk: Path) -> None:
     (disk / "a:b").mkdir()
     file = disk / "a:b" / "file"
     try:
-        rate("write", file, MIB, Cell("fio", MIB, 1, False))
+        fio.rate("write", file, MIB, Cell("fio", MIB, 1, False))
     except OSError as error:
         pytest.skip(f"fio does not run here: {error}")
     assert file.stat().st_size == MIB
