@@ -33,11 +33,10 @@ from hypothesis import strategies as st
 
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError, fate, is_visible
 from fastckpt.ranks import round as module
-from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.coordinator import Coordinator, own_client
 from fastckpt.ranks.records import same
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.round_numbers import RoundNumbers
-from fastckpt.ranks.store_client import own_client
 from tests.interpreters import Program
 from tests.jobs import held_port
 from tests.storm import Chance
@@ -824,7 +823,7 @@ def test_store_that_died_with_its_process_is_noticed() -> None:
 @pytest.mark.skipif(not hasattr(dist.TCPStore, "clone"), reason="torch has no clone() yet")
 def test_store_that_dies_behind_its_last_answer_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's client would try to connect for as long as the training's store waits."""
-    monkeypatch.setattr("fastckpt.ranks.store_client.OPERATION_S", 0.5)
+    monkeypatch.setattr("fastckpt.ranks.coordinator.OPERATION_S", 0.5)
     host = start(lone_rank, 0, 0)
     with running(host):
         port, timeout = said_by(host), timedelta(seconds=5)
