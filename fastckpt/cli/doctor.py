@@ -20,8 +20,7 @@ from fastckpt.arguments.quantities import shown_size
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.cli.shared_arguments import shown_name
 from fastckpt.engine import devices, gds
-from fastckpt.engine.budget import default_budget_bytes
-from fastckpt.engine.staging import Route, crc32_kernel, stager_count
+from fastckpt.engine.staging import Route, crc32_kernel, default_budget_bytes, stager_count
 from fastckpt.errors import BackendUnavailable, CheckpointError, StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import resource
 import threading
 from array import array
 from collections.abc import Callable, Sequence
@@ -20,8 +21,8 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastckpt import _engine
+from fastckpt.arguments import environment
 from fastckpt.arguments.environment import is_first_on_machine
-from fastckpt.engine.budget import default_budget_bytes
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import BLOCKS, Gds, GdsDevice
 from fastckpt.engine.read_stream import EngineReadStream
@@ -32,7 +33,28 @@ from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.calls import Call
 from fastckpt.storage.file_system import PATIENCE_S, Storage, reported
+from fastckpt.storage.machine import memory_left_bytes
 from fastckpt.storage.policies import Policy
+
+
+def default_budget_bytes() -> int:
+    """Returns $FASTCKPT_STAGING_BYTES, else half of the memory available to this process now,
+    divided by the number of ranks on the machine if a launcher tells it; but no more than half of
+    the address space that is left: threads need some, too.
+    """
+    nbytes = environment.staging_bytes(least=BLOCK_BYTES)
+    if nbytes is None:
+        nbytes = memory_left_bytes() // 2 // environment.launched_on_machine()
+    return max(BLOCK_BYTES, min(nbytes, _address_space_left_bytes() // 2))
+
+
+def _address_space_left_bytes() -> int:
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 62
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return max(0, limit - int(file.read().split()[0]) * resource.getpagesize())
+
 
 # ---- The way of staged elements into a file that several ranks write together: the engine converts
 # them to their dtype there, and writes them where they belong.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fastckpt.arguments import environment
-from fastckpt.engine.budget import default_budget_bytes
+from fastckpt.engine.staging import default_budget_bytes
 
 LIMIT = 900 << 20
 MOUNTED = Path("/sys/fs/cgroup/memory")  # version 1
@@ -91,5 +91,5 @@ def test_ranks_that_a_launcher_has_started_share_the_memory(
     for name, value in told.items():
         monkeypatch.setenv(name, value)
     assert environment.launched_on_machine() == ranks
-    monkeypatch.setattr("fastckpt.engine.budget.memory_left_bytes", lambda: 48 << 30)
+    monkeypatch.setattr("fastckpt.engine.staging.memory_left_bytes", lambda: 48 << 30)
     assert default_budget_bytes() == (24 << 30) // ranks

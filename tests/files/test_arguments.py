@@ -26,7 +26,7 @@ import fastckpt
 from fastckpt.arguments import checks as arguments
 from fastckpt.arguments import environment
 from fastckpt.directories.save import save_directory
-from fastckpt.engine.budget import default_budget_bytes
+from fastckpt.engine.staging import default_budget_bytes
 from fastckpt.files import plan as file_place
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage import atomic
