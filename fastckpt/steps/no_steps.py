@@ -12,10 +12,10 @@ from math import inf
 
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.errors import StorageError
-from fastckpt.formats.lease_record import LEASE_FILE
 from fastckpt.formats.manifest import MANIFEST, is_manifest
 from fastckpt.formats.step_names import DELETED, NAME
 from fastckpt.saving import pipeline
+from fastckpt.steps.lease import LEASE_FILE
 from fastckpt.steps.root import Steps
 from fastckpt.storage.calls import looked_up
 from fastckpt.storage.calls import real_path as real_path

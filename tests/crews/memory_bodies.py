@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fastckpt import Checkpointer, CheckpointError, Memory, SaveHandle
-from fastckpt.formats.lease_record import LEASE_FILE
 from fastckpt.ranks.peer_link import PeerLink
 from fastckpt.saving import pipeline
+from fastckpt.steps.lease import LEASE_FILE
 from fastckpt.storage import file_system, machine
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.drain import Drain

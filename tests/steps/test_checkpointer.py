@@ -39,11 +39,11 @@ import fastckpt
 from fastckpt import Checkpointer, PerRank, SaveHandle
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StagingConflict, StorageError
-from fastckpt.formats.lease_record import LEASE_FILE
 from fastckpt.formats.step_names import ATTEMPT_BYTES, SPARES
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks import coordinator
 from fastckpt.saving.pipeline import Pipeline
+from fastckpt.steps.lease import LEASE_FILE
 from fastckpt.storage.file_system import Storage
 from tests.doubles import (
     Crash,

@@ -24,11 +24,10 @@ import pytest
 from fastckpt import Checkpointer
 from fastckpt.cli import main
 from fastckpt.errors import RootInUse
-from fastckpt.formats.lease_record import LEASE_FILE, NBYTES, LeaseRecord
 from fastckpt.formats.step_names import step_name as name
 from fastckpt.saving import pipeline
 from fastckpt.steps import lease as lease_module
-from fastckpt.steps.lease import BEATING, LASTS_S, Lease
+from fastckpt.steps.lease import BEATING, LASTS_S, LEASE_FILE, NBYTES, Lease, LeaseRecord
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.machine import pid_space, started
 from tests.doubles import Operation, Recorder, T, dead_pid, process_on
