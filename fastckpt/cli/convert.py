@@ -32,9 +32,8 @@ from fastckpt.arguments.quantities import shown_size
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.parser import CONVERT_DTYPES
-from fastckpt.cli.parts import parts
 from fastckpt.cli.progress import progress
-from fastckpt.cli.shared_arguments import is_directory, is_there, shown_name, shown_others
+from fastckpt.cli.shared_arguments import is_directory, is_there, parts, shown_name, shown_others
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.export import chosen, take_name
 from fastckpt.directories.save import save_directory, wait_for_directories

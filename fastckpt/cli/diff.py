@@ -13,9 +13,8 @@ import torch
 
 import fastckpt
 from fastckpt.cli.local_tiers import opened
-from fastckpt.cli.parts import parts
 from fastckpt.cli.progress import progress
-from fastckpt.cli.shared_arguments import shown_name, shown_others
+from fastckpt.cli.shared_arguments import parts, shown_name, shown_others
 from fastckpt.formats.value_names import dotted
 
 _PART_BYTES = 64 << 20  # of a tensor that are compared at a time

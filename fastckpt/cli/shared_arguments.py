@@ -7,7 +7,8 @@ from __future__ import annotations
 import argparse
 import os
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from fastckpt.arguments.names import listed
@@ -15,6 +16,28 @@ from fastckpt.arguments.quantities import NotAQuantity
 from fastckpt.arguments.urls import path_of
 from fastckpt.errors import CheckpointError
 from fastckpt.storage.file_system import known_status
+
+
+def parts(shape: Sequence[int], itemsize: int, nbytes_max: int) -> Iterator[tuple[Any, ...]]:
+    """Yields indexes of parts that make up a tensor, in the order of its elements.
+
+    Each part is one run of elements in a contiguous tensor, of at most `nbytes_max` bytes; or a
+    single element, if that is larger.
+    """
+    nbytes = prod(shape) * itemsize
+    dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
+    if nbytes <= nbytes_max or dim is None:
+        yield (...,)
+        return
+    front, row_nbytes = (slice(None),) * dim, nbytes // shape[dim]
+    if row_nbytes > nbytes_max:
+        for number in range(shape[dim]):
+            for rest in parts(shape[dim + 1 :], itemsize, nbytes_max):
+                yield (*front, slice(number, number + 1), *rest)
+        return
+    rows = nbytes_max // row_nbytes
+    for begin in range(0, shape[dim], rows):
+        yield (*front, slice(begin, begin + rows), ...)
 
 
 def path_argument(text: str, check: Callable[[str, str], str] = path_of) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastckpt.cli.parts import parts
+from fastckpt.cli.shared_arguments import parts
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 400), (1, 1, 50, 2), (2, 1, 300), (), (0, 5)])
