@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fastckpt.storage import renames
+from fastckpt.storage import file_system
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def answered_by(number: int, *, is_done: bool) -> Callable[..., None]:
 def test_what_was_done_is_no_error(names: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     new, old = names
     monkeypatch.setattr(os, "rename", answered_by(errno.EIO, is_done=True))
-    renames.rename(new, f"{old}/inner")
+    file_system.rename(new, f"{old}/inner")
     assert content(f"{old}/inner") == "new"
 
 
@@ -50,7 +50,7 @@ def test_what_was_not_done_is_that_error(
 ) -> None:
     monkeypatch.setattr(os, "rename", answered_by(number, is_done=False))
     with pytest.raises(OSError, match=os.strerror(number)):
-        renames.rename(names[0], f"{names[1]}/inner")
+        file_system.rename(names[0], f"{names[1]}/inner")
 
 
 @pytest.mark.parametrize("is_done", [True, False])
@@ -59,7 +59,7 @@ def test_another_process_may_have_been_faster(
 ) -> None:
     monkeypatch.setattr(os, "rename", answered_by(errno.ENOENT, is_done=is_done))
     with pytest.raises(FileNotFoundError):
-        renames.rename(names[0], f"{names[1]}/inner")
+        file_system.rename(names[0], f"{names[1]}/inner")
 
 
 def test_what_cannot_be_seen_is_in_doubt(
@@ -68,7 +68,7 @@ def test_what_cannot_be_seen_is_in_doubt(
     monkeypatch.setattr(os, "rename", answered_by(errno.EIO, is_done=True))
     monkeypatch.setattr(os, "lstat", answered_by(errno.EIO, is_done=False))
     with pytest.raises(TimeoutError):
-        renames.rename(names[0], f"{names[1]}/inner")
+        file_system.rename(names[0], f"{names[1]}/inner")
 
 
 @pytest.mark.parametrize("is_done", [True, False])
@@ -87,18 +87,18 @@ def test_an_exchange_is_seen_too(
                 os.rename(new, f"{old}-aside")
                 os.rename(old, new)
                 os.rename(f"{old}-aside", old)
-            renames.ctypes.set_errno(errno.EIO)
+            file_system.ctypes.set_errno(errno.EIO)
             return -1
 
-    monkeypatch.setattr(renames.ctypes, "CDLL", Libc)
+    monkeypatch.setattr(file_system.ctypes, "CDLL", Libc)
     if is_done:
-        renames.exchange(new, old)
+        file_system.exchange(new, old)
         assert (content(new), content(old)) == ("old", "new")
     else:
         with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-            renames.exchange(new, old)
+            file_system.exchange(new, old)
 
 
 def test_names_are_exchanged(names: tuple[str, str]) -> None:
-    renames.exchange(*names)
+    file_system.exchange(*names)
     assert (content(names[0]), content(names[1])) == ("old", "new")
