@@ -35,9 +35,8 @@ from fastckpt.cli.parser import CONVERT_DTYPES
 from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import is_directory, is_there, parts, shown_name, shown_others
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.export import chosen, take_name
+from fastckpt.directories.export import add_files, chosen, take_name, write_file
 from fastckpt.directories.save import save_directory, wait_for_directories
-from fastckpt.directories.streamed_files import add_files, write_file
 from fastckpt.directories.swap_plan import tell_lossy
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageError, telling
 from fastckpt.formats import safetensors

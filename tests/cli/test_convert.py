@@ -358,7 +358,7 @@ def late(target: Path, make: Callable[[], object], monkeypatch: pytest.MonkeyPat
 KILLED = """
 import os, signal, sys
 from fastckpt.cli import convert, main
-from fastckpt.directories import streamed_files
+from fastckpt.directories import export
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.storage.file_system import Storage
 left = int(sys.argv[4])
@@ -372,7 +372,7 @@ def counted(write):
     return counting
 Storage.write_at = counted(Storage.write_at)
 ImageTransfer.write_to = counted(ImageTransfer.write_to)
-convert._PART_BYTES = streamed_files.PORTION_BYTES = 1 << 20
+convert._PART_BYTES = export.PORTION_BYTES = 1 << 20
 main(["convert", sys.argv[1], sys.argv[2], "--to", sys.argv[3]])
 """
 
