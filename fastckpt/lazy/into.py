@@ -20,8 +20,7 @@ from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.value_names import joined
-from fastckpt.lazy.open import opened
-from fastckpt.lazy.renamed import RenamedSource
+from fastckpt.lazy.open import RenamedSource, opened
 from fastckpt.lazy.source import Source, Stored, Wanted
 from fastckpt.plan.boxes import Box
 from fastckpt.saving import pipeline
