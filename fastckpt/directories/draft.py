@@ -19,8 +19,7 @@ from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.plan.image import Image
 from fastckpt.ranks.round import Round
 from fastckpt.saving.mutation_check import WatchedTensors
-from fastckpt.state.identity import copied_later
-from fastckpt.state.kinds import PLAIN_TENSORS
+from fastckpt.state.kinds import PLAIN_TENSORS, copied_later
 from fastckpt.storage.file_system import Storage
 
 

@@ -44,8 +44,7 @@ from fastckpt.saving.image_file import write_portions
 from fastckpt.saving.pacing import Pace
 from fastckpt.state.dtensors import OtherRanks, Parts, wraps_others
 from fastckpt.state.fit import Fit, Rename
-from fastckpt.state.identity import NO_MEMORY, memory_of
-from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded
+from fastckpt.state.kinds import NO_MEMORY, PLAIN_TENSORS, is_sharded, memory_of
 from fastckpt.state.tree import Leaf, tensors_in
 from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.lustre_layout import Purpose

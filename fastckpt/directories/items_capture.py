@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.saving.mutation_check import WatchedTensors
-from fastckpt.state.identity import copied_later
-from fastckpt.state.kinds import PLAIN_TENSORS
+from fastckpt.state.kinds import PLAIN_TENSORS, copied_later
 
 _ATOMS = (bool, int, float, str, type(None))
 

@@ -37,8 +37,7 @@ from fastckpt.state.fit import (
     refusal,
     unexpected,
 )
-from fastckpt.state.identity import memory_of
-from fastckpt.state.kinds import is_sharded
+from fastckpt.state.kinds import is_sharded, memory_of
 from fastckpt.state.targets import note_overwritten, takes_bytes, tell_lossy
 from fastckpt.state.tree import is_stateful, tensors_in
 

@@ -16,8 +16,7 @@ from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import safetensors
 from fastckpt.formats.strict_json import decode, encode
 from fastckpt.plan.boxes import Box, mesh_holders, shard_box
-from fastckpt.state.identity import NO_MEMORY, memory_of
-from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded
+from fastckpt.state.kinds import NO_MEMORY, PLAIN_TENSORS, is_sharded, memory_of
 
 # ---- The way a DTensor is spread over a mesh, as the placeholder of a checkpoint says it.
 

@@ -13,8 +13,7 @@ from fastckpt.arguments.names import listed
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.state.dtensors import dtensor_part
 from fastckpt.state.fit import Fit
-from fastckpt.state.identity import memory_of
-from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded
+from fastckpt.state.kinds import PLAIN_TENSORS, is_sharded, memory_of
 
 _PART_BYTES = 64 << 20  # of each value that is compared at a time
 _ITEM_BYTES = 16  # of the largest dtype

@@ -32,8 +32,13 @@ from fastckpt.state.dtensors import (
     spread_of,
     wraps_others,
 )
-from fastckpt.state.identity import NO_MEMORY, memory_of
-from fastckpt.state.kinds import PLAIN_TENSORS, is_of_several_ranks, is_sharded
+from fastckpt.state.kinds import (
+    NO_MEMORY,
+    PLAIN_TENSORS,
+    is_of_several_ranks,
+    is_sharded,
+    memory_of,
+)
 
 TENSOR, PER_RANK, ESCAPED = "fastckpt.tensor", "fastckpt.per_rank", "fastckpt.escaped"
 _PLACEHOLDERS = frozenset({TENSOR, PER_RANK, ESCAPED})

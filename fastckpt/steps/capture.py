@@ -18,8 +18,7 @@ from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.formats.value_names import below, items_in
 from fastckpt.ranks.same_state import Description
 from fastckpt.saving.mutation_check import WatchedTensors
-from fastckpt.state.identity import copied_later
-from fastckpt.state.kinds import PLAIN_TENSORS
+from fastckpt.state.kinds import PLAIN_TENSORS, copied_later
 from fastckpt.state.tree import Flat, Leaf, flatten, is_stateful
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt.state.identity import memory_of
+from fastckpt.state.kinds import memory_of
 
 
 def test_the_same_elements() -> None:
