@@ -19,8 +19,8 @@ from saving import WARM_UPS, attempted
 from storage import remove
 
 from fastckpt.cli.bench.benchmark import before_clock, in_turn
-from fastckpt.cli.bench.saves import nbytes_of
-from fastckpt.cli.bench.train import Training, Waits, no_save
+from fastckpt.cli.bench.saves import Save, nbytes_of, nothing
+from fastckpt.cli.bench.train import Training, no_save
 
 STEPS = 10  # from one save to the next
 
@@ -31,15 +31,14 @@ def one_turn(peer: Peer, nbytes: int, directory: Path) -> Row:
     training, target = Training(nbytes, "cpu"), directory / "drag"
     stalls: list[float] = []
 
-    def save(state: Any, path: Path) -> Waits:
+    def save(state: Any, path: Path) -> Save:
         path.mkdir()
         begun = time.perf_counter()
-        begun_save = peer.save(state, path)
+        waits = peer.save(state, path)
         if not peer.background:
-            begun_save.wait_durable()
+            waits.wait_durable()
         stalls.append(time.perf_counter() - begun)
-        before_update = (lambda: None) if peer.keeps_fence else begun_save.wait_staged
-        return before_update, begun_save.wait_durable
+        return waits._replace(wait_staged=nothing) if peer.keeps_fence else waits
 
     with peer.opened():
         for number in range(WARM_UPS + 1):

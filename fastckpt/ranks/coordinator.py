@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from fastckpt.errors import CheckpointError
 from fastckpt.ranks.peer_link import address_towards
-from fastckpt.ranks.round import COMMITTED_NOTHING, LINGER_S, TIMEOUT_S, Round, pause
-from fastckpt.ranks.round_numbers import RoundNumbers
+from fastckpt.ranks.round import COMMITTED_NOTHING, LINGER_S, TIMEOUT_S, Round, RoundNumbers, pause
 
 c10d: Any = dist  # stores, of which torch's type hints say too little
 

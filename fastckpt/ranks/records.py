@@ -1,6 +1,4 @@
-"""Records of a Round that are more than one: those too large for the store, in parts, those of
-several things of a kind, and the comparison of a digest.
-"""
+"""Records of a Round about several things of a kind, and the comparison of a digest."""
 
 from __future__ import annotations
 
@@ -10,8 +8,6 @@ from collections.abc import Callable
 from typing import Protocol
 
 from fastckpt.ranks.round import Round
-
-_PART_BYTES = 4_000_000
 
 
 class Records(Protocol):
@@ -47,33 +43,6 @@ class Apart:
 
     def gather(self, key: str) -> list[bytes]:
         return self._agreement.gather(f"{key} of {self._name}")
-
-
-def put_large(agreement: Round, key: str, content: bytes) -> None:
-    """Leaves a record of any size under key, for get_large()."""
-    agreement.put(key, put_rest(agreement, key, content))
-
-
-def get_large(agreement: Round, key: str, rank: int = 0) -> bytes:
-    """Waits for the record that `rank` leaves by put_large(), and returns it."""
-    return get_rest(agreement, key, rank, agreement.get(key, rank))
-
-
-def put_rest(agreement: Records, key: str, content: bytes) -> bytes:
-    """Leaves a record of any size but for its beginning, which it returns: the caller leaves that
-    where it likes.
-    """
-    parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
-    for number, part in enumerate(parts[1:], 1):
-        agreement.put(f"{key}.{number}", part)
-    return len(parts).to_bytes(4, "little") + b"".join(parts[:1])
-
-
-def get_rest(agreement: Records, key: str, rank: int, beginning: bytes) -> bytes:
-    """Returns the whole record that `rank` leaves by put_rest(), given its beginning."""
-    count = int.from_bytes(beginning[:4], "little")
-    others = [agreement.get(f"{key}.{number}", rank) for number in range(1, count)]
-    return b"".join((beginning[4:], *others))
 
 
 def same(

@@ -1,8 +1,9 @@
 """One agreement between the ranks of a group about one save or restore, over a c10d store.
 
-Responsible for the records that ranks leave for each other, for ending a round on all ranks with
-the first failure, and for waits that end: a rank that died is noticed when its record has not come
-within the timeout. It must not know what a record says, and never touches a process group.
+Responsible for the numbers of rounds, for the records that ranks leave for each other, for ending a
+round on all ranks with the first failure, and for waits that end: a rank that died is noticed when
+its record has not come within the timeout. It must not know what a record says, and never touches a
+process group.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import hashlib
 import itertools
 import json
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +30,119 @@ from fastckpt.errors import (
     is_visible,
     mark_visible,
 )
-from fastckpt.ranks.round_numbers import RoundNumbers, name_of, numbers_in
+
+_REMEMBERED = 4096  # the last rounds, and labels, of a run that saves for ever
+
+
+class RoundNumbers:
+    """The rounds of one rank, over the life of its process.
+
+    The training thread begins rounds without their final numbers. They get these in the background,
+    where a rank that missed a call skips the numbers that the others are through with.
+
+    Attributes:
+        prefix: the prefix of the keys in the store; "" until a first connection has found it.
+        lock: guards state that only the background uses.
+        pid: the number of the process.
+        stops: the numbers of agreements on a stop, which are no rounds: until a signal comes, no
+            rank waits for another.
+    """
+
+    def __init__(self) -> None:
+        self.prefix = ""
+        self.lock = threading.RLock()
+        self.pid = os.getpid()
+        self.stops = itertools.count()
+        # begin() takes no lock: after a fork, a thread that no longer exists could hold it.
+        self._next: dict[str, int] = {}
+        self._order: dict[str, int] = {}
+        self._begun = itertools.count()
+        self._last: str | None = None
+        self._why = ""
+        self._under_way: set[str] = set()
+        self._taken: dict[str, set[int]] = {}  # under lock
+
+    def begin(self, label: str) -> int:
+        """Returns the number of a new round of a label."""
+        number = self._next.pop(label, 0)
+        self._next[label] = number + 1  # taken out and put in again, so that it is the newest
+        _forget_oldest(self._next)
+        self._note(name_of(label, number))
+        return number
+
+    def _note(self, name: str) -> None:
+        self._under_way.add(name)
+        self._order[name] = next(self._begun)
+        self._last = name
+        _forget_oldest(self._order)
+
+    def take(self, label: str, number: int) -> int:
+        """Returns the final number of a round that was begun with this one."""
+        with self.lock:
+            taken = self._taken[label] = self._taken.pop(label, set())
+            _forget_oldest(self._taken)
+            if number in taken:  # by an earlier round that skipped some
+                number = max(taken) + 1
+            self._keep(label, number)
+            return number
+
+    def move(self, label: str, number: int, later: int) -> None:
+        """Moves a round from its number, which nobody waits at, to a later one."""
+        with self.lock:
+            self._under_way.discard(name_of(label, number))
+            self._keep(label, later)
+
+    def _keep(self, label: str, number: int) -> None:
+        taken, name = self._taken.setdefault(label, set()), name_of(label, number)
+        taken.add(number)
+        taken.discard(min(taken) if len(taken) > _REMEMBERED else -1)
+        self._next[label] = max(self._next.get(label, 0), number + 1)
+        if name not in self._order:
+            self._note(name)
+
+    def is_taken(self, label: str, number: int) -> bool:
+        """Returns whether this is the final number of a round of this rank."""
+        return number in self._taken.get(label, ())
+
+    def end(self, label: str, number: int) -> None:
+        """Notes that a round is over."""
+        self._under_way.discard(name_of(label, number))
+
+    def leave(self, why: str = "") -> None:
+        """Notes that no rounds will follow, unless some are still under way, and why, if that is
+        news to other ranks.
+        """
+        if not self._under_way:
+            self._last, self._why = None, why
+
+    def record(self) -> bytes:
+        """Returns a record for the others: the round that was begun last, those under way, and why
+        none will follow.
+        """
+        last = self._last  # read first: rounds begun before it are among the following
+        return json.dumps([last, sorted(self._under_way.copy()), self._why]).encode()
+
+    def is_past(self, name: str, other: str) -> bool:
+        """Returns whether a rank at `other` has passed `name`; rounds not begun here are ahead."""
+        return self._order.get(other, 1 << 62) > self._order.get(name, -1)
+
+
+def _forget_oldest(known: dict[str, Any]) -> None:
+    while len(known) > _REMEMBERED:
+        known.pop(next(iter(known)))
+
+
+def name_of(label: str, number: int) -> str:
+    """Returns a round's name, which is equal on all ranks."""
+    return f"{label}#{number}"
+
+
+def numbers_in(record: bytes, label: str) -> list[int]:
+    """Returns the numbers of the rounds of a label that a record() tells of, ascending."""
+    last, under_way, _why = json.loads(record)
+    parted = (name.rpartition("#") for name in {last, *under_way} if name is not None)
+    return sorted(int(number) for its, _, number in parted if its == label)
+
 
 log = logging.getLogger("fastckpt")
 
@@ -38,7 +153,8 @@ _BEHIND_S = 3.0  # how far rank 0 may be behind the others, however short the ti
 _LOOK_S, _GRACE_S = 1.0, 2.0  # how often to look where a missing rank is; its time to return
 _REJOIN_S, _REJOIN_POLL_S = 10.0, 0.05  # how long, how often a late rank looks for the others
 _RANKS_LOOKED_AT, _RANKS_IN_BATCH, _CAUSE_CHARS = 16, 256, 4000
-_RECORD_BYTES = 8_000_000  # a TCPStore closes the connection on more
+_PART_BYTES = 4_000_000  # a TCPStore closes the connection on more than 8 MB
+_COUNT_BYTES = 4  # at the beginning of a record: how many more parts it has
 _DECIDED, _ABSENT = b"decided", b"absent"  # the latter makes compare_set a get that does not wait
 _IN_DOUBT = f"the checkpoint {IN_DOUBT}"
 _COMMITTED = "the checkpoint was committed, but not all ranks may know that"
@@ -113,9 +229,14 @@ class Round:
         self._path = hashlib.sha256(self.name.encode(errors="surrogatepass")).hexdigest()
 
     def put(self, key: str, value: bytes) -> None:
-        """Leaves this rank's record under key, once; raises ValueError for more than 8 MB."""
-        if len(value) > _RECORD_BYTES:
-            raise ValueError(f"record {key!r} has {len(value)} bytes; at most {_RECORD_BYTES} fit")
+        """Leaves this rank's record, of any size, under key, once."""
+        parts = [value[at : at + _PART_BYTES] for at in range(_PART_BYTES, len(value), _PART_BYTES)]
+        for number, part in enumerate(parts):
+            self._set(f"{key}.{number}", part)
+        # Comes last: whoever finds it finds the others.
+        self._set(key, len(parts).to_bytes(_COUNT_BYTES, "little") + value[:_PART_BYTES])
+
+    def _set(self, key: str, value: bytes) -> None:
         self._keys.append(self._at(key, self.rank))
         self._call("set", self._keys[-1], value)
 
@@ -398,8 +519,16 @@ class Round:
         while missing := ranks[len(records) :]:
             keys = [self._at(key, rank) for rank in missing[:_RANKS_IN_BATCH]]
             self._wait(key, keys, missing)
-            records += self._call("multi_get", keys)
+            first = self._call("multi_get", keys)
+            records += [self._whole(key, *each) for each in zip(missing, first, strict=False)]
         return records
+
+    def _whole(self, key: str, rank: int, record: bytes) -> bytes:
+        """Returns a rank's record with its other parts, which were there before this one."""
+        count = int.from_bytes(record[:_COUNT_BYTES], "little")
+        others = [self._at(f"{key}.{number}", rank) for number in range(count)]
+        parts = [self._call("get", other) for other in others]
+        return b"".join((record[_COUNT_BYTES:], *parts))
 
     def _wait(self, key: str, keys: list[str], ranks: Sequence[int]) -> None:
         """Waits for `keys`, which are those of the first of `ranks`; blames ranks that are lost."""

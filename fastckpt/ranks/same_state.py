@@ -171,9 +171,9 @@ def _tell_own(
 ) -> None:
     """Warns, on the first rank, of the values that another rank has of its own."""
     if agreement.rank == other:
-        records.put_large(agreement, key, zlib.compress(json.dumps(own).encode(), level=1))
+        agreement.put(key, zlib.compress(json.dumps(own).encode(), level=1))
     if agreement.rank == 0:
-        theirs = json.loads(zlib.decompress(records.get_large(agreement, key, other)))
+        theirs = json.loads(zlib.decompress(agreement.get(key, other)))
         unlike = [name for name, crc in own.items() if theirs.get(name, crc) != crc]
         unlike = [name for name in unlike if name not in told]
         told.update(unlike)

@@ -13,7 +13,6 @@ from functools import partial
 
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, Vanished, is_visible
 from fastckpt.formats.manifest import Manifest, Writer
-from fastckpt.ranks import records
 from fastckpt.ranks.round import HEED_S, Round
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.image_file import write_portions
@@ -180,13 +179,13 @@ class Drain(Job):
         if not self._own_name:
             if rank != 0:
                 return None
-            return Manifest.from_bytes(records.get_large(self.agreement, "manifest", source))
+            return Manifest.from_bytes(self.agreement.get("manifest", source))
         try:
             manifest = steps.read(self._own_name)
         except Vanished as error:  # this library removes no step before the root has it
             raise CorruptCheckpoint(f"{steps.path(self._own_name)!r} is missing: {error}") from None
         if travels and rank == source:
-            records.put_large(self.agreement, "manifest", manifest.to_bytes())
+            self.agreement.put("manifest", manifest.to_bytes())
         return manifest
 
     def _publish(self, manifest: Manifest | None) -> None:

@@ -16,7 +16,6 @@ from contextlib import closing
 from fastckpt.arguments.options import Pacing
 from fastckpt.errors import CheckpointError, PeerFailed, RootInUse, StorageError
 from fastckpt.formats.manifest import Manifest
-from fastckpt.ranks import records
 from fastckpt.ranks.round import Round
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pacing import Pace
@@ -236,10 +235,10 @@ class NodePlace(Place):
             made = manifest(self._tier.next_sequence(self._own.steps))
         except BaseException:
             if others:
-                records.put_large(agreement, "manifest", b"")
+                agreement.put("manifest", b"")
             raise
         if others:
-            records.put_large(agreement, "manifest", made.to_bytes())
+            agreement.put("manifest", made.to_bytes())
         self._publish_here(made)
         for rank in others:
             kind, failure = json.loads(agreement.get("published", rank))
@@ -265,7 +264,7 @@ class NodePlace(Place):
             return
         if not self._own.is_begun:
             return
-        content = records.get_large(self._agreement, "manifest")
+        content = self._agreement.get("manifest")
         if not content:
             return
         told = "", ""

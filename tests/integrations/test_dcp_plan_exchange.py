@@ -130,7 +130,7 @@ def test_a_rank_that_fails_is_told_of_and_the_next_plan_works() -> None:
 
 
 def test_large_plans_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastckpt.ranks.records._PART_BYTES", 50)
+    monkeypatch.setattr("fastckpt.ranks.round._PART_BYTES", 50)
     given = Job().plan(["x" * 10, "".join(map(chr, range(40, 400))), "z"])
     assert names_of(given)[1] == "".join(map(chr, range(40, 400)))
 

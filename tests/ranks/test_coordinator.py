@@ -35,8 +35,7 @@ from fastckpt.errors import CheckpointError, PeerFailed, StorageError, fate, is_
 from fastckpt.ranks import round as module
 from fastckpt.ranks.coordinator import Coordinator, own_client
 from fastckpt.ranks.records import same
-from fastckpt.ranks.round import Round
-from fastckpt.ranks.round_numbers import RoundNumbers
+from fastckpt.ranks.round import Round, RoundNumbers
 from tests.interpreters import Program
 from tests.jobs import held_port
 from tests.storm import Chance
@@ -1171,8 +1170,6 @@ def test_arguments_are_checked() -> None:
     for timeout_s in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="timeout_s"):
             coordinator.begin("step 1", timeout_s)
-    with pytest.raises(ValueError, match="at most"):
-        coordinator.begin("step 1").put("big", bytes(9_000_000))
 
 
 def test_label_may_be_any_path() -> None:
@@ -1185,8 +1182,8 @@ def test_label_may_be_any_path() -> None:
 
 def test_large_record_passes_through_a_server() -> None:
     begun, other = (c.begin("x" * 5000) for c in opened(tcp_store(), 2))
-    begun.put("big", bytes(range(250)) * 32_000)
-    assert other.get("big") == bytes(range(250)) * 32_000
+    begun.put("big", bytes(range(250)) * 64_000)  # a server closes the connection on 8 MB
+    assert other.get("big") == bytes(range(250)) * 64_000
 
 
 # --- begin(), on the training thread

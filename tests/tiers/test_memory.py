@@ -21,7 +21,7 @@ import torch
 from fastckpt import Checkpointer, Memory
 from fastckpt.cli import main
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.steps.lease import NAME
+from fastckpt.steps.lease import LEASE_FILE
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import memory_budget
 from fastckpt.tiers.drain import Drain
@@ -237,7 +237,7 @@ def test_a_job_that_only_restores_is_in_nobodys_way(disk: Path, local: Path) -> 
         tell(second, "restore")
         assert told(second) == "6"
         wait_until(lambda: directories(root) == names(5, 6))
-        wait_until(lambda: not (root / NAME).exists())
+        wait_until(lambda: not (root / LEASE_FILE).exists())
         tell(third, "10")
         assert told(third).startswith("NoneType"), "though the second job is there"
     with Checkpointer(root, local=memory) as checkpointer:
@@ -278,7 +278,7 @@ def test_a_lease_lasts_as_long_as_any_checkpointer_of_a_process_has_it(
             with Checkpointer(root, local=memory) as goes:
                 goes.save(1, state(1)).result()
             stays.save(2, state(2)).result()
-            (lease,) = local.glob(f"*/{NAME}")
+            (lease,) = local.glob(f"*/{LEASE_FILE}")
             with lease.open("rb") as file, pytest.raises(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             tell(other, "9")

@@ -184,7 +184,7 @@ def async_save(
             writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=use_collectives)
             planner = DefaultSavePlanner() if planner is None else planner
             planning = _planned(shared.plans, agreement, writer, planner, state_dict)
-            conclusion = _Conclusion(agreement, writer, planning, handle)
+            conclusion = _Conclusion(writer, planning, handle)
             job = writer.save(handle, agreement, planning.staged, planner, conclusion, fence)
         pipeline.current().save(job)
     except CheckpointError as error:
@@ -275,7 +275,7 @@ def add_to(
     writer.set_up_storage_writer(rank == 0, rank=rank)
     planner = DefaultSavePlanner() if planner is None else planner
     planning = _planned(_shared.of(group).plans, agreement, writer, planner, state_dict)
-    conclusion = _Conclusion(agreement, writer, planning)
+    conclusion = _Conclusion(writer, planning)
     storage, directory = pipeline.current().storage, os.path.join(draft.directory, name)
     place = ItemsPlace(storage, directory, draft.agreement, durable)
     draft.add_items(writer.items(planning.staged, planner, conclusion, draft.fence, place))
@@ -353,15 +353,8 @@ class _Conclusion:
     `handle` is told of the outcome, if there is one.
     """
 
-    def __init__(
-        self,
-        agreement: Records,
-        writer: Writer,
-        planning: _Planning,
-        handle: _Saving | None = None,
-    ) -> None:
-        self._handle, self._agreement, self._writer = handle, agreement, writer
-        self._planning = planning
+    def __init__(self, writer: Writer, planning: _Planning, handle: _Saving | None = None) -> None:
+        self._handle, self._writer, self._planning = handle, writer, planning
 
     def agree(self) -> None:
         self._planning.agree()
@@ -373,15 +366,12 @@ class _Conclusion:
         indices = [item.index for item in staged.items]
         at = dict(zip(indices, places, strict=True))
         results = results_of(final, name, [at[item.index] for item in final.items])
-        return dcp_plans.put(self._agreement, "done", results)
+        return dcp_plans.packed(results)
 
     def publish(self, place: ItemsPlace, records: list[bytes]) -> None:
         metadata = copy.copy(self._planning.metadata)  # kept as it is: it may serve later saves too
         assert metadata is not None
-        results = [
-            dcp_plans.get(self._agreement, "done", rank, record)
-            for rank, record in enumerate(records)
-        ]
+        results = [dcp_plans.unpacked(record) for record in records]
         place.publish(partial(self._writer.commit, place.storage, metadata, results))
         if self._handle is not None:
             self._handle._metadata = metadata

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from fastckpt.arguments.checks import check_path
 from fastckpt.errors import CheckpointError
-from fastckpt.ranks import records
 from fastckpt.ranks.records import Records
 
 
@@ -50,14 +49,14 @@ _KNOWN_MAX = 4  # kinds of state that are saved in turn
 _ASK = b"?"  # rank 0 needs every plan
 
 
-def put(agreement: Records, key: str, value: object) -> bytes:
-    """Leaves a value for other ranks but for its beginning, as records.put_rest() does."""
-    return records.put_rest(agreement, key, zlib.compress(pickle.dumps(value), 1))
+def packed(value: object) -> bytes:
+    """Returns a value as a record for other ranks of this job."""
+    return zlib.compress(pickle.dumps(value), 1)
 
 
-def get(agreement: Records, key: str, rank: int, beginning: bytes) -> Any:
-    """Returns the value that a rank of this job has put under key, given its beginning."""
-    return pickle.loads(zlib.decompress(records.get_rest(agreement, key, rank, beginning)))
+def unpacked(record: bytes) -> Any:
+    """Returns the value that another rank of this job has packed."""
+    return pickle.loads(zlib.decompress(record))
 
 
 @dataclass(eq=False)
@@ -141,7 +140,7 @@ class PlanExchange:
     ) -> _Known:
         same = {it.identity: it for it in offer.same if not _unstaged(it.central, offer)}
         if not same:
-            agreement.put("plan", b"+" + put(agreement, "plan", offer.local))
+            agreement.put("plan", b"+" + packed(offer.local))
         else:
             agreement.put("plan", b"=" + json.dumps([*same]).encode())
         if agreement.rank == 0:
@@ -150,13 +149,12 @@ class PlanExchange:
         if told == _ASK:
             if same:
                 again = offer.local, offer.staged
-                agreement.put("plan again", put(agreement, "plan again", again))
+                agreement.put("plan again", packed(again))
             told = agreement.get("central again")
         chosen = told[1:].decode()
         if told.startswith(b"="):
             return same[chosen]
-        key = f"central plan {agreement.rank}"
-        central = get(agreement, key, 0, agreement.get(key))
+        central = unpacked(agreement.get(f"central plan {agreement.rank}"))
         return _Known(chosen, offer.settings, offer.local, central, None)
 
     def _decide(
@@ -182,10 +180,9 @@ class PlanExchange:
         staged = [offer.staged]
         for rank, record in enumerate(records[1:], 1):
             if record.startswith(b"+"):
-                plan, its = get(agreement, "plan", rank, record[1:]), None
+                plan, its = unpacked(record[1:]), None
             else:
-                again = agreement.get("plan again", rank)
-                plan, its = get(agreement, "plan again", rank, again)
+                plan, its = unpacked(agreement.get("plan again", rank))
             plans.append(plan)
             staged.append(its)
         central, metadata = plan_all(plans)
@@ -193,8 +190,7 @@ class PlanExchange:
         self.exchanges += 1
         identity = secrets.token_hex(8)
         for rank in range(1, agreement.world_size):
-            name = f"central plan {rank}"
-            agreement.put(name, put(agreement, name, central[rank]))
+            agreement.put(f"central plan {rank}", packed(central[rank]))
         agreement.put(key, b"+" + identity.encode())
         return _Known(identity, offer.settings, offer.local, central[0], metadata)
 
