@@ -31,7 +31,7 @@ from fastckpt.errors import (
 )
 from fastckpt.formats.torch_pickle import torch_load
 from fastckpt.plan.image import PORTION_BYTES
-from fastckpt.ranks import per_group, records
+from fastckpt.ranks import per_group, same_state
 from fastckpt.reading.verified import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.saving import pipeline
 from fastckpt.storage.atomic import close_quietly
@@ -292,7 +292,7 @@ def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) 
                 time.sleep(_APPEARS_POLL_S)
             if fd is not None:
                 stack.callback(close_quietly, current.storage, fd)
-            differing = records.same(agreement, "file", found, lambda: found)
+            differing = same_state.same(agreement, "file", found, lambda: found)
             if differing is not None:
                 told = "; ".join(f"ranks {ranks}: {text.decode()}" for ranks, text in differing)
                 raise RanksDisagree(f"ranks found different files at {path!r}: {told}")

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fastckpt.engine.broadcast_read_stream import device_of
 from fastckpt.errors import PeerFailed
 from fastckpt.plan.boxes import Held, plan, whole
-from fastckpt.ranks import records
+from fastckpt.ranks import same_state
 from fastckpt.ranks.round import Round
 from fastckpt.saving.mutation_check import named_tensors
 from fastckpt.state.kinds import PLAIN_TENSORS
@@ -38,7 +38,7 @@ class Spread:
         if self._kind is not None:
             text = repr([fit, *(_described(*item) for item in named_tensors(state))])
             digest = hashlib.sha256(text.encode()).digest()
-            if records.same(agreement, "restored", digest, lambda: b"") is not None:
+            if same_state.same(agreement, "restored", digest, lambda: b"") is not None:
                 self._kind = None
 
     def mine(

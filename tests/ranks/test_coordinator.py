@@ -34,8 +34,8 @@ from hypothesis import strategies as st
 from fastckpt.errors import CheckpointError, PeerFailed, StorageError, fate, is_visible
 from fastckpt.ranks import round as module
 from fastckpt.ranks.coordinator import Coordinator, own_client
-from fastckpt.ranks.records import same
 from fastckpt.ranks.round import Round, RoundNumbers
+from fastckpt.ranks.same_state import same
 from tests.interpreters import Program
 from tests.jobs import held_port
 from tests.storm import Chance

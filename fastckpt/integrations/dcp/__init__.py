@@ -48,8 +48,8 @@ from fastckpt.integrations.dcp.writer import Writer, results_of
 from fastckpt.latch import SignalSafeFuture
 from fastckpt.ranks.coordinator import Coordinator, warn_of_unknown_ranks
 from fastckpt.ranks.per_group import PerGroup
-from fastckpt.ranks.records import Apart, Records
 from fastckpt.ranks.round import TIMEOUT_S
+from fastckpt.ranks.same_state import Apart, Records
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle, SaveHandle
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from fastckpt.arguments.checks import check_path
 from fastckpt.errors import CheckpointError
-from fastckpt.ranks.records import Records
+from fastckpt.ranks.same_state import Records
 
 
 class StorageBase:
