@@ -74,7 +74,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to expect and what to do, in bytes per second and seconds."""
+    """The forecast and the advice, in bytes per second and seconds."""
 
     stall_call_s: float  # how long training waits for a checkpoint with the call fence
     stall_step_s: float  # and with the step fence

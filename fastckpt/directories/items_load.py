@@ -30,7 +30,7 @@ from fastckpt.storage.file_system import Storage, naming, reported
 from fastckpt.storage.owners import TOKEN
 
 # Names of files that fastckpt wrote; the shorter ones do not tell which process did.
-OURS = re.compile(rf"__\d+_({TOKEN}|[0-9a-f]{{16}})\.distcp")
+OURS = re.compile(rf"__\d+_{TOKEN}\.distcp")
 _APART_BYTES_MAX = 1 << 20  # objects within this span are read without the rest of their block
 _RUNS_MAX = 64  # more copies to a device go through the host: each takes microseconds to begin
 

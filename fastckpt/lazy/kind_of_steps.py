@@ -121,7 +121,7 @@ _Found: TypeAlias = tuple[tuple[torch.dtype, tuple[int, ...]], Sequence[Shard]]
 
 
 class _Parts:
-    """What the indexes of a step say of its tensors."""
+    """The tensors of a step, as its indexes describe them."""
 
     def __init__(self, path: str, reader: StepReader) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""What random access needs of a format: the tensors that are there, and parts of them read."""
+"""The interface of a format for random access: its tensors, and reads of parts of them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from fastckpt.storage.machine import pid_space, started
 
 _HOST_MAX, _DIGEST_MAX = 40, 8  # characters
 _SUFFIX = re.compile(
-    r"\.(?P<host>[^.+]*)(?:\+(?P<space>[0-9a-f]+))?-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z"
+    r"\.(?P<host>[^.+]*)\+(?P<space>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z"
 )
 # In names that may hold nothing but hexadecimal digits: a digest of host and pid namespace, pid and
 # start of the process, and digits that are new in each name.
@@ -28,7 +28,7 @@ class Owner(NamedTuple):
 
     Attributes:
         host: its host's name; if that is too long, with a digest in place of the rest.
-        space: a digest of its pid_space(); "" in names that version 0.1.0 has made.
+        space: a digest of its pid_space().
         pid, started: its number there, and when it began (machine.started).
     """
 
@@ -50,9 +50,7 @@ class Owner(NamedTuple):
     @property
     def is_of_this_host(self) -> bool:
         """Whether it runs, or ran, on a host of this name."""
-        # Version 0.1.0 cut what was too long: that may be any host whose name begins so.
-        was_cut = not self.space and len(self.host) == _HOST_MAX
-        return self.host == _host() and not was_cut
+        return self.host == _host()
 
     @property
     def is_beside_this(self) -> bool:
@@ -72,7 +70,7 @@ def divided(name: str) -> tuple[str, Owner | None]:
     match = _SUFFIX.search(name)
     if match is None:
         return name, None
-    owner = Owner(match["host"], match["space"] or "", int(match["pid"]), int(match["started"]))
+    owner = Owner(match["host"], match["space"], int(match["pid"]), int(match["started"]))
     return name[: match.start()], owner
 
 

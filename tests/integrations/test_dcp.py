@@ -870,7 +870,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("second", ["call", "writer"])
 def test_an_overwrite_leaves_one_checkpoint(first: str, second: str, tmp_path: Path) -> None:
     WAYS[first](plain(1), tmp_path)
-    debris = tmp_path / "__0_0123456789abcdef.distcp"
+    debris = tmp_path / f"__0_{'0123456789' * 4}.distcp"
     debris.write_bytes(b"of a save that was killed, on a host that nobody knows")
     os.utime(debris, (0, time.time() - DEAD_AFTER_S))
     keep = tmp_path / "notes.txt"

@@ -1,13 +1,11 @@
 """Whose a temporary is, as its name says: hosts with long names that begin alike, other pid
-namespaces, boots before, and names that version 0.1.0 has made. What becomes of debris is
-test_crash.py's.
+namespaces, and boots before. What becomes of debris is test_crash.py's.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 import time
 from pathlib import Path
 
@@ -86,24 +84,6 @@ def test_a_free_lock_of_a_remote_file_system_tells_nothing_for_a_day(
         assert atomic.remove_debris(double, path) == []
         aged(left, atomic.DEAD_AFTER_S + 60)
         assert atomic.remove_debris(double, path) == [left]
-
-
-def test_names_of_the_version_before_are_understood(
-    disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They have no pid namespace; and hosts with long names have only the beginning of that."""
-    path, storage = str(disk / "ckpt.pt"), Storage()
-    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
-    own, cut = (f"{disk}/.ckpt.pt.{host}-{dead_pid()}-1-0.tmp" for host in ("node_7", "x" * 40))
-    for name in (own, cut):
-        Path(name).write_bytes(b"begun")
-    assert atomic.temporaries(storage, path) in ([own, cut], [cut, own])
-    assert atomic.is_of_this_host(own) and not atomic.is_of_this_host(cut)
-    monkeypatch.setattr(socket, "gethostname", lambda: "x" * 40)
-    assert not atomic.is_of_this_host(own) and not atomic.is_of_this_host(cut)
-    monkeypatch.setattr(socket, "gethostname", lambda: "node-7")
-    assert atomic.remove_debris(storage, path) == [own]
-    os.unlink(cut)
 
 
 def test_a_token_tells_whether_its_process_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
