@@ -511,7 +511,7 @@ def warnings_of_fastckpt() -> Iterator[list[str]]:
 @contextlib.contextmanager
 def doubles(directory: Path) -> Iterator[Callable[[], object]]:
     """The device of the tests, under which lie their CUDA driver and their cuFile; what waits."""
-    from tests import accelerator, cuda_stub, cufile_stub
+    from tests.kit import accelerator, cuda_stub, cufile_stub
 
     runtime = accelerator.registered(accelerator.built(directory))
     runtime.driver = cuda_stub.CudaStub(cuda_stub.built(directory))

@@ -37,13 +37,13 @@ BUCKET = "bucket"
 @contextmanager
 def server(kind: str, directory: Path) -> Iterator[dict[str, Any]]:
     """A server with a bucket; gives the options of its clients."""
-    from tests.objects import weed
+    from tests.kit.objects import weed
 
     if kind == "seaweedfs":
         with weed.Weed(directory, volumes_max=32, volume_mib=1024) as serving:
             yield weed.options(serving.port)
         return
-    command = [sys.executable, "-m", "tests.objects.lax"]
+    command = [sys.executable, "-m", "tests.kit.objects.lax"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, cwd=harness.ROOT, text=True, **pipes) as process:
         assert process.stdin is not None and process.stdout is not None

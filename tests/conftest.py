@@ -29,13 +29,13 @@ import fastckpt
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.objects import PathStorage
-from tests import accelerator, cuda_stub, cufile_stub
-from tests.accelerator import Runtime
 from tests.crews.group_crew import Crew, Nursery
-from tests.cuda_stub import CudaStub
-from tests.cufile_stub import CufileStub
-from tests.paths import ROOT
-from tests.storm import SUITE_SEED, Chance, Storm
+from tests.kit import accelerator, cuda_stub, cufile_stub
+from tests.kit.accelerator import Runtime
+from tests.kit.cuda_stub import CudaStub
+from tests.kit.cufile_stub import CufileStub
+from tests.kit.paths import ROOT
+from tests.kit.storm import SUITE_SEED, Chance, Storm
 
 BUILD = ROOT / "build"
 TEMPORARIES = ".*.tmp"

@@ -28,7 +28,7 @@ from fastckpt.cli.advise import (
     best_interval_s,
     lost_share,
 )
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 GIB, TIB = 1 << 30, 1 << 40
 LLAMA_MTBF = 54 * 24 * 3600 / 419

@@ -34,12 +34,12 @@ from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory
 from fastckpt.formats.step_names import tier_name
 from fastckpt.storage.file_system import Storage
-from tests import interpreters
-from tests.doubles import Operation, Recorder, process_on
-from tests.noise import flip
-from tests.paths import ROOT
-from tests.torches import NEEDS_DCP
-from tests.torches import dcp as fast_dcp
+from tests.kit import interpreters
+from tests.kit.doubles import Operation, Recorder, process_on
+from tests.kit.noise import flip
+from tests.kit.paths import ROOT
+from tests.kit.torches import NEEDS_DCP
+from tests.kit.torches import dcp as fast_dcp
 
 COMMANDS = (
     *("ls", "inspect", "diff", "convert", "verify", "repair", "report", "doctor", "advise"),

@@ -15,7 +15,7 @@ import torch
 import fastckpt
 from fastckpt.cli import main
 from fastckpt.storage.file_system import Storage
-from tests.noise import flip
+from tests.kit.noise import flip
 
 
 def saved(disk: Path, name: str, **tensors: torch.Tensor) -> str:

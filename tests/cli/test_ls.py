@@ -17,7 +17,7 @@ import fastckpt
 from fastckpt.cli import main
 from fastckpt.formats.step_names import tier_name
 from fastckpt.storage.file_system import Storage
-from tests.doubles import FailAlways, process_on
+from tests.kit.doubles import FailAlways, process_on
 
 
 def listed(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> list[Any]:

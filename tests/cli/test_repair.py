@@ -21,10 +21,10 @@ import fastckpt
 from fastckpt.cli import main
 from fastckpt.formats.step_names import tier_name
 from fastckpt.storage import atomic
-from tests.doubles import FailAlways, process_on
-from tests.interpreters import Program
-from tests.torches import NEEDS_DCP
-from tests.torches import dcp as fast_dcp
+from tests.kit.doubles import FailAlways, process_on
+from tests.kit.interpreters import Program
+from tests.kit.torches import NEEDS_DCP
+from tests.kit.torches import dcp as fast_dcp
 
 LEAVES = """
 import os, signal, sys

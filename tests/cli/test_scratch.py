@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import interpreters
+from tests.kit import interpreters
 
 AS_A_MODULE = 'import runpy; runpy.run_module("fastckpt", run_name="__main__", alter_sys=True)'
 

@@ -35,7 +35,7 @@ import fastckpt
 from fastckpt.integrations import dcp as ours
 from tests.crews.dcp_states import blank, is_same, numbers, sharded
 from tests.crews.group_crew import Member, Outcome, attempt
-from tests.doubles import Recorder, process_on
+from tests.kit.doubles import Recorder, process_on
 
 TIMEOUT_S = 20.0
 

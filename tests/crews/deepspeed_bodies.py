@@ -33,7 +33,7 @@ from torch import nn
 from fastckpt.integrations import deepspeed as integration
 from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member, attempt
-from tests.doubles import file_size_limit
+from tests.kit.doubles import file_size_limit
 from tests.saving.test_handle import wait_until
 
 FEATURES, HIDDEN, WAIT_S = 64, 128, 30.0

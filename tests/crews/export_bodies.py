@@ -23,7 +23,7 @@ from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.crews.steps_states import arranged, numbers, spread
-from tests.doubles import Operation, Recorder
+from tests.kit.doubles import Operation, Recorder
 
 T = TypeVar("T")
 WAIT_S = 60.0

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import interpreters
+from tests.kit import interpreters
 
 WAIT_S = 100.0
 OTHERS_S = 5.0  # for ranks to tell of themselves when one has failed

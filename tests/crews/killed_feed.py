@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from fastckpt.saving import pipeline
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 sys.path[0] = str(ROOT / "examples")
 train_dataloader = import_module("train_dataloader")

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from tests.crews.group_crew import GROUP_OF_MEMBERS, Member, Outcome, attempt
-from tests.doubles import file_size_limit
+from tests.kit.doubles import file_size_limit
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 

@@ -32,7 +32,7 @@ from fastckpt.integrations.megatron import load, save, strategies
 from fastckpt.integrations.megatron.save import rng_objects, rng_state
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Member
-from tests.doubles import file_size_limit
+from tests.kit.doubles import file_size_limit
 from tests.saving.test_handle import wait_until
 
 NOT_RUNNING = RerunState.NOT_RUNNING_YET

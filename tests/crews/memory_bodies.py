@@ -32,7 +32,7 @@ from tests.crews.group_crew import Member, Outcome, Told, attempt
 from tests.crews.steps_bodies import found_in, meet
 from tests.crews.steps_states import stamped
 from tests.crews.tiers_bodies import Deadly
-from tests.doubles import Operation, Recorder
+from tests.kit.doubles import Operation, Recorder
 
 T = TypeVar("T")
 

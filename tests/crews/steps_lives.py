@@ -24,7 +24,7 @@ from fastckpt.ranks import round as round_module
 from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member
 from tests.crews.steps_states import restamp, stamped, step_of
-from tests.doubles import Operation, Recorder
+from tests.kit.doubles import Operation, Recorder
 
 BORN, RESTORED, BEGUN, COMMITTED, FAILED = b"p", b"r", b"b", b"c", b"f"
 REPORT = struct.Struct("<cI")

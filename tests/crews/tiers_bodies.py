@@ -23,7 +23,7 @@ from fastckpt.tiers.local_tier import LocalTier
 from tests.crews.group_crew import WAIT_S, Member, Outcome, attempt
 from tests.crews.steps_bodies import found_in, meet, saved
 from tests.crews.steps_states import stamped
-from tests.doubles import Operation, Recorder
+from tests.kit.doubles import Operation, Recorder
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member
-from tests.doubles import process_on
+from tests.kit.doubles import process_on
 
 
 class Lagging(Storage):

@@ -44,7 +44,7 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
-from tests.doubles import (
+from tests.kit.doubles import (
     Crash,
     Delay,
     FailAt,
@@ -56,7 +56,7 @@ from tests.doubles import (
     power_cuts,
     process_on,
 )
-from tests.storm import SUITE_SEED
+from tests.kit.storm import SUITE_SEED
 
 BUDGET_BYTES = 64 << 20
 WAIT_S = 60.0

@@ -34,14 +34,14 @@ from fastckpt.formats.file_list import File
 from fastckpt.plan.boxes import Box, Piece
 from fastckpt.state.tree import Leaf
 from fastckpt.storage.file_system import Storage
-from tests.accelerator import KIND
 from tests.crews import export_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.crews.steps_states import TENSORS, content, numbers, same_bits
-from tests.cuda_stub import CudaStub
 from tests.directories.test_directory_save import through
-from tests.doubles import Crash, FailAt, PowerCut, power_cuts
-from tests.interpreters import let_go
+from tests.kit.accelerator import KIND
+from tests.kit.cuda_stub import CudaStub
+from tests.kit.doubles import Crash, FailAt, PowerCut, power_cuts
+from tests.kit.interpreters import let_go
 
 RANKS_IMPORT = "tests.crews.export_bodies"
 INDEX = "model.safetensors.index.json"

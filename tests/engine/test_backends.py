@@ -21,10 +21,10 @@ import torch
 
 import fastckpt
 from fastckpt.saving.pipeline import Pipeline
-from tests.doubles import save_through
 from tests.files.test_faults import mounted, temporaries
-from tests.interpreters import Program
-from tests.paths import ROOT
+from tests.kit.doubles import save_through
+from tests.kit.interpreters import Program
+from tests.kit.paths import ROOT
 from tests.saving.test_process import run_python
 
 SWITCH = Path("/proc/sys/kernel/io_uring_disabled")

@@ -34,9 +34,9 @@ from fastckpt import _engine
 from fastckpt.engine.staging import Staging
 from fastckpt.plan.image import address_of
 from fastckpt.storage.file_system import Storage
+from tests.kit.storm import Chance
 from tests.saving.test_handle import let_others_end, wait_until
 from tests.saving.test_process import run_python
-from tests.storm import Chance
 
 PAGE = 4096
 BLOCK_SIZES = (4096, 8192, 65536)

@@ -36,7 +36,7 @@ from fastckpt.engine.codec import (
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.plan.image import ItemRun
 from tests.engine.test_codec import BLOCK, PAGE, fd, opened, read, relaxed, split, write
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 __all__ = ["fd"]  # the fixture
 MIB = 1 << 20

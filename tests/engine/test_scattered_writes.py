@@ -29,7 +29,7 @@ from fastckpt.engine.staging import Elements, Scatterer, combine_crcs, number_of
 from fastckpt.plan.boxes import Box, copies
 from fastckpt.plan.image import address_of
 from tests.engine.test_engine import PAGE, relaxed
-from tests.storm import Chance
+from tests.kit.storm import Chance
 
 FLOATS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16]
 FLOATS += [torch.float32, torch.float64]

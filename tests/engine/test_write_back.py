@@ -20,8 +20,8 @@ import pytest
 import torch
 
 import fastckpt
-from tests import compiler
-from tests.paths import TESTS
+from tests.kit import compiler
+from tests.kit.paths import TESTS
 from tests.saving.test_handle import temporaries, wait_until
 from tests.saving.test_process import run_python
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import interpreters
+from tests.kit import interpreters
 
 MIB = 1 << 20
 STATE_MIB = 320

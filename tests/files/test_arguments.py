@@ -30,7 +30,7 @@ from fastckpt.engine.staging import default_budget_bytes
 from fastckpt.files import plan as file_place
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage import atomic
-from tests.torches import dcp, needs_dcp
+from tests.kit.torches import dcp, needs_dcp
 
 URLS = ["hdfs://host/a.pt", "s3a://b/a", "hf://me/model", "https://host/a.pt", "file:///tmp/a"]
 TAKES_A_PATH: dict[str, Callable[[Any], object]] = {

@@ -24,7 +24,7 @@ from fastckpt.saving.pipeline import IN_FLIGHT_MAX, Pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.machine import started
-from tests.doubles import (
+from tests.kit.doubles import (
     METHODS,
     Crash,
     Delay,

@@ -28,9 +28,9 @@ import torch
 
 import fastckpt
 from fastckpt.saving.pipeline import Pipeline
-from tests.doubles import Operation, Recorder, save_through
-from tests.interpreters import Program, let_go
-from tests.storm import Storm
+from tests.kit.doubles import Operation, Recorder, save_through
+from tests.kit.interpreters import Program, let_go
+from tests.kit.storm import Storm
 
 WAIT_S = 60.0
 BUDGET_BYTES = 128 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from tests.storm import Storm
+from tests.kit.storm import Storm
 from tests.torture import mutants
 
 MUTANTS = 300

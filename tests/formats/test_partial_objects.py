@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
 from fastckpt.formats.partial_objects import left_out, loaded, notes_in
-from tests.storm import Chance
+from tests.kit.storm import Chance
 
 
 class Holder:

@@ -23,7 +23,7 @@ import pytest
 
 from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import DAMAGE, Callee, Instance, Refused
-from tests.storm import Storm
+from tests.kit.storm import Storm
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ from fastckpt.formats.shard_index import (
 )
 from fastckpt.plan.boxes import Box, intersect, span
 from fastckpt.plan.image import PAGE_BYTES, Image
-from tests.storm import Chance
+from tests.kit.storm import Chance
 
 MIB = 1 << 20
 NONCE = "0123456789abcdef"

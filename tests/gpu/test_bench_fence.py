@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.accelerator import KIND
-from tests.cuda_stub import CudaStub
-from tests.paths import ROOT
+from tests.kit.accelerator import KIND
+from tests.kit.cuda_stub import CudaStub
+from tests.kit.paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 import gpu_fence

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 PARTS = {"memory", "copy", "call", "commit", "load", "train", "fence"}
 LINE_KEYS = {"what", "bar", "measured", "passed", "spread"}

@@ -19,8 +19,6 @@ from hypothesis import strategies as st
 
 from fastckpt import _engine
 from fastckpt.plan.image import address_of
-from tests import interpreters
-from tests.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub, built
 from tests.engine.test_engine import (
     BLOCK_SIZES,
     PAGE,
@@ -35,7 +33,9 @@ from tests.engine.test_engine import (
     plans,
     relaxed,
 )
-from tests.storm import Chance
+from tests.kit import interpreters
+from tests.kit.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub, built
+from tests.kit.storm import Chance
 
 # A PCIe 5 link of 16 lanes, as it is measured: 8 microseconds to begin, then 55 GB/s.
 LATENCY_US, BYTES_PER_US = 8.0, 55_000.0

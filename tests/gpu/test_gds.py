@@ -30,11 +30,11 @@ from hypothesis import strategies as st
 from fastckpt import _engine
 from fastckpt.plan.image import address_of
 from fastckpt.storage.file_system import Storage
-from tests import cuda_stub, cufile_stub, interpreters
-from tests.cuda_stub import ILLEGAL_ADDRESS, LAUNCH, OUT_OF_MEMORY, TO_HOST, CudaStub
-from tests.cufile_stub import FILE_SYSTEM, CufileStub
 from tests.engine.test_engine import opened, relaxed
-from tests.paths import ROOT
+from tests.kit import cuda_stub, cufile_stub, interpreters
+from tests.kit.cuda_stub import ILLEGAL_ADDRESS, LAUNCH, OUT_OF_MEMORY, TO_HOST, CudaStub
+from tests.kit.cufile_stub import FILE_SYSTEM, CufileStub
+from tests.kit.paths import ROOT
 
 PAGE = 4096
 BLOCK = 64 * PAGE

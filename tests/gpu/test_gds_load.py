@@ -1,6 +1,6 @@
 """Loads to a GPU by GPUDirect Storage: what comes that way, what does not, and that all is right.
 
-On the devices of tests/accelerator.py, with a stub of cuFile. Must not know how blocks are moved.
+On the devices of kit/accelerator.py, with a stub of cuFile. Must not know how blocks are moved.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading import verified
 from fastckpt.reading.verified import GdsReadStream, whole_blocks
 from fastckpt.saving import pipeline
-from tests.accelerator import KIND, Runtime, installed
-from tests.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
-from tests.cufile_stub import FILE_SYSTEM, CufileStub
-from tests.noise import noise
+from tests.kit.accelerator import KIND, Runtime, installed
+from tests.kit.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
+from tests.kit.cufile_stub import FILE_SYSTEM, CufileStub
+from tests.kit.noise import noise
+from tests.kit.storm import Chance
 from tests.saving.test_handle import warnings_in
-from tests.storm import Chance
 
 MIB = 1 << 20
 WAIT_S = 60.0

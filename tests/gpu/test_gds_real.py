@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import compiler
 from tests.conftest import file_system
 from tests.gpu.test_gds import places
-from tests.paths import ROOT, TESTS
+from tests.kit import compiler
+from tests.kit.paths import ROOT, TESTS
 
 TESTED = (TESTS / "gpu" / "test_gpu_real.py", "-m", "not gpu", "-k", "cufile")
 FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror")

@@ -1,6 +1,6 @@
 """Saves from a GPU by GPUDirect Storage: what comes of them, of refusals, and of the choice.
 
-On the devices of tests/accelerator.py, with a stub of cuFile. Must not know how blocks are moved.
+On the devices of kit/accelerator.py, with a stub of cuFile. Must not know how blocks are moved.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import fastckpt
 from fastckpt.engine.gds import BLOCKS
 from fastckpt.formats import shard_index
 from fastckpt.plan.image import BLOCK_BYTES
-from tests import accelerator
-from tests.accelerator import Runtime, here
-from tests.cuda_stub import OUT_OF_MEMORY, CudaStub
-from tests.cufile_stub import CufileStub
-from tests.noise import noise
+from tests.kit import accelerator
+from tests.kit.accelerator import Runtime, here
+from tests.kit.cuda_stub import OUT_OF_MEMORY, CudaStub
+from tests.kit.cufile_stub import CufileStub
+from tests.kit.noise import noise
+from tests.kit.storm import Chance
 from tests.saving.test_handle import warnings_in
-from tests.storm import Chance
 
 MIB = 1 << 20
 WAIT_S = 60.0

@@ -31,11 +31,12 @@ from fastckpt import SaveHandle, SaveStats
 from fastckpt.engine import transfer
 from fastckpt.errors import DeviceError, PeerFailed, RanksDisagree, StagingConflict, StorageError
 from fastckpt.saving import pipeline
-from tests import accelerator, cuda_stub
-from tests.accelerator import KIND, Runtime, here
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome, Told, attempt
-from tests.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub
-from tests.doubles import Delay
+from tests.kit import accelerator, cuda_stub
+from tests.kit.accelerator import KIND, Runtime, here
+from tests.kit.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub
+from tests.kit.doubles import Delay
+from tests.kit.storm import Storm
 from tests.saving.test_handle import (
     interrupted_in,
     running,
@@ -44,7 +45,6 @@ from tests.saving.test_handle import (
     warnings_in,
 )
 from tests.saving.test_process import run_python
-from tests.storm import Storm
 from tests.tiers.test_one_copy import await_spares, has_landed, memory, shard
 from tests.tiers.test_tiers import local
 
@@ -1006,8 +1006,8 @@ BEGIN = """
 import os, sys, threading
 from pathlib import Path
 import torch, fastckpt
-from tests import accelerator
-from tests.cuda_stub import CudaStub
+from tests.kit import accelerator
+from tests.kit.cuda_stub import CudaStub
 from fastckpt.saving import pipeline
 from fastckpt.engine.devices import Devices
 

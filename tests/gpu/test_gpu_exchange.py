@@ -1,6 +1,6 @@
 """Loads that ranks share on GPUs: blocks are broadcast among devices, and stay there.
 
-On the devices of tests/accelerator.py; gloo, which knows no such devices, broadcasts what they hold
+On the devices of kit/accelerator.py; gloo, which knows no such devices, broadcasts what they hold
 in their place. Must not know how a file is stored.
 """
 
@@ -17,10 +17,10 @@ import torch.distributed as dist
 import fastckpt
 from fastckpt.engine import broadcast_read_stream as exchange
 from fastckpt.errors import CorruptCheckpoint
-from tests.accelerator import KIND
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome
-from tests.cuda_stub import CudaStub
 from tests.gpu.test_gpu import on_device
+from tests.kit.accelerator import KIND
+from tests.kit.cuda_stub import CudaStub
 
 pytestmark = pytest.mark.multiprocess
 RANKS = 3

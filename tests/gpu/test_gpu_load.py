@@ -1,6 +1,6 @@
 """Loads to a GPU: storages and parameters are read straight to it, as right as by torch.
 
-On the device of tests/accelerator.py. Must not know the engine's insides.
+On the device of tests/kit/accelerator.py. Must not know the engine's insides.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 
 import fastckpt
 from fastckpt import errors
-from tests.accelerator import KIND, Runtime, here
-from tests.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
+from tests.kit.accelerator import KIND, Runtime, here
+from tests.kit.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
 
 MIB = 1 << 20
 

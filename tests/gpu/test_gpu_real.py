@@ -1,6 +1,6 @@
 """What is tested of GPUs without one, on a GPU: the same tests, on torch.cuda and NVIDIA's driver.
 
-They also run over the stub of the driver, by the same way (tests/hardware.py), so that the way
+They also run over the stub of the driver, by the same way (tests/kit/hardware.py), so that the way
 itself is tested where there is no GPU. Must not know the engine's insides.
 """
 
@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import fastckpt
-from tests import accelerator, cuda_stub, hardware
 from tests.gpu import nvidias_cufile, test_gpu, test_gpu_load
 from tests.gpu.nvidias_cufile import cufile as cufile_of_nvidia  # noqa: F401
 from tests.gpu.test_gds import places
 from tests.gpu.test_gpu import way  # noqa: F401
-from tests.hardware import FUNCTIONS, Hardware, TorchCuda
+from tests.kit import accelerator, cuda_stub, hardware
+from tests.kit.hardware import FUNCTIONS, Hardware, TorchCuda
 from tests.saving.test_process import run_python
 
 STUB, GPU = "stub", pytest.param("GPU", marks=pytest.mark.gpu)
@@ -130,8 +130,8 @@ from pathlib import Path
 import torch, fastckpt
 from fastckpt.engine.devices import Devices
 from fastckpt.saving import pipeline
-from tests import accelerator
-from tests.hardware import Hardware, TorchCuda
+from tests.kit import accelerator
+from tests.kit.hardware import Hardware, TorchCuda
 
 library, driver, path = sys.argv[1:]
 runtime = accelerator.registered(Path(library)) if library != "-" else TorchCuda()

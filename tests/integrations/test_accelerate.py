@@ -22,11 +22,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests import jobs
-from tests.interpreters import let_go
-from tests.jobs import finish, logged
-from tests.noise import flip
-from tests.paths import ROOT
+from tests.kit import jobs
+from tests.kit.interpreters import let_go
+from tests.kit.jobs import finish, logged
+from tests.kit.noise import flip
+from tests.kit.paths import ROOT
 
 pytest.importorskip("accelerate")
 
@@ -44,7 +44,7 @@ from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.verify import check
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.integrations.accelerate import load_state, save_state
-from tests.doubles import Recorder, process_on
+from tests.kit.doubles import Recorder, process_on
 
 pytestmark = pytest.mark.usefixtures("drained")
 WAIT_S = 60.0

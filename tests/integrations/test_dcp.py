@@ -51,13 +51,13 @@ from fastckpt.integrations.dcp import Reader, Saving, Writer, async_save, save
 from fastckpt.ranks import coordinator
 from fastckpt.saving import pipeline
 from fastckpt.storage.atomic import DEAD_AFTER_S
-from tests import interpreters
-from tests.accelerator import KIND
 from tests.crews import dcp_bodies as bodies
 from tests.crews.dcp_states import blank, is_same, numbers, plain, whole
 from tests.crews.group_crew import Crew, Nursery, RankDied
-from tests.cuda_stub import CudaStub
-from tests.storm import Storm
+from tests.kit import interpreters
+from tests.kit.accelerator import KIND
+from tests.kit.cuda_stub import CudaStub
+from tests.kit.storm import Storm
 
 RANKS_IMPORT = "tests.crews.dcp_imports"
 
@@ -479,7 +479,7 @@ def test_a_change_behind_the_step_fence_is_told(
 
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_tensors_on_a_gpu(fence: str, gpu: CudaStub, disk: Path) -> None:
-    """On the device of tests/accelerator.py, whose copies are made in the order of streams."""
+    """On the device of tests/kit/accelerator.py, whose copies are made in the order of streams."""
     expected = {
         "big": numbers(1, 5 << 20),
         "view": numbers(1, 5 << 20)[77:999_999],
@@ -893,7 +893,7 @@ ANOTHER_JOB = """
     import sys, threading
     from fastckpt.integrations.dcp import async_save
     from tests.crews.dcp_states import plain
-    from tests.doubles import Delay, process_on
+    from tests.kit.doubles import Delay, process_on
     gate = threading.Event()
     with process_on(storage := Delay("sync", gate)):
         saving = async_save(plain(2), checkpoint_id=sys.argv[1])

@@ -24,7 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.jobs import Job
+from tests.kit.jobs import Job
 
 pytest.importorskip("deepspeed")
 
@@ -43,7 +43,7 @@ from fastckpt.storage.atomic import temporary_path
 from fastckpt.storage.file_system import Storage
 from tests.crews import deepspeed_bodies as bodies
 from tests.crews.group_crew import Nursery, RankDied
-from tests.doubles import (
+from tests.kit.doubles import (
     Crash,
     FailAt,
     LostStore,

@@ -29,11 +29,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests import jobs
-from tests.doubles import file_size_limit
-from tests.interpreters import let_go
-from tests.jobs import Job
-from tests.noise import flip
+from tests.kit import jobs
+from tests.kit.doubles import file_size_limit
+from tests.kit.interpreters import let_go
+from tests.kit.jobs import Job
+from tests.kit.noise import flip
 
 pytest.importorskip("lightning")
 
@@ -48,7 +48,7 @@ from fastckpt.integrations import _lightning
 from fastckpt.integrations.lightning import FastckptCheckpointIO, FastckptModelParallelStrategy
 from fastckpt.latch import Latch
 from fastckpt.saving import pipeline
-from tests.doubles import Crash, Recorder, power_cuts, process_on
+from tests.kit.doubles import Crash, Recorder, power_cuts, process_on
 
 STEPS, EVERY = 9, 2
 FIRST, SECOND = "a.ckpt", "b.ckpt"

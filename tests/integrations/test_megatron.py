@@ -25,11 +25,11 @@ from torch.torch_version import TorchVersion
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.integrations import dcp
 from fastckpt.integrations.megatron import strategies
-from tests import jobs
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
-from tests.noise import flip
-from tests.paths import ROOT
+from tests.kit import jobs
+from tests.kit.noise import flip
+from tests.kit.paths import ROOT
 
 TRACKER = "latest_checkpointed_iteration.txt"
 VERSION = TorchVersion(importlib.metadata.version("megatron-core"))

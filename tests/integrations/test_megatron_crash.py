@@ -35,8 +35,8 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
-from tests.doubles import Crash, FailAlways, FailAt, LostStore, Recorder, dead_pid, plant
-from tests.storm import SUITE_SEED
+from tests.kit.doubles import Crash, FailAlways, FailAt, LostStore, Recorder, dead_pid, plant
+from tests.kit.storm import SUITE_SEED
 
 RANKS, ROWS = 2, 3000
 BUDGET_BYTES = 32 << 20

@@ -27,7 +27,7 @@ from fastckpt.integrations.megatron.save import chunks
 from fastckpt.integrations.megatron.strategies import stored_common, stored_metadata
 from tests.crews import megatron_training as training
 from tests.crews.group_crew import Crew, Nursery
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 pytestmark = pytest.mark.multiprocess
 RANKS_IMPORT = "tests.crews.megatron_imports"

@@ -32,7 +32,7 @@ from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.integrations.torchtitan import FastckptCheckpointer, _of_all, _OwnData
 from tests.crews import torchtitan_bodies as bodies
 from tests.crews.group_crew import Nursery
-from tests.jobs import Job, logged
+from tests.kit.jobs import Job, logged
 
 pytestmark = pytest.mark.usefixtures("drained")
 IMPORTS = "tests.crews.torchtitan_imports"

@@ -25,11 +25,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from tests import jobs
-from tests.doubles import file_size_limit
-from tests.jobs import finish
-from tests.noise import flip
-from tests.paths import ROOT
+from tests.kit import jobs
+from tests.kit.doubles import file_size_limit
+from tests.kit.jobs import finish
+from tests.kit.noise import flip
+from tests.kit.paths import ROOT
 
 pytest.importorskip("transformers")
 
@@ -52,7 +52,7 @@ from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.integrations._fsdp import replaced
 from fastckpt.integrations.transformers import AsyncTrainer, _rotate
 from fastckpt.saving.pipeline import Pipeline
-from tests.doubles import Delay, Recorder, process_on
+from tests.kit.doubles import Delay, Recorder, process_on
 
 pytestmark = pytest.mark.usefixtures("drained")
 CONTEXT, STEPS, EVERY = 16, 8, 2

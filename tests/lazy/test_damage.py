@@ -22,7 +22,7 @@ import fastckpt
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.lazy.torch_names import names_of
 from fastckpt.state.tree import TENSOR, Stored
-from tests.noise import flip
+from tests.kit.noise import flip
 from tests.state.test_tree import MALFORMED
 
 STORAGE = (

@@ -29,9 +29,9 @@ from fastckpt.errors import (
 )
 from fastckpt.lazy.tensors import LazyTensors
 from fastckpt.storage.file_system import Storage
-from tests.doubles import Recorder, process_on
 from tests.formats.test_step_formats import sealed_bytes
-from tests.noise import flip
+from tests.kit.doubles import Recorder, process_on
+from tests.kit.noise import flip
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fastckpt.storage.objects import DROPPING
-from tests.objects.lax import Lax
-from tests.objects.proxy import Proxy
-from tests.objects.weed import BUCKET, Weed, binary, options
+from tests.kit.objects.lax import Lax
+from tests.kit.objects.proxy import Proxy
+from tests.kit.objects.weed import BUCKET, Weed, binary, options
 
 _numbers = itertools.count()
 

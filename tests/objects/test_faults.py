@@ -26,11 +26,11 @@ from fastckpt.saving import pipeline
 from fastckpt.steps import lease
 from fastckpt.steps import root as steps_root
 from fastckpt.storage.owners import Owner
-from tests.objects import proxy as faults
+from tests.kit.objects import proxy as faults
+from tests.kit.objects.proxy import Backwards, Fault, Passage, Proxy, Stall
+from tests.kit.objects.states import LARGE, SMALL, blank, state_of, step_of
+from tests.kit.objects.weed import BUCKET, SECRET, Weed, environment, options
 from tests.objects.conftest import settle, store_at
-from tests.objects.proxy import Backwards, Fault, Passage, Proxy, Stall
-from tests.objects.states import LARGE, SMALL, blank, state_of, step_of
-from tests.objects.weed import BUCKET, SECRET, Weed, environment, options
 from tests.steps.test_lease import record
 
 KINDS = ("begin", "part", "complete", "put", "create", "get", "head", "list", "delete")

@@ -16,13 +16,22 @@ import torch
 import fastckpt
 from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline
-from tests.frozen import FIRST, KEEP, SECOND, WAIT_S, SecondJob, begin_life, check, first_is_frozen
-from tests.hosts import needs_root
-from tests.objects import proxy as faults
+from tests.kit.frozen import (
+    FIRST,
+    KEEP,
+    SECOND,
+    WAIT_S,
+    SecondJob,
+    begin_life,
+    check,
+    first_is_frozen,
+)
+from tests.kit.hosts import needs_root
+from tests.kit.objects import proxy as faults
+from tests.kit.objects.proxy import Passage, Proxy
+from tests.kit.objects.states import LARGE, SMALL, blank, state_of, step_of
+from tests.kit.objects.weed import BUCKET, Weed, options
 from tests.objects.conftest import settle
-from tests.objects.proxy import Passage, Proxy
-from tests.objects.states import LARGE, SMALL, blank, state_of, step_of
-from tests.objects.weed import BUCKET, Weed, options
 
 ALWAYS = 1 << 30
 SOME = 5  # of so many requests one is tried in `make test`

@@ -24,10 +24,10 @@ from fastckpt.saving import pipeline
 from fastckpt.steps import log
 from fastckpt.storage.objects import ObjectStorage
 from tests.crews.group_crew import Crew, Member
+from tests.kit.objects.proxy import Passage, Proxy, error_text
+from tests.kit.objects.states import LARGE, SMALL, blank, state_of, step_of
+from tests.kit.objects.weed import BUCKET, Weed, environment, options
 from tests.objects.conftest import settle
-from tests.objects.proxy import Passage, Proxy, error_text
-from tests.objects.states import LARGE, SMALL, blank, state_of, step_of
-from tests.objects.weed import BUCKET, Weed, environment, options
 
 ALWAYS = 1 << 30
 HTML = [

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fastckpt import Checkpointer, PerRank
 from tests.crews.group_crew import Crew, Member
-from tests.interpreters import Program
-from tests.objects.proxy import Proxy, Stall
-from tests.objects.states import blank, step_of
-from tests.objects.weed import Weed, environment, options
-from tests.storm import Storm
+from tests.kit.interpreters import Program
+from tests.kit.objects.proxy import Proxy, Stall
+from tests.kit.objects.states import blank, step_of
+from tests.kit.objects.weed import Weed, environment, options
+from tests.kit.storm import Storm
 
 ROWS, COLUMNS = 1024, 8 << 10  # 32 MiB of float32
 NEEDED_MAX = 1.1  # bytes that are read, of those that are needed
@@ -77,7 +77,7 @@ def test_another_number_of_ranks_reads_what_it_needs(
 JOB = """
 import json, sys
 import torch, fastckpt
-from tests.objects.states import state_of
+from tests.kit.objects.states import state_of
 root, number = sys.argv[1], int(sys.argv[2])
 ended = None
 with fastckpt.Checkpointer(root) as saver:

@@ -21,14 +21,14 @@ import fastckpt
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.step_names import NAME
 from fastckpt.formats.step_names import step_of as step_in
-from tests.interpreters import run
-from tests.objects.azure import AzureHandler
+from tests.kit.interpreters import run
+from tests.kit.objects.azure import AzureHandler
+from tests.kit.objects.lax import Lax, S3Handler
+from tests.kit.objects.proxy import Proxy
+from tests.kit.objects.states import LARGE, blank, state_of, step_of
+from tests.kit.objects.weed import BUCKET, KEY_ID, SECRET, Weed, environment, options
+from tests.kit.paths import ROOT
 from tests.objects.conftest import settle
-from tests.objects.lax import Lax, S3Handler
-from tests.objects.proxy import Proxy
-from tests.objects.states import LARGE, blank, state_of, step_of
-from tests.objects.weed import BUCKET, KEY_ID, SECRET, Weed, environment, options
-from tests.paths import ROOT
 
 MIB = 1 << 20
 REQUESTS_MAX = 20  # of a save, beside parts
@@ -267,7 +267,7 @@ def test_a_forked_child_refuses(weed: Weed, root: str) -> None:
 
 STAGED = """
 import sys, json, torch, fastckpt
-from tests.objects.weed import options
+from tests.kit.objects.weed import options
 def peak():
     return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) << 10
 def reset():

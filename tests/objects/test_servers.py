@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.objects import proxy as faults
+from tests.kit.objects import proxy as faults
+from tests.kit.objects.lax import Lax
+from tests.kit.objects.proxy import Backwards, Proxy
+from tests.kit.objects.weed import BUCKET, SECRET, Weed, options
 from tests.objects.conftest import store_at
-from tests.objects.lax import Lax
-from tests.objects.proxy import Backwards, Proxy
-from tests.objects.weed import BUCKET, SECRET, Weed, options
 
 PART = 5 << 20
 

@@ -16,11 +16,11 @@ import pytest
 import fastckpt
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.step_names import step_of as step_in
-from tests.interpreters import Program
-from tests.objects.proxy import Proxy, expired
-from tests.objects.states import LARGE, blank, state_of, step_of
-from tests.objects.weed import BUCKET, Weed, environment, options
-from tests.storm import Storm
+from tests.kit.interpreters import Program
+from tests.kit.objects.proxy import Proxy, expired
+from tests.kit.objects.states import LARGE, blank, state_of, step_of
+from tests.kit.objects.weed import BUCKET, Weed, environment, options
+from tests.kit.storm import Storm
 
 pytestmark = pytest.mark.multiprocess
 ALWAYS = 1 << 30
@@ -30,7 +30,7 @@ MOMENT = timedelta(milliseconds=50)
 LIFE = """
 import sys
 import fastckpt
-from tests.objects.states import LARGE, blank, state_of, step_of
+from tests.kit.objects.states import LARGE, blank, state_of, step_of
 into = blank(LARGE)
 with fastckpt.Checkpointer(sys.argv[1], keep_last=2) as saver:
     found = saver.restore(into)

@@ -30,7 +30,7 @@ from fastckpt.formats.image_builder import TAIL_BYTES_MAX
 from fastckpt.formats.torch_pickle import Capture, capture
 from fastckpt.plan.image import BLOCK_BYTES, PAGE_BYTES, Image, address_of, block_count
 from fastckpt.reading import verified
-from tests.plan.slots import slots_of
+from tests.kit.slots import slots_of
 
 config = pytest.importorskip("torch.utils.serialization", reason="torch 2.7 has it first").config
 

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from fastckpt import _engine
 from fastckpt.plan import rank_intervals
 from fastckpt.plan.image import BLOCK_BYTES, Image, address_of
-from tests.plan.slots import slots_of
-from tests.storm import Chance
+from tests.kit.slots import slots_of
+from tests.kit.storm import Chance
 
 MEMORY = bytearray(random.Random(0).randbytes(1 << 20)) * 40
 SLOT = rank_intervals.SLOT_BYTES

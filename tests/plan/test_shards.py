@@ -39,7 +39,7 @@ from fastckpt.plan.boxes import (
     shard_box,
     span,
 )
-from tests.storm import Chance
+from tests.kit.storm import Chance
 
 MIB = 1 << 20
 BLOCK = 8 * MIB

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import staging
 
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import ceiling

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))
 import bench_all

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import fastckpt
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 STATES = {"model_states": {"0": torch.rand(1000)}, "optim_states": {"1": torch.rand(3000)}}
 

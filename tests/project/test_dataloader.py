@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 import fastckpt
-from tests.jobs import Job
-from tests.paths import ROOT
-from tests.storm import Storm
+from tests.kit.jobs import Job
+from tests.kit.paths import ROOT
+from tests.kit.storm import Storm
 
 pytest.importorskip("torchdata", reason="the example needs torchdata")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 PACKAGE = "fastckpt"
 

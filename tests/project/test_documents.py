@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.interpreters import run
-from tests.paths import ROOT
+from tests.kit.interpreters import run
+from tests.kit.paths import ROOT
 
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 # Their examples are run from the first to the last, in one program.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 NEED_A_GPU = "fence checks tests bench-ram probe gds sanitizer small-budget malloc-async "
 NEED_A_GPU += "bench-disk bench-peers"

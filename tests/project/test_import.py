@@ -12,7 +12,7 @@ import sys
 import pytest
 
 import fastckpt
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 # Prints the modules that each line of it has imported, other than torch's own.
 SCRIPT = """

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 _PYTHON = """#!/bin/sh
 case "$*" in *"install"*"-e"*) echo setup;; *build_ext*) echo build;; esac >>did

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import fastckpt
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 VERSION = "9.8.7"
 UNPUBLISHED = {".gitignore"}

@@ -9,7 +9,7 @@ from typing import get_args, get_type_hints
 
 import fastckpt
 from fastckpt.integrations import dcp
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 
 def test_a_checkpointer_takes_few_arguments_and_each_of_them_chooses() -> None:

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 LINE_COLUMNS_MAX = 100
 FUNCTION_LINES_MAX = 100

@@ -15,8 +15,8 @@ from setuptools.dist import Distribution
 
 import fastckpt
 from fastckpt import _engine
-from tests.paths import ROOT
-from tests.torches import dcp, needs_dcp
+from tests.kit.paths import ROOT
+from tests.kit.torches import dcp, needs_dcp
 
 
 def test_an_editable_install_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,9 @@ from fastckpt.ranks import round as module
 from fastckpt.ranks.coordinator import Coordinator, own_client
 from fastckpt.ranks.round import Round, RoundNumbers
 from fastckpt.ranks.same_state import same
-from tests.interpreters import Program
-from tests.jobs import held_port
-from tests.storm import Chance
+from tests.kit.interpreters import Program
+from tests.kit.jobs import held_port
+from tests.kit.storm import Chance
 
 PREFIX = "agreement"
 LONG_S = 600.0  # a wait that should end for another reason: the test's own timeout is shorter

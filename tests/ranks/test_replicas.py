@@ -35,7 +35,7 @@ from fastckpt.plan.image import address_of
 from fastckpt.ranks import same_state
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.same_state import SAMPLED_BYTES, Description, Sampled, disagreement
-from tests.storm import Chance
+from tests.kit.storm import Chance
 
 MIB = 1 << 20
 

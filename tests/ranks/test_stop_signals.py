@@ -24,7 +24,7 @@ from fastckpt.ranks.signal_handlers import checked_signals
 from fastckpt.ranks.stop_signals import StopAgreement
 from tests.crews import stop_bodies as bodies
 from tests.crews.group_crew import Crew
-from tests.interpreters import Program, run
+from tests.kit.interpreters import Program, run
 
 RANKS_IMPORT = "tests.crews.stop_bodies"
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 from tests.crews.group_crew import Member, Nursery
-from tests.paths import TESTS
+from tests.kit.paths import TESTS
 from tests.recordings.recorder import Naming, difference, left_behind, masked
 from tests.recordings.scenes import CASTS
 from tests.recordings.stage import play, versions

@@ -28,7 +28,7 @@ from fastckpt.storage import policies
 from fastckpt.storage.file_system import Refusal
 from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import Policy
-from tests.doubles import TRANSFERS, Operation, Recorder, path_of
+from tests.kit.doubles import TRANSFERS, Operation, Recorder, path_of
 
 T = TypeVar("T")
 OTHER_DEVICE = 1 << 40  # added to the number of the device that a local tier lies on

@@ -33,7 +33,7 @@ from fastckpt.integrations.megatron import SaveStrategy
 from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
-from tests.noise import flip, noise
+from tests.kit.noise import flip, noise
 from tests.recordings.recorder import WAIT_S
 from tests.recordings.stage import Scene, Stage
 

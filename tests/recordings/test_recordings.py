@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.crews.group_crew import Nursery
-from tests.doubles import Operation
+from tests.kit.doubles import Operation
 from tests.recordings.golden import AGAIN, FOLDER, RANKS_IMPORT, Golden
 from tests.recordings.recorder import Naming, StageStorage, difference, lines_of, masked
 

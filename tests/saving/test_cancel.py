@@ -22,7 +22,7 @@ from fastckpt import Checkpointer, SaveCancelled
 from fastckpt.saving.pipeline import Pipeline
 from tests.crews import cancel_bodies as bodies
 from tests.crews.group_crew import Crew
-from tests.doubles import Delay, save_through
+from tests.kit.doubles import Delay, save_through
 from tests.saving.test_handle import HeldTensor, wait_until
 
 WAIT_S = 60.0

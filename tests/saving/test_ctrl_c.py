@@ -24,10 +24,10 @@ import fastckpt
 from fastckpt import Checkpointer
 from fastckpt.saving import ctrl_c, pipeline
 from fastckpt.saving.handle import InnerHandle
-from tests import interpreters
+from tests.kit import interpreters
+from tests.kit.storm import Storm
 from tests.saving.test_process import run_python
 from tests.saving.test_signals import Interruption
-from tests.storm import Storm
 
 LIMIT_S = 60.0
 CTRL_C = b"\x03"

@@ -18,7 +18,7 @@ import torch
 import fastckpt
 from fastckpt.errors import CheckpointError
 from fastckpt.storage.file_system import reported
-from tests.doubles import FailAlways, process_on
+from tests.kit.doubles import FailAlways, process_on
 from tests.saving.test_handle import Octets, wait_until
 
 WAIT_S = 60.0

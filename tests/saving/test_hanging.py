@@ -32,8 +32,8 @@ from fastckpt.steps.root import Steps
 from fastckpt.storage import bound
 from fastckpt.storage.calls import Call
 from fastckpt.storage.file_system import Storage
-from tests.doubles import Recorder
 from tests.engine.test_write_back import Mount, mounted_fuse
+from tests.kit.doubles import Recorder
 from tests.saving.test_handle import temporaries, wait_until
 from tests.saving.test_process import run_python
 
@@ -169,7 +169,7 @@ ENDS = """
 import os, sys, threading
 import torch, fastckpt
 from fastckpt.saving import pipeline
-from tests.doubles import Recorder
+from tests.kit.doubles import Recorder
 
 class Hanging(Recorder):
     def attempt(self, kind, fd, memory, offset):
@@ -195,7 +195,7 @@ STUCK = """
 import sys, threading
 import torch, fastckpt
 from fastckpt.saving import pipeline
-from tests.doubles import Recorder
+from tests.kit.doubles import Recorder
 
 class Stuck(Recorder):
     def sync(self, *_):

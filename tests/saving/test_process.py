@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import fastckpt
-from tests import interpreters
-from tests.paths import ROOT
+from tests.kit import interpreters
+from tests.kit.paths import ROOT
 
 LIMIT_S = 200.0
 pytestmark = pytest.mark.multiprocess

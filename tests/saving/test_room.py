@@ -17,7 +17,7 @@ import torch
 
 from fastckpt import Checkpointer, StorageError
 from fastckpt.saving.pipeline import Pipeline
-from tests.doubles import Operation, Recorder, process_on, save_through
+from tests.kit.doubles import Operation, Recorder, process_on, save_through
 from tests.steps.test_checkpointer import directories
 
 T = TypeVar("T")

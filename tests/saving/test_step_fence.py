@@ -39,6 +39,7 @@ from fastckpt.saving.thread_calls import (
 )
 from fastckpt.state import tree
 from fastckpt.steps import load as step_load
+from tests.kit.torches import dcp, needs_dcp
 from tests.saving.test_handle import (
     WAIT_S,
     HeldTensor,
@@ -48,7 +49,6 @@ from tests.saving.test_handle import (
     stands_in,
     wait_until,
 )
-from tests.torches import dcp, needs_dcp
 from tests.torture.step_fence import OPERATIONS, WAYS, tried
 
 __all__ = ["every_test_settles"]

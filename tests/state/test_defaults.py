@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import fastckpt
 from fastckpt.cli import main
-from tests.torches import dcp, needs_dcp
+from tests.kit.torches import dcp, needs_dcp
 
 WAIT_S = 60.0
 DEFAULTS = ["meta", "float64", "bfloat16"]

@@ -20,7 +20,7 @@ import fastckpt
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.state.fit import Fit, renamed
 from fastckpt.state.tree import flatten
-from tests.storm import Chance
+from tests.kit.storm import Chance
 
 BIG = 300_000  # float32 elements: more than 1 MiB, which goes to the shards
 Restore = Callable[..., fastckpt.Differences]

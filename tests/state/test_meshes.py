@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import fastckpt
-from tests.jobs import Job
-from tests.torches import needs_fsdp2
+from tests.kit.jobs import Job
+from tests.kit.torches import needs_fsdp2
 
 
 @pytest.mark.slow

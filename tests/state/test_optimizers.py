@@ -15,7 +15,7 @@ import pytest
 from tests.crews import optimizer_bodies as bodies
 from tests.crews.group_crew import Crew
 from tests.crews.optimizer_bodies import GOES_ON, OPTIMIZERS
-from tests.torches import needs_fsdp2
+from tests.kit.torches import needs_fsdp2
 
 RANKS_IMPORT = "tests.crews.optimizer_bodies"
 SAVING, RESTORING = 2, (2, 1, 3)

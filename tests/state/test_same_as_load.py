@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 from fastckpt import Checkpointer, PerRank
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.state.tree import ESCAPED, PER_RANK, TENSOR
-from tests.storm import Chance
+from tests.kit.storm import Chance
 
 Restored = Callable[..., Any]
 SHARD = 1 << 18  # float32 elements: a tensor of 1 MiB lies in the shards

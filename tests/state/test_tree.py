@@ -44,9 +44,9 @@ from fastckpt.state.tree import (
     stored_of,
     tensors_in,
 )
+from tests.kit.storm import Chance
 from tests.saving.test_handle import warnings_in
 from tests.saving.test_process import run_python
-from tests.storm import Chance
 
 WAIT_S = 60.0
 BIG = 300_000  # float32 elements: more than 1 MiB, which goes to the shards

@@ -26,7 +26,7 @@ from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.steps.pins import is_pinned, pin, unpin
 from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
-from tests.doubles import (
+from tests.kit.doubles import (
     Crash,
     FailAt,
     Operation,

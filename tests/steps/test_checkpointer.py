@@ -45,7 +45,7 @@ from fastckpt.ranks import coordinator
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.lease import LEASE_FILE
 from fastckpt.storage.file_system import Storage
-from tests.doubles import (
+from tests.kit.doubles import (
     Crash,
     Delay,
     FailAlways,
@@ -57,7 +57,7 @@ from tests.doubles import (
     plant,
     process_on,
 )
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 from tests.saving.test_handle import HeldTensor, Octets, wait_until
 from tests.saving.test_process import run_python
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.doubles import process_on
-from tests.frozen import Freezing, SecondJob, first_is_frozen, second_is_frozen
-from tests.hosts import needs_root
+from tests.kit.doubles import process_on
+from tests.kit.frozen import Freezing, SecondJob, first_is_frozen, second_is_frozen
+from tests.kit.hosts import needs_root
 
 pytestmark = [pytest.mark.multiprocess, needs_root]
 SOME = 9  # of so many operations one is tried in `make test`

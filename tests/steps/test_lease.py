@@ -30,10 +30,10 @@ from fastckpt.steps import lease as lease_module
 from fastckpt.steps.lease import BEATING, LASTS_S, LEASE_FILE, NBYTES, Lease, LeaseRecord
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.machine import pid_space, started
-from tests.doubles import Operation, Recorder, T, dead_pid, process_on
-from tests.hosts import needs_root
-from tests.interpreters import Program
-from tests.network_double import NetworkClient
+from tests.kit.doubles import Operation, Recorder, T, dead_pid, process_on
+from tests.kit.hosts import needs_root
+from tests.kit.interpreters import Program
+from tests.kit.network_double import NetworkClient
 from tests.saving.test_process import run_python
 from tests.steps.test_checkpointer import WAIT_S, directories, restored, state
 from tests.steps.test_steps import tell, told
@@ -41,7 +41,7 @@ from tests.steps.test_steps import tell, told
 SAVES = """
 import os, sys
 from fastckpt import Checkpointer
-from tests.hosts import become
+from tests.kit.hosts import become
 from tests.steps.test_checkpointer import state
 if sys.argv[2]:
     become(sys.argv[2], own_pids="own pids" in sys.argv)

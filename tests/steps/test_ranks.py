@@ -31,8 +31,8 @@ from fastckpt.storage.machine import pid_space, started
 from tests.crews import steps_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, Outcome
 from tests.crews.steps_states import numbers, spreads
-from tests.noise import flip
-from tests.torches import needs_fsdp2
+from tests.kit.noise import flip
+from tests.kit.torches import needs_fsdp2
 
 RANKS_IMPORT = "tests.crews.steps_imports"
 SEED = 20261121

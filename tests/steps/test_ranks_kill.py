@@ -42,9 +42,9 @@ from tests.crews.steps_lives import (
     live,
 )
 from tests.crews.steps_states import COLUMNS, ROWS, numbers
-from tests.interpreters import let_go
+from tests.kit.interpreters import let_go
+from tests.kit.storm import Storm
 from tests.saving.test_handle import wait_until
-from tests.storm import Storm
 
 LANES = 8  # jobs that run beside each other: most of the time they wait for somebody who is dead
 SAVES, OPERATIONS = 5, 90  # within which a kill comes

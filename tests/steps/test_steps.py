@@ -46,10 +46,10 @@ from fastckpt.steps.root import Steps
 from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
-from tests import interpreters
-from tests.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid, process_on
-from tests.network_double import NetworkClient
-from tests.noise import flip
+from tests.kit import interpreters
+from tests.kit.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid, process_on
+from tests.kit.network_double import NetworkClient
+from tests.kit.noise import flip
 from tests.saving.test_handle import warnings_in
 from tests.saving.test_process import run_python
 from tests.steps.test_checkpointer import assert_holds, directories, restored, state
@@ -231,7 +231,7 @@ def test_what_others_put_into_a_step_stays(root: Path) -> None:
 
 READER = """
 import sys
-from tests.doubles import Recorder, process_on
+from tests.kit.doubles import Recorder, process_on
 from tests.steps.test_checkpointer import assert_holds, state
 from fastckpt import Checkpointer
 
@@ -439,7 +439,7 @@ def test_a_callback_that_exits_does_not_end_the_save_early(root: Path) -> None:
 
 DYING = """
 import os, signal, sys
-from tests.doubles import Recorder, process_on
+from tests.kit.doubles import Recorder, process_on
 from tests.steps.test_checkpointer import state
 from fastckpt import Checkpointer
 

@@ -20,8 +20,8 @@ from fastckpt.engine.staging import Staging
 from fastckpt.storage import policies
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.policies import POLICIES, Mount, Policy, recognised
-from tests.doubles import process_on
-from tests.paths import ROOT
+from tests.kit.doubles import process_on
+from tests.kit.paths import ROOT
 
 WAIT_S = 60.0
 MAGICS = {

@@ -35,8 +35,8 @@ from fastckpt.storage.lustre_layout import (
     grain_bytes,
     parsed,
 )
-from tests.doubles import save_through
-from tests.lustre_double import LustreClient, lustre_client, plain, progressive
+from tests.kit.doubles import save_through
+from tests.kit.lustre_double import LustreClient, lustre_client, plain, progressive
 
 __all__ = ["lustre_client"]
 GIB, MIB = 1 << 30, 1 << 20

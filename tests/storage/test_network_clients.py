@@ -21,8 +21,8 @@ from fastckpt.storage import atomic
 from fastckpt.storage import file_system as storage
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.vanishing import is_removed
-from tests.doubles import dead_pid, process_on
-from tests.network_double import Cifs, NetworkClient, RemembersAbsence, Stale, lingering
+from tests.kit.doubles import dead_pid, process_on
+from tests.kit.network_double import Cifs, NetworkClient, RemembersAbsence, Stale, lingering
 from tests.steps.test_checkpointer import attempt, directories, state
 
 WAIT_S = 60.0

@@ -13,9 +13,9 @@ import pytest
 
 from fastckpt.storage import atomic, owners
 from fastckpt.storage.file_system import Storage
-from tests.doubles import dead_pid
-from tests.hosts import needs_root
-from tests.network_double import NetworkClient
+from tests.kit.doubles import dead_pid
+from tests.kit.hosts import needs_root
+from tests.kit.network_double import NetworkClient
 from tests.saving.test_process import run_python
 
 LONG = "trainer-of-a-project-with-a-long-name-in-zone-b-"
@@ -24,7 +24,7 @@ MAKES = """
 import sys
 from pathlib import Path
 from fastckpt.storage import atomic
-from tests.hosts import become
+from tests.kit.hosts import become
 become(sys.argv[2], own_pids="own pids" in sys.argv)
 name = atomic.temporary_path(sys.argv[1])
 Path(name).write_bytes(b"begun")  # without a lock, as where locks are each client's own
@@ -35,7 +35,7 @@ REMOVES = """
 import sys
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
-from tests.hosts import become
+from tests.kit.hosts import become
 become(sys.argv[2], own_pids="own pids" in sys.argv)
 print(atomic.remove_debris(Storage(), sys.argv[1]))
 """

@@ -27,7 +27,7 @@ from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage import file_system as storage
 from fastckpt.storage import policies
 from fastckpt.storage.policies import POLICIES, REFUSALS
-from tests.doubles import FailAlways, Operation, Recorder, process_on, save_through
+from tests.kit.doubles import FailAlways, Operation, Recorder, process_on, save_through
 
 MIB = 1 << 20
 WAIT_S = 60.0

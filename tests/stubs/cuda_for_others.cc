@@ -1,5 +1,5 @@
 // The stub of the CUDA driver with what others ask of one: NVIDIA's libcufile, which opens it by
-// its name, libcuda.so.1, and the tests' way to hardware (tests/hardware.py). What cuFile only
+// its name, libcuda.so.1, and the tests' way to hardware (tests/kit/hardware.py). What cuFile only
 // looks for where nvidia-fs is not loaded says that it is not supported. It must not know who
 // calls.
 #include <dlfcn.h>

@@ -26,11 +26,11 @@ from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import memory_budget
 from fastckpt.tiers.drain import Drain
 from tests.files.test_faults import mounted
-from tests.interpreters import Program
+from tests.kit.interpreters import Program
+from tests.kit.storm import Storm
 from tests.saving.test_handle import wait_until
 from tests.steps.test_checkpointer import assert_holds, directories, state
 from tests.steps.test_steps import tell, told
-from tests.storm import Storm
 from tests.tiers.test_tiers import local, local_steps
 
 __all__ = ["local"]

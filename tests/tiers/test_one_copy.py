@@ -29,8 +29,8 @@ from fastckpt.saving import pipeline
 from fastckpt.saving.spares import Spares
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.memory_budget import MemoryBudget
-from tests.doubles import FailAt, Recorder, dead_pid, process_on
 from tests.files.test_faults import mounted
+from tests.kit.doubles import FailAt, Recorder, dead_pid, process_on
 from tests.saving.test_handle import wait_until
 from tests.steps.test_checkpointer import assert_holds, state
 from tests.tiers.test_tiers import local

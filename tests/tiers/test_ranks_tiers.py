@@ -20,7 +20,7 @@ from fastckpt import Checkpointer, PeerFailed, StorageError
 from tests.crews import tiers_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.files.test_faults import leave_free, mounted
-from tests.noise import flip
+from tests.kit.noise import flip
 from tests.steps.test_checkpointer import directories
 from tests.tiers.test_tiers import local, local_step
 

@@ -27,7 +27,7 @@ from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.nodes import RanksByNode, sizes_of
 from fastckpt.tiers.replicas import Replicas
-from tests.noise import flip
+from tests.kit.noise import flip
 from tests.saving.test_handle import wait_until
 from tests.steps.test_checkpointer import directories, state
 

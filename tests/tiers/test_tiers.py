@@ -35,9 +35,9 @@ from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import place as node_place
 from fastckpt.tiers.drain import Drain
-from tests.doubles import FailAt, Operation, Recorder, dead_pid, process_on
 from tests.files.test_faults import leave_free, mounted
-from tests.noise import flip
+from tests.kit.doubles import FailAt, Operation, Recorder, dead_pid, process_on
+from tests.kit.noise import flip
 from tests.saving.test_handle import interrupted_in, wait_until
 from tests.saving.test_process import run_python
 from tests.steps.test_checkpointer import assert_holds, directories, state
@@ -250,7 +250,7 @@ def test_two_roots_in_one_local_directory(disk: Path, local: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from tests.doubles import Recorder
+from tests.kit.doubles import Recorder
 from tests.steps.test_checkpointer import state
 from fastckpt import Checkpointer
 from fastckpt.saving import pipeline

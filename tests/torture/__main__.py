@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 ROUND_S = 20.0  # a run that has less time than this has not collected the tests yet
 NOTHING_RAN = 5

@@ -64,7 +64,7 @@ def readers(folder: Path) -> dict[str, tuple[list[bytes], Reader]]:
     from fastckpt.lazy import torch_names
     from fastckpt.storage.file_system import Storage
     from tests.formats import test_bounds, test_plain_pickle
-    from tests.paths import ROOT
+    from tests.kit.paths import ROOT
 
     data = ROOT / "tests" / "data"
     corpus = data / "corpus"

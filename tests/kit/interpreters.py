@@ -26,7 +26,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from tests.paths import ROOT
+from tests.kit.paths import ROOT
 
 _STATUS = struct.Struct("<ii")
 _LENGTH = struct.Struct("<I")
@@ -197,7 +197,7 @@ def _ancestor(imports: str) -> socket.socket:
             _kept.append(
                 Program(
                     f"import {imports}\n"
-                    "from tests.interpreters import next_program\n"
+                    "from tests.kit.interpreters import next_program\n"
                     "exec(*next_program(INHERITED[0]))",
                     fds=(theirs.fileno(),),
                     inherit_stderr=True,

@@ -25,10 +25,11 @@ from fastckpt.engine.gds import Gds
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
-from tests import compiler
-from tests.cuda_stub import CudaStub
+from tests.kit import compiler
+from tests.kit.cuda_stub import CudaStub
+from tests.kit.paths import TESTS
 
-SOURCE = Path(__file__).parent / "stubs" / "accelerator.cc"
+SOURCE = TESTS / "stubs" / "accelerator.cc"
 KIND = "stub"
 DEVICES = 2
 

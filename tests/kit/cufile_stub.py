@@ -9,9 +9,10 @@ import ctypes
 from pathlib import Path
 from typing import NamedTuple
 
-from tests import compiler
+from tests.kit import compiler
+from tests.kit.paths import TESTS
 
-SOURCE = Path(__file__).parent / "stubs" / "cufile.cc"
+SOURCE = TESTS / "stubs" / "cufile.cc"
 ALL = -1
 # Not a code of cuFile's: the transfer fails with an errno.
 FILE_SYSTEM = 1

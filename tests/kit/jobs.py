@@ -15,8 +15,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests import interpreters
-from tests.paths import ROOT
+from tests.kit import interpreters
+from tests.kit.paths import ROOT
 
 WAIT_S = 200.0
 SCRIPT = """

@@ -18,7 +18,7 @@ from unittest import mock
 
 from fastckpt.storage import policies
 from fastckpt.storage.policies import POLICIES
-from tests.doubles import Operation, Recorder
+from tests.kit.doubles import Operation, Recorder
 
 T = TypeVar("T")
 _real_flock = fcntl.flock

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from tests.paths import ROOT, TESTS
+from tests.kit.paths import ROOT, TESTS
 
 CACHE = ROOT / "build" / "stubs"
 SOURCES = (*sorted((TESTS / "stubs").iterdir()), *sorted(ROOT.glob("csrc/**/*.h")))

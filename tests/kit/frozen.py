@@ -22,8 +22,8 @@ from fastckpt import Checkpointer
 from fastckpt.latch import asked
 from fastckpt.saving import pipeline
 from fastckpt.storage.policies import POLICIES
-from tests.doubles import Operation, Recorder, process_on
-from tests.interpreters import Program
+from tests.kit.doubles import Operation, Recorder, process_on
+from tests.kit.interpreters import Program
 
 T = TypeVar("T")
 WAIT_S = 60.0
@@ -34,9 +34,9 @@ FIRST, SECOND = 1, 2  # the jobs
 # A line of its input is a command, its subject and, of the third, the operation to be frozen at.
 SECOND_JOB = """
 import sys
-from tests.hosts import become
+from tests.kit.hosts import become
 become("node-b", own_pids=True)
-from tests import frozen
+from tests.kit import frozen
 frozen.serve(sys.argv[1] and int(sys.argv[1]))
 """
 
@@ -123,7 +123,7 @@ def serve(port: int | str) -> None:
     """What the second job does, until its input ends; with the port of a server of objects."""
     import sys
 
-    from tests.objects.weed import options
+    from tests.kit.objects.weed import options
 
     told: dict[str, Any] = {"storage_options": options(int(port))} if port else {}
     storage: Freezing | None = None

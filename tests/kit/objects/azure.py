@@ -8,7 +8,7 @@ import re
 import urllib.parse
 from xml.sax.saxutils import escape
 
-from tests.objects.lax import DATE, S3Handler, etag
+from tests.kit.objects.lax import DATE, S3Handler, etag
 
 
 class AzureHandler(S3Handler):

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from tests import compiler
+from tests.kit import compiler
+from tests.kit.paths import TESTS
 
-SOURCE = Path(__file__).parent / "stubs" / "cuda.cc"
+SOURCE = TESTS / "stubs" / "cuda.cc"
 TO_HOST, TO_DEVICE, KERNEL, _RECORD, _WAIT, ON_DEVICE, LAUNCH = range(7)
 ALL = -1
 OUT_OF_MEMORY, ILLEGAL_ADDRESS = 2, 700

@@ -35,7 +35,7 @@ from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps import lease as lease_module
 from fastckpt.storage.file_system import Storage
-from tests.storm import SUITE_SEED
+from tests.kit.storm import SUITE_SEED
 
 SECTOR_BYTES = 4096
 TRANSFERS = ("write", "read")

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.jobs import held_port
+from tests.kit.jobs import held_port
 
 BUCKET = "bucket"
 KEY_ID, SECRET = "test", "testtest"

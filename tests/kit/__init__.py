@@ -1,0 +1,1 @@
+"""What tests share: doubles and stubs, processes and ranks, states, and acts on checkpoints."""
