@@ -451,7 +451,8 @@ class ObjectStorage:
             detail = f"it was made, but whether it stands is not known: {error}"
             raise StorageError("rename", target, errno.ETIMEDOUT, detail=detail) from error
         detail = "another process took the directory for one that was left behind: save again"
-        raise StorageError("rename", target, errno.ESTALE, detail=detail)
+        # As a file system says that the source is gone; not ESTALE, after which callers try again.
+        raise StorageError("rename", target, errno.ENOENT, detail=detail)
 
     def _probe(self, path: str) -> None:
         """Finds out, once for each bucket, that the store heeds conditions, and how late it is

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 from unittest import mock
 
@@ -143,13 +142,20 @@ def serve(port: int | str) -> None:
                         say(found, outcome(handle, step, SECOND))
                 else:
                     begin_life(saver, SECOND)
-                    assert storage is not None
-                    storage.at, storage.name = len(storage.log), more[0]
+                    if storage is None:  # its way to the server is frozen
+                        say("begun", [])
+                        sys.stdin.readline()
+                    else:
+                        storage.at, storage.name = len(storage.log), more[0]
                     handle, step = saver.save(KEEP, state_of(KEEP, SECOND)), KEEP
-                    assert storage.reached.wait(WAIT_S)
+                    if storage is None:
+                        sys.stdin.readline()
+                    else:
+                        assert storage.reached.wait(WAIT_S)
                     say("frozen", handle.done())
                     sys.stdin.readline()
-                    storage.go_on.set()
+                    if storage is not None:
+                        storage.go_on.set()
                     say("over", outcome(handle, step, SECOND))
                 pipeline.current().drain()
                 sys.stdin.readline()
@@ -236,14 +242,24 @@ def first_is_frozen(root: str, other: SecondJob, freeze: Callable[[], Gate], **t
     return is_frozen
 
 
-def second_is_frozen(root: Path, other: SecondJob, at: int, where: str) -> bool:
-    """A job was frozen at an operation of this name; one that takes the root is frozen at the
-    operation of this number, and the earlier one goes on. Returns whether it came to it.
+def second_is_frozen(
+    root: str,
+    other: SecondJob,
+    was_done: bool,
+    freeze: Callable[[], Gate],
+    thaw: Callable[[], object] = lambda: None,
+    **told: Any,
+) -> bool:
+    """Another job is frozen in a save; one that takes the root is frozen, and the other goes on.
+    Returns whether it came to it.
+
+    Args:
+        was_done: whether the other job had acknowledged that save.
+        freeze: has the one that takes the root frozen at an operation from now on.
+        thaw: lets the other one go on, which waits for a line besides.
     """
-    _frozen, was_done = other.ask(f"freeze {root} {where}")
-    storage = Freezing()
-    with process_on(storage), in_two_days(), Checkpointer(root, keep_last=KEEP) as saver:
-        storage.at = at
+    with in_two_days(), Checkpointer(root, keep_last=KEEP, **told) as saver:
+        gate = freeze()
         outcomes: list[Any] = []
 
         def live() -> None:
@@ -252,15 +268,16 @@ def second_is_frozen(root: Path, other: SecondJob, at: int, where: str) -> bool:
             pipeline.current().drain()
 
         over = asked(live)
-        while not (is_frozen := storage.reached.wait(0.005)) and not over.done():
+        while not (is_frozen := gate.reached.wait(0.005)) and not over.done():
             pass
+        thaw()
         theirs = other.ask("go")[1]
-        storage.go_on.set()
+        gate.go_on.set()
         over.result(WAIT_S)
         ((found, own),) = outcomes
         assert own or theirs
         other.ask("-")
         assert not was_done or theirs
-    check(str(root), [[KEEP - 1, SECOND], *own, *theirs])
+    check(root, [[KEEP - 1, SECOND], *own, *theirs], **told)
     assert list(found) in [[KEEP - 1, SECOND], *theirs]
     return is_frozen

@@ -4,6 +4,7 @@ lease has run out, and then goes on; and a root that was uploaded is as good as 
 
 from __future__ import annotations
 
+import errno
 import itertools
 import threading
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from tests.kit.frozen import (
     begin_life,
     check,
     first_is_frozen,
+    second_is_frozen,
 )
 from tests.kit.hosts import needs_root
 from tests.kit.objects import proxy as faults
@@ -76,6 +78,72 @@ def test_a_job_that_is_frozen_in_a_save(
         if not is_frozen:
             break
     assert at > 10, "a save and a removal make more requests"
+
+
+def second_frozen(weed: Weed, proxy: Proxy, root: str, at: int, kind: str, key: str) -> bool:
+    """The other job, on a way of its own, is frozen at such a request; returns as the callee."""
+    told = {"storage_options": options(proxy.port)}
+    first_way, way = FrozenWay(), FrozenWay()
+    with fastckpt.Checkpointer(f"{root}-clock", **told) as clock:
+        clock.save(0, {}).result(WAIT_S)  # this tells how late the store's clock is
+
+    def freeze() -> FrozenWay:
+        proxy.on("", way, skip=at, times=ALWAYS)
+        return way
+
+    def thaw() -> None:
+        theirs.heal()
+        first_way.go_on.set()
+
+    with Proxy(weed.port) as theirs, SecondJob(theirs.port) as other:
+        other.ask(f"freeze {root}")
+        theirs.on(kind, first_way, key=key, times=1)
+        other.tell("-")
+        assert first_way.reached.wait(WAIT_S), "the save makes no such request"
+        theirs.on("", first_way, times=ALWAYS)  # and so is whatever comes after it
+        _frozen, was_done = other.ask("-")
+        return second_is_frozen(root, other, was_done, freeze, thaw, **told)
+
+
+# Where a job is frozen that another one finds: as it uploads, before it looks at its lease, when
+# only the commit is left, and after it.
+WHERE = (("put", "objects.pt"), ("get", "lease.json"), ("create", "/manifest.json"), ("delete", ""))
+
+
+@needs_root
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("kind", "key"), WHERE)
+@pytest.mark.parametrize("step", [4 * SOME, pytest.param(1, marks=pytest.mark.torture)])
+def test_a_job_that_is_frozen_as_it_takes_over(
+    weed: Weed, proxy: Proxy, root: str, step: int, kind: str, key: str
+) -> None:
+    for at in itertools.count(step // 2, step):
+        is_frozen = second_frozen(weed, proxy, f"{root}-{at}", at, kind, key)
+        proxy.heal()
+        if not is_frozen:
+            break
+    assert at > 20, "a restore, a save and a removal make more requests"
+
+
+def test_a_commit_whose_directory_was_taken_for_dead(proxy: Proxy, root: str, bare: Any) -> None:
+    """It fails at once: what was removed does not come back, so the manifest is made only once."""
+    way = FrozenWay()
+    with fastckpt.Checkpointer(root, storage_options=options(proxy.port)) as saver:
+        saver.save(1, state_of(1)).result(WAIT_S)
+        settle()
+        proxy.count()
+        proxy.on("create", way, key="/manifest.json")
+        handle = saver.save(2, state_of(2))
+        assert way.reached.wait(WAIT_S)
+        for each in bare.list(root.partition(f"{BUCKET}/")[2]).collect():
+            if each["path"].endswith(".tmp"):
+                bare.delete(each["path"])
+        way.go_on.set()
+        error = handle.exception(WAIT_S)
+        assert isinstance(error, StorageError) and error.errno == errno.ENOENT, error
+        assert saver.steps() == [1]
+    made = [key for kind, key in proxy.asked if kind == "create" and key.endswith("/manifest.json")]
+    assert len(made) == 1
 
 
 @needs_root

@@ -49,14 +49,26 @@ def test_a_job_that_is_frozen_in_a_save(disk: Path, other: SecondJob, step: int)
     assert at > 40, "a save and a removal have more operations"
 
 
+def second_frozen(disk: Path, other: SecondJob, at: int, where: str) -> bool:
+    root, storage = disk / f"{where}-{at}", Freezing()
+
+    def freeze() -> Freezing:
+        storage.at = at
+        return storage
+
+    _frozen, was_done = other.ask(f"freeze {root} {where}")
+    with process_on(storage):
+        is_frozen = second_is_frozen(str(root), other, was_done, freeze)
+    shutil.rmtree(root)
+    return is_frozen
+
+
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("step", [4 * SOME, pytest.param(1, marks=pytest.mark.torture)])
 def test_a_job_that_is_frozen_as_it_takes_over(
     disk: Path, other: SecondJob, where: str, step: int
 ) -> None:
     for at in itertools.count(step // 2, step):
-        root = disk / f"{where}-{at}"
-        if not second_is_frozen(root, other, at, where):
+        if not second_frozen(disk, other, at, where):
             break
-        shutil.rmtree(root)
     assert at > 80, "a restore, a save and a removal have more operations"
