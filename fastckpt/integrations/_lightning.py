@@ -183,7 +183,7 @@ class BackgroundCheckpointIO:
         """
         local = _local(path)
         if local is None:
-            return self._stock.load_checkpoint(self, path, map_location, weights_only)
+            return self._stock.load_checkpoint(self, path, map_location, **_given(weights_only))
         return fastckpt.load(local, map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -285,7 +285,7 @@ class ShardedStrategy:
         if path is not None:
             wait_for_directories(os.path.dirname(os.path.realpath(path)))
             newest_whole(lambda: [path] if os.path.isdir(path) else [], group_of_job())
-        return cast(Any, super()).load_checkpoint(checkpoint_path, weights_only)
+        return cast(Any, super()).load_checkpoint(checkpoint_path, **_given(weights_only))
 
     def teardown(self) -> None:
         """Waits for all saves, while the ranks can still hear each other."""
@@ -324,6 +324,11 @@ class _Removal:
         if claimed:
             self.ended.set()
         return claimed
+
+
+def _given(weights_only: bool | None) -> dict[str, bool]:
+    """Returns the argument for a stock method, which Lightning 2.5 has not: None leaves it out."""
+    return {} if weights_only is None else {"weights_only": weights_only}
 
 
 def _local(path: str | os.PathLike[str]) -> str | None:

@@ -35,7 +35,7 @@ from fastckpt.ranks.per_group import group_of_job
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.handle import SaveHandle
 
-require("accelerate", "1.15", "2", __name__)
+require("accelerate", "1.7", "2", __name__)
 
 from accelerate import Accelerator, checkpointing  # noqa: E402
 from accelerate.utils import clean_state_dict_for_safetensors  # noqa: E402

@@ -8,7 +8,7 @@ from __future__ import annotations
 from fastckpt.integrations import require
 from fastckpt.integrations._lightning import BackgroundCheckpointIO, ShardedStrategy
 
-require("lightning", "2.6", "3", __name__)
+require("lightning", "2.5", "3", __name__)
 
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO  # noqa: E402
 from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402

@@ -11,9 +11,11 @@ know how a directory is written or committed.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,24 +42,34 @@ from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import raise_earlier
 
-require("transformers", "5.23", "6", __name__)
+require("transformers", "4.52", "6", __name__)
 
-from transformers import Trainer, modeling_utils  # noqa: E402
+from transformers import Trainer, TrainerCallback, modeling_utils  # noqa: E402
 from transformers.trainer import (  # noqa: E402
     OPTIMIZER_NAME,
     SCHEDULER_NAME,
     TRAINER_STATE_NAME,
 )
-from transformers.trainer_utils import (  # noqa: E402
-    PREFIX_CHECKPOINT_DIR,
-    HubStrategy,
-    sort_checkpoints,
-)
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, HubStrategy  # noqa: E402
 from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available  # noqa: E402
 
 log = logging.getLogger("fastckpt")
 
 _NAME = re.compile(rf"{re.escape(PREFIX_CHECKPOINT_DIR)}-(\d+)\Z")
+
+
+@dataclass
+class _Save:
+    """A save of a checkpoint.
+
+    Attributes:
+        announced: the Trainer's state with which callbacks' on_save is to be called when the
+            checkpoint is committed; None: it has been called, or no callback has one.
+    """
+
+    handle: InnerHandle
+    path: str
+    announced: Any = None
 
 
 class AsyncTrainer(Trainer):  # type: ignore[misc]
@@ -71,8 +83,10 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
     verified by their list, `fastckpt.json`: resume_from_checkpoint=True passes over a damaged
     checkpoint, with a warning, for the one before; a damaged one that was named is refused.
 
-    train() returns when all checkpoints are committed. Callbacks' `on_save` is called when a save
-    has begun, before its directory exists.
+    train() returns when all checkpoints are committed. Callbacks' `on_save` is called by the first
+    step, save or end of training after `checkpoint-N` has its name, with the state that the Trainer
+    had at the save; not for a save that failed. With a callback that has an `on_save`, a save waits
+    for the one before it; without one, none does.
 
     Args:
         args, kwargs: as Trainer's.
@@ -92,6 +106,8 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             ranks.
     """
 
+    control: Any  # Trainer's
+
     def __init__(
         self,
         *args: Any,
@@ -108,7 +124,8 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         check_choice("on_error", on_error, ON_ERROR)
         WriteOptions(backend, durable, staging_bytes)  # refuses here what each save would refuse
         self._draft: Draft | None = None
-        self._saves: list[tuple[InnerHandle, str]] = []  # not yet waited for, and their paths
+        self._has_begun = False  # a save, of which callbacks are not told yet
+        self._saves: list[_Save] = []  # not yet waited for
         self._saving: dict[str, Any] = {
             "fence": fence,
             "on_error": on_error,
@@ -120,17 +137,22 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         self._verify = verify
         super().__init__(*args, **kwargs)
         self._refuse_others()
+        # Trainer calls this right after _save_checkpoint(), and there is no method of its own.
+        self.callback_handler.on_save = self._on_save
 
     def _refuse_others(self) -> None:
         args = self.args
         refused = {
             "DeepSpeed": self.is_deepspeed_enabled,
-            "a model that transformers has sharded": self.is_distributed_loading_by_transformers,
+            # Older versions of transformers have neither this nor a checkpoint at a SIGTERM.
+            "a model that transformers has sharded": getattr(
+                self, "is_distributed_loading_by_transformers", False
+            ),
             "XLA": is_torch_xla_available(),
             "SageMaker model parallelism": is_sagemaker_mp_enabled(),
             "push_to_hub with a hub_strategy other than 'end'": args.push_to_hub
             and args.hub_strategy != HubStrategy.END,
-            "enable_jit_checkpoint": args.enable_jit_checkpoint,
+            "enable_jit_checkpoint": getattr(args, "enable_jit_checkpoint", False),
             "save_on_each_node": args.save_on_each_node and args.world_size > 1,
         }
         for what, is_so in refused.items():
@@ -148,10 +170,11 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         Raises:
             CheckpointError: with on_error="raise", the first failure that was not raised before.
         """
-        saves, self._saves = self._saves, []
-        for parent in {os.path.dirname(handle.path) for handle, _ in saves}:
+        for parent in {os.path.dirname(save.handle.path) for save in self._saves}:
             wait_for_directories(parent)
-        failed = [(handle, path) for handle, path in saves if handle.failure() is not None]
+        self._call_on_save()
+        saves, self._saves = self._saves, []
+        failed = [(save.handle, save.path) for save in saves if save.handle.failure() is not None]
         unreported = [handle for handle, _ in failed if not handle.reported]
         for _handle, path in failed:
             if self.state.best_model_checkpoint == path:
@@ -223,9 +246,43 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         def rotate() -> None:
             _rotate(path, self.args.save_total_limit, best)
 
+        self._call_on_save(wait=True)  # rotate() may remove the checkpoint before this one
         handle = save_directory(path, fill, group=group_of_job(), retain=rotate, **self._saving)
-        self._saves = [save for save in self._saves if not save[0].done() or save[0].failure()]
-        self._saves.append((handle, path))
+        self._saves = [
+            save for save in self._saves if not save.handle.done() or save.handle.failure()
+        ]
+        self._saves.append(_Save(handle, path))
+        self._has_begun = True
+
+    def _on_save(self, args: Any, state: Any, control: Any) -> Any:
+        """Takes the place of the callback handler's on_save(): keeps the call until the checkpoint
+        that has just begun is committed.
+        """
+        control.should_save = False
+        if not self._has_begun:  # a subclass has saved by itself
+            return self.callback_handler.call_event("on_save", args, state, control)
+        self._has_begun = False
+        stock = TrainerCallback.on_save
+        if any(type(each).on_save is not stock for each in self.callback_handler.callbacks):
+            announced = copy.copy(state)
+            announced.log_history = list(state.log_history)
+            self._saves[-1].announced = announced
+        return control
+
+    def _call_on_save(self, wait: bool = False) -> None:
+        """Calls on_save for checkpoints that are committed; wait: for all that have been begun."""
+        for save in list(self._saves):
+            if save.announced is None or not (wait or save.handle.done()):
+                continue
+            save.handle.wait_done()
+            state, save.announced = save.announced, None
+            if save.handle.failure() is None:
+                handler = self.callback_handler
+                self.control = handler.call_event("on_save", self.args, state, self.control)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._call_on_save()  # at each step
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
         # While fill() runs, Trainer asks here for the directory to save to.
@@ -261,9 +318,17 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         self.wait_for_checkpoints()  # Trainer now loads the best one and removes others
         return super()._finalize_training(*args, **kwargs)
 
+    def _sorted_checkpoints(self, *args: Any, **kwargs: Any) -> Any:
+        if self._draft is None:  # Trainer 4, which does not finalize, now removes others
+            self.wait_for_checkpoints()
+        return super()._sorted_checkpoints(*args, **kwargs)
+
     def _load_best_model(self) -> None:
+        self.wait_for_checkpoints()
+        best = self.state.best_model_checkpoint
+        if best is None:  # it could not be saved
+            return
         if self._verify:
-            best = self.state.best_model_checkpoint
 
             def listed() -> list[str]:
                 return [best] if os.path.lexists(best) else []
@@ -287,7 +352,9 @@ def _rotate(committed: str, limit: int | None, best: str | None) -> None:
     if limit is None or limit <= 0:
         return
     run_dir = os.path.realpath(os.path.dirname(committed))
-    newest_first = sort_checkpoints(run_dir, use_mtime=True)[::-1]
-    found = [os.path.realpath(path) for path in newest_first]
+    found = [path for _number, path in numbered(run_dir, _NAME)]
+    times = {path: os.path.getmtime(path) for path in found}
+    if times and max(times.values()) - min(times.values()) >= 1:  # else clocks may be coarse
+        found.sort(key=times.__getitem__, reverse=True)
     kept = None if best is None else os.path.realpath(best)
     retain(committed_first(os.path.realpath(committed), found), limit, best=kept)

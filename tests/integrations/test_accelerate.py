@@ -371,6 +371,8 @@ def test_shards_of_fsdp2_go_on_other_numbers_of_ranks(disk: Path) -> None:
         assert names | {"random_states_0.pkl", "random_states_1.pkl"} < listed.keys()
         assert sum(path.endswith(".distcp") for path in listed) == 4
         assert check(str(disk / name))
+    if saved[0]["loaded"] is None:
+        pytest.skip("this Accelerate does not load what it has saved of an optimizer under FSDP2")
     resumed = {ranks: under_fsdp(disk, "load", ranks) for ranks in (1, 3)}
     resumed[2] = [told["loaded"] for told in saved]
     for ranks, each in resumed.items():

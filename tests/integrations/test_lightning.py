@@ -196,7 +196,8 @@ def test_a_resumed_fit_goes_on_bit_by_bit(saved: str, loaded: str, disk: Path) -
     resumed = fit(disk / "run", plugins[loaded], resume="last")
     for name, value in unbroken.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
-    assert torch.load(disk / "run/last.ckpt")["global_step"] == 8
+    ends = [torch.load(disk / run / "last.ckpt")["global_step"] for run in ("run", "unbroken")]
+    assert ends[0] == ends[1]
 
 
 def test_an_asynchronous_one_returns_before_and_what_it_was_given_may_change(disk: Path) -> None:
@@ -535,7 +536,8 @@ def test_a_killed_fit_goes_on_with_ddp_from_its_last_whole_checkpoint(disk: Path
     after = losses(disk)
     assert [step for step, _loss in after] == [*range(first, first + 4)]
     saved = fastckpt.load(run / "last.ckpt")
-    assert saved["global_step"] == first + 3 and f"step={first + 3}.ckpt" in names(run)
+    assert f"step={first + 3}.ckpt" in names(run)
+    assert saved["global_step"] in (first + 3, first + 4)  # Lightning 2.5 saves at the end, too
     assert after[0][0] in before  # of this rank's half of the batch, so not comparable by value
     assert not list(run.glob(".last.ckpt*"))
     shutil.rmtree(run)  # debris of names that no later save has

@@ -8,6 +8,7 @@ Must not know how a directory is written: tests/directories/test_directory_save.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -36,6 +37,7 @@ pytest.importorskip("transformers")
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    PretrainedConfig,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -55,6 +57,8 @@ from fastckpt.saving.pipeline import Pipeline
 from tests.kit.doubles import Delay, Recorder, process_on
 
 pytestmark = pytest.mark.usefixtures("drained")
+OF_ARGUMENTS = inspect.getsource(inspect.getmodule(TrainingArguments))
+LOADS_OPTIMIZER = inspect.getsource(Trainer._load_optimizer_and_scheduler)
 CONTEXT, STEPS, EVERY = 16, 8, 2
 FILES = {
     "config.json",
@@ -171,7 +175,7 @@ class Begun(TrainerCallback):
         self.trainer: Any = None
 
     def on_save(self, *_args: Any, **_kwargs: Any) -> None:
-        self.handles += [handle for handle, _path in self.trainer._saves]
+        self.handles += [save.handle for save in self.trainer._saves]
 
 
 class Looks(TrainerCallback):
@@ -191,7 +195,6 @@ class Looks(TrainerCallback):
             self._gate.set()
 
 
-@pytest.mark.xfail(strict=True, reason="on_save is called when the checkpoint has its name")
 def test_callbacks_are_told_of_a_checkpoint_when_it_is_there(disk: Path) -> None:
     gate = threading.Event()
     looks = Looks(gate)
@@ -470,7 +473,14 @@ def test_nothing_to_resume_from_is_told_by_trainer(disk: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint"),
+        pytest.param(
+            {"enable_jit_checkpoint": True},
+            "enable_jit_checkpoint",
+            marks=pytest.mark.skipif(
+                "enable_jit_checkpoint" not in OF_ARGUMENTS,
+                reason="this Trainer has no such option",
+            ),
+        ),
         ({"push_to_hub": True, "hub_model_id": "a/b"}, "push_to_hub"),
     ],
 )
@@ -554,6 +564,8 @@ def test_two_ranks_go_on_bit_by_bit(disk: Path) -> None:
         listed = json.loads((directory / "fastckpt.json").read_text())["files"]
         assert listed.keys() == found - {"fastckpt.json"} and check(str(directory))
     shutil.rmtree(directories[1])
+    if 'device.type != "cpu"' not in LOADS_OPTIMIZER:
+        pytest.skip("this Trainer loads no optimizer to the CPUs of several ranks")
     again = finish(run_example(disk / "again", *options, ranks=2), disk / "again")
     assert again == whole + whole[3:]
     assert check(str(directories[1]))
@@ -561,6 +573,7 @@ def test_two_ranks_go_on_bit_by_bit(disk: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
+@pytest.mark.skipif("fsdp_version" not in OF_ARGUMENTS, reason="this Trainer has no FSDP2")
 def test_shards_of_fsdp2_go_on_other_numbers_of_ranks(disk: Path) -> None:
     told = functools.partial(
         jobs.told, "tests/crews/trainer_fsdp.py", disk, imports="tests.crews.trainer_imports"
@@ -612,7 +625,8 @@ def test_from_pretrained_opens_an_export(disk: Path) -> None:
     assert (disk / "a" / "config.json").read_bytes() == file.read_bytes()
     assert len([*disk.glob("a/model-*.safetensors")]) > 2
     fastckpt.export(model, disk / "a", dtype=torch.bfloat16, files=[file]).result()
-    half = GPT2LMHeadModel.from_pretrained(disk / "a", dtype=torch.bfloat16)
+    argument = "dtype" if hasattr(PretrainedConfig, "dtype") else "torch_dtype"
+    half = GPT2LMHeadModel.from_pretrained(disk / "a", **{argument: torch.bfloat16})
     for name, tensor in model.state_dict().items():
         assert torch.equal(half.state_dict()[name], tensor.to(torch.bfloat16)), name
     wait_for_directories(str(disk))
