@@ -7,11 +7,12 @@ ends.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -36,13 +37,24 @@ from fastckpt.saving.pipeline import raise_earlier
 from fastckpt.storage.atomic import make_directory
 from fastckpt.storage.file_system import reported
 
-require("deepspeed", "0.19.0", "0.20", __name__)
+require("deepspeed", "0.16", "0.20", __name__)
 
-from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine  # noqa: E402
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import (  # noqa: E402
-    CheckpointCommitInfo,
-    CheckpointEngine,
+from deepspeed.runtime.checkpoint_engine import checkpoint_engine  # noqa: E402
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine  # noqa: E402
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (  # noqa: E402
+    TorchCheckpointEngine,
 )
+
+# Older versions tell a checkpoint engine nothing but the tag; see _ByTagAlone.
+_TELLS_DIRECTORY = hasattr(checkpoint_engine, "CheckpointCommitInfo")
+
+
+class CheckpointCommitInfo(NamedTuple):
+    """What DeepSpeed tells of a checkpoint, in a class of its own of that name."""
+
+    tag: str
+    save_dir: str
+    save_latest: bool
 
 
 def install(
@@ -85,7 +97,10 @@ def install(
             "install() once, with neither checkpoint.writer nor datastates_ckpt in the "
             "configuration"
         )
-    saving = FastckptCheckpointEngine(on_error, durable, staging, staging_bytes, timeout_s, backend)
+    kind = FastckptCheckpointEngine if _TELLS_DIRECTORY else _ByTagAlone
+    saving = kind(on_error, durable, staging, staging_bytes, timeout_s, backend)
+    if isinstance(saving, _ByTagAlone):
+        saving.wrap(engine)
     save, load = engine.save_checkpoint, engine.load_checkpoint
     copy = engine._copy_recovery_script
 
@@ -296,3 +311,52 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Has the error of the last tag raised, once, unless it is only to be warned of."""
         if self.handle is not None and self.handle.may_be_told():
             raising(self.handle)
+
+
+class _ByTagAlone(FastckptCheckpointEngine):
+    """The checkpoint engine for an older DeepSpeed, which tells it the tag alone, commits a
+    checkpoint and moves `latest` before save_checkpoint() returns, and never calls cleanup().
+    """
+
+    _save_dir = ""
+    _save_latest = False
+    _in_background = False  # while DeepSpeed's save_checkpoint() runs
+
+    def wrap(self, engine: Any) -> None:
+        """Has the engine's saves say where they save to, and its destroy() wait for the last."""
+        engine.save_checkpoint = self._saying(engine.save_checkpoint)
+        engine.save_16bit_model = self._saying(engine.save_16bit_model)
+        destroy = engine.destroy
+
+        @functools.wraps(destroy)
+        def destroy_and_wait() -> None:
+            destroy()
+            self.cleanup()
+
+        engine.destroy = destroy_and_wait
+
+    def _saying(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(save)
+
+        @functools.wraps(save)
+        def say_and_save(*args: Any, **options: Any) -> Any:
+            call = signature.bind(*args, **options)
+            call.apply_defaults()
+            given = call.arguments
+            self._save_dir = given["save_dir"]
+            self._in_background = "save_latest" in given
+            self._save_latest = self._in_background and given["save_latest"]
+            if self._in_background:
+                given["save_latest"] = False  # `latest` is moved when all is durable
+            try:
+                return save(*call.args, **call.kwargs)
+            finally:
+                self._in_background = False
+
+        return say_and_save
+
+    def create(self, tag: Any) -> None:
+        super().create(CheckpointCommitInfo(tag, self._save_dir, self._save_latest))
+
+    def commit(self, tag: Any) -> bool:
+        return self._in_background or super().commit(tag)
