@@ -32,6 +32,8 @@ _STATUS = struct.Struct("<ii")
 _LENGTH = struct.Struct("<I")
 _STREAMS = 3
 _FDS_MAX = 64
+# What takes long of almost everything that others import: they are forked from one that has it.
+TRAINING = "tests.crews.training_imports"
 
 
 def let_go(directory: Path) -> None:
@@ -54,7 +56,8 @@ class Program:
         variables: set in its environment; None removes one.
         cwd: where it runs.
         imports: a module that an interpreter has imported before it is forked, beside torch and
-            fastckpt; for modules that take long, since such an interpreter stays.
+            fastckpt; for modules that take long, since such an interpreter stays. It is forked from
+            one that has imported TRAINING.
         fds: further descriptors; the program finds their numbers in INHERITED.
         inherit_stderr: its errors go where pytest's go, rather than into a pipe.
         output: a file that is given all that it says, at its end.
@@ -199,6 +202,7 @@ def _ancestor(imports: str) -> socket.socket:
                     f"import {imports}\n"
                     "from tests.kit.interpreters import next_program\n"
                     "exec(*next_program(INHERITED[0]))",
+                    imports="" if imports == TRAINING else TRAINING,
                     fds=(theirs.fileno(),),
                     inherit_stderr=True,
                 )
