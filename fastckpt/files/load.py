@@ -9,14 +9,17 @@ import errno
 import io
 import logging
 import os
+import pickle
 import stat
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import _weights_only_unpickler
 
 from fastckpt.arguments.quantities import shown_time, shown_transfer
 from fastckpt.arguments.urls import is_mounted
@@ -126,7 +129,7 @@ class TorchLoad(NamedTuple):
         """Lets torch.load read a file that holds what f does; `place` is another map_location."""
         f, where = self.f, self.map_location
         simple = where is None or isinstance(where, str | torch.device)
-        with _no_memory_told(f), _end_told(f):
+        with _no_memory_told(f), _end_told(f), _no_pickle_told(f):
             is_path = isinstance(source, str | os.PathLike)
             if is_path and simple and str(f).endswith(".safetensors"):
                 # Newer versions of torch.load do the same by themselves.
@@ -156,6 +159,22 @@ def _end_told(error: BaseException, f: Any) -> None:
         raise TruncatedFile(
             f"{os.fspath(f)!r} is empty or was cut off, as by a crash while it was written: load "
             "an older checkpoint"
+        ) from error
+
+
+@telling
+def _no_pickle_told(error: BaseException, f: Any) -> None:
+    """Turns the KeyError, IndexError or UnicodeDecodeError by which torch's interpreter of pickles
+    ends in a file that holds none, such as a text, into the error that others end in.
+    """
+    if not isinstance(error, KeyError | IndexError | UnicodeDecodeError):
+        return
+    *_others, (frame, _line) = traceback.walk_tb(error.__traceback__)
+    if frame.f_code.co_filename == _weights_only_unpickler.__file__:
+        path = os.fspath(f) if isinstance(f, str | os.PathLike) else getattr(f, "name", f)
+        raise pickle.UnpicklingError(
+            f"{path!r} is damaged, or no file of torch.save: its pickle ends in "
+            f"{type(error).__name__}: {error}"
         ) from error
 
 
@@ -379,4 +398,7 @@ def _is_regular(storage: Storage, path: str) -> bool:
         if is_mounted(path):
             raise
         return False
+    if status is not None and stat.S_ISFIFO(status.st_mode):
+        # torch.load would wait for a writer, and then fail: it has to seek.
+        raise StorageError("open", path, errno.EINVAL, detail="it is a FIFO, not a regular file")
     return status is not None and stat.S_ISREG(status.st_mode)

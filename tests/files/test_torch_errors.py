@@ -382,6 +382,25 @@ def test_a_path_whose_pickle_ends_early_is_named(
     assert type(told.value) is EOFError
 
 
+@pytest.mark.parametrize("content", [b"hello world\n", b"X\x02\0\0\0\xff\xfe.", b"s."])
+def test_a_file_that_holds_no_pickle_is_named(content: bytes, disk: Path) -> None:
+    """torch's interpreter of pickles lets errors of its own out, such as a KeyError."""
+    path = disk / "notes.txt"
+    path.write_bytes(content)
+    with pytest.raises((KeyError, IndexError, UnicodeDecodeError)):
+        torch.load(path)
+    with pytest.raises(pickle.UnpicklingError, match=r"'.*notes.txt' is damaged, or no file of"):
+        fastckpt.load(path)
+
+
+@pytest.mark.parametrize("weights_only", [None, False])
+def test_a_fifo_is_refused(weights_only: bool | None, disk: Path) -> None:
+    """A load would wait for who writes to it."""
+    os.mkfifo(disk / "a.pt")
+    with pytest.raises(fastckpt.errors.StorageError, match=r"'.*a.pt' failed: .* it is a FIFO"):
+        fastckpt.load(disk / "a.pt", weights_only=weights_only)
+
+
 def test_folder_is_no_checkpoint(disk: Path) -> None:
     assert refusal(lambda: fastckpt.load(disk)) == refusal(lambda: torch.load(disk))
     (disk / "dangling").symlink_to("nowhere")
