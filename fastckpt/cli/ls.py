@@ -16,7 +16,7 @@ from fastckpt.cli.shared_arguments import real_root, shown_name
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline
-from fastckpt.steps.no_steps import steps_at, what_is_there
+from fastckpt.steps.no_steps import holds_export, steps_at, what_is_there
 from fastckpt.steps.pins import is_pinned
 from fastckpt.steps.root import Steps
 
@@ -55,6 +55,8 @@ def _rows(steps: Steps, *, is_local: bool) -> Iterator[dict[str, Any]]:
         state = "unreadable" if isinstance(fault.error, StorageError) else "damaged"
         yield {**_row(steps, fault.name, is_local), "state": state, "why": str(fault.error)}
     for name in steps.incomplete():
+        if holds_export(steps, name):
+            continue
         yield {**_row(steps, name, is_local), "state": "not committed", "why": ""}
 
 

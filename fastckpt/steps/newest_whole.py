@@ -29,7 +29,7 @@ from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.copies import Fetch, StepCopies
 from fastckpt.steps.dead import may_be_committed
 from fastckpt.steps.load import StepReader
-from fastckpt.steps.no_steps import warn_once, what_is_there
+from fastckpt.steps.no_steps import holds_export, no_directories, warn_once, what_is_there
 from fastckpt.steps.root import Committed, Steps, in_order
 from fastckpt.storage.file_system import OWN_SHORTAGES, persistently
 from fastckpt.storage.vanishing import listed_anew
@@ -293,7 +293,11 @@ def candidates(
         save = steps.known(name)
         if save.is_begun or save.manifest is not None:  # a drain writes it or has written it by now
             continue
-        log.warning("skipping %s: its save was not committed", steps.path(name))
+        if not holds_export(steps, name):
+            log.warning("skipping %s: its save was not committed", steps.path(name))
+    there = {item.name for item in found} | {fault.name for fault in faults}
+    for name in persistently(lambda: no_directories(steps, there), steps.root) if warn else ():
+        log.warning("skipping %s: it is a link or a file, and no directory", steps.path(name))
     if faults and not ordered:
         raise CorruptCheckpoint(f"no step under {steps.root!r} is whole: {faults[0].error}")
     if not ordered:

@@ -5,13 +5,16 @@ They say what a root without committed steps holds, and what a step is that was 
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+from collections.abc import Collection
 from functools import partial
 from math import inf
 
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.errors import StorageError
+from fastckpt.formats import file_list
 from fastckpt.formats.manifest import MANIFEST, is_manifest
 from fastckpt.formats.step_names import DELETED, NAME
 from fastckpt.saving import pipeline
@@ -38,7 +41,7 @@ def what_is_there(steps: Steps) -> str:
             return f"there is no {'object below it' if is_mounted(root) else 'such directory'}"
         told = (LEASE_FILE, DELETED)
         entries = sorted(name for name in storage.names(root) if not name.startswith(told))
-    saves = [name for name in entries if NAME.match(name)]
+    saves = [name for name in entries if NAME.match(name) and not holds_export(steps, name)]
     if saves:
         return f"there are only saves that were not committed: {_listed(saves)}"
     if not entries:
@@ -48,6 +51,34 @@ def what_is_there(steps: Steps) -> str:
     if roots:
         return f"there are steps further down, in {_listed(roots)}"
     return f"there is no step, but {_listed(entries)}"
+
+
+def holds_export(steps: Steps, name: str) -> bool:
+    """Returns whether a directory without a manifest has a list of its files, as exports do."""
+    return steps.storage.status(steps.path(name, file_list.NAME), link=True) is not None
+
+
+def no_directories(steps: Steps, known: Collection[str]) -> list[str]:
+    """Returns what is named as a step, but is a link or a file: no step, since this root may not
+    remove what a link leads to. `known` are names of directories. Raises StorageError if the root
+    cannot be listed.
+    """
+    if steps.is_step or is_mounted(steps.root):
+        return []
+    try:
+        names = sorted(filter(NAME.match, steps.storage.names(steps.root)))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError("list", steps.root, error.errno or errno.EIO) from error
+    named = [name for name in names if name not in known]
+    there = steps.names() if named else []
+    return [name for name in named if name not in there and _is_there(steps, name)]
+
+
+def _is_there(steps: Steps, name: str) -> bool:
+    """Returns whether a name that was listed is still there: a save may have removed its step."""
+    return steps.storage.status(steps.path(name), link=True) is not None
 
 
 def it_is_a_step(root: str) -> str:

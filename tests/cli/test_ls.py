@@ -50,6 +50,20 @@ def test_steps_are_listed_the_last_first(disk: Path, capsys: pytest.CaptureFixtu
     assert line.startswith("step-00000020  root  2.30 MiB  ") and line.endswith("1 rank  committed")
 
 
+def test_an_export_named_as_a_step_is_no_save_that_was_not_committed(
+    disk: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    root = disk / "run"
+    fastckpt.export({"w": torch.ones(3)}, root / "step-00000007").result(60)
+    assert main(["ls", str(root)]) == 1
+    assert "not committed" not in capsys.readouterr().err
+    saved(root, 1)
+    assert [row["state"] for row in listed(capsys, str(root))] == ["committed"]
+    with fastckpt.Checkpointer(root) as checkpointer:
+        assert checkpointer.restore({"w": torch.ones(600_000), "n": 0}) == 1
+    assert "not committed" not in caplog.text
+
+
 def test_damage_that_sizes_tell(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root = disk / "run"
     saved(root, 1, 2, 3, 4)

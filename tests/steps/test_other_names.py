@@ -126,3 +126,16 @@ def test_in_a_root_a_name_has_to_tell_the_step(run: Path, caplog: pytest.LogCapt
             checkpointer.save(step, {"w": torch.ones(3)}).result(WAIT_S)
     assert directories(run) == ["step-00000400", "step-00000900"]
     assert (main(["verify", str(run)]), main(["verify", str(run / "step-00000900")])) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", ["link", "file"])
+def test_what_is_named_as_a_step_and_is_none_is_told(
+    kind: str, run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(run) as checkpointer:
+        checkpointer.save(300, state(300)).result(WAIT_S)
+    newest = run / "step-00000300"
+    shutil.move(newest, run.parent / "moved")
+    newest.symlink_to("../moved") if kind == "link" else newest.write_bytes(b"")
+    assert restored(run) == 200
+    assert f"skipping {newest}: it is a link or a file, and no directory" in caplog.text
