@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _FAILURES as error:
         said = str(error) or "there is too little memory"  # which MemoryError says by its name
         if getattr(parsed, "json", False):  # which promises one object, whatever happens
-            print(json.dumps({"error": said}, indent=1))
+            with suppress(OSError):  # as the error may be that nothing can be written there
+                print(json.dumps({"error": said}, indent=1))
         print(shown_text(as_url(f"fastckpt {parsed.command}: {said}")), file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -64,6 +64,7 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _PATH_PARTS_MAX = 1000
 _SHOWN_CHARS_MAX = 100
 
+_LARGE_BYTES = 64 << 20  # a file of more is looked at before it is read
 _NBYTES_MAX = 16 << 30  # bounds the memory for a file with holes, which may have any size
 
 # pickle itself raises these for bytes that are not a pickle, or not all of one.
@@ -185,6 +186,17 @@ def encode(value: Metadata) -> bytes:
     return content + end.encode()
 
 
+def _check_end(end: bytes, path: str, nbytes: int) -> None:
+    """Raises CorruptCheckpoint unless a `.metadata` file of so many bytes may end like this: with a
+    checksum of what is before it, or as a pickle.
+    """
+    match = _END.search(end)
+    if match is None and not end.endswith(pickle.STOP):
+        raise CorruptCheckpoint(f"{path!r} is truncated or damaged: its pickle has no end")
+    if match is not None and int(match[2], 16) != nbytes - _END_BYTES:
+        raise CorruptCheckpoint(f"{path!r} is damaged: its checksum is of another size")
+
+
 def check(content: bytes, path: str) -> bool:
     """Compares the bytes of a `.metadata` file with the checksum behind them. Returns whether there
     is one, since others write none; raises CorruptCheckpoint if it is another, and
@@ -247,6 +259,8 @@ def content_of(storage: Storage, path: str) -> bytes:
         nbytes = storage.fstat(fd).st_size
         if nbytes > _NBYTES_MAX:
             raise CorruptCheckpoint(f"{path!r} has {nbytes} bytes, which no .metadata file has")
+        if nbytes > _LARGE_BYTES:  # a file with a hole at its end may have any size
+            _check_end(storage.read_at(fd, _END_BYTES, nbytes - _END_BYTES), path, nbytes)
         try:
             return storage.read_at(fd, nbytes, 0)
         except MemoryError:

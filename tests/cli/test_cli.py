@@ -488,6 +488,40 @@ def test_a_metadata_file_with_holes_is_no_fault(
     assert "which no .metadata file has" in said.out + said.err
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_a_metadata_file_with_a_hole_at_its_end_is_not_read(
+    command: str,
+    saved: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would take as much memory as it seems to have."""
+    lengths, read_at = [0], Storage.read_at
+
+    def noted(self: Storage, fd: int, nbytes: int, offset: int) -> bytes:
+        lengths.append(nbytes)
+        assert nbytes < 1 << 30
+        return read_at(self, fd, nbytes, offset)
+
+    monkeypatch.setattr(Storage, "read_at", noted)
+    os.truncate(saved / "dcp" / ".metadata", 16 << 30)
+    assert main([command, str(saved / "dcp")]) == 1
+    said = capsys.readouterr()
+    assert "is truncated or damaged" in said.out + said.err
+    assert max(lengths) < 1 << 20
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_output_that_cannot_be_written_is_one_line(options: tuple[str, ...], saved: Path) -> None:
+    command = [sys.executable, "-m", "fastckpt", "inspect", str(saved / "root"), *options]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("fastckpt inspect: ") and ended.stderr.count("\n") == 1
+
+
 def test_verify_wants_all_files_of_dcp(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file,) = (saved / "dcp").glob("*.distcp")
     file.rename(saved / "kept")
