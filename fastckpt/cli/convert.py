@@ -112,7 +112,8 @@ def run(arguments: argparse.Namespace) -> int:
     words = [f"{target}: {len(copies)} tensors, {shown_size(nbytes)}"]
     if count:
         first = listed(map(shown_name, names), count)
-        words.append(f"left out: {count} values that are no tensors ({first})")
+        where = " anywhere in it" if arguments.prefix or arguments.glob != "*" else ""
+        words.append(f"left out: {count} values{where} that are no tensors ({first})")
     print("; ".join([*words, *filter(None, [shown_others(others)])]))
     return 0
 
@@ -181,12 +182,14 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
         return name.removeprefix(prefix) if name.startswith(prefix) else None
 
     named = [(name, tensor.dtype) for name, tensor in tensors.items()]
+    # A name that is a path is also empty if the tensor is alone, and so has no key at all.
+    has_empty = not is_dotted and not tensors.has_paths
     spelled = without_wrappers if is_dotted else list
     olds, taken, found = [*tensors.values()], dict[str, str](), list[Copy]()
     for number, name, dtype in chosen(
-        named, _DTYPES.get(arguments.dtype), without_prefix, arguments.glob, spelled
+        named, _DTYPES.get(arguments.dtype), without_prefix, arguments.glob, spelled, has_empty
     ):
-        take_name(name, olds[number].name, taken)
+        take_name(name, olds[number].name, taken, safetensors.METADATA if is_dotted else None)
         found.append(Copy(name, olds[number], dtype))
     if not found:
         raise CheckpointError(

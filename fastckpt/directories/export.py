@@ -293,6 +293,7 @@ def chosen(
     rename: Rename | None,
     only: str | None,
     spelled: Callable[[Sequence[str]], list[str]] = names_in_model,
+    may_be_empty: bool = False,
 ) -> list[Chosen]:
     """Returns which tensors are exported, in their order.
 
@@ -300,13 +301,14 @@ def chosen(
         tensors: their names, which are keys joined by "/", and dtypes.
         dtype, rename, only: as export()'s.
         spelled: returns the names that the files have for those that `rename` has given.
+        may_be_empty: whether a tensor in the files may have the name "".
 
     Raises:
         ValueError, TypeError: as export().
     """
     fit = Fit(rename=rename, only=only)
     numbers = [number for number, (old, _dtype) in enumerate(tensors) if fit.asks_for(old)]
-    if any(not tensors[number][0] for number in numbers):
+    if not may_be_empty and any(not tensors[number][0] for number in numbers):
         raise ValueError(
             "a tensor has no name (it is alone, or its key is ''): put it into a dict, under a "
             "name, or leave it out"
@@ -316,7 +318,7 @@ def chosen(
         raise ValueError(useless[0])
     kept = [(number, new) for number, new in zip(numbers, news, strict=True) if new is not None]
     for number, new in kept:
-        if not new:
+        if not new and not (may_be_empty and new == tensors[number][0]):
             raise ValueError(
                 f"nothing is left of the name {tensors[number][0]!r}: give the tensor another one, "
                 "or leave it out"
@@ -330,12 +332,14 @@ def chosen(
     return found
 
 
-def take_name(name: str, old: str, taken: dict[str, str]) -> None:
+def take_name(
+    name: str, old: str, taken: dict[str, str], reserved: str | None = safetensors.METADATA
+) -> None:
     """Notes that a tensor gets a name in the files; `taken` has the old ones by such names. Raises
-    ValueError if another has it, or none may have it.
+    ValueError if another has it, or if the format has reserved it.
     """
     check_text(name)
-    if name in taken or name == safetensors.METADATA:
+    if name in taken or name == reserved:
         other = repr(taken[name]) if name in taken else "the header of safetensors files"
         raise ValueError(
             f"{old!r} would be named {name!r}, which {other} is: give it another name, or leave "

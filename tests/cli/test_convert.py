@@ -162,6 +162,17 @@ def test_tensors_get_other_names(to: str, prefix: str, disk: Path) -> None:
     same(found["attn.h"], torch.ones(3))
 
 
+def test_values_are_counted_wherever_they_are(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"net": {"w": torch.ones(3)}, "step": 3}, disk / "a.pt")
+    for number, choice in enumerate((["--prefix", "net/"], ["--glob", "net/*"])):
+        to = ["--to", "pt", *choice]
+        assert main(["convert", str(disk / "a.pt"), str(disk / f"{number}.pt"), *to]) == 0
+        said = "; left out: 1 values anywhere in it that are no tensors (step)"
+        assert said in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("to", ["hf", "safetensors", "dcp", "step", "pt"])
 def test_a_nest_with_an_empty_tensor_is_verified_and_equal(
     to: str, disk: Path, capsys: pytest.CaptureFixture[str]
@@ -404,6 +415,19 @@ def test_names_that_are_no_paths_stay(disk: Path) -> None:
     assert {*torch.load(disk / "b.pt")} == {*state}
     with fastckpt.open(disk / "b") as tensors:
         assert {*tensors} == {*state}
+
+
+@pytest.mark.parametrize("to", ["pt", "dcp"])
+def test_names_that_only_safetensors_files_cannot_have(to: str, disk: Path) -> None:
+    state = {"__metadata__": torch.ones(2), "": torch.zeros(3), "w": torch.ones(1)}
+    dcp.save(state, checkpoint_id=disk / "a", no_dist=True)
+    assert main(["convert", str(disk / "a"), str(disk / "b"), "--to", to]) == 0
+    found = READERS[to](disk / "b")
+    assert found.keys() == state.keys()
+    for name, tensor in state.items():
+        same(found[name], tensor)
+    for other in ("hf", "safetensors"):
+        assert main(["convert", str(disk / "a"), str(disk / "c"), "--to", other]) == 1
 
 
 def test_what_would_fail_late_fails_at_once(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
