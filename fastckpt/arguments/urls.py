@@ -74,7 +74,8 @@ def path_of(
     if "@" in match["bucket"]:
         raise ValueError(f"{name} is a URL with credentials: they belong into storage_options")
     parts = [part for part in (match["key"] or "").split("/") if part not in ("", ".")]
-    if ".." in parts or "\0" in text or "\\" in text:  # which some stores take for a slash
+    # Some stores take a backslash for a slash, and no client sends control characters.
+    if ".." in parts or "\\" in text or any(map(_is_control, text)):
         raise ValueError(f"{name} is {text!r}, must be a URL of an object or of a prefix")
     scheme = match["scheme"].lower()
     mount = f"/{scheme}:" if storage_options is None else _mount(scheme, dict(storage_options))
@@ -84,6 +85,10 @@ def path_of(
         if timeout_s < _PATIENCE_S:
             _timeouts_s[path] = timeout_s
     return path
+
+
+def _is_control(character: str) -> bool:
+    return character < " " or character == "\x7f"
 
 
 def timeout_s_of(path: str) -> float:

@@ -439,7 +439,7 @@ def test_urls_that_name_nothing_are_refused(weed: Weed) -> None:
         with pytest.raises(ValueError, match=r"must be a path|credentials") as caught:
             fastckpt.load(path)
         assert "secret" not in str(caught.value)
-    for path in ("s3://bucket/../x", "s3://bucket/a\\b"):
+    for path in ("s3://bucket/../x", "s3://bucket/a\\b", "s3://bucket/a\tb", "s3://bucket/a\x7f"):
         with pytest.raises(ValueError, match="must be a URL"):
             fastckpt.load(path)
     assert path_of("path", "s3://bucket", told) + "/run" == path_of("path", "s3://bucket/run", told)
