@@ -160,6 +160,17 @@ def test_a_job_that_was_taken_over_and_comes_back_late(disk: Path) -> None:
         assert saved(one, 4) == pid
 
 
+def test_a_job_whose_lease_had_run_out_and_that_comes_back_late(disk: Path) -> None:
+    """The job that took the root because of its age has ended, and left word of it."""
+    double = NetworkClient()
+    with double.mounted(), process_on(double):
+        put(disk, record(space="of another machine", pid=7).to_bytes(), 7300)
+        with Checkpointer(disk) as checkpointer:
+            checkpointer.save(1, state(1)).result(WAIT_S)
+    left = LeaseRecord.from_bytes((disk / LEASE_FILE).read_bytes())
+    assert left is not None and left.is_over and left.pid == os.getpid()
+
+
 class TakenOver(Storage):
     """As soon as step 2 has its name, somebody takes the root over."""
 
