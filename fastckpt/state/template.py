@@ -322,7 +322,7 @@ class Template:
         if depth > DEPTH_MAX:
             raise self._misfit(f"{at} is nested more than {DEPTH_MAX} deep")
         if not isinstance(saved, list | tuple) or len(saved) != len(value):
-            raise self._misfit(f"{at} has {len(value)} items, the checkpoint {_described(saved)}")
+            raise self._misfit(f"{at} has {_items(value)}, the checkpoint {_described(saved)}")
 
     def _dict(self, value: dict[Any, Any], saved: Any, at: _At, depth: int, is_exact: bool) -> None:
         """Visits a dict inside the state. If it holds nothing to fill in place, it is replaced."""
@@ -662,11 +662,15 @@ def _is_strict(value: Any) -> bool:
     return type(value).load_state_dict is torch.nn.Module.load_state_dict and not any(hooks)
 
 
+def _items(value: Sequence[Any]) -> str:
+    return "1 item" if len(value) == 1 else f"{len(value)} items"
+
+
 def _described(saved: Any) -> str:
     if isinstance(saved, dict) and _nest(saved) is None:
         return "a tensor" if TENSOR in saved else "a PerRank"
     if isinstance(saved, list | tuple):
-        return f"{len(saved)} items"
+        return _items(saved)
     if isinstance(saved, torch.Tensor):
         return "a nested tensor" if saved.is_nested else "a tensor"
     return f"a {type(saved).__name__}"

@@ -17,7 +17,7 @@ import torch
 
 from fastckpt.cli import main
 from fastckpt.cli.bench import COMMANDS, benchmark, fio, machine, saves, train
-from fastckpt.cli.bench.benchmark import in_turn
+from fastckpt.cli.bench.benchmark import in_turn, shown_rounds
 from fastckpt.cli.bench.saves import differing, gpt_state, nbytes_of
 from fastckpt.engine.timed_engine import Cell, TimedEngine
 from fastckpt.errors import CheckpointError
@@ -192,6 +192,11 @@ def test_saves_have_two_clocks_and_a_base(bench: Bench) -> None:
     ours = found["peers"]["fastckpt, call fence"]
     ratio = base["median"]["durable_s"] / ours["median"]["durable_s"]
     assert ours["times_as_fast"]["durable_s"] == pytest.approx(ratio)
+
+
+@pytest.mark.parametrize(("rounds", "said"), [(1, "1 round"), (3, "medians of 3 rounds")])
+def test_one_round_has_no_medians(rounds: int, said: str) -> None:
+    assert shown_rounds({"rounds": rounds}) == said
 
 
 def test_loads_are_cold_and_warm_if_asked_for(bench: Bench) -> None:

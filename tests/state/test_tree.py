@@ -575,7 +575,7 @@ def test_a_list_as_a_state(run: Run) -> None:
         assert str(target) == str(loaded) == str(state)
     with pytest.raises(IncompatibleCheckpoint, match="state is a list, in the checkpoint a dict"):
         run({"a": 1}, [1])
-    with pytest.raises(IncompatibleCheckpoint, match="state is a dict, in the checkpoint 1 items"):
+    with pytest.raises(IncompatibleCheckpoint, match="state is a dict, in the checkpoint 1 item"):
         run([1], {"a": 1})
 
 
@@ -649,7 +649,7 @@ def test_nothing_changes_where_something_does_not_fit(disk: Path) -> None:
         ("large", {"a": 1}, "'large' is a dict, in the checkpoint a tensor"),
         ("own", {"a": 1}, "'own' is a dict, in the checkpoint a PerRank"),
         ("nest", [{"w": big(), "v": 1}, torch.zeros(3), 1], "the state has 'nest/0/v', which"),
-        ("items", [torch.zeros(1)], r"'items' has 1 items, the checkpoint 2 items"),
+        ("items", [torch.zeros(1)], r"'items' has 1 item, the checkpoint 2 items"),
         ("items", PerRank(1), "is PerRank, in the checkpoint it is not"),
         ("x", PerRank(1), "is PerRank, in the checkpoint it is not"),
         ("own", torch.zeros(3), r"'own' is a tensor, in the checkpoint"),

@@ -138,3 +138,9 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for row in rows:
         others = (text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))
         yield "  ".join([row[0].ljust(widths[0]), *others]).rstrip()
+
+
+def shown_rounds(result: Result) -> str:
+    """Returns of how many rounds a result has the medians, in words."""
+    rounds = result["rounds"]
+    return "1 round" if rounds == 1 else f"medians of {rounds} rounds"

@@ -17,7 +17,7 @@ import torch
 
 from fastckpt.arguments.quantities import shown_rate, shown_size
 from fastckpt.cli.bench import fio
-from fastckpt.cli.bench.benchmark import Command, Result, in_turn, table
+from fastckpt.cli.bench.benchmark import Command, Result, in_turn, shown_rounds, table
 from fastckpt.cli.bench.machine import make_cold, removed
 from fastckpt.cli.progress import progress
 from fastckpt.engine.timed_engine import Cell, TimedEngine
@@ -208,7 +208,7 @@ def _backends(cells: list[dict[str, Any]]) -> list[str]:
 
 def _lines(result: Result) -> Iterator[str]:
     yield (
-        f"{shown_size(result['nbytes'])}, random; medians of {result['rounds']} rounds in turn; "
+        f"{shown_size(result['nbytes'])}, random; {shown_rounds(result)} in turn; "
         f"fsync counted; fio: {result['fio'] or 'none'}"
     )
     yield from (f"note: {note}" for note in result["notes"])

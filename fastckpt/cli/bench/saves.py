@@ -19,7 +19,7 @@ import torch
 import fastckpt
 from fastckpt.arguments.names import listed
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
-from fastckpt.cli.bench.benchmark import Command, Result, in_turn, medians, table
+from fastckpt.cli.bench.benchmark import Command, Result, in_turn, medians, shown_rounds, table
 from fastckpt.cli.bench.machine import fsync_path, make_cold, make_warm, removed
 from fastckpt.cli.progress import progress
 from fastckpt.errors import CheckpointError, telling
@@ -310,8 +310,8 @@ def _compared(
 def _lines(result: Result) -> Iterator[str]:
     nbytes, base = result["nbytes"], result["base"]
     yield (
-        f"{shown_size(nbytes)} in {result['tensors']} tensors, {result['device']}; medians of "
-        f"{result['rounds']} rounds; x: times as fast as {base}; all bytes compared"
+        f"{shown_size(nbytes)} in {result['tensors']} tensors, {result['device']}; "
+        f"{shown_rounds(result)}; x: times as fast as {base}; all bytes compared"
     )
     if "cold_by" in result:
         yield f"cold by {', or by '.join(result['cold_by'])}; only fastckpt.load verifies checksums"
