@@ -296,7 +296,13 @@ class Dcp(Kind):
         inner = [name for name in storage.names(place.path, directories=True) if name[0] != "."]
         for name in ["", *sorted(inner)]:
             path = place.inside(name)
-            if files := _unnamed(storage, path):
+            try:
+                files = _unnamed(storage, path)
+            except FileNotFoundError:
+                if not name:
+                    raise
+                continue  # its job has removed it meanwhile
+            if files:
                 count = f"{len(files)} data file{'s' * (len(files) > 1)}"
                 what = f"{count} of DCP that no {distcp.METADATA} names"
                 remove = partial(_remove_unnamed, storage, path, files)

@@ -21,6 +21,7 @@ import fastckpt
 from fastckpt.cli import main
 from fastckpt.formats.step_names import tier_name
 from fastckpt.storage import atomic
+from fastckpt.storage.file_system import Storage
 from tests.kit.doubles import FailAlways, process_on
 from tests.kit.interpreters import Program
 from tests.kit.torches import NEEDS_DCP
@@ -263,3 +264,22 @@ def test_what_a_save_left_in_a_local_tier(disk: Path, capsys: pytest.CaptureFixt
     (found,) = repaired(capsys, disk / "run", "--yes", "--local", str(disk / "tier"), status=0)
     assert found["removed"] and found["path"] == str(tier / "step-00000003")
     assert (disk / "tier" / "other" / "step-00000001").exists()
+
+
+class Vanishing(Storage):
+    """A step that was listed is removed by its job before somebody looks into it."""
+
+    def names(self, directory: str, *, directories: bool = False) -> list[str]:
+        if os.path.basename(directory) == "step-00000001":
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
+        return super().names(directory, directories=directories)
+
+
+def test_a_step_that_is_removed_meanwhile_is_no_fault(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(3)}).result(60)
+    with process_on(Vanishing()):
+        status = main(["repair", str(disk / "run")])
+    assert status == 0 and "nothing to repair" in capsys.readouterr().out
