@@ -141,6 +141,7 @@ _GLOBALS: dict[tuple[str, str], Any] = {
         (planner, "BytesIOWriteData SavePlan TensorWriteData WriteItem"),
     )
     for name in names.split()
+    if hasattr(module, name)  # older torches lack some
 }
 _GLOBALS |= {
     (metadata.__name__, "TensorProperties"): Instance(TensorProperties, _take_properties),

@@ -64,7 +64,7 @@ def gathers(plugin: Any) -> str:
 @contextmanager
 def sharded_states(draft: Draft, durable: bool) -> Iterator[None]:
     """Adds the sharded states to the draft that Accelerate saves in the body."""
-    from fastckpt.integrations import dcp  # which needs a newer torch than the caller
+    from fastckpt.integrations import dcp  # which not every caller needs
 
     def save(by_itself: Any, state_dict: Any, **given: Any) -> Any:
         path = getattr(given.get("storage_writer"), "path", os.curdir)

@@ -112,7 +112,7 @@ class BackgroundCheckpointIO:
         local = _local(path)
         if local is None:
             raise ValueError(f"{path!r} is not on a file system: give the path of a mounted one")
-        from fastckpt.integrations import dcp  # which needs a newer torch than files do
+        from fastckpt.integrations import dcp  # which files do not need
 
         def fill(draft: Draft) -> None:
             dcp.add_to(draft, os.curdir, shards, durable=self._durable)

@@ -51,11 +51,9 @@ def test_versions_are_ordered_by_number_and_not_by_letter(monkeypatch: pytest.Mo
 
 
 OLD_TORCH = """
-import importlib.metadata, sys
-import torch.distributed.checkpoint.state_dict_saver as saver
-del saver.AsyncSaveResponse  # as torch 2.6 has none
+import importlib.metadata
 version = importlib.metadata.version
-importlib.metadata.version = lambda name: "2.6.0" if name == "torch" else version(name)
+importlib.metadata.version = lambda name: "2.5.1" if name == "torch" else version(name)
 try:
     import fastckpt.integrations.dcp
 except ImportError as error:
@@ -65,4 +63,4 @@ except ImportError as error:
 
 def test_dcp_says_which_torch_it_needs() -> None:
     done = subprocess.run([sys.executable, "-c", OLD_TORCH], capture_output=True, text=True)
-    assert "dcp needs torch >= 2.9, < 3; 2.6.0 is installed" in done.stdout, done.stderr
+    assert "dcp needs torch >= 2.6, < 3; 2.5.1 is installed" in done.stdout, done.stderr

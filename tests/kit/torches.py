@@ -13,7 +13,7 @@ try:
 except ImportError:
     dcp = None
 
-NEEDS_DCP = "fastckpt.integrations.dcp needs torch 2.9"
+NEEDS_DCP = "fastckpt.integrations.dcp needs torch 2.6"
 needs_dcp = pytest.mark.skipif(dcp is None, reason=NEEDS_DCP)
 needs_fsdp2 = pytest.mark.skipif(
     torch.__version__ < (2, 7), reason="fully_shard() trains on the CPU from torch 2.7 on"

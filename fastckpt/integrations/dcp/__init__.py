@@ -17,14 +17,14 @@ from typing import Any
 
 from fastckpt.integrations import require
 
-require("torch", "2.9", "3", __name__)  # first: an older one lacks names that are imported below
+require("torch", "2.6", "3", __name__)  # first: an older one lacks names that are imported below
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 
@@ -124,7 +124,7 @@ def async_save(
     storage_writer: StorageWriter | None = None,
     planner: SavePlanner | None = None,
     process_group: Any = None,
-    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_checkpointer_type: Any = None,
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
@@ -146,7 +146,7 @@ def async_save(
         storage_writer: a Writer; default: Writer(checkpoint_id, durable=durable).
         async_checkpointer_type: not used: fastckpt's threads need neither a process nor the GIL.
         async_stager: not used, but with one that stages asynchronously the result is an
-            AsyncSaveResponse, as torch's is.
+            AsyncSaveResponse, as torch's is since torch 2.9.
         fence: "call": the state may change when this returns. "step": this returns before all is
             copied, and the next step() of any torch optimizer waits (see fastckpt.save).
         durable: as fastckpt.save's.
@@ -192,10 +192,11 @@ def async_save(
             raise
         if not handle.done():
             pipeline.current().refuse(handle, error, handled)
-    if async_stager is None or isinstance(async_stager, BlockingAsyncStager):
+    response: Any = getattr(state_dict_saver, "AsyncSaveResponse", None)
+    is_blocking = async_stager is None or isinstance(async_stager, BlockingAsyncStager)
+    if response is None or is_blocking:
         return handle
-    upload: Any = handle  # whose result is the Metadata, as that of torch's is
-    return AsyncSaveResponse(staging_completion=_Staged(handle), upload_completion=upload)
+    return response(staging_completion=_Staged(handle), upload_completion=handle)
 
 
 def save(

@@ -14,11 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import (
-    CURRENT_DCP_VERSION,
-    _StorageInfo,
-    _StoragePrefix,
-)
+from torch.distributed.checkpoint import filesystem as torch_filesystem
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
@@ -179,7 +176,9 @@ class Writer(StorageBase, StorageWriter):
         commit, or another one, which then takes its place. Returns what the caller is to free: a
         descriptor of the replaced `.metadata` to close, or None, and files to remove.
         """
-        metadata.version = CURRENT_DCP_VERSION
+        version = getattr(torch_filesystem, "CURRENT_DCP_VERSION", None)
+        if version is not None:  # as each torch itself writes it
+            metadata.version = version
         metadata.storage_data = {
             its.index: its.storage_data for of_rank in results for its in of_rank
         }
