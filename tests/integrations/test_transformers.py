@@ -387,13 +387,23 @@ def test_a_full_disk_ends_training(disk: Path) -> None:
     assert check(str(disk / "checkpoint-2"))
 
 
+class Steps(TrainerCallback):
+    """Keeps the steps of the checkpoints that it is told of."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_save(self, args: Any, state: Any, *_args: Any, **_kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+
+
 @file_size_limit(None)  # around a whole test, for pytest's own output may go to a file as well
 def test_a_best_checkpoint_that_could_not_be_saved_is_none(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with best_at(1.0, 5.0, 2.0, 3.0) as scores:
         options = {"on_error": "warn"}
-        callbacks = [scores, Full(4, 4)]
+        callbacks = [scores, Full(4, 4), steps := Steps()]
         trainer = make(
             AsyncTrainer, disk, callbacks=callbacks, options=options, save_total_limit=1, **BEST
         )
@@ -401,6 +411,7 @@ def test_a_best_checkpoint_that_could_not_be_saved_is_none(
     assert "could not be saved: there is none now" in caplog.text
     assert trainer.state.best_model_checkpoint is None
     assert numbers(disk)[-1] == 8
+    assert steps.steps == [2, 6, 8], "a callback is told of a checkpoint that is not there"
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
