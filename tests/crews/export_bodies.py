@@ -139,6 +139,6 @@ def die_while_exporting(member: Member, path: str, dying: int) -> Outcome:
     with mock.patch.object(pipeline, "_current", current):
         state = arranged(member, 1)
         dist.barrier(member.group)  # what follows is to take less time than ranks wait
-        outcome = attempt(lambda: exported(state, path, group=member.group, timeout_s=10))
+        outcome = attempt(lambda: exported(state, path, group=member.group, timeout_s=5))
         current.close()
     return outcome

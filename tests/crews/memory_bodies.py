@@ -19,12 +19,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
+from unittest import mock
 
 from fastckpt import Checkpointer, CheckpointError, Memory, SaveHandle
 from fastckpt.ranks.peer_link import PeerLink
 from fastckpt.saving import pipeline
 from fastckpt.steps.lease import LEASE_FILE
-from fastckpt.storage import file_system, machine
+from fastckpt.storage import file_system, machine, vanishing
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.drain import Drain
 from fastckpt.tiers.replicas import Replicas
@@ -311,9 +312,11 @@ def live(
     saves: list[tuple[int, str]],
     report: str,
     ends: bool,
+    lock_s: float = 60.0,
 ) -> None:
     """The life of a job: restores, saves these steps, waits for each as it says, and ends, or goes
     on until it is killed. Reports what was restored, and which promises were kept, each at once.
+    For a lock that somebody else holds a restore waits `lock_s`.
     """
     wrong = Trouble(*trouble)
     own = memory(member, locals_, {**options, **wrong.options(member)})
@@ -326,7 +329,8 @@ def live(
             print(*words, file=file, flush=True)
 
         wrong.begin(member, checkpointer, locals_[member.rank])
-        found = attempt(lambda: found_in(member, checkpointer))
+        with mock.patch.object(vanishing, "_LOCK_S", lock_s):
+            found = attempt(lambda: found_in(member, checkpointer))
         if isinstance(found.error, CheckpointError):
             tell("refused", type(found.error).__name__, str(found.error).replace("\n", " "))
         elif found.error is not None:

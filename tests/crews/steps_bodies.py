@@ -26,6 +26,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import fastckpt
 from fastckpt import Checkpointer, Memory, PerRank
+from fastckpt.ranks import round as round_module
+from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.round import LINGER_S
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.state.targets import Target
@@ -552,7 +555,13 @@ def save_on_other_terms(
         meet(member)
         return attempt(body)
 
-    return [once(*each) for each in enumerate(terms)]
+    # In the rounds of the rank whose arguments differ there is nobody who reads why they failed.
+    linger_s = LINGER_S if member.rank != 1 else 0.1
+    with (
+        mock.patch.multiple(round_module, _LOOK_S=0.1, _GRACE_S=0.5),
+        mock.patch.object(Coordinator.close, "__defaults__", (linger_s, "")),
+    ):
+        return [once(*each) for each in enumerate(terms)]
 
 
 def save_onto_a_small_disk(

@@ -479,7 +479,7 @@ def test_a_job_is_frozen_at_any_operation_and_taken_over(
                 main(["repair", arguments[0], "--takeover", "--local", str(nodes.each[0])])
                 with nursery.crew(1) as other:
                     more = ({"root_every": 1000, "peers": 0}, ("", 0), [(5, "local"), (6, "local")])
-                    other(bodies.live, *arguments, *more, str(report), True)
+                    other(bodies.live, *arguments, *more, str(report), True, 5.0)
                 told = Path(f"{report}-0").read_text("utf-8").split("\n")
                 is_taken_over = "local 6" in told
                 # Between a step's name and its acknowledgement the frozen job has the lock that
