@@ -1,6 +1,7 @@
 """Jobs: an example, or another script, as one rank or several, in interpreters that are forked.
 
-The ranks find what a launcher tells them in their environment. What a launcher does beyond that
+The ranks find what a launcher tells them in their environment. The first one ends as every
+interpreter does; the others free nothing, since that takes long. What a launcher does beyond that
 (restarts, its own store) needs the real one. Must not know what the scripts do.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.kit import interpreters
+from tests.kit.interpreters import LEAVE
 from tests.kit.paths import ROOT
 
 WAIT_S = 200.0
@@ -62,7 +64,7 @@ class Job:
             job |= {"GLOO_SOCKET_IFNAME": "lo"}
         self.ranks = [
             interpreters.Program(
-                SCRIPT,
+                SCRIPT + LEAVE if rank else SCRIPT,
                 ROOT / script,
                 *options,
                 cwd=cwd,
