@@ -28,7 +28,8 @@ def proof(disk: Path, **variables: str) -> tuple[list[str], str]:
         (disk / name).mkdir()
     places = {"OUT": str(disk / "out"), "DISK_ROOT": str(disk / "work")}
     places |= {"RAM_ROOT": str(disk / "ram"), "PYTHON": sys.executable, "KIT": ""}
-    places |= {"CUDA_VISIBLE_DEVICES": ""}
+    # Threads of OpenMP spin while they wait for work, and others want the cores.
+    places |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         ["bash", str(ROOT / "benchmarks" / "gpu_proof.sh")],
         env=os.environ | places | variables,
