@@ -7,8 +7,10 @@ A storm that fails in torture is repeated by its seed, and one round of it alone
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
+T = TypeVar("T")
 SUITE_SEED = 20261122
 _MORE_EXAMPLES = 90
 
@@ -35,6 +37,18 @@ class Storm:
         for number in range(count) if self._only is None else [self._only]:
             print(f"round {number} of seed {self._seed}")  # pytest shows the last one of a failure
             yield random.Random(f"{self._seed} {self._name} {number}")
+
+    def some(self, items: Sequence[T], suite: int) -> list[T]:
+        """All of these in `make torture`; in `make test` so many of them, in order, with the first
+        and the last.
+        """
+        if self._is_torture or len(items) <= suite:
+            return [*items]
+        print(f"some of {len(items)}, by seed {self._seed}")
+        inner = random.Random(f"{self._seed} {self._name}").sample(
+            range(1, len(items) - 1), suite - 2
+        )
+        return [items[number] for number in (0, *sorted(inner), len(items) - 1)]
 
 
 class Chance:

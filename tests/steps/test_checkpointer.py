@@ -13,7 +13,6 @@ import functools
 import gc
 import gzip
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -58,6 +57,7 @@ from tests.kit.doubles import (
     process_on,
 )
 from tests.kit.paths import ROOT
+from tests.kit.storm import Storm
 from tests.saving.test_handle import HeldTensor, Octets, wait_until
 from tests.saving.test_process import run_python
 
@@ -952,14 +952,21 @@ def test_every_operation_may_fail(memory: Path, name: str, code: int) -> None:
     "name",
     ["next", *(pytest.param(each, marks=pytest.mark.torture) for each in ("first", "again"))],
 )
-def test_any_operation_may_be_the_last(memory: Path, name: str) -> None:
+def test_any_operation_may_be_the_last(memory: Path, name: str, storm: Storm) -> None:
+    """Each of them in `make torture`; in `make test` those about the commit, and some others."""
     scenario = SCENARIOS[name]
     old = None if scenario.before is None else 1
     inside = Path("a/b/run") if old is None else Path("run")
     owner, told = dead_pid(), set()
     seen: dict[int, int | None] = {}
     print(f"seed {SEED}")
-    for count in itertools.count():
+    whole = Recorder()
+    scenario.prepare(memory / "whole" / inside)
+    assert scenario.save(memory / "whole" / inside, whole).exception() is None
+    about = [place for place in place_of_commit(whole) if place != math.inf]
+    counts = {*storm.some(range(len(whole.log) + 2), 20)}
+    counts |= {int(place) + more for place in about for more in (-1, 0, 1, 2)}
+    for count in sorted(counts):
         live = memory / "live"
         live.mkdir()
         scenario.prepare(live / inside)
@@ -968,7 +975,7 @@ def test_any_operation_may_be_the_last(memory: Path, name: str) -> None:
             handle = Checkpointer(live / inside, **scenario.options).save(scenario.step, state(2))
             handle.exception(WAIT_S)
         if count > len(storage.log):
-            break
+            break  # there are no more
         renamed, synced = place_of_commit(storage)
         last = storage.log[count - 1] if count else "nothing"
         for label, image in storage.images(SEED + count):
