@@ -896,6 +896,19 @@ def place_of_commit(storage: Recorder) -> tuple[float, float]:
     ) if "sync_directory" in after else math.inf
 
 
+def operations_of(scenario: Scenario, root: Path, storm: Storm) -> list[int]:
+    """Numbers of operations of a save, and that after the last: all of them, or the first of each
+    name, those about the commit, and some others.
+    """
+    storage = Recorder()
+    scenario.prepare(root)
+    assert scenario.save(root, storage).exception() is None
+    names = storage.names_logged()
+    about = [int(place) + more for place in place_of_commit(storage) for more in (-1, 0, 1, 2)]
+    chosen = {*storm.some(range(len(names) + 2), 20), *about, *map(names.index, names)}
+    return sorted(chosen)
+
+
 @pytest.mark.parametrize(
     ("name", "code"),
     [
@@ -906,11 +919,14 @@ def place_of_commit(storage: Recorder) -> tuple[float, float]:
         pytest.param("zstd", errno.ENOSPC, marks=pytest.mark.torture),
     ],
 )
-def test_every_operation_may_fail(memory: Path, name: str, code: int) -> None:
+def test_every_operation_may_fail(memory: Path, name: str, code: int, storm: Storm) -> None:
+    """Each of them in `make torture`; in `make test` one of each name, those about the commit, and
+    some others.
+    """
     scenario = SCENARIOS[name]
     old = None if scenario.before is None else 1
-    failed, number = set(), 0
-    while True:
+    failed = set()
+    for number in operations_of(scenario, memory / "whole" / "run", storm):
         root = memory / f"{number}" / "run"
         scenario.prepare(root)
         storage = FailAt(number, code)
@@ -937,7 +953,6 @@ def test_every_operation_may_fail(memory: Path, name: str, code: int) -> None:
         assert content_of(root) == (2 if error is None or error.visible else old), what
         go_on(root, what)
         shutil.rmtree(root.parent)
-        number += 1
     assert {"make_directory", "create", "write_at", "sync", "sync_directory"} <= failed
     assert "codec" in scenario.options or {"allocate", "write"} <= failed
     assert old is None or {"remove", "remove_directory"} <= failed
@@ -960,13 +975,7 @@ def test_any_operation_may_be_the_last(memory: Path, name: str, storm: Storm) ->
     owner, told = dead_pid(), set()
     seen: dict[int, int | None] = {}
     print(f"seed {SEED}")
-    whole = Recorder()
-    scenario.prepare(memory / "whole" / inside)
-    assert scenario.save(memory / "whole" / inside, whole).exception() is None
-    about = [place for place in place_of_commit(whole) if place != math.inf]
-    counts = {*storm.some(range(len(whole.log) + 2), 20)}
-    counts |= {int(place) + more for place in about for more in (-1, 0, 1, 2)}
-    for count in sorted(counts):
+    for count in operations_of(scenario, memory / "whole" / inside, storm):
         live = memory / "live"
         live.mkdir()
         scenario.prepare(live / inside)
