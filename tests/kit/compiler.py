@@ -6,6 +6,7 @@ others has another name. It must not know what a stub is for.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -37,10 +38,12 @@ def library(directory: Path, name: str, source: Path, *flags: str) -> Path:
     for path in SOURCES:
         content.update(path.read_bytes())
     kept = CACHE / content.hexdigest()[:16] / name
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as begun:
-            made = Path(begun, name)
-            subprocess.run([*command, "-o", str(made)], check=True)
-            os.replace(made, kept)  # whole for a worker that looks meanwhile
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    with open(kept.parent / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two workers that need it one waits for the other
+        if not kept.exists():
+            with tempfile.TemporaryDirectory(dir=CACHE) as begun:
+                made = Path(begun, name)
+                subprocess.run([*command, "-o", str(made)], check=True)
+                os.replace(made, kept)  # whole, or not there
     return Path(shutil.copy(kept, directory))
