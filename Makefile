@@ -51,6 +51,8 @@ setup: $(SETUP)  ## make .venv with torch, the package (editable) and the tools
 
 build: $(ENGINE)  ## rebuild the extension in place when csrc/ changed
 
+# Workers, and the interpreters that they start, read what one of them has compiled.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: build  ## run the tests; no GPU is needed
 	@echo "== test"
 	@$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) tests || { code=$$?; \
