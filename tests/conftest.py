@@ -34,6 +34,7 @@ from tests.kit import accelerator, cuda_stub, cufile_stub
 from tests.kit.accelerator import Runtime
 from tests.kit.cuda_stub import CudaStub
 from tests.kit.cufile_stub import CufileStub
+from tests.kit.mounts import file_system
 from tests.kit.paths import ROOT
 from tests.kit.storm import SUITE_SEED, Chance, Storm
 
@@ -48,13 +49,6 @@ COMPRESSED_PARTS = {
     torch.sparse_csc: ("ccol_indices", "row_indices"),
     torch.sparse_bsc: ("ccol_indices", "row_indices"),
 }
-
-
-def file_system(path: Path) -> str:
-    """Type of the file system that holds `path`, as /proc/self/mounts names it."""
-    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    holding = [(len(point), kind) for point, kind in mounts if path.is_relative_to(point)]
-    return max(holding)[1]
 
 
 def octets(storage: torch.UntypedStorage) -> numpy.ndarray:

@@ -22,8 +22,8 @@ from fastckpt.directories.save import wait_for_directories
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from tests.kit.interpreters import Program
+from tests.kit.kinds import by_safetensors, by_torch, dcp_by_torch, flat, same, steps
 from tests.kit.noise import flip
-from tests.lazy.test_open import by_safetensors, by_torch, dcp_by_torch, flat, same, steps
 
 SOURCES: dict[str, Callable[[dict[str, torch.Tensor], Path], Path]] = {
     "torch": by_torch,

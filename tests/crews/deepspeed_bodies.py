@@ -33,7 +33,7 @@ from fastckpt.integrations import deepspeed as integration
 from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member, attempt
 from tests.kit.doubles import file_size_limit
-from tests.saving.test_handle import wait_until
+from tests.kit.saves import wait_until
 
 with suppress(ImportError):  # older versions have none
     import deepspeed.runtime.zero.muon.muon_optimizer

@@ -33,7 +33,7 @@ from fastckpt.integrations.megatron.save import rng_objects, rng_state
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Member
 from tests.kit.doubles import file_size_limit
-from tests.saving.test_handle import wait_until
+from tests.kit.saves import wait_until
 
 NOT_RUNNING = RerunState.NOT_RUNNING_YET
 TRACKER = "latest_checkpointed_iteration.txt"

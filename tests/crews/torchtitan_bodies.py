@@ -12,6 +12,7 @@ from pathlib import Path
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member
 from tests.kit.doubles import process_on
+from tests.kit.torchtitan import Run
 
 
 class Lagging(Storage):
@@ -24,8 +25,6 @@ class Lagging(Storage):
 
 def train_and_load(member: Member, disk: str) -> tuple[bool, int]:
     """Whether anything was loaded, and the step with which training goes on."""
-    from tests.integrations.test_torchtitan import Run  # which imports this module
-
     before = Run(Path(disk), timeout_s=20)
     before.train(2)
     before.checkpointer.maybe_wait_for_saving()

@@ -13,7 +13,7 @@ import shutil
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,10 +41,10 @@ from fastckpt.errors import (
 )
 from fastckpt.formats import file_list
 from fastckpt.ranks.coordinator import Coordinator
-from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from tests.kit.doubles import (
+    BUDGET_BYTES,
     Crash,
     Delay,
     FailAt,
@@ -54,18 +54,13 @@ from tests.kit.doubles import (
     dead_pid,
     plant,
     power_cuts,
-    process_on,
+    through,
 )
 from tests.kit.storm import SUITE_SEED
 
-BUDGET_BYTES = 64 << 20
 WAIT_S = 60.0
 T = TypeVar("T")
 FILES = {"fastckpt.json", "model.safetensors", "notes.txt", "optimizer.pt", "sub/more.txt"}
-
-
-def through(storage: Storage, budget_bytes: int = BUDGET_BYTES) -> AbstractContextManager[Pipeline]:
-    return process_on(storage, budget_bytes)
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:

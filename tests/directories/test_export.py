@@ -37,10 +37,9 @@ from fastckpt.storage.file_system import Storage
 from tests.crews import export_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.crews.steps_states import TENSORS, content, numbers, same_bits
-from tests.directories.test_directory_save import through
 from tests.kit.accelerator import KIND
 from tests.kit.cuda_stub import CudaStub
-from tests.kit.doubles import Crash, FailAt, PowerCut, power_cuts
+from tests.kit.doubles import Crash, FailAt, PowerCut, power_cuts, through
 from tests.kit.interpreters import let_go
 
 RANKS_IMPORT = "tests.crews.export_bodies"

@@ -21,11 +21,12 @@ import torch
 
 import fastckpt
 from fastckpt.saving.pipeline import Pipeline
-from tests.files.test_faults import mounted, temporaries
 from tests.kit.doubles import save_through
 from tests.kit.interpreters import Program
+from tests.kit.mounts import mounted
 from tests.kit.paths import ROOT
-from tests.saving.test_process import run_python
+from tests.kit.programs import run_python
+from tests.kit.saves import temporaries
 
 SWITCH = Path("/proc/sys/kernel/io_uring_disabled")
 # What "auto" takes: O_DIRECT where it reaches a device, io_uring where direct writes run abreast.

@@ -18,8 +18,8 @@ import threading
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from weakref import WeakSet
 import pytest
 import torch
 import zstandard
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -47,16 +47,23 @@ from fastckpt.engine.codec import (
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.plan.image import ItemRun, address_of
 from fastckpt.storage.file_system import Storage
+from tests.kit.codecs import (
+    BLOCK,
+    PAGE,
+    WAIT_S,
+    fd,
+    opened,
+    read,
+    relaxed,
+    split,
+    write,
+    write_blocks,
+)
 
-PAGE = 4096
-BLOCK = 64 << 10
-WAIT_S = 60.0
+__all__ = ["fd"]  # a fixture
+
 MAGIC = (0x184D2A50).to_bytes(4, "little")
 
-relaxed = settings(
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
 needs_zstd = pytest.mark.skipif(shutil.which("zstd") is None, reason="no zstd command")
 
 
@@ -72,90 +79,6 @@ CONTENTS: dict[str, Callable[[int, int], bytes]] = {
     "incompressible": lambda nbytes, seed: random.Random(seed).randbytes(nbytes),
     "weights": weights,
 }
-
-
-def split(content: bytes | bytearray, block_bytes: int) -> list[tuple[int, memoryview]]:
-    view = memoryview(content)
-    return [(at, view[at : at + block_bytes]) for at in range(0, len(view), block_bytes)]
-
-
-def start_blocks(
-    pool: ThreadPoolExecutor, threads: int, move: Callable[..., int], blocks: list[Any], seed: int
-) -> list[Future[int]]:
-    """Calls move for each block from `threads` threads, in random order among so many neighbours.
-
-    The engine hands blocks out in order, and its threads overtake each other: a block is never
-    taken before those that are more than `threads` ahead of it.
-    """
-    rng = random.Random(seed)
-    order: list[Any] = []
-    for first in range(0, len(blocks), threads):
-        group = blocks[first : first + threads]
-        order += rng.sample(group, len(group))
-    return [pool.submit(move, at, memory) for at, memory in order]
-
-
-def write(
-    fd: int,
-    content: bytes,
-    block_bytes: int = BLOCK,
-    *,
-    storage: Storage | None = None,
-    threads: int = 4,
-    seed: int = 0,
-    encoder: Callable[[], Encoder] = ZstdEncoder,
-) -> tuple[int, ...]:
-    """Writes content to an open file; returns the frames' sizes."""
-    writer = FrameWriter(storage or Storage(), fd, "a.zst", len(content), block_bytes, encoder)
-    write_blocks(writer, fd, content, block_bytes, threads, seed)
-    return writer.frames()
-
-
-def write_blocks(
-    writer: FrameWriter, fd: int, content: bytes, block_bytes: int, threads: int, seed: int = 0
-) -> None:
-    blocks = split(content, block_bytes)
-    with ThreadPoolExecutor(threads) as pool:
-        moved = start_blocks(
-            pool, threads, lambda at, m: writer.transfer("write", fd, m, at), blocks, seed
-        )
-        assert sum(future.result(WAIT_S) for future in moved) == len(content)
-
-
-def read(
-    fd: int,
-    nbytes: int,
-    frames: Sequence[int],
-    block_bytes: int = BLOCK,
-    *,
-    threads: int = 4,
-    seed: int = 0,
-    codec: str = "zstd",
-) -> bytes:
-    reader = FrameReader(Storage(), fd, "a.zst", nbytes, block_bytes, frames, codec)
-    target = bytearray(b"\xaa" * nbytes)
-    blocks = split(target, block_bytes)
-    with ThreadPoolExecutor(threads) as pool:
-        moved = start_blocks(
-            pool, threads, lambda at, m: reader.transfer("read", fd, m, at), blocks, seed
-        )
-        assert sum(future.result(WAIT_S) for future in moved) == nbytes
-    return bytes(target)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-@pytest.fixture
-def fd(tmp_path: Path) -> Iterator[int]:
-    with opened(tmp_path / "a.zst") as opened_fd:
-        yield opened_fd
 
 
 def without_padding(stored: bytes) -> bytes:

@@ -19,7 +19,7 @@ from fastckpt import _engine
 from fastckpt.engine import staging
 from fastckpt.engine.staging import Staging
 from fastckpt.storage.file_system import Storage, scratch
-from tests.engine.test_engine import (
+from tests.kit.engines import (
     PAGE,
     POOL,
     WAIT_S,
@@ -33,7 +33,7 @@ from tests.engine.test_engine import (
     start,
     written,
 )
-from tests.saving.test_handle import wait_until
+from tests.kit.saves import wait_until
 
 __all__ = ["backend"]
 CREATE = os.O_RDWR | os.O_CREAT

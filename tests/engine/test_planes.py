@@ -9,13 +9,11 @@ from __future__ import annotations
 import base64
 import os
 import random
-import re
 import struct
 import tracemalloc
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,27 +33,23 @@ from fastckpt.engine.codec import (
 )
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.plan.image import ItemRun
-from tests.engine.test_codec import BLOCK, PAGE, fd, opened, read, relaxed, split, write
-from tests.kit.paths import ROOT
+from tests.kit.codecs import (
+    BLOCK,
+    PAGE,
+    block_of,
+    fd,
+    header_of,
+    opened,
+    read,
+    relaxed,
+    split,
+    write,
+)
 
 __all__ = ["fd"]  # the fixture
 MIB = 1 << 20
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
 DTYPES += [torch.int64, torch.int32, torch.int16, torch.uint8, torch.bool]
-
-
-def documented() -> Callable[..., bytes]:
-    """The decoder of docs/format.md, which knows nothing of fastckpt."""
-    names: dict[str, Any] = {}
-    (code,) = re.findall(
-        r"```python\n(import numpy\n.*?)```", (ROOT / "docs" / "format.md").read_text(), re.DOTALL
-    )
-    assert len(code.splitlines()) < 40
-    exec(code, names)
-    return names["block_of"]
-
-
-block_of = documented()
 
 
 def elements(dtype: torch.dtype, nbytes: int, seed: int) -> bytes:
@@ -85,19 +79,6 @@ def frame_of(content: bytes, runs: Sequence[ItemRun], offset: int = 0) -> bytes:
 def decoded(frame: bytes, nbytes: int) -> bytes | None:
     block = memoryview(bytearray(b"\xaa" * nbytes))
     return bytes(block) if decode(frame, block) else None
-
-
-def header_of(frame: bytes) -> list[tuple[int, int, list[int]]]:
-    """Size, kind and stored sizes of the planes of each run."""
-    magic, count = struct.unpack_from("<II", frame)
-    assert magic == int.from_bytes(b"PLN1", "little")
-    at, found = 8, []
-    for _ in range(count):
-        nbytes, kind = struct.unpack_from("<II", frame, at)
-        sizes = struct.unpack_from(f"<{kind % 16}I", frame, at + 8)
-        found.append((nbytes, kind, [*sizes]))
-        at += 8 + 4 * len(sizes)
-    return found
 
 
 # ---- What is written comes back ----

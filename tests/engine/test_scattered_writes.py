@@ -28,7 +28,7 @@ from fastckpt.directories.shared_files import crc_of_zeros
 from fastckpt.engine.staging import Elements, Scatterer, combine_crcs, number_of
 from fastckpt.plan.boxes import Box, copies
 from fastckpt.plan.image import address_of
-from tests.engine.test_engine import PAGE, relaxed
+from tests.kit.engines import PAGE, relaxed
 from tests.kit.storm import Chance
 
 FLOATS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16]

@@ -8,79 +8,24 @@ replaced. Must not know in which order a save uses the file system.
 from __future__ import annotations
 
 import errno
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 
 import fastckpt
 from tests.kit import compiler
+from tests.kit.mounts import FLAGS, Mount, mounted_fuse
 from tests.kit.paths import TESTS
-from tests.saving.test_handle import temporaries, wait_until
-from tests.saving.test_process import run_python
+from tests.kit.programs import run_python
+from tests.kit.saves import temporaries
 
 MIB = 1 << 20
 BLOCK = 8 * MIB
 # The engine waits for what was written so far behind: there an error may be told before the sync.
 WINDOW = 64 * MIB
 NBYTES = WINDOW + 2 * BLOCK
-FLAGS = ("-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror")
-
-
-class Mount(NamedTuple):
-    """A mounted directory, the one that has its files, and the file that asks for a fault."""
-
-    point: Path
-    files: Path
-    control: Path
-
-
-def fuse_flags() -> list[str]:
-    """How to compile for libfuse; without it, or FUSE itself, the test is skipped."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a file system needs root")
-    if not os.path.exists("/dev/fuse"):
-        pytest.skip("there is no /dev/fuse here")
-    if not os.path.exists("/usr/include/fuse3/fuse.h"):
-        pytest.skip("libfuse is missing (apt-get install libfuse3-dev)")
-    return ["-D_FILE_OFFSET_BITS=64", "-lfuse3"]
-
-
-@contextmanager
-def mounted_fuse(disk: Path, cache: str) -> Iterator[Mount]:
-    """Mounts a FUSE file system, of which the kernel caches writes if `cache` is "back"."""
-    source = TESTS / "stubs" / "fuse_files.cc"
-    library = compiler.library(disk, "fuse_files.so", source, *FLAGS, *fuse_flags())
-    mount = Mount(disk / "mount", disk / "files", disk / "fault")
-    mount.point.mkdir()
-    mount.files.mkdir()
-    serve = (
-        "import ctypes, sys; arguments = [b'fuse_files', *map(str.encode, sys.argv[2:])];"
-        "array = (ctypes.c_char_p * (len(arguments) + 1))(*arguments);"
-        "sys.exit(ctypes.CDLL(sys.argv[1]).serve(len(arguments), array))"
-    )
-    arguments = [library, mount.files, mount.control, cache, mount.point, "-f"]
-    daemon = subprocess.Popen(
-        [sys.executable, "-S", "-c", serve, *map(str, arguments)],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        wait_until(
-            lambda: os.path.ismount(mount.point) or daemon.poll() is not None, "FUSE is mounted"
-        )
-        if daemon.poll() is not None:
-            pytest.skip(f"FUSE does not work here: {daemon.communicate()[1].strip()}")
-        yield mount
-    finally:
-        subprocess.run(["umount", "-l", str(mount.point)], check=False)
-        daemon.communicate(timeout=60)
 
 
 def state() -> dict[str, torch.Tensor]:

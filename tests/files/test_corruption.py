@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import fastckpt
-from tests.saving.test_process import run_python
+from tests.kit.programs import run_python
 
 BLOCK = 8 << 20
 PAGE = 4096

@@ -22,7 +22,9 @@ import pytest
 import torch
 
 import fastckpt
-from tests.saving.test_handle import (
+from tests.kit.mounts import MIB, leave_free, mounted, run_as_root
+from tests.kit.programs import run_python
+from tests.kit.saves import (
     WAIT_S,
     HeldTensor,
     every_test_settles,
@@ -30,51 +32,8 @@ from tests.saving.test_handle import (
     temporaries,
     wait_until,
 )
-from tests.saving.test_process import run_python
 
 __all__ = ["every_test_settles"]  # for all tests here, too
-MIB = 1 << 20
-# The smallest that mkfs makes without special options, and room for a few checkpoints.
-DISK_BYTES = {"ext2": 64 * MIB, "ext4": 64 * MIB, "xfs": 320 * MIB, "btrfs": 256 * MIB}
-MKFS_OPTIONS = {"ext2": ["-q"], "ext4": ["-q"], "xfs": ["-q"], "btrfs": ["-q"]}
-
-
-def run_as_root(*command: str) -> None:
-    """Runs a command of mount(8) and its kind; where it is not allowed, the test is skipped."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a file system needs root")
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"{command[0]} is not installed")
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        pytest.skip(f"{command[0]} does not work here: {result.stderr.strip()}")
-
-
-@contextmanager
-def mounted(kind: str, disk: Path, nbytes: int = 0, options: str = "") -> Iterator[Path]:
-    """A new file system of this kind, on a loop device unless it lives in memory."""
-    point = disk / f"mount-{kind}"
-    point.mkdir()
-    wanted = [options] if options else []
-    image = disk / f"{kind}.img"
-    if kind in ("tmpfs", "ramfs"):
-        wanted += [f"size={nbytes}"] if nbytes else []
-        source = ["none"]
-    else:
-        with image.open("wb") as file:
-            file.truncate(nbytes or DISK_BYTES[kind])
-        run_as_root(f"mkfs.{kind}", *MKFS_OPTIONS[kind], str(image))
-        wanted.append("loop")
-        source = [str(image)]
-    run_as_root(
-        "mount", "-t", kind, *(["-o", ",".join(wanted)] if wanted else []), *source, str(point)
-    )
-    try:
-        yield point
-    finally:
-        subprocess.run(["umount", "-l", str(point)], check=True)
-        image.unlink(missing_ok=True)
-        point.rmdir()
 
 
 def state(value: float, nbytes: int = 10 * MIB) -> dict[str, torch.Tensor]:
@@ -85,21 +44,6 @@ def value_of(path: Path) -> float:
     w = fastckpt.load(path)["w"]
     assert bool((w == w[0]).all()), "old and new values mixed"
     return float(w[0])
-
-
-def leave_free(directory: Path, nbytes: int) -> Path:
-    """Fills the file system of a directory until so much is left; returns the file to remove."""
-    ballast = directory / "ballast"
-    free = os.statvfs(directory)
-    with ballast.open("wb") as file:
-        for _ in range(4):  # its own metadata takes space as well
-            more = free.f_bfree * free.f_frsize - nbytes
-            if more > 0:
-                os.posix_fallocate(file.fileno(), file.tell(), more)
-                file.seek(0, io.SEEK_END)
-            os.fsync(file.fileno())
-            free = os.statvfs(directory)
-    return ballast
 
 
 def check_storage_error(

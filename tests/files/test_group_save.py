@@ -41,12 +41,12 @@ from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Opening, Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, Told, attempt
-from tests.files.test_faults import leave_free, mounted
 from tests.kit.doubles import FailAt, Operation, Recorder, process_on
 from tests.kit.interpreters import let_go
+from tests.kit.mounts import leave_free, mounted
 from tests.kit.network_double import Cifs, RemembersAbsence
 from tests.kit.noise import flip, noise
-from tests.saving.test_handle import warnings_in
+from tests.kit.saves import warnings_in
 
 pytestmark = pytest.mark.multiprocess
 T = TypeVar("T")

@@ -9,7 +9,6 @@ test_plain_pickle.py's.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 import os
 import resource
@@ -25,11 +24,10 @@ import torch
 
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint
-from fastckpt.formats import distcp, file_list, safetensors, torch_zip
-from fastckpt.formats.manifest import Manifest, Writer
-from fastckpt.formats.shard_index import ShardIndex
+from fastckpt.formats import distcp, safetensors, torch_zip
 from fastckpt.plan.image import PAGE_BYTES
 from fastckpt.reading import verified
+from tests.kit.readers import READERS, closed
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 256 * KIB
@@ -89,40 +87,6 @@ TEXTS = {
     "half of a pair": b'{"\\ud800":1}',
     "zeros": bytes(SIZE),
     "no text": b"\xff" * SIZE,
-}
-
-
-def closed(tail: bytes, kind: str, body_nbytes: int) -> bytes:
-    """With the comment that a tail ends in, and the right checksum."""
-    tail += f"{kind} 01 {body_nbytes:016x} ".encode()
-    return tail + f"{zlib.crc32(tail):08x}".encode()
-
-
-def signed(text: bytes) -> bytes:
-    """As a manifest ends, with the right digest."""
-    text += b"\n]"
-    return text + b',"sha256":"%s"}\n' % hashlib.sha256(text).hexdigest().encode()
-
-
-def measured(text: bytes) -> bytes:
-    """A file of safetensors with this header."""
-    return len(text).to_bytes(8, "little") + text
-
-
-READERS: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], Any]]] = {
-    "torch zip": (
-        lambda text: closed(text + b"}", "fastckpt", PAGE_BYTES),
-        lambda content: torch_zip.parse(content, PAGE_BYTES),
-    ),
-    "distcp": (
-        lambda text: closed(text, "fastckpt distcp", PAGE_BYTES),
-        lambda content: distcp.parse(content, PAGE_BYTES),
-    ),
-    "safetensors": (measured, lambda content: safetensors.parse(content, len(content))),
-    "manifest": (signed, Manifest.from_bytes),
-    "writer": (lambda text: text[:1000], Writer.from_bytes),
-    "index": (bytes, ShardIndex.from_bytes),
-    "file list": (bytes, file_list.from_bytes),
 }
 
 

@@ -15,58 +15,15 @@ import sys
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
 import pytest
 
 from fastckpt.formats import plain_pickle
-from fastckpt.formats.plain_pickle import DAMAGE, Callee, Instance, Refused
+from fastckpt.formats.plain_pickle import DAMAGE, Refused
+from tests.kit.readers import VALUES, Point, find
 from tests.kit.storm import Storm
-
-
-@dataclass(frozen=True)
-class Point:
-    """What a file may hold."""
-
-    x: Any = None
-    y: Any = None
-
-
-def _made(kind: type) -> Callee:
-    return Callee(kind)
-
-
-def _bytes(*values: Any) -> bytes:
-    """How protocol 2 has bytes."""
-    return values[0].encode("latin-1") if values else b""
-
-
-def _bytearray(value: Any) -> bytearray:
-    if type(value) is not bytes:
-        raise ValueError("no bytes")
-    return bytearray(value)
-
-
-GLOBALS = {
-    (__name__, "Point"): Instance(Point),
-    ("_codecs", "encode"): Callee(_bytes),
-    ("builtins", "bytes"): Callee(_bytes),
-    ("builtins", "bytearray"): Callee(_bytearray),
-    ("builtins", "set"): _made(set),
-    ("builtins", "frozenset"): _made(frozenset),
-    ("builtins", "complex"): _made(complex),
-    ("builtins", "slice"): _made(slice),
-    ("collections", "OrderedDict"): _made(collections.OrderedDict),
-}
-
-
-def find(module: str, name: str) -> Any:
-    try:
-        return GLOBALS[module.replace("__builtin__", "builtins"), name]
-    except KeyError:
-        raise Refused(f"{module}.{name}") from None
 
 
 def loads(content: bytes) -> Any:
@@ -84,17 +41,6 @@ def at_most(nbytes: int) -> Iterator[None]:
         assert tracemalloc.get_traced_memory()[1] <= nbytes
     finally:
         tracemalloc.stop()
-
-
-VALUES: list[Any] = [
-    [None, True, False, 0, 255, 256, 65536, -1, 1 << 40, -(1 << 70), 1 << 3000, 1.5, float("inf")],
-    ["", "text", "\u20ac" * 300, "\ud800", b"", b"bytes", bytes(300), bytearray(b"more")],
-    [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [[]], {}, {1: {2: [3]}}, {(1, "a"): 2}],
-    [set(), {1, 2}, frozenset(), frozenset({(1, 2), frozenset({3})}), 1 + 2j, slice(1, None, 2)],
-    {Point("a", (1, 2)): Point([Point()], {"b": Point("c")})},
-    collections.OrderedDict([("b", 1), ("a", collections.OrderedDict())]),
-    [Point(number, str(number)) for number in range(1500)],
-]
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -120,7 +66,7 @@ def _put(number: int) -> bytes:
     return b"r" + struct.pack("<I", number)
 
 
-POINT, SET = _named(__name__, "Point"), _named("builtins", "set")
+POINT, SET = _named(Point.__module__, "Point"), _named("builtins", "set")
 _many = b"(" + b"".join(b"M" + struct.pack("<H", number) for number in range(5000))
 _state = b"}(" + b"".join(b"X\4\0\0\0%04dN" % number for number in range(4000)) + b"u"
 _nested = b")" + b"\x85" * 30_000

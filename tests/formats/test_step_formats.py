@@ -57,6 +57,7 @@ from fastckpt.formats.shard_index import (
 )
 from fastckpt.plan.boxes import Box, intersect, span
 from fastckpt.plan.image import PAGE_BYTES, Image
+from tests.kit.forgeries import sealed_bytes
 from tests.kit.storm import Chance
 
 MIB = 1 << 20
@@ -728,12 +729,6 @@ MANIFEST = Manifest(
     objects=ObjectsFile("objects.pt", 1234, 0xBEEF),
     writers=WRITERS,
 )
-
-
-def sealed_bytes(content: bytes) -> bytes:
-    """This, with its digest at its end as a manifest has it."""
-    digest = hashlib.sha256(content).hexdigest()
-    return content + f',"sha256":"{digest}"}}\n'.encode()
 
 
 def sealed(written: dict[str, Any]) -> bytes:

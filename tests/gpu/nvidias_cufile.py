@@ -17,10 +17,10 @@ import fastckpt
 from fastckpt import _engine
 from fastckpt.engine.gds import LIBRARY, GdsDevice
 from tests.gpu.test_gds_save import test_the_file_is_the_same_either_way  # noqa: F401
-from tests.gpu.test_gpu import Kernels, fill, octets, paint
 from tests.kit import accelerator
 from tests.kit.accelerator import Runtime, here
 from tests.kit.cuda_stub import CudaStub
+from tests.kit.devices import Kernels, fill, octets, paint
 
 MIB = 1 << 20
 WAIT_S = 60.0

@@ -19,7 +19,9 @@ from hypothesis import strategies as st
 
 from fastckpt import _engine
 from fastckpt.plan.image import address_of
-from tests.engine.test_engine import (
+from tests.kit import interpreters
+from tests.kit.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub, built
+from tests.kit.engines import (
     BLOCK_SIZES,
     PAGE,
     POOL,
@@ -33,8 +35,6 @@ from tests.engine.test_engine import (
     plans,
     relaxed,
 )
-from tests.kit import interpreters
-from tests.kit.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub, built
 from tests.kit.storm import Chance
 
 # A PCIe 5 link of 16 lanes, as it is measured: 8 microseconds to begin, then 55 GB/s.

@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -30,10 +29,11 @@ from hypothesis import strategies as st
 from fastckpt import _engine
 from fastckpt.plan.image import address_of
 from fastckpt.storage.file_system import Storage
-from tests.engine.test_engine import opened, relaxed
 from tests.kit import cuda_stub, cufile_stub, interpreters
 from tests.kit.cuda_stub import ILLEGAL_ADDRESS, LAUNCH, OUT_OF_MEMORY, TO_HOST, CudaStub
 from tests.kit.cufile_stub import FILE_SYSTEM, CufileStub
+from tests.kit.devices import places
+from tests.kit.engines import opened, relaxed
 from tests.kit.paths import ROOT
 
 PAGE = 4096
@@ -758,12 +758,6 @@ def test_a_launch_that_fails_later_is_reported(stubs: Stubs) -> None:
 
 
 # What NVIDIA's parts say.
-
-
-def places(pattern: str) -> list[Path]:
-    """Files of packages that torch for CUDA brings, or of a toolkit."""
-    packages = [found for place in sys.path for found in Path(place).glob(f"nvidia/*/{pattern}")]
-    return [*packages, *Path("/usr/local").glob(f"cuda*/{pattern}")]
 
 
 def declared_otherwise(shim: str, source: str, tmp_path: Path, *includes: Path) -> str:

@@ -30,8 +30,8 @@ from tests.kit.accelerator import KIND, Runtime, installed
 from tests.kit.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
 from tests.kit.cufile_stub import FILE_SYSTEM, CufileStub
 from tests.kit.noise import noise
+from tests.kit.saves import warnings_in
 from tests.kit.storm import Chance
-from tests.saving.test_handle import warnings_in
 
 MIB = 1 << 20
 WAIT_S = 60.0

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import file_system
-from tests.gpu.test_gds import places
 from tests.kit import compiler
+from tests.kit.devices import places
+from tests.kit.mounts import file_system
 from tests.kit.paths import ROOT, TESTS
 
 TESTED = (TESTS / "gpu" / "test_gpu_real.py", "-m", "not gpu", "-k", "cufile")

@@ -22,8 +22,8 @@ from tests.kit.accelerator import Runtime, here
 from tests.kit.cuda_stub import OUT_OF_MEMORY, CudaStub
 from tests.kit.cufile_stub import CufileStub
 from tests.kit.noise import noise
+from tests.kit.saves import warnings_in
 from tests.kit.storm import Chance
-from tests.saving.test_handle import warnings_in
 
 MIB = 1 << 20
 WAIT_S = 60.0

@@ -7,7 +7,6 @@ test_gpu_real.py. Must not know the engine's insides.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import gc
@@ -15,10 +14,8 @@ import logging
 import os
 import threading
 import zipfile
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 from unittest import mock
 
@@ -31,24 +28,18 @@ from fastckpt import SaveHandle, SaveStats
 from fastckpt.engine import transfer
 from fastckpt.errors import DeviceError, PeerFailed, RanksDisagree, StagingConflict, StorageError
 from fastckpt.saving import pipeline
-from tests.crews.group_crew import Crew, Member, Nursery, Outcome, Told, attempt
+from tests.crews.group_crew import Crew, Member, Nursery, Outcome, Told
 from tests.kit import accelerator, cuda_stub
 from tests.kit.accelerator import KIND, Runtime, here
 from tests.kit.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub
+from tests.kit.devices import Kernels, Steps, Way, fill, octets, on_device, paint, way
 from tests.kit.doubles import Delay
+from tests.kit.programs import run_python
+from tests.kit.saves import interrupted_in, running, stands_in, wait_until, warnings_in
 from tests.kit.storm import Storm
-from tests.saving.test_handle import (
-    interrupted_in,
-    running,
-    stands_in,
-    wait_until,
-    warnings_in,
-)
-from tests.saving.test_process import run_python
-from tests.tiers.test_one_copy import await_spares, has_landed, memory, shard
-from tests.tiers.test_tiers import local
+from tests.kit.tiers import await_spares, has_landed, local, memory, shard
 
-__all__ = ["local"]
+__all__ = ["local", "way"]
 
 # A PCIe 5 link of 16 lanes, as it is measured: 8 microseconds to begin, then 55 GB/s.
 LATENCY_US, BYTES_PER_US = 8.0, 55_000.0
@@ -59,91 +50,11 @@ WAIT_S = 60.0
 BATCH = "cuMemcpyBatchAsync"
 COPY, EVENT_RECORD = "cuMemcpyDtoHAsync_v2", "cuEventRecord"
 ARRIVED = "cuEventQuery", "cuEventSynchronize"  # either tells that copies have ended
-State = dict[str, torch.Tensor]
-
-
-class Files:
-    """fastckpt.save, each to a file of its own."""
-
-    def __init__(self, directory: Path, fence: str = "call", **options: Any) -> None:
-        self.directory = directory
-        self._save = partial(fastckpt.save, fence=fence, **options)
-
-    def save(self, number: int, state: Any) -> SaveHandle:
-        return self._save(state, self.directory / f"{number}.pt")
-
-    def load(self, number: int) -> Any:
-        return fastckpt.load(self.directory / f"{number}.pt", map_location="cpu")
-
-    def close(self) -> None:
-        """Nothing to do."""
-
-
-class Steps:
-    """fastckpt.Checkpointer.save, of one run."""
-
-    def __init__(self, directory: Path, fence: str = "call", **options: Any) -> None:
-        self.directory = directory / "run"
-        self._kept = fastckpt.Checkpointer(self.directory, fence=fence, **options)
-        self.save, self.load, self.close = self._kept.save, self._kept.load, self._kept.close
-
-
-Way = Files | Steps
-
-
-@pytest.fixture(params=[Files, Steps])
-def way(request: pytest.FixtureRequest, gpu: CudaStub, disk: Path) -> Iterator[Callable[..., Way]]:
-    """`way(fence, ...)`: something that saves, on either way."""
-    with contextlib.ExitStack() as stack:
-
-        def make(*args: Any, **options: Any) -> Way:
-            return stack.enter_context(contextlib.closing(request.param(disk, *args, **options)))
-
-        yield make
-        gpu.hold(False)
-
-
-def fill(
-    tensor: torch.Tensor, value: int, gpu: CudaStub, took_us: float = 0, stream: int = 0
-) -> None:
-    """A kernel that fills a tensor's memory."""
-    nbytes = tensor.untyped_storage().nbytes()
-    gpu.kernel_at(tensor.data_ptr(), nbytes, value, took_us, stream)
-
-
-def octets(nbytes: int, value: int = 0, device: str = KIND) -> torch.Tensor:
-    return torch.full((nbytes,), value, dtype=torch.uint8, device=here(device))
-
-
-def paint(state: State, seed: int, gpu: CudaStub, stream: int) -> dict[str, bytes]:
-    """Kernels that give each tensor other bytes; returns what each will have."""
-    random = Random(seed)
-    painted = {}
-    for name, tensor in state.items():
-        nbytes, address, values = tensor.nbytes, tensor.data_ptr(), random.randbytes(2)
-        cut = random.randrange(nbytes)
-        gpu.kernel_at(address, cut, values[0], 0, stream)
-        gpu.kernel_at(address + cut, nbytes - cut, values[1], 0, stream)
-        painted[name] = values[:1] * cut + values[1:] * (nbytes - cut)
-    return painted
 
 
 def content(tensor: torch.Tensor) -> bytes:
     """What a tensor of bytes has by now, whatever is still to be done to it."""
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
-
-
-class Kernels(torch.optim.Optimizer):
-    """An optimizer whose step is kernels that fill what it optimizes, on the current stream."""
-
-    def __init__(self, tensors: list[torch.Tensor], gpu: CudaStub, runtime: Runtime) -> None:
-        super().__init__(tensors, {})
-        self.gpu, self.runtime = gpu, runtime
-        self.value, self.took_us = 0xEE, 0.0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for tensor in self.param_groups[0]["params"]:
-            fill(tensor, self.value, self.gpu, self.took_us, self.runtime.stream)
 
 
 def copies(gpu: CudaStub) -> list[cuda_stub.Done]:
@@ -839,16 +750,6 @@ def test_an_object_that_changes_does_not_keep_a_conflict_from_being_told(
 
 
 # --- several ranks
-
-
-def on_device(
-    member: Member, library: Path, driver: str, body: Callable[..., Any], *args: Any
-) -> Outcome:
-    """Calls body(member, *args) on a rank that has the device."""
-    runtime = accelerator.registered(library)
-    runtime.driver = CudaStub(Path(driver))
-    with accelerator.installed(runtime, driver):
-        return attempt(lambda: body(member, *args))
 
 
 def state_of(rank: int, device: str, big: int = 3, other: int = 0) -> dict[str, Any]:

@@ -18,9 +18,9 @@ import fastckpt
 from fastckpt.engine import broadcast_read_stream as exchange
 from fastckpt.errors import CorruptCheckpoint
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome
-from tests.gpu.test_gpu import on_device
 from tests.kit.accelerator import KIND
 from tests.kit.cuda_stub import CudaStub
+from tests.kit.devices import on_device
 
 pytestmark = pytest.mark.multiprocess
 RANKS = 3

@@ -18,12 +18,12 @@ import torch
 import fastckpt
 from tests.gpu import nvidias_cufile, test_gpu, test_gpu_load
 from tests.gpu.nvidias_cufile import cufile as cufile_of_nvidia  # noqa: F401
-from tests.gpu.test_gds import places
-from tests.gpu.test_gpu import way  # noqa: F401
 from tests.kit import accelerator, cuda_stub, hardware
+from tests.kit.devices import places, way
 from tests.kit.hardware import FUNCTIONS, Hardware, TorchCuda
-from tests.saving.test_process import run_python
+from tests.kit.programs import run_python
 
+__all__ = ["way"]
 STUB, GPU = "stub", pytest.param("GPU", marks=pytest.mark.gpu)
 GIVEN = os.environ.get("FASTCKPT_TEST_CUFILE")
 TESTED = [

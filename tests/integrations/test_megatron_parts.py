@@ -53,15 +53,10 @@ from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage.atomic import DEAD_AFTER_S, temporary_path
 from fastckpt.storage.file_system import Storage
-from tests.kit.doubles import (
-    Delay,
-    Operation,
-    Recorder,
-    process_on,
-)
+from tests.kit.doubles import Delay, Operation, Recorder, process_on
 from tests.kit.noise import flip
+from tests.kit.steps import WAIT_S
 from tests.kit.storm import Chance
-from tests.steps.test_checkpointer import WAIT_S
 
 # Buckets.
 

@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -714,3 +714,10 @@ def power_cuts(
         shutil.rmtree(live)
         if count > len(storage.log):
             return
+
+
+BUDGET_BYTES = 64 << 20
+
+
+def through(storage: Storage, budget_bytes: int = BUDGET_BYTES) -> AbstractContextManager[Pipeline]:
+    return process_on(storage, budget_bytes)

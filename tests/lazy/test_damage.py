@@ -23,7 +23,7 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleChec
 from fastckpt.lazy.torch_names import names_of
 from fastckpt.state.tree import TENSOR, Stored
 from tests.kit.noise import flip
-from tests.state.test_tree import MALFORMED
+from tests.kit.trees import MALFORMED
 
 STORAGE = (
     b"((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x0ctQ"

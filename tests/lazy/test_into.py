@@ -18,8 +18,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import fastckpt
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome, attempt
+from tests.kit.kinds import KINDS, by_safetensors, by_torch
 from tests.kit.noise import flip
-from tests.lazy.test_open import KINDS, by_safetensors, by_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -16,9 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
-import torch.distributed.checkpoint as dcp
 
 import fastckpt
 from fastckpt.errors import (
@@ -29,14 +26,22 @@ from fastckpt.errors import (
 )
 from fastckpt.lazy.tensors import LazyTensors
 from fastckpt.storage.file_system import Storage
-from tests.formats.test_step_formats import sealed_bytes
 from tests.kit.doubles import Recorder, process_on
+from tests.kit.forgeries import sealed_bytes
+from tests.kit.kinds import (
+    KINDS,
+    by_fastckpt,
+    by_safetensors,
+    by_torch,
+    dcp_by_torch,
+    flat,
+    hugging_face,
+    iterations,
+    same,
+    steps,
+)
 from tests.kit.noise import flip
 
-DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
-    *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.bool),
-)
 INDEXES: list[Any] = [
     ...,
     0,
@@ -49,93 +54,6 @@ INDEXES: list[Any] = [
     (None, 1, ..., slice(1, None, 2)),
     (),
 ]
-
-
-def flat() -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    made = {
-        f"w.{str(dtype)[6:]}": torch.randint(0, 2, (9, 5), generator=generator).to(dtype)
-        for dtype in DTYPES
-    }
-    made["large"] = torch.randn(300, 1100, generator=generator)
-    made["scalar"] = torch.tensor(3.5)
-    made["empty"] = torch.zeros(0, 4)
-    return made
-
-
-def by_fastckpt(state: dict[str, torch.Tensor], disk: Path) -> Path:
-    fastckpt.save(state, disk / "a.pt").result(60)
-    return disk / "a.pt"
-
-
-def by_torch(state: dict[str, torch.Tensor], disk: Path) -> Path:
-    torch.save(state, disk / "b.pt")
-    return disk / "b.pt"
-
-
-def by_safetensors(state: dict[str, torch.Tensor], disk: Path) -> Path:
-    safetensors.torch.save_file(state, disk / "c.safetensors")
-    return disk / "c.safetensors"
-
-
-def hugging_face(state: dict[str, torch.Tensor], disk: Path) -> Path:
-    files = {"model-1.safetensors": {}, "model-2.safetensors": {}}
-    weight_map = {}
-    for number, (name, tensor) in enumerate(state.items()):
-        file = [*files][number % 2]
-        files[file][name] = tensor
-        weight_map[name] = file
-    for file, content in files.items():
-        safetensors.torch.save_file(content, disk / file)
-    index = {"metadata": {}, "weight_map": weight_map}
-    (disk / "model.safetensors.index.json").write_text(json.dumps(index))
-    return disk
-
-
-def steps(state: dict[str, torch.Tensor], disk: Path) -> Path:
-    with fastckpt.Checkpointer(disk / "run") as checkpointer:
-        checkpointer.save(1, {"w": torch.zeros(3)})
-        checkpointer.save(2, state).result(60)
-    return disk / "run"
-
-
-def compressed(state: dict[str, torch.Tensor], disk: Path) -> Path:
-    with fastckpt.Checkpointer(disk / "run", codec="zstd") as checkpointer:
-        checkpointer.save(2, state).result(60)
-    return disk / "run" / "step-00000002"
-
-
-def dcp_by_torch(state: dict[str, torch.Tensor], disk: Path) -> Path:
-    dcp.save(dict(state), checkpoint_id=disk / "dcp")
-    return disk / "dcp"
-
-
-def dcp_by_fastckpt(state: dict[str, torch.Tensor], disk: Path) -> Path:
-    from fastckpt.integrations.dcp import Writer
-
-    dcp.save(dict(state), storage_writer=Writer(disk / "dcp"))
-    return disk / "dcp"
-
-
-def iterations(state: dict[str, torch.Tensor], disk: Path) -> Path:
-    """As if the job was killed between the commit and the move of Megatron's tracker."""
-    os.renames(dcp_by_torch(state, disk), disk / "run" / "iter_0000012")
-    (disk / "run" / "iter_0000013").mkdir()
-    (disk / "run" / "latest_checkpointed_iteration.txt").write_text("11")
-    return disk / "run"
-
-
-KINDS = {
-    "fastckpt": (by_fastckpt, True),
-    "torch": (by_torch, False),
-    "safetensors": (by_safetensors, False),
-    "hugging face": (hugging_face, False),
-    "root": (steps, True),
-    "compressed step": (compressed, True),
-    "dcp of torch": (dcp_by_torch, False),
-    "dcp of fastckpt": (dcp_by_fastckpt, True),
-    "megatron": (iterations, False),
-}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
@@ -158,15 +76,6 @@ def test_parts_are_those_of_the_tensor(kind: str, disk: Path) -> None:
         for index in INDEXES:
             same(tensors["w.bfloat16"][index], state["w.bfloat16"][index])
             same(tensors["large"][index], state["large"][index])
-
-
-def same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    assert (
-        torch.equal(found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
-        if found.ndim and found.numel()
-        else found.tolist() == expected.tolist()
-    )
 
 
 @pytest.mark.parametrize("convert", [torch.as_tensor, torch.tensor, torch.asarray])

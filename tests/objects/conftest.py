@@ -6,16 +6,15 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from fastckpt.storage.objects import DROPPING
 from tests.kit.objects.lax import Lax
 from tests.kit.objects.proxy import Proxy
-from tests.kit.objects.weed import BUCKET, Weed, binary, options
+from tests.kit.objects.stores import store_at
+from tests.kit.objects.weed import BUCKET, Weed, binary
 
 _numbers = itertools.count()
 
@@ -59,18 +58,3 @@ def root() -> str:
 def bare(client: Any, weed: Weed) -> Any:
     """The bucket as any other client sees it."""
     return store_at(weed.port)
-
-
-def settle() -> None:
-    """Waits until what was left over is removed, for which no save waits."""
-    for thread in threading.enumerate():
-        if thread.name == DROPPING:
-            thread.join()
-
-
-def store_at(port: int, bucket: str = BUCKET) -> Any:
-    """obstore's own store for a bucket of the server at this port."""
-    from obstore.store import S3Store
-
-    config = options(port)
-    return S3Store(bucket, client_options=config.pop("client_options"), **config)

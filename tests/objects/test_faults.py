@@ -29,9 +29,9 @@ from fastckpt.storage.owners import Owner
 from tests.kit.objects import proxy as faults
 from tests.kit.objects.proxy import Backwards, Fault, Passage, Proxy, Stall
 from tests.kit.objects.states import LARGE, SMALL, blank, state_of, step_of
+from tests.kit.objects.stores import settle, store_at
 from tests.kit.objects.weed import BUCKET, SECRET, Weed, environment, options
-from tests.objects.conftest import settle, store_at
-from tests.steps.test_lease import record
+from tests.kit.steps import record
 
 KINDS = ("begin", "part", "complete", "put", "create", "get", "head", "list", "delete")
 TIMEOUT_S, GRACE_S = 1.0, 30.0  # of a save that has to fail; what a busy machine may add to that

@@ -32,8 +32,8 @@ from tests.kit.hosts import needs_root
 from tests.kit.objects import proxy as faults
 from tests.kit.objects.proxy import Passage, Proxy
 from tests.kit.objects.states import LARGE, SMALL, blank, state_of, step_of
+from tests.kit.objects.stores import settle
 from tests.kit.objects.weed import BUCKET, Weed, options
-from tests.objects.conftest import settle
 
 ALWAYS = 1 << 30
 SOME = 5  # of so many requests one is tried in `make test`

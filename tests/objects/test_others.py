@@ -26,8 +26,8 @@ from fastckpt.storage.objects import ObjectStorage
 from tests.crews.group_crew import Crew, Member
 from tests.kit.objects.proxy import Passage, Proxy, error_text
 from tests.kit.objects.states import LARGE, SMALL, blank, state_of, step_of
+from tests.kit.objects.stores import settle
 from tests.kit.objects.weed import BUCKET, Weed, environment, options
-from tests.objects.conftest import settle
 
 ALWAYS = 1 << 30
 HTML = [

@@ -26,9 +26,9 @@ from tests.kit.objects.azure import AzureHandler
 from tests.kit.objects.lax import Lax, S3Handler
 from tests.kit.objects.proxy import Proxy
 from tests.kit.objects.states import LARGE, blank, state_of, step_of
+from tests.kit.objects.stores import settle
 from tests.kit.objects.weed import BUCKET, KEY_ID, SECRET, Weed, environment, options
 from tests.kit.paths import ROOT
-from tests.objects.conftest import settle
 
 MIB = 1 << 20
 REQUESTS_MAX = 20  # of a save, beside parts

@@ -12,8 +12,8 @@ import pytest
 from tests.kit.objects import proxy as faults
 from tests.kit.objects.lax import Lax
 from tests.kit.objects.proxy import Backwards, Proxy
+from tests.kit.objects.stores import store_at
 from tests.kit.objects.weed import BUCKET, SECRET, Weed, options
-from tests.objects.conftest import store_at
 
 PART = 5 << 20
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit.paths import ROOT
-from tests.tiers.test_tiers import local
+from tests.kit.tiers import local
 
 __all__ = ["local"]
 

@@ -23,8 +23,8 @@ import torch
 
 from tests.kit.jobs import Job, logged
 from tests.kit.paths import ROOT
+from tests.kit.tiers import local
 from tests.kit.torches import needs_dcp, needs_fsdp2
-from tests.tiers.test_tiers import local
 
 STEPS, EVERY = 12, 3  # of the runs by several ranks
 SAVING = ("--every", EVERY, "--ballast", 96)  # MiB, so that a flush is long enough to be caught

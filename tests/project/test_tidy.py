@@ -33,6 +33,8 @@ BANNED_WORDS = {"manager", "helper", "utils", "util", "factory"}
 OTHERS_NAMES = {"tmp_path_factory"}
 # Joined here, for this file keeps its own rules.
 LEFT_OVERS = tuple(map("".join, [("TO", "DO"), ("FIX", "ME"), ("X", "XX"), ("HA", "CK")]))
+# These run tests of other modules, on a GPU and with NVIDIA's own cuFile.
+RERUNS = {"tests/gpu/test_gpu_real.py", "tests/gpu/nvidias_cufile.py"}
 ENVIRONMENT_READER = "fastckpt/arguments/environment.py"
 
 # Functions of torch that put what they make on the default device, which is meta where big models
@@ -91,6 +93,13 @@ class Source:
             re.MULTILINE,
         )
         return token.sub(lambda match: "\n" * match.group().count("\n"), self.text)
+
+    def imports(self) -> Iterator[tuple[int, str]]:
+        """The line and dotted name of each import; `from a import b` gives a.b."""
+        for plain in self.walk(ast.Import):
+            yield from ((plain.lineno, alias.name) for alias in plain.names)
+        for node in self.walk(ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
 
     def walk(self, kind: type[Node]) -> Iterator[Node]:
         """The nodes of this kind; none when the file is not Python."""
@@ -363,6 +372,16 @@ def unpacked_tuples(source: Source) -> Iterator[Fault]:
                 yield argument.lineno, f"*{value.id} was made for this call: pass the arguments"
 
 
+def imports_of_tests(source: Source) -> Iterator[Fault]:
+    """What tests share lies in tests/kit: nobody imports a test module or a conftest."""
+    if not source.is_python or source.path in RERUNS:
+        return
+    for line, name in source.imports():
+        for part in name.split(".")[1:] if name.startswith("tests.") else ():
+            if part.startswith("test_") or part == "conftest":
+                yield line, f"imports {name}: move what is shared to tests/kit"
+
+
 Rule = Callable[[Source], Iterator[Fault]]
 
 LONG_CPP = "// {}\nnamespace a {{\nint f(int x) {{\n{}}}\n}}\n".format
@@ -421,6 +440,11 @@ FAULTS: dict[Rule, list[tuple[str, str]]] = {
     titles: [("a.md", "text\n"), ("a.md", "# One\n```sh\n# no title\n```\n# Two\n")],
     left_overs: [("a.md", f"# T\n\n{LEFT_OVERS[0]}: write\n"), ("setup.py", f"# {LEFT_OVERS[1]}")],
     unpacked_tuples: [("fastckpt/a.py", "def f():\n    how = (1, 2)\n    g(0, *how)\n")],
+    imports_of_tests: [
+        ("tests/a.py", "def f():\n    from tests.steps.test_steps import g\n"),
+        ("tests/steps/a.py", "from tests.steps import test_steps\n"),
+        ("tests/a.py", "import tests.conftest\n"),
+    ],
     long_files: [("fastckpt/a.py", "a = 1\n" * 701), ("csrc/a.cc", "\n" * 701)],
 }
 

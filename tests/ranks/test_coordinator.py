@@ -36,28 +36,19 @@ from fastckpt.ranks import round as module
 from fastckpt.ranks.coordinator import Coordinator, own_client
 from fastckpt.ranks.round import Round, RoundNumbers
 from fastckpt.ranks.same_state import same
+from tests.kit.coordinators import (
+    LONG_S,
+    PREFIX,
+    STORES,
+    Died,
+    on_each,
+    opened,
+    tcp_store,
+    together,
+)
 from tests.kit.interpreters import Program
 from tests.kit.jobs import held_port
 from tests.kit.storm import Chance
-
-PREFIX = "agreement"
-LONG_S = 600.0  # a wait that should end for another reason: the test's own timeout is shorter
-
-
-class Died(Exception):
-    """What a rank fails with here."""
-
-
-def tcp_store() -> dist.TCPStore:
-    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-STORES: dict[str, Callable[[Path], dist.Store]] = {
-    "hash": lambda _: dist.HashStore(),
-    "tcp": lambda _: tcp_store(),
-    "file": lambda path: dist.FileStore(str(path / "store"), 3),
-    "prefix": lambda _: dist.PrefixStore("outer", dist.PrefixStore("inner", tcp_store())),
-}
 
 
 @pytest.fixture(params=STORES)
@@ -70,44 +61,6 @@ def brisk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Looks where missing ranks are more often, and gives them less time."""
     monkeypatch.setattr(module, "_LOOK_S", 0.05)
     monkeypatch.setattr(module, "_GRACE_S", 0.15)
-
-
-def opened(store: dist.Store, world_size: int) -> list[Coordinator]:
-    return [Coordinator(store, rank, world_size, PREFIX) for rank in range(world_size)]
-
-
-def together(*bodies: Callable[[], Any]) -> list[Any]:
-    """Runs each on a thread of its own; returns what each returned or raised."""
-
-    def outcome(body: Callable[[], Any]) -> Any:
-        try:
-            return body()
-        except BaseException as error:
-            return error
-
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        return list(pool.map(outcome, bodies))
-
-
-def on_each(
-    coordinators: list[Coordinator],
-    body: Callable[[Round], Any],
-    label: str = "step 100",
-    timeout_s: float = LONG_S,
-) -> list[Any]:
-    """One round of all ranks; returns what body returned or raised on each."""
-
-    def take_part(coordinator: Coordinator) -> Any:
-        begun = coordinator.begin(label, timeout_s)
-        try:
-            return body(begun)
-        except Died as error:
-            begun.fail(error)
-            raise
-        finally:
-            begun.close()
-
-    return together(*[lambda c=c: take_part(c) for c in coordinators])
 
 
 def commit(begun: Round) -> str:

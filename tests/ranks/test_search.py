@@ -14,7 +14,7 @@ from fastckpt.errors import CorruptCheckpoint, Vanished
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.search import Candidate, Search, Trial
 from fastckpt.storage.vanishing import listed_anew
-from tests.ranks.test_coordinator import on_each, opened
+from tests.kit.coordinators import on_each, opened
 
 GONE, DAMAGED, WHOLE = "gone", "damaged", "whole"
 

@@ -29,8 +29,8 @@ from fastckpt.errors import PeerFailed
 from fastckpt.ranks import stop_signals as module
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.stop_signals import StopAgreement
+from tests.kit.coordinators import STORES
 from tests.kit.storm import Chance
-from tests.ranks.test_coordinator import STORES
 
 LONG_S = 600.0
 CALLS_MAX = 20  # of each rank, which then ends

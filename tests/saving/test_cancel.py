@@ -23,7 +23,7 @@ from fastckpt.saving.pipeline import Pipeline
 from tests.crews import cancel_bodies as bodies
 from tests.crews.group_crew import Crew
 from tests.kit.doubles import Delay, save_through
-from tests.saving.test_handle import HeldTensor, wait_until
+from tests.kit.saves import HeldTensor, wait_until
 
 WAIT_S = 60.0
 SLOW = 1000.0  # bytes a second: such a save takes hours

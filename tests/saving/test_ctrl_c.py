@@ -25,9 +25,8 @@ from fastckpt import Checkpointer
 from fastckpt.saving import ctrl_c, pipeline
 from fastckpt.saving.handle import InnerHandle
 from tests.kit import interpreters
+from tests.kit.programs import Interruption, run_python
 from tests.kit.storm import Storm
-from tests.saving.test_process import run_python
-from tests.saving.test_signals import Interruption
 
 LIMIT_S = 60.0
 CTRL_C = b"\x03"
@@ -231,7 +230,7 @@ def test_one_in_the_midst_of_save_says_that_nothing_is_committed(folder: Path, w
 
 
 HELD = """
-from tests.saving.test_handle import HeldTensor
+from tests.kit.saves import HeldTensor
 held = HeldTensor(value=2.0)
 
 def release():

@@ -19,7 +19,7 @@ import fastckpt
 from fastckpt.errors import CheckpointError
 from fastckpt.storage.file_system import reported
 from tests.kit.doubles import FailAlways, process_on
-from tests.saving.test_handle import Octets, wait_until
+from tests.kit.saves import Octets, wait_until
 
 WAIT_S = 60.0
 

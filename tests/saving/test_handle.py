@@ -7,25 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import ctypes
-import fcntl
 import gc
 import io
 import itertools
-import logging
-import mmap
 import os
-import platform
 import re
-import select
-import signal
-import struct
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,153 +27,22 @@ import torch
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.latch import SignalSafeFuture, items_of
-from tests.saving.test_process import run_python
+from tests.kit.programs import run_python
+from tests.kit.saves import (
+    WAIT_S,
+    HeldTensor,
+    Octets,
+    every_test_settles,
+    running,
+    stands_in,
+    temporaries,
+    wait_until,
+)
+
+__all__ = ["every_test_settles"]  # a fixture
 
 BLOCK = 8 << 20
-PAGE = mmap.PAGESIZE
-WAIT_S = 60.0
 TOO_LONG = "n" * 256  # of a file: which is found out behind save()
-
-USERFAULTFD = {"x86_64": 323, "aarch64": 282}
-USER_MODE_ONLY = 1
-MISSING_MODE = 1
-
-
-def _ioctl_number(direction: int, number: int, nbytes: int) -> int:
-    return direction << 30 | nbytes << 16 | 0xAA << 8 | number
-
-
-UFFDIO_API = _ioctl_number(3, 0x3F, 24)
-UFFDIO_REGISTER = _ioctl_number(3, 0x00, 32)
-UFFDIO_COPY = _ioctl_number(3, 0x03, 40)
-
-
-class Octets(bytearray):
-    """Memory of a tensor that a weak reference can be made to."""
-
-
-class HeldTensor:
-    """A float32 tensor with one page that is missing: whoever reads it there waits for release().
-
-    The page is made missing by userfaultfd(2), so a save that holds this tensor stands still in the
-    middle of staging, without knowing it, for as long as a test likes. Nobody who holds the GIL may
-    touch elements [begin, end) before release().
-    """
-
-    def __init__(self, nbytes: int = 2 << 20, value: float = 3.0) -> None:
-        number = USERFAULTFD.get(platform.machine())
-        if number is None:
-            pytest.skip(f"the number of userfaultfd(2) on {platform.machine()} is not known here")
-        libc = ctypes.CDLL(None, use_errno=True)
-        self._pid = os.getpid()
-        self._fd = libc.syscall(number, os.O_CLOEXEC | os.O_NONBLOCK | USER_MODE_ONLY)
-        if self._fd < 0:
-            pytest.skip(f"userfaultfd(2) is refused: {os.strerror(ctypes.get_errno())}")
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, nbytes, flags=private)
-        self._memory.madvise(mmap.MADV_NOHUGEPAGE)
-        self._content = mmap.mmap(-1, PAGE, flags=private)
-        self._content.write(struct.pack("f", value) * (PAGE // 4))
-        offset = nbytes // 2 // PAGE * PAGE
-        self.begin, self.end = offset // 4, (offset + PAGE) // 4
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory)) + offset
-        self.tensor = torch.frombuffer(self._memory, dtype=torch.float32)
-        self.tensor.fill_(value)
-        fcntl.ioctl(self._fd, UFFDIO_API, bytearray(struct.pack("QQQ", 0xAA, 0, 0)))
-        missing = struct.pack("QQQQ", self._address, PAGE, MISSING_MODE, 0)
-        fcntl.ioctl(self._fd, UFFDIO_REGISTER, bytearray(missing))
-        self._memory.madvise(mmap.MADV_DONTNEED, offset, PAGE)
-
-    def wait_reached(self) -> None:
-        """Returns once somebody stands at the missing page."""
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        assert poll.poll(WAIT_S * 1000), "nobody read the tensor"
-
-    def release(self) -> None:
-        """Lets the page arrive, with the tensor's value in it. Repeating it does nothing.
-
-        Nor does a forked child, whose copy of the descriptor still stands for the parent's memory.
-        """
-        if self._fd < 0 or os.getpid() != self._pid:
-            return
-        source = ctypes.addressof(ctypes.c_char.from_buffer(self._content))
-        arrival = struct.pack("QQQQq", self._address, source, PAGE, 0, 0)
-        fcntl.ioctl(self._fd, UFFDIO_COPY, bytearray(arrival))
-        os.close(self._fd)
-        self._fd = -1
-
-    def __enter__(self) -> HeldTensor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-def wait_until(condition: Callable[[], object], what: str = "it was so") -> None:
-    """For what nobody announces: looks again and again."""
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
-        time.sleep(0.001)
-
-
-def stands_in(thread: threading.Thread, function: str) -> bool:
-    """Whether a thread is somewhere inside a function of this name."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        if frame.f_code.co_name == function:
-            return True
-        frame = frame.f_back
-    return False
-
-
-@contextmanager
-def running(target: Callable[[], None]) -> Iterator[threading.Thread]:
-    """A thread that does something meanwhile; its exception becomes the test's."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            target()
-        except BaseException as error:  # handed over below, to the thread that can report it
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    yield thread
-    thread.join(WAIT_S)
-    assert not thread.is_alive(), "the thread hangs"
-    if errors:
-        raise errors[0]
-
-
-@contextmanager
-def interrupted_in(function: str) -> Iterator[None]:
-    """The main thread is sent a SIGINT once it stands in a function of this name, which does not
-    return before; the KeyboardInterrupt leaves the block, and no other.
-    """
-    main, over = threading.main_thread(), threading.Event()
-
-    def interrupt() -> None:
-        wait_until(lambda: over.is_set() or stands_in(main, function), f"{function}() is called")
-        if not over.is_set():
-            signal.pthread_kill(main.ident, signal.SIGINT)
-
-    with running(interrupt), pytest.raises(KeyboardInterrupt):
-        try:
-            yield
-        finally:
-            over.set()
-
-
-def warnings_in(records: Iterable[logging.LogRecord]) -> list[logging.LogRecord]:
-    """Those that are warnings, without what a machine that is short of rings says at any time."""
-    return [
-        record
-        for record in records
-        if record.levelno >= logging.WARNING and "backend" not in record.msg
-    ]
 
 
 def filled(value: float, nbytes: int = 1 << 20) -> dict[str, torch.Tensor]:
@@ -194,36 +54,6 @@ def value_of(path: Path) -> float:
     w = fastckpt.load(path)["w"]
     assert bool((w == w[0]).all()), "old and new values mixed"
     return float(w[0].detach())
-
-
-def temporaries(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir() if path.suffix == ".tmp"]
-
-
-def saving_threads() -> list[str]:
-    names = [thread.name for thread in threading.enumerate()]
-    # A connection to a store that is dead may be tried for minutes, by a daemon.
-    return [name for name in names if "fastckpt" in name and name != "fastckpt-store"]
-
-
-def let_others_end() -> None:
-    """Waits for the saves of earlier tests, and frees what they left: memory is measured next."""
-    wait_until(lambda: not saving_threads(), "the saves of other tests are over")
-    gc.collect()
-
-
-@pytest.fixture(autouse=True)
-def every_test_settles(disk: Path) -> Iterator[None]:
-    """No save outlives its test, and no failure that nobody asked for meets the next one."""
-    yield
-    wait_until(lambda: not saving_threads(), "the saves of the test are over")
-    for _ in range(100):
-        try:
-            fastckpt.save(None, io.BytesIO())
-            return
-        except fastckpt.CheckpointError:
-            continue
-    pytest.fail("a failed save is raised again and again")
 
 
 # The handle.
@@ -670,7 +500,7 @@ def test_many_threads_save_at_once(disk: Path) -> None:
 SAVES_IN_CALLBACKS = """
 import sys, threading
 import torch, fastckpt
-from tests.saving.test_handle import HeldTensor
+from tests.kit.saves import HeldTensor
 
 folder, count = sys.argv[1], int(sys.argv[2])
 copies = []

@@ -32,10 +32,10 @@ from fastckpt.steps.root import Steps
 from fastckpt.storage import bound
 from fastckpt.storage.calls import Call
 from fastckpt.storage.file_system import Storage
-from tests.engine.test_write_back import Mount, mounted_fuse
 from tests.kit.doubles import Recorder
-from tests.saving.test_handle import temporaries, wait_until
-from tests.saving.test_process import run_python
+from tests.kit.mounts import Mount, mounted_fuse
+from tests.kit.programs import run_python
+from tests.kit.saves import temporaries, wait_until
 
 MIB = 1 << 20
 WAIT_S = 60.0

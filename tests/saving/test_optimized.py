@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.saving.test_process import run_python
+from tests.kit.programs import run_python
 
 PROGRAM = """
 import os, sys

@@ -11,8 +11,8 @@ import torch
 import fastckpt
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.file_system import Storage
-from tests.directories.test_directory_save import through
-from tests.saving.test_handle import let_others_end
+from tests.kit.doubles import through
+from tests.kit.saves import let_others_end
 
 WAIT_S = 200.0  # the memory is taken by a thread that yields to all others
 

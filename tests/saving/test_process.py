@@ -6,51 +6,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 import fastckpt
-from tests.kit import interpreters
-from tests.kit.paths import ROOT
+from tests.kit.programs import run_python
 
-LIMIT_S = 200.0
 pytestmark = pytest.mark.multiprocess
-
-
-def run_python(
-    program: str,
-    *arguments: object,
-    variables: dict[str, str] | None = None,
-    options: tuple[str, ...] = (),
-    returncode: int = 0,
-    limit_s: float = LIMIT_S,
-    started: bool = False,
-    imports: str = "",
-) -> subprocess.CompletedProcess[str]:
-    """Runs a program in an interpreter of its own: a forked one, or one that is started.
-
-    A program that takes longer than `limit_s` is killed with all its children and fails; so does
-    one that ends with another code than `returncode`. A forked one may have imported a module.
-    """
-    if not started and not options:
-        result = interpreters.run(
-            program, *arguments, variables=variables, imports=imports, timeout=limit_s
-        )
-    else:
-        result = subprocess.run(
-            [sys.executable, *options, "-c", program, *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | (variables or {}),
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-        )
-    assert result.returncode == returncode, f"{result.returncode}: {result.stderr}{result.stdout}"
-    return result
 
 
 def ones(path: Path) -> int:
@@ -182,7 +146,7 @@ def test_failing_save_in_an_exit_handler_is_told(disk: Path) -> None:
 DAEMON_THREADS = """
 import sys, threading
 import torch, fastckpt
-from tests.saving.test_handle import HeldTensor, running, stands_in, wait_until
+from tests.kit.saves import HeldTensor, running, stands_in, wait_until
 
 path, waits_path = sys.argv[1:]
 saved, forever = threading.Event(), threading.Event()
@@ -235,7 +199,7 @@ def test_exit_waits_for_no_daemon_that_saves_for_ever(disk: Path) -> None:
 INTERRUPTED_RESULT = """
 import signal, sys, threading
 import torch, fastckpt
-from tests.saving.test_handle import HeldTensor, stands_in, wait_until
+from tests.kit.saves import HeldTensor, stands_in, wait_until
 
 main = threading.main_thread()
 with HeldTensor(value=1.0) as held:
@@ -317,7 +281,7 @@ def test_import_alone_starts_nothing() -> None:
 FORK = """
 import faulthandler, os, signal, sys, warnings
 import torch, fastckpt
-from tests.saving.test_handle import HeldTensor
+from tests.kit.saves import HeldTensor
 warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks beside threads
 # The threads of OpenMP do not survive a fork, whoever forks: torch computes on this one.
 torch.set_num_threads(1)
@@ -430,7 +394,7 @@ def test_fork_at_any_moment(disk: Path) -> None:
 FORK_UNDER_LOCK = """
 import faulthandler, os, signal, sys, threading
 import torch, fastckpt
-from tests.saving.test_handle import HeldTensor
+from tests.kit.saves import HeldTensor
 # The threads of OpenMP do not survive a fork, whoever forks: torch computes on this one.
 torch.set_num_threads(1)
 
@@ -469,31 +433,11 @@ def test_fork_while_a_thread_sets_the_result(disk: Path) -> None:
 # Workers.
 
 
-class Shards(torch.utils.data.Dataset[int]):
-    """A data set whose items are checkpoints that the worker loads, and copies with a save."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        loaded = fastckpt.load(f"{self.folder}/{index % 3}.pt")
-        fastckpt.save(loaded, f"{self.folder}/copy-{index}.pt")
-        return int(loaded.numel())
-
-
-def save_and_return(path: str) -> None:
-    """Body of a worker process that does not wait for its save."""
-    fastckpt.save(torch.ones(5 << 20), path)
-
-
 WORKERS = """
 import multiprocessing, sys
 import torch, fastckpt
-from tests.saving.test_handle import HeldTensor
-from tests.saving.test_process import Shards, save_and_return
+from tests.kit.saves import HeldTensor
+from tests.kit.programs import Shards, save_and_return
 
 if __name__ == "__main__":
     folder, method = sys.argv[1:]
@@ -529,7 +473,7 @@ def test_workers_save_and_load(disk: Path, method: str) -> None:
 LOST_IN_A_WORKER = """
 import multiprocessing, sys
 import torch, fastckpt
-from tests.saving.test_process import save_and_return
+from tests.kit.programs import save_and_return
 
 worker = multiprocessing.get_context("fork").Process(target=save_and_return, args=sys.argv[1:])
 worker.start()

@@ -18,7 +18,7 @@ import torch
 from fastckpt import Checkpointer, StorageError
 from fastckpt.saving.pipeline import Pipeline
 from tests.kit.doubles import Operation, Recorder, process_on, save_through
-from tests.steps.test_checkpointer import directories
+from tests.kit.steps import directories
 
 T = TypeVar("T")
 MIB = 1 << 20

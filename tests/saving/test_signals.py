@@ -6,85 +6,20 @@ Must not know which locks there are.
 from __future__ import annotations
 
 import concurrent.futures
-import dis
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 
 import fastckpt
 from fastckpt.saving import pipeline
-from tests.saving.test_process import run_python
+from tests.kit.programs import LOOKS, Interruption, Signalled, run_python
 
 WAIT_S = 60.0
-WATCHED = ("pipeline.py", "handle.py", "latch.py", "threading.py", "_base.py")
-# Behind these the interpreter looks for signals, and nowhere else.
-LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP_BACKWARD")
 if sys.version_info < (3, 11):
     LOOKS += ("POP_JUMP",)
-
-
-class Signalled(Exception):
-    """What the handler raises."""
-
-
-class Interruption:
-    """Raises at the n-th moment, within the body, at which a signal handler could have raised.
-
-    Args:
-        raised: what the handler raises.
-        by: the signal whose handler, the program's own, is to raise instead.
-        watched: the ends of the files' names of which the moments count.
-
-    Attributes:
-        moments: how many there were.
-    """
-
-    def __init__(
-        self,
-        at: int,
-        raised: type[BaseException] = Signalled,
-        watched: str | tuple[str, ...] = WATCHED,
-        by: signal.Signals | None = None,
-    ) -> None:
-        self._at, self._raised, self._watched, self._by = at, raised, watched, by
-        self._last: dict[FrameType, str] = {}
-        self.moments = 0
-
-    def __enter__(self) -> Interruption:
-        self._before = sys.gettrace()
-        sys._getframe().f_trace_opcodes = True  # Python 3.12 traces those of no frame without
-        sys.settrace(self._called)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(self._before)
-        self._last.clear()
-
-    def _called(self, frame: FrameType, _event: str, _arg: object) -> Any:
-        if not frame.f_code.co_filename.endswith(self._watched):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._traced
-
-    def _traced(self, frame: FrameType, event: str, _arg: object) -> Any:
-        if event == "opcode":
-            last = self._last.get(frame, "")
-            self._last[frame] = dis.opname[frame.f_code.co_code[frame.f_lasti]]
-            if last.startswith(LOOKS):
-                self.moments += 1
-                if self.moments == self._at:
-                    if self._by is None:
-                        raise self._raised
-                    signal.raise_signal(self._by)
-        elif event == "exception":  # a call that fails is followed by no look
-            self._last.pop(frame, None)
-        return self._traced
 
 
 def result(handle: fastckpt.SaveHandle) -> None:
@@ -176,7 +111,7 @@ def late():
 atexit.register(late)
 import logging
 import torch, fastckpt
-from tests.saving.test_signals import Interruption, Signalled
+from tests.kit.programs import Interruption, Signalled
 logging.getLogger("fastckpt").setLevel("CRITICAL")
 fastckpt.save(torch.ones(9), sys.argv[1] + "/a.pt").result()
 """

@@ -39,8 +39,7 @@ from fastckpt.saving.thread_calls import (
 )
 from fastckpt.state import tree
 from fastckpt.steps import load as step_load
-from tests.kit.torches import dcp, needs_dcp
-from tests.saving.test_handle import (
+from tests.kit.saves import (
     WAIT_S,
     HeldTensor,
     every_test_settles,
@@ -49,6 +48,7 @@ from tests.saving.test_handle import (
     stands_in,
     wait_until,
 )
+from tests.kit.torches import dcp, needs_dcp
 from tests.torture.step_fence import OPERATIONS, WAYS, tried
 
 __all__ = ["every_test_settles"]

@@ -26,7 +26,7 @@ from fastckpt.state.dtensors import SPREAD, spread_of
 from fastckpt.state.template import Template
 from fastckpt.state.tree import TENSOR, OwnValues, flatten
 from tests.crews.optimizer_bodies import Codes, Wrapped
-from tests.state.test_placements import described, difference, held, on_ranks, rank_of
+from tests.kit.placements import described, difference, held, on_ranks, rank_of
 
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...] | None]] = {
     "one": ((1,), None),

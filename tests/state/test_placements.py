@@ -6,53 +6,24 @@ turn, over a process group that sends nothing. What real ranks save is test_rank
 from __future__ import annotations
 
 import collections
-import ctypes
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fastckpt.plan.boxes import Box
-from fastckpt.ranks.same_state import Description, disagreement
+from fastckpt.ranks.same_state import Description
 from fastckpt.state.template import Template
-from fastckpt.state.tree import Flat, comparable, flatten
-from fastckpt.steps.capture import _texts
+from fastckpt.state.tree import flatten
+from tests.kit.placements import described, difference, held, on_ranks
 
 PLACES = [Shard(0)]
-
-
-@contextmanager
-def rank_of(world_size: int, rank: int) -> Iterator[None]:
-    """This process is one rank of a job meanwhile."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def on_ranks(world_size: int, work: Callable[[int], Any]) -> list[Any]:
-    found = []
-    for rank in range(world_size):
-        with rank_of(world_size, rank):
-            found.append(work(rank))
-    return found
-
-
-def held(local: torch.Tensor, mesh: Any, placements: Any, shape: tuple[int, ...]) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
 
 
 def chunk(full: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
@@ -317,22 +288,6 @@ def test_other_objects_are_left_to_pickle() -> None:
 
 
 # ---- what ranks compare ----
-
-
-def described(flat: Flat, world_size: int) -> Description:
-    description = Description(_texts(flat))
-    description.sample(comparable(flat.leaves, world_size, ()), 5)
-    for address, memory in description.samples():
-        memory[:] = ctypes.string_at(address, len(memory))
-    return description
-
-
-def difference(*descriptions: Description) -> tuple[str, set[str]]:
-    assert len({each.digest() for each in descriptions}) == len(descriptions)
-    error, unequal = disagreement(
-        [([rank], d.detail()) for rank, d in enumerate(descriptions)], "a"
-    )
-    return str(error), unequal
 
 
 @pytest.mark.parametrize("shape", [(2,), (1, 2)])

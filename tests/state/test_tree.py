@@ -30,7 +30,6 @@ import fastckpt
 from fastckpt import Checkpointer, PerRank
 from fastckpt.arguments.names import nearest
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.formats.safetensors import DTYPES
 from fastckpt.state.template import Template
 from fastckpt.state.tree import (
     DEPTH_MAX,
@@ -45,9 +44,10 @@ from fastckpt.state.tree import (
     stored_of,
     tensors_in,
 )
+from tests.kit.programs import run_python
+from tests.kit.saves import warnings_in
 from tests.kit.storm import Chance
-from tests.saving.test_handle import warnings_in
-from tests.saving.test_process import run_python
+from tests.kit.trees import EVERY_DTYPE, MALFORMED, bits, random_bits
 
 WAIT_S = 60.0
 BIG = 300_000  # float32 elements: more than 1 MiB, which goes to the shards
@@ -313,22 +313,6 @@ def test_what_looks_like_a_placeholder_comes_back(disk: Path, value: Any) -> Non
         assert target["value"] == value
 
 
-MALFORMED: list[dict[str, Any]] = [
-    {TENSOR: 5, "dtype": "F32", "shape": [3]},
-    {TENSOR: "w"},
-    {TENSOR: "w", "dtype": "F33", "shape": [3]},
-    {TENSOR: "w", "dtype": ["F32"], "shape": [3]},
-    {TENSOR: "w", "dtype": None, "shape": [3]},
-    {TENSOR: "w", "dtype": "F32", "shape": 3},
-    {TENSOR: "w", "dtype": "F32", "shape": [-1]},
-    {TENSOR: "w", "dtype": "F32", "shape": [1.0]},
-    {TENSOR: "w", "dtype": "F32", "shape": [True]},
-    {TENSOR: "w", "dtype": "F32", "shape": [1 << 61]},
-    {TENSOR: "w", "dtype": "F32", "shape": [0, 1 << 62, 1 << 62]},
-    {TENSOR: "w", "dtype": "F32", "shape": [float("nan")]},
-]
-
-
 @pytest.mark.parametrize("value", MALFORMED, ids=str)
 def test_a_malformed_placeholder_is_damage(value: Any) -> None:
     with pytest.raises(CorruptCheckpoint, match="placeholder for a tensor is malformed"):
@@ -414,20 +398,6 @@ def run(disk: Path) -> Iterator[Callable[..., Any]]:
 
 
 Run = Callable[..., Any]
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().flatten().view(torch.uint8)
-
-
-def random_bits(dtype: torch.dtype, elements: int, seed: int) -> torch.Tensor:
-    content = bytearray(random.Random(seed).randbytes(elements * dtype.itemsize))
-    if dtype is torch.bool:
-        content = bytearray(byte & 1 for byte in content)
-    return torch.frombuffer(content, dtype=torch.uint8).view(dtype)
-
-
-EVERY_DTYPE = [*DTYPES.values(), torch.complex64, torch.complex128, torch.float8_e4m3fnuz]
 
 
 def test_every_dtype_in_place_bit_for_bit(run: Run) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fastckpt import Checkpointer
-from tests.steps.test_steps import program, told
+from tests.kit.programs import program, told
 
 SAVER = """
 import itertools, sys

@@ -37,7 +37,7 @@ from tests.kit.doubles import (
     plant,
     process_on,
 )
-from tests.steps.test_checkpointer import directories, place_of_commit
+from tests.kit.steps import directories, place_of_commit
 
 WAIT_S, SEED = 60.0, 20261126
 BEST = ("val_loss", "min", 2)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import errno
-import functools
 import gc
 import gzip
 import importlib.util
 import json
-import math
 import os
 import pickle
 import re
@@ -38,11 +36,9 @@ import fastckpt
 from fastckpt import Checkpointer, PerRank, SaveHandle
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError, StagingConflict, StorageError
-from fastckpt.formats.step_names import ATTEMPT_BYTES, SPARES
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks import coordinator
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.steps.lease import LEASE_FILE
 from fastckpt.storage.file_system import Storage
 from tests.kit.doubles import (
     Crash,
@@ -57,72 +53,25 @@ from tests.kit.doubles import (
     process_on,
 )
 from tests.kit.paths import ROOT
+from tests.kit.programs import run_python
+from tests.kit.saves import HeldTensor, Octets, wait_until
+from tests.kit.steps import (
+    BIG,
+    WAIT_S,
+    assert_holds,
+    attempt,
+    directories,
+    held_up,
+    place_of_commit,
+    restored,
+    state,
+)
 from tests.kit.storm import Storm
-from tests.saving.test_handle import HeldTensor, Octets, wait_until
-from tests.saving.test_process import run_python
 
-WAIT_S = 60.0
 SEED = 20261120
-BIG = 300_000  # elements: more than 1 MiB, so it goes to the shards
 DATA = ROOT / "tests" / "data"
 Same = Callable[[Any, Any], None]
 T = TypeVar("T")
-
-
-@functools.cache
-def counting(elements: int) -> torch.Tensor:
-    return torch.arange(elements, dtype=torch.float32)
-
-
-def state(step: int, elements: int = BIG) -> dict[str, Any]:
-    """A state whose every value tells its step."""
-    return {
-        "model": {"w": counting(elements) + step, "b": torch.full((7,), step)},
-        "rng": PerRank(torch.tensor([step, 1])),
-        "name": f"step {step}",
-    }
-
-
-def assert_holds(found: dict[str, Any], step: int, elements: int = BIG) -> None:
-    expected = state(step, elements)
-    assert torch.equal(found["model"]["w"], expected["model"]["w"])
-    assert torch.equal(found["model"]["b"], expected["model"]["b"])
-    assert found["rng"].found and found["rng"].value.tolist() == [step, 1]
-    assert found["name"] == f"step {step}" and len(found) == 3
-
-
-def restored(root: Path, elements: int = BIG) -> int | None:
-    """The step that a new Checkpointer restores, every value of which was looked at."""
-    found = state(999, elements)
-    with Checkpointer(root) as checkpointer:
-        step = checkpointer.restore(found)
-    assert_holds(found, 999 if step is None else step, elements) if step is not None else None
-    return step
-
-
-def directories(root: Path) -> list[str]:
-    """What lies in a root, with "again" for the random number that a name may end with."""
-    found = {path.name for path in root.iterdir()}
-    drawn = rf"(?<=step-\d{{8}}-)[0-9a-f]{{{2 * ATTEMPT_BYTES}}}\Z"
-    return sorted(re.sub(drawn, "again", each) for each in found - {LEASE_FILE, SPARES})
-
-
-def attempt(root: Path, step: int) -> Path:
-    """The directory of the attempt at a step whose name ends with a random number."""
-    (found,) = root.glob(f"step-{step:08d}-{'?' * 2 * ATTEMPT_BYTES}")
-    return found
-
-
-@contextmanager
-def held_up(name: str) -> Iterator[tuple[Delay, threading.Event]]:
-    """The process is on a storage whose first operation of this name waits for the event."""
-    go_on = threading.Event()
-    storage = Delay(name, go_on)
-    with process_on(storage):
-        try:
-            yield storage, go_on
-        finally:
-            go_on.set()
 
 
 # ---- arguments ----
@@ -879,21 +828,6 @@ def go_on(root: Path, what: str) -> None:
     assert content_of(root) == 3
     assert directories(root) == ["step-00000003"], what
     assert len(os.listdir(root / "step-00000003")) == 4
-
-
-def place_of_commit(storage: Recorder) -> tuple[float, float]:
-    """Where in the log the manifest is renamed, and where that is made durable; infinity if not.
-
-    The engine writes on a thread of its own: no two logs need be alike.
-    """
-    names = storage.names_logged()
-    if "rename" not in names:
-        return math.inf, math.inf
-    renamed = names.index("rename")
-    after = names[renamed:]
-    return renamed, renamed + after.index(
-        "sync_directory"
-    ) if "sync_directory" in after else math.inf
 
 
 def operations_of(scenario: Scenario, root: Path, storm: Storm) -> list[int]:

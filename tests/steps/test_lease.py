@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,20 +28,19 @@ from fastckpt.saving import pipeline
 from fastckpt.steps import lease as lease_module
 from fastckpt.steps.lease import BEATING, LASTS_S, LEASE_FILE, NBYTES, Lease, LeaseRecord
 from fastckpt.storage.file_system import Storage
-from fastckpt.storage.machine import pid_space, started
+from fastckpt.storage.machine import pid_space
 from tests.kit.doubles import Operation, Recorder, T, dead_pid, process_on
 from tests.kit.hosts import needs_root
 from tests.kit.interpreters import Program
 from tests.kit.network_double import NetworkClient
-from tests.saving.test_process import run_python
-from tests.steps.test_checkpointer import WAIT_S, directories, restored, state
-from tests.steps.test_steps import tell, told
+from tests.kit.programs import run_python, tell, told
+from tests.kit.steps import WAIT_S, directories, record, restored, state
 
 SAVES = """
 import os, sys
 from fastckpt import Checkpointer
 from tests.kit.hosts import become
-from tests.steps.test_checkpointer import state
+from tests.kit.steps import state
 if sys.argv[2]:
     become(sys.argv[2], own_pids="own pids" in sys.argv)
 checkpointer = Checkpointer(sys.argv[1])
@@ -228,15 +226,6 @@ def test_of_jobs_that_race_one_wins(disk: Path, left: str | None) -> None:
             for each in racers:
                 tell(each, "release")
             assert [*map(told, racers)] == ["released"] * 3
-
-
-def record(**changes: Any) -> LeaseRecord:
-    """The lease of another process, which is this one's parent if nothing else is said."""
-    pid = os.getppid()
-    whole = LeaseRecord(
-        "ab" * 16, "elsewhere", pid_space(), pid, started(pid) or 0, "", 0, "then", "then", 7200
-    )
-    return whole._replace(**changes)
 
 
 def put(disk: Path, content: bytes, age_s: float = 0.0) -> None:
@@ -437,7 +426,7 @@ def test_it_lasts_as_long_as_a_checkpointer_that_saves(disk: Path) -> None:
 def test_a_process_that_ends_without_close_releases_it(disk: Path) -> None:
     run_python(
         "import sys; from fastckpt import Checkpointer;"
-        "from tests.steps.test_checkpointer import state;"
+        "from tests.kit.steps import state;"
         "Checkpointer(sys.argv[1]).save(1, state(1))",
         disk,
     )
@@ -447,7 +436,7 @@ def test_a_process_that_ends_without_close_releases_it(disk: Path) -> None:
 FORKS = """
 import os, sys
 from fastckpt import Checkpointer
-from tests.steps.test_checkpointer import state
+from tests.kit.steps import state
 with Checkpointer(sys.argv[1]) as checkpointer:
     checkpointer.save(1, state(1)).result(60)
     child = os.fork()

@@ -16,7 +16,7 @@ import fastckpt
 from fastckpt import Checkpointer
 from fastckpt.cli import main
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
-from tests.steps.test_checkpointer import assert_holds, directories, restored, state
+from tests.kit.steps import assert_holds, directories, restored, state
 
 WAIT_S = 60.0
 STEP = "step-00000200"

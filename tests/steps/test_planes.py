@@ -24,11 +24,10 @@ from fastckpt.cli import main
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats.shard_index import shard_name
 from fastckpt.formats.step_names import OURS
-from tests.engine.test_codec import relaxed
-from tests.engine.test_planes import block_of, header_of
+from tests.kit.codecs import block_of, header_of, relaxed
+from tests.kit.forgeries import Forgery, little_memory, small_shards
 from tests.kit.storm import Chance
-from tests.state.test_tree import EVERY_DTYPE, bits, random_bits
-from tests.steps.test_step_fuzz import Forgery, little_memory, small_shards
+from tests.kit.trees import EVERY_DTYPE, bits, random_bits
 
 WAIT_S = 60.0
 SHARD = "rank-00000.safetensors.planes"

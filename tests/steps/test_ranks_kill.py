@@ -43,8 +43,8 @@ from tests.crews.steps_lives import (
 )
 from tests.crews.steps_states import COLUMNS, ROWS, numbers
 from tests.kit.interpreters import let_go
+from tests.kit.saves import wait_until
 from tests.kit.storm import Storm
-from tests.saving.test_handle import wait_until
 
 LANES = 8  # jobs that run beside each other: most of the time they wait for somebody who is dead
 SAVES, OPERATIONS = 5, 90  # within which a kill comes

@@ -16,7 +16,6 @@ import re
 import shutil
 import socket
 import tracemalloc
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,18 +26,16 @@ import pytest
 import torch
 import zstandard
 
-import fastckpt
 from fastckpt import Checkpointer, PerRank
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats.shard_index import shard_name
 from fastckpt.state.tree import ESCAPED, PER_RANK, TENSOR
+from tests.kit.forgeries import WAIT_S, Forgery, little_memory, small_shards
 from tests.kit.storm import Storm
 
-WAIT_S = 60.0
 SEED = 20261120
 FILES = ("manifest.json", "rank-00000.json", "rank-00000.safetensors", "objects.pt")
 DAMAGE = (CorruptCheckpoint, IncompatibleCheckpoint, StorageError)
-ALLOWED_MIB = 64
 STEP = "step-00000005"
 
 
@@ -59,14 +56,6 @@ def shown(found: dict[str, Any]) -> str:
 
 
 EXPECTED = {number: shown(state(number)) for number in (1, 2, 3)}
-
-
-@contextmanager
-def small_shards() -> Iterator[None]:
-    """Saves put tensors of any size into the shards, so that a file of theirs can be small."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fastckpt.state.tree.SMALL_BYTES", 1)
-        yield
 
 
 def saved(root: Path, number: int, step: int = 5, **options: Any) -> Path:
@@ -323,55 +312,6 @@ def test_the_canary_sings(canary: Canary, disk: Path) -> None:
 # ---- what was signed anew ----
 
 
-class Forgery:
-    """Changes the JSON of a step and makes every digest right again."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self._manifest = directory / "manifest.json"
-
-    def manifest(self, change: Callable[[dict[str, Any]], Any]) -> None:
-        written = json.loads(self._manifest.read_bytes())
-        del written["sha256"]
-        change(written)
-        self.sign(json.dumps(written, separators=(",", ":")))
-
-    def sign(self, text: str) -> None:
-        """Of a manifest as JSON, whatever it says; its closing brace is replaced."""
-        body = text[:-1].encode()
-        digest = hashlib.sha256(body).hexdigest()
-        self._manifest.write_bytes(body + f',"sha256":"{digest}"}}\n'.encode())
-
-    def index(self, change: Callable[[dict[str, Any]], Any]) -> None:
-        path = self.directory / "rank-00000.json"
-        written = json.loads(path.read_bytes())
-        change(written)
-        self.index_text(json.dumps(written, separators=(",", ":")))
-
-    def index_text(self, text: str) -> None:
-        content = text.encode()
-        (self.directory / "rank-00000.json").write_bytes(content)
-        digest = hashlib.sha256(content).hexdigest()
-        self.manifest(
-            lambda m: m["writers"][0].update(index_nbytes=len(content), index_sha256=digest)
-        )
-
-    def shard(self, content: bytes, **index: Any) -> None:
-        """Another shard, of one block."""
-        (self.directory / "rank-00000.safetensors").write_bytes(content)
-        sizes = {"file_nbytes": len(content), "nbytes": len(content)}
-        crc32 = f"{zlib.crc32(content):08x}"
-        self.manifest(lambda m: m["writers"][0].update(nbytes=len(content)))
-        self.index(lambda i: i.update(crc32=crc32, **(sizes | index)))
-
-    def objects(self, nest: Any) -> None:
-        path = self.directory / "objects.pt"
-        fastckpt.save(nest, path).result(WAIT_S)
-        content = path.read_bytes()
-        crc32 = content[-8:].decode()
-        self.manifest(lambda m: m["objects"].update(nbytes=len(content), crc32=crc32))
-
-
 def test_signing_anew_changes_nothing(directory: Path) -> None:
     forged = Forgery(directory)
     nest = torch.load(directory / "objects.pt")
@@ -513,20 +453,6 @@ FORGERIES: dict[str, Change] = {
     "placeholder shape": placed(shape=None),
     "nest too deep": nest_with(nested(450)),
 }
-
-
-def resident_mib() -> float:
-    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-
-
-@contextmanager
-def little_memory() -> Iterator[None]:
-    """The process grows by at most ALLOWED_MIB meanwhile, even for a moment."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident_mib()
-    yield
-    grown = resident_mib() - before
-    assert grown < ALLOWED_MIB, f"took {grown:.0f} MiB"
 
 
 @pytest.mark.parametrize("name", FORGERIES)

@@ -46,13 +46,12 @@ from fastckpt.steps.root import Steps
 from fastckpt.steps.uncommitted_step import UncommittedStep
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
-from tests.kit import interpreters
 from tests.kit.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid, process_on
 from tests.kit.network_double import NetworkClient
 from tests.kit.noise import flip
-from tests.saving.test_handle import warnings_in
-from tests.saving.test_process import run_python
-from tests.steps.test_checkpointer import assert_holds, directories, restored, state
+from tests.kit.programs import program, run_python, tell, told
+from tests.kit.saves import warnings_in
+from tests.kit.steps import assert_holds, directories, restored, state
 
 WAIT_S = 60.0
 T = TypeVar("T")
@@ -232,7 +231,7 @@ def test_what_others_put_into_a_step_stays(root: Path) -> None:
 READER = """
 import sys
 from tests.kit.doubles import Recorder, process_on
-from tests.steps.test_checkpointer import assert_holds, state
+from tests.kit.steps import assert_holds, state
 from fastckpt import Checkpointer
 
 class Slow(Recorder):
@@ -251,20 +250,6 @@ with process_on(Slow()):
     assert_holds(found, step)
 print(step, flush=True)
 """
-
-
-program = interpreters.Program
-
-
-def told(process: interpreters.Program) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
-def tell(process: interpreters.Program, text: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(f"{text}\n")
-    process.stdin.flush()
 
 
 @pytest.mark.multiprocess
@@ -389,7 +374,7 @@ def test_one_checkpointer_after_another_commits_in_one_order(root: Path) -> None
 
 FORKING = """
 import contextlib, os, signal, sys, time, torch
-from tests.steps.test_checkpointer import assert_holds, held_up, state
+from tests.kit.steps import assert_holds, held_up, state
 from fastckpt import Checkpointer
 root = sys.argv[1]
 with held_up("rename") as (delay, go_on), Checkpointer(root, keep_last=1) as checkpointer:
@@ -440,7 +425,7 @@ def test_a_callback_that_exits_does_not_end_the_save_early(root: Path) -> None:
 DYING = """
 import os, signal, sys
 from tests.kit.doubles import Recorder, process_on
-from tests.steps.test_checkpointer import state
+from tests.kit.steps import state
 from fastckpt import Checkpointer
 
 class Stops(Recorder):
@@ -985,7 +970,7 @@ def test_a_save_keeps_its_directory_while_an_old_one_of_that_name_is_removed(roo
 
 READ_ONLY = """
 import os, sys, tempfile
-from tests.steps.test_checkpointer import assert_holds, state
+from tests.kit.steps import assert_holds, state
 from fastckpt import Checkpointer
 with tempfile.TemporaryDirectory() as directory, Checkpointer(directory) as checkpointer:
     checkpointer.save(1, state(1))  # imports what somebody else may not be able to
@@ -1322,7 +1307,7 @@ def test_a_root_without_steps_is_told_once(disk: Path, caplog: pytest.LogCapture
     (disk / "other" / "notes.txt").touch()
     (disk / "debris" / name(7)).mkdir(parents=True)
     (disk / "other" / "manifest.json").write_text('{"name": "an app"}')
-    for path, told in (
+    for path, reason in (
         (disk / "nowhere", "there is no such directory"),
         (disk / "empty", "the directory is empty"),
         (disk / "other", "there is no step, but 'manifest.json', 'notes.txt'"),
@@ -1334,9 +1319,9 @@ def test_a_root_without_steps_is_told_once(disk: Path, caplog: pytest.LogCapture
             assert checkpointer.restore(state(1)) is None
             assert checkpointer.restore(state(1)) is None
             assert caplog.text.count("holds no committed step") == 1
-            assert f"{str(path)!r} holds no committed step: {told}" in caplog.text
+            assert f"{str(path)!r} holds no committed step: {reason}" in caplog.text
             for call in (lambda: checkpointer.restore(state(1), required=True), checkpointer.load):
-                with pytest.raises(CheckpointError, match=re.escape(told)) as caught:
+                with pytest.raises(CheckpointError, match=re.escape(reason)) as caught:
                     call()
                 assert type(caught.value) is CheckpointError
         assert not (disk / "nowhere").exists()

@@ -13,7 +13,7 @@ import torch
 
 from fastckpt import Checkpointer, RootInUse
 from fastckpt.saving import pipeline
-from tests.steps.test_checkpointer import WAIT_S
+from tests.kit.steps import WAIT_S
 
 
 def state(value: int) -> dict[str, Any]:

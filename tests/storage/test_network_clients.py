@@ -23,7 +23,7 @@ from fastckpt.storage.file_system import Storage
 from fastckpt.storage.vanishing import is_removed
 from tests.kit.doubles import dead_pid, process_on
 from tests.kit.network_double import Cifs, NetworkClient, RemembersAbsence, Stale, lingering
-from tests.steps.test_checkpointer import attempt, directories, state
+from tests.kit.steps import attempt, directories, state
 
 WAIT_S = 60.0
 CLIENTS = pytest.mark.parametrize("client", [NetworkClient, Cifs], ids=["nfs", "cifs"])

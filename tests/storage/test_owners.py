@@ -16,7 +16,7 @@ from fastckpt.storage.file_system import Storage
 from tests.kit.doubles import dead_pid
 from tests.kit.hosts import needs_root
 from tests.kit.network_double import NetworkClient
-from tests.saving.test_process import run_python
+from tests.kit.programs import run_python
 
 LONG = "trainer-of-a-project-with-a-long-name-in-zone-b-"
 

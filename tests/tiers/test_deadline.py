@@ -16,11 +16,12 @@ from fastckpt import Checkpointer, CheckpointError, PeerFailed
 from fastckpt.tiers.local_tier import LocalTier
 from tests.crews import tiers_bodies as bodies
 from tests.crews.group_crew import Crew
-from tests.steps.test_checkpointer import assert_holds, directories, restored, state
-from tests.tiers.test_ranks_tiers import RANKS_IMPORT
-from tests.tiers.test_tiers import WAIT_S, doors, local, local_steps
+from tests.kit.steps import assert_holds, directories, restored, state
+from tests.kit.tiers import WAIT_S, doors, local, local_steps
 
-__all__ = ["RANKS_IMPORT", "local"]  # for fixtures
+RANKS_IMPORT = "tests.crews.tiers_imports"
+
+__all__ = ["local"]
 SOON_S = 500.0
 
 

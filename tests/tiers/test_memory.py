@@ -25,13 +25,13 @@ from fastckpt.steps.lease import LEASE_FILE
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import memory_budget
 from fastckpt.tiers.drain import Drain
-from tests.files.test_faults import mounted
 from tests.kit.interpreters import Program
+from tests.kit.mounts import mounted
+from tests.kit.programs import tell, told
+from tests.kit.saves import wait_until
+from tests.kit.steps import assert_holds, directories, state
 from tests.kit.storm import Storm
-from tests.saving.test_handle import wait_until
-from tests.steps.test_checkpointer import assert_holds, directories, state
-from tests.steps.test_steps import tell, told
-from tests.tiers.test_tiers import local, local_steps
+from tests.kit.tiers import local, local_steps
 
 __all__ = ["local"]
 MIB = 1 << 20
@@ -170,7 +170,7 @@ def test_what_is_no_memory_is_told(disk: Path) -> None:
 OF_ANOTHER_JOB = """
 import sys
 from fastckpt import Checkpointer, Memory
-from tests.steps.test_checkpointer import state
+from tests.kit.steps import state
 
 memory = Memory(directory=sys.argv[2], root_every=int(sys.argv[3]), budget="400MiB", peers=0)
 with Checkpointer(sys.argv[1], local=memory) as checkpointer:
@@ -362,7 +362,7 @@ def test_what_memory_there_is_is_looked_at_ahead(
 SAVING = """
 import itertools, sys
 from fastckpt import Checkpointer, Memory
-from tests.steps.test_checkpointer import state
+from tests.kit.steps import state
 
 root, local, begin = sys.argv[1], sys.argv[2], int(sys.argv[3])
 memory = Memory(directory=local, root_every=3, budget="400MiB")

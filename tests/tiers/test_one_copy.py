@@ -20,33 +20,23 @@ from typing import Any
 import pytest
 import torch
 
-from fastckpt import Checkpointer, Memory
+from fastckpt import Checkpointer
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError, StorageError
-from fastckpt.formats.step_names import SPARES
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.saving import pipeline
 from fastckpt.saving.spares import Spares
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.memory_budget import MemoryBudget
-from tests.files.test_faults import mounted
 from tests.kit.doubles import FailAt, Recorder, dead_pid, process_on
-from tests.saving.test_handle import wait_until
-from tests.steps.test_checkpointer import assert_holds, state
-from tests.tiers.test_tiers import local
+from tests.kit.mounts import mounted
+from tests.kit.saves import wait_until
+from tests.kit.steps import assert_holds, state
+from tests.kit.tiers import SHARD, await_spares, has_landed, local, memory, shard, spares
 
 __all__ = ["local"]
 MIB = 1 << 20
 ELEMENTS = 5_000_000  # three blocks
-SHARD = "rank-00000.safetensors"
-
-
-def memory(local: Path, **options: Any) -> Memory:
-    return Memory(directory=local, **{"root_every": 100, "budget": "400MiB", **options})
-
-
-def shard(local: Path, step: int) -> Path:
-    return next(local.glob(f"*/step-{step:08d}/{SHARD}"))
 
 
 def save(checkpointer: Checkpointer, local: Path, step: int, elements: int = ELEMENTS) -> str:
@@ -56,19 +46,6 @@ def save(checkpointer: Checkpointer, local: Path, step: int, elements: int = ELE
     assert stats.local_committed_s is not None, stats.local_why
     await_spares(local, step > 2)
     return stats.why
-
-
-def spares(local: Path) -> int:
-    return len([*local.glob(f"*/{SPARES}/*")])
-
-
-def await_spares(local: Path, are_due: bool) -> None:
-    """Waits for what retention does after a save."""
-    wait_until(lambda: spares(local) > 0 or not are_due)
-
-
-def has_landed(why: str) -> bool:
-    return why.endswith("copied straight into it")
 
 
 @pytest.mark.parametrize("fence", ["call", "step"])

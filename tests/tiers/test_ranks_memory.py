@@ -24,10 +24,10 @@ from fastckpt.cli import main
 from tests.crews import memory_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.kit.noise import flip
+from tests.kit.saves import wait_until
+from tests.kit.steps import directories
 from tests.kit.storm import Storm
-from tests.saving.test_handle import wait_until
-from tests.steps.test_checkpointer import directories
-from tests.tiers.test_tiers import local, local_step
+from tests.kit.tiers import local, local_step
 
 RANKS_IMPORT = "tests.crews.memory_imports"
 

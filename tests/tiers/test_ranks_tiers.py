@@ -19,10 +19,10 @@ import pytest
 from fastckpt import Checkpointer, PeerFailed, StorageError
 from tests.crews import tiers_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
-from tests.files.test_faults import leave_free, mounted
+from tests.kit.mounts import leave_free, mounted
 from tests.kit.noise import flip
-from tests.steps.test_checkpointer import directories
-from tests.tiers.test_tiers import local, local_step
+from tests.kit.steps import directories
+from tests.kit.tiers import local, local_step
 
 RANKS_IMPORT = "tests.crews.tiers_imports"
 

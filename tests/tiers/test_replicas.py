@@ -28,8 +28,8 @@ from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.nodes import RanksByNode, sizes_of
 from fastckpt.tiers.replicas import Replicas
 from tests.kit.noise import flip
-from tests.saving.test_handle import wait_until
-from tests.steps.test_checkpointer import directories, state
+from tests.kit.saves import wait_until
+from tests.kit.steps import directories, state
 
 SECRET = "ab" * 32
 NAME = "step-00000003"

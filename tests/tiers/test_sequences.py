@@ -22,7 +22,7 @@ import pytest
 from tests.crews import memory_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery
 from tests.kit.storm import Storm
-from tests.tiers.test_tiers import local
+from tests.kit.tiers import local
 
 RANKS_IMPORT = "tests.crews.memory_imports"
 OBJECTS = -1

@@ -13,12 +13,11 @@ import logging
 import os
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
@@ -35,34 +34,17 @@ from fastckpt.steps.root import Steps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import place as node_place
 from fastckpt.tiers.drain import Drain
-from tests.files.test_faults import leave_free, mounted
 from tests.kit.doubles import FailAt, Operation, Recorder, dead_pid, process_on
+from tests.kit.mounts import leave_free, mounted
 from tests.kit.noise import flip
-from tests.saving.test_handle import interrupted_in, wait_until
-from tests.saving.test_process import run_python
-from tests.steps.test_checkpointer import assert_holds, directories, state
+from tests.kit.programs import run_python
+from tests.kit.saves import interrupted_in, wait_until
+from tests.kit.steps import assert_holds, directories, state
+from tests.kit.tiers import WAIT_S, T, doors, local, local_step, local_steps
 
-WAIT_S = 60.0
+__all__ = ["local"]  # a fixture
+
 MIB = 1 << 20
-T = TypeVar("T")
-
-
-@pytest.fixture
-def local(disk: Path) -> Iterator[Path]:
-    """A directory on another file system than `disk`."""
-    if not os.access("/dev/shm", os.W_OK) or os.stat("/dev/shm").st_dev == os.stat(disk).st_dev:
-        pytest.skip("there is no second file system")
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        yield Path(directory)
-
-
-def local_steps(local: Path) -> list[str]:
-    """Steps in the local tier of the one root that has any there."""
-    return directories(next(path for path in local.iterdir() if path.is_dir()))
-
-
-def local_step(local: Path, step: int) -> Path:
-    return next(local.glob(f"*/step-{step:08d}"))
 
 
 def content(root: Path, local: Path | None, **options: Any) -> tuple[int | None, dict[str, str]]:
@@ -73,54 +55,6 @@ def content(root: Path, local: Path | None, **options: Any) -> tuple[int | None,
         taken = dict(checkpointer.restored_from)
     assert_holds(found, 999 if step is None else step) if step is not None else None
     return step, taken
-
-
-class Doors(Recorder):
-    """Operations below some directories wait, or fail.
-
-    Attributes:
-        closed: directories below which whatever makes or changes something waits.
-        faults: the error number that operations of a name meet below a directory.
-    """
-
-    CHANGES = frozenset(
-        {"create", "make_directory parents", "make_directory", "write_at", "rename"}
-    )
-
-    def __init__(self) -> None:
-        super().__init__(by_engine=True)
-        self.closed: list[Path] = []
-        self.faults: dict[tuple[str, Path], int] = {}
-        self.waits_s = 0.0
-        self._changed = threading.Condition()
-
-    def open_doors(self) -> None:
-        with self._changed:
-            self.closed.clear()
-            self._changed.notify_all()
-
-    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        path = Path(operation.path)
-        for (name, directory), code in self.faults.items():
-            if operation.name == name and path.is_relative_to(directory):
-                raise OSError(code, os.strerror(code))
-        if operation.name in self.CHANGES:
-            with self._changed:
-                assert self._changed.wait_for(
-                    lambda: not any(path.is_relative_to(each) for each in self.closed), WAIT_S / 4
-                )
-        return real()
-
-
-@contextmanager
-def doors() -> Iterator[Doors]:
-    """The process is on such a storage."""
-    storage = Doors()
-    with process_on(storage):
-        try:
-            yield storage
-        finally:
-            storage.open_doors()
 
 
 # ---- arguments ----
@@ -251,7 +185,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from tests.kit.doubles import Recorder
-from tests.steps.test_checkpointer import state
+from tests.kit.steps import state
 from fastckpt import Checkpointer
 from fastckpt.saving import pipeline
 

@@ -63,8 +63,8 @@ def readers(folder: Path) -> dict[str, tuple[list[bytes], Reader]]:
     from fastckpt.formats import plain_pickle, strict_json
     from fastckpt.lazy import torch_names
     from fastckpt.storage.file_system import Storage
-    from tests.formats import test_bounds, test_plain_pickle
     from tests.kit.paths import ROOT
+    from tests.kit.readers import READERS, VALUES, find
 
     data = ROOT / "tests" / "data"
     corpus = data / "corpus"
@@ -101,8 +101,8 @@ def readers(folder: Path) -> dict[str, tuple[list[bytes], Reader]]:
         "torch file": (seeds("*.pt", "corpus/*.pt"), partial(as_file, "a.pt")),
         "safetensors": (seeds("corpus/*.safetensors"), partial(as_file, "a.safetensors")),
         "pickle": (
-            [pickle.dumps(value, p) for value in test_plain_pickle.VALUES[:6] for p in (2, 4, 5)],
-            lambda content: plain_pickle.loads(content, test_plain_pickle.find),
+            [pickle.dumps(value, p) for value in VALUES[:6] for p in (2, 4, 5)],
+            lambda content: plain_pickle.loads(content, find),
         ),
         "names of tensors": (
             seeds("corpus/*.pickle"),
@@ -115,7 +115,7 @@ def readers(folder: Path) -> dict[str, tuple[list[bytes], Reader]]:
     headers = [each[8:4096].split(b"\n")[0].rstrip() for each in seeds("*/*/*.safetensors")]
     texts = seeds("step/*/*.json")
     texts += [text.rpartition(b"\n]")[0] for text in texts if b"\n]" in text] + headers
-    for name, (sign, read) in test_bounds.READERS.items():
+    for name, (sign, read) in READERS.items():
         whole = texts
         found[name] = (whole, lambda content, sign=sign, read=read: read(sign(content)))
         found[f"{name}, unsigned"] = (whole, read)
