@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
+from math import inf, nan
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt import Memory
 from fastckpt.arguments import checks as arguments
 from fastckpt.arguments import environment
 from fastckpt.directories.save import save_directory
@@ -32,6 +34,7 @@ from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage import atomic
 from tests.kit.torches import dcp, needs_dcp
 
+MIB = 1 << 20
 URLS = ["hdfs://host/a.pt", "s3a://b/a", "hf://me/model", "https://host/a.pt", "file:///tmp/a"]
 TAKES_A_PATH: dict[str, Callable[[Any], object]] = {
     "save": lambda path: fastckpt.save({"a": 1}, path),
@@ -106,46 +109,175 @@ def test_names_that_look_like_others_are_names(disk: Path, monkeypatch: pytest.M
         assert torch.load(disk / name) == {"name": name}
 
 
+SAVES = "save Checkpointer"
+# The calls that refuse these arguments, and how.
+REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    (
+        f"{SAVES} export",
+        {"fence": "later"},
+        ValueError,
+        "fence is 'later', must be one of ('call', 'step')",
+    ),
+    (SAVES, {"on_error": "ignore"}, ValueError, "on_error is 'ignore', must be one of"),
+    (SAVES, {"backend": 3}, ValueError, "backend is 3, must be one of"),
+    (SAVES, {"backend": "aio"}, ValueError, "backend is 'aio', must be one of"),
+    (SAVES, {"staging": ["gds"]}, ValueError, "staging is ['gds'], must be one of"),
+    (f"{SAVES} load", {"staging": "nvme"}, ValueError, "staging is 'nvme', must be one of"),
+    (SAVES, {"timeout_s": 0}, ValueError, "timeout_s is 0, must be above 0"),
+    (SAVES, {"timeout_s": nan}, ValueError, "timeout_s is nan, must be above 0"),
+    (SAVES, {"timeout_s": "long"}, TypeError, "timeout_s is 'long' of type str, must be a number"),
+    (SAVES, {"timeout_s": None}, TypeError, "timeout_s is None of type NoneType, must be a number"),
+    (SAVES, {"timeout_s": True}, TypeError, "timeout_s is True of type bool, must be a number of"),
+    (SAVES, {"timeout_s": Decimal("sNaN")}, TypeError, "timeout_s is Decimal('sNaN') of type Deci"),
+    (SAVES, {"timeout_s": torch.ones(2)}, TypeError, "timeout_s is tensor([1., 1.]) of type Tens"),
+    (SAVES, {"timeout_s": numpy.True_}, TypeError, "must be a number of seconds"),
+    (SAVES, {"timeout_s": numpy.complex64(1)}, TypeError, "must be a number of seconds"),
+    (f"{SAVES} export", {"staging_bytes": 0}, ValueError, "staging_bytes is 0, must be at least 1"),
+    (SAVES, {"staging_bytes": "0.2B"}, ValueError, "staging_bytes is 0, must be at least 1"),
+    (SAVES, {"staging_bytes": "much"}, ValueError, "staging_bytes: 'much' is not a size such as"),
+    (SAVES, {"staging_bytes": "1_GiB"}, ValueError, "staging_bytes: '1_GiB' is not a size such as"),
+    (SAVES, {"staging_bytes": "1 GB/s"}, ValueError, "staging_bytes: '1 GB/s' is not a size such"),
+    (SAVES, {"staging_bytes": -(10**5000)}, ValueError, "an integer of 16610 bits, must be an int"),
+    (SAVES, {"staging_bytes": 1.0}, TypeError, "staging_bytes is 1.0 of type float, must be a num"),
+    (SAVES, {"staging_bytes": True}, TypeError, "staging_bytes is True of type bool, must be a nu"),
+    (SAVES, {"staging_bytes": torch.tensor(True)}, TypeError, "staging_bytes is tensor(True) of t"),
+    (SAVES, {"drain_rate": 0}, ValueError, "drain_rate is 0, must be bytes a second above 0"),
+    (SAVES, {"drain_rate": -5e6}, ValueError, "drain_rate is -5000000.0, must be bytes a second"),
+    (SAVES, {"drain_rate": nan}, ValueError, "drain_rate is nan, must be bytes a second above 0"),
+    (SAVES, {"drain_rate": inf}, ValueError, "drain_rate is inf, must be bytes a second above 0"),
+    (SAVES, {"drain_rate": "fast"}, ValueError, "drain_rate: 'fast' is not a rate such as 75GB/s"),
+    (SAVES, {"drain_rate": "2GB/min"}, ValueError, "drain_rate: '2GB/min' is not a rate such as"),
+    (SAVES, {"drain_rate": 10**400}, ValueError, "drain_rate is an integer of 1329 bits, too lar"),
+    (SAVES, {"drain_rate": True}, TypeError, "drain_rate is True of type bool, must be bytes a se"),
+    (SAVES, {"drain_rate": [5e6]}, TypeError, "drain_rate is [5000000.0] of type list, must be by"),
+    (SAVES, {"drain_rate": object}, TypeError, "drain_rate is <class 'object'> of type type, must"),
+    (
+        f"{SAVES} export",
+        {"durable": "yes"},
+        TypeError,
+        "durable is 'yes' of type str, must be True or False",
+    ),
+    (SAVES, {"durable": None}, TypeError, "durable is None of type NoneType, must be True or Fals"),
+    ("save", {"before_commit": 5}, TypeError, "before_commit is 5 of type int, must be"),
+    ("save", {"no_such_option": 1}, TypeError, "no_such_option"),
+    ("save", {"stripe": "wide"}, ValueError, "auto"),
+    ("save", {"stripe": 8}, ValueError, "count, size"),
+    ("save", {"stripe": (8,)}, ValueError, "count, size"),
+    ("save", {"stripe": (0, MIB)}, ValueError, "at least 1"),
+    ("save", {"stripe": (-1, MIB)}, ValueError, "at least 1"),
+    ("save", {"stripe": (2001, MIB)}, ValueError, "at most 2000"),
+    ("save", {"stripe": (4, 0)}, ValueError, "size is 0, must be at least 1"),
+    ("save", {"stripe": (4, -65536)}, ValueError, "size is -65536, must be at least 1"),
+    ("save", {"stripe": (4, 100_000)}, ValueError, "multiple of 65536"),
+    ("save", {"stripe": (4, "1M")}, ValueError, "'1M' is not a size such as"),
+    ("save", {"stripe": (4, 1 << 32)}, ValueError, "at most"),
+    ("save", {"stripe": (1.0, MIB)}, TypeError, "count is 1.0 of type float, must be an integer"),
+    ("save", {"stripe": (True, MIB)}, TypeError, "count is True of type bool, must be an integer"),
+    ("save", {"stripe": (4, 65536.0)}, TypeError, "size is 65536.0 of type float, must be a numbe"),
+    ("Checkpointer", {"root": None}, TypeError, "root is None of type NoneType, must be a path"),
+    ("Checkpointer", {"before_commit": "no"}, TypeError, "before_commit is 'no' of type str"),
+    ("Checkpointer", {"check_finite": 1}, TypeError, "check_finite is 1 of type int"),
+    (
+        "Checkpointer",
+        {"check_finite": True, "staging": "gds"},
+        ValueError,
+        'check_finite with staging="gds": numbers are looked at',
+    ),
+    ("Checkpointer", {"codec": "gzip"}, ValueError, "codec is 'gzip', must be one of"),
+    ("Checkpointer", {"group": 7}, ValueError, "not initialised"),
+    (
+        "Checkpointer",
+        {"keep_last": 0},
+        ValueError,
+        "keep_last is 0, must be at least 1, or None to",
+    ),
+    ("Checkpointer", {"keep_last": 1.5}, TypeError, "float"),
+    ("Checkpointer", {"keep_last": 2, "keep_every": 0}, ValueError, "keep_every is 0"),
+    ("Checkpointer", {"keep_every": 10}, ValueError, "keep_every without keep_last"),
+    ("Checkpointer", {"local": Memory}, TypeError, "must be Memory(...), with its keep= inside"),
+    (
+        "Checkpointer",
+        {"local": (Memory(), 3)},
+        TypeError,
+        "must be Memory(...), with its keep= ins",
+    ),
+    ("Checkpointer", {"max_writers": 0}, ValueError, "max_writers is 0, must be at least 1"),
+    ("Checkpointer", {"max_writers": 1.5}, TypeError, "max_writers"),
+    ("step", {"step": "7"}, TypeError, "step is '7' of type str, must be an integer"),
+    ("step", {"deadline_s": "5"}, TypeError, "deadline_s is '5' of type str"),
+    ("step", {"deadline_s": True}, TypeError, "deadline_s is True of type bool"),
+    ("step", {"deadline_s": nan}, ValueError, "deadline_s is nan"),
+    ("step", {"metrics": {"a": True}}, TypeError, "metric"),
+    ("step", {"metrics": {"a": [1.0]}}, TypeError, "metric"),
+    ("step", {"metrics": {1: 1.0}}, TypeError, "metric"),
+    ("step", {"metrics": [("a", 1.0)]}, TypeError, "metric"),
+    ("step", {"metrics": {"a": 1j}}, TypeError, "metric"),
+    ("step", {"metrics": {"a" * 257: 1.0}}, ValueError, "metric"),
+    ("step", {"metrics": {"a": 10**400}}, ValueError, "metric"),
+    (
+        "restore load_step",
+        {"step": "90"},
+        TypeError,
+        "step is '90' of type str, must be an integer",
+    ),
+    (
+        "restore load_step",
+        {"weights_only": None},
+        TypeError,
+        "weights_only is None of type NoneTyp",
+    ),
+    ("restore", {"missing": "ignore"}, ValueError, "missing"),
+    ("restore", {"unexpected": True}, ValueError, "unexpected"),
+    ("restore", {"dtype": "keep"}, ValueError, "dtype"),
+    ("restore", {"rename": {"(": "a"}}, ValueError, "rename"),
+    ("restore", {"rename": {"a": r"\9"}}, ValueError, "rename"),
+    ("restore", {"rename": {"a": r"\g<b>"}}, ValueError, "rename"),
+    ("restore", {"rename": {"a": None}}, TypeError, "rename"),
+    ("restore", {"rename": {("a", "b"): "c"}}, ValueError, "rename"),
+    ("restore", {"rename": 5}, TypeError, "rename"),
+    ("restore", {"only": 5}, TypeError, "only"),
+    ("Memory", {"groups": 0}, TypeError, "groups is 0 of type int, must be a text"),
+    ("Memory", {"groups": b"10.0.0.1"}, TypeError, "groups is b'10.0.0.1' of type bytes, must be"),
+    ("Memory", {"groups": ["10.0.0.1"]}, TypeError, "groups is ['10.0.0.1'] of type list, must be"),
+    ("Memory", {"address": 0}, TypeError, "address is 0 of type int, must be a text"),
+    ("Memory", {"address": b"10.0.0.1"}, TypeError, "address is b'10.0.0.1' of type bytes, must"),
+    ("Memory", {"address": ["10.0.0.1"]}, TypeError, "address is ['10.0.0.1'] of type list, must"),
+    (
+        "Memory",
+        {"directory": "/dev/shm/\ud800"},
+        ValueError,
+        r"is '/dev/shm/\ud800', must be a path",
+    ),
+    ("prepare", {"nbytes": 0}, ValueError, "nbytes"),
+    ("prepare", {"nbytes": -1}, ValueError, "nbytes"),
+    ("prepare", {"nbytes": "much"}, ValueError, "nbytes"),
+    ("prepare", {"nbytes": 1.5}, TypeError, "nbytes"),
+    ("prepare", {"nbytes": None}, TypeError, "nbytes"),
+    ("prepare", {"nbytes": True}, TypeError, "nbytes"),
+]
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        ({"fence": "later"}, ValueError, "fence is 'later', must be one of ('call', 'step')"),
-        ({"backend": 3}, ValueError, "backend is 3, must be one of"),
-        ({"staging": ["gds"]}, ValueError, "staging is ['gds'], must be one of"),
-        ({"timeout_s": "long"}, TypeError, "timeout_s is 'long' of type str, must be a number of"),
-        ({"timeout_s": None}, TypeError, "timeout_s is None of type NoneType, must be a number of"),
-        ({"staging_bytes": "much"}, ValueError, "staging_bytes: 'much' is not a size such as"),
-        ({"staging_bytes": "1_GiB"}, ValueError, "staging_bytes: '1_GiB' is not a size such as"),
-        ({"staging_bytes": "0.2B"}, ValueError, "staging_bytes is 0, must be at least 1"),
-        ({"staging_bytes": True}, TypeError, "staging_bytes is True of type bool, must be a numb"),
-        ({"drain_rate": "2GB/min"}, ValueError, "drain_rate: '2GB/min' is not a rate such as"),
-        (
-            {"drain_rate": True},
-            TypeError,
-            "drain_rate is True of type bool, must be bytes a second",
-        ),
-        ({"drain_rate": 10**400}, ValueError, "drain_rate is an integer of 1329 bits, too large:"),
-        ({"timeout_s": Decimal("sNaN")}, TypeError, "timeout_s is Decimal('sNaN') of type Decimal"),
-        ({"timeout_s": torch.ones(2)}, TypeError, "timeout_s is tensor([1., 1.]) of type Tensor,"),
-        ({"timeout_s": numpy.True_}, TypeError, "must be a number of seconds"),
-        ({"timeout_s": numpy.complex64(1)}, TypeError, "must be a number of seconds"),
-        ({"staging_bytes": torch.tensor(True)}, TypeError, "staging_bytes is tensor(True) of type"),
-        ({"staging_bytes": -(10**5000)}, ValueError, "an integer of 16610 bits, must be an integ"),
-        ({"timeout_s": True}, TypeError, "timeout_s is True of type bool, must be a number of sec"),
-        ({"durable": "yes"}, TypeError, "durable is 'yes' of type str, must be True or False"),
-        ({"durable": None}, TypeError, "durable is None of type NoneType, must be True or False"),
-        ({"drain_rate": object}, TypeError, "drain_rate is <class 'object'> of type type, must be"),
-    ],
+    ("call", "options", "error", "text"),
+    [(call, *row) for calls, *row in REFUSED for call in calls.split()],
 )
-@pytest.mark.parametrize("call", ["save", "Checkpointer"])
-def test_wrong_arguments_are_named(
-    call: str, options: Any, error: type[Exception], text: str, disk: Path
+def test_wrong_arguments_are_refused_by_name(
+    call: str, options: dict[str, Any], error: type[Exception], text: str, disk: Path
 ) -> None:
-    with pytest.raises(error) as refused:
-        if call == "save":
-            fastckpt.save({"a": 1}, disk / "a.pt", **options)
-        else:
-            fastckpt.Checkpointer(disk / "run", **options)
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        calls: dict[str, Callable[..., object]] = {
+            "save": lambda **it: fastckpt.save({"a": 1}, disk / "a.pt", **it),
+            "export": lambda **it: fastckpt.export({"a": torch.ones(2)}, disk / "hf", **it),
+            "load": lambda **it: fastckpt.load(disk / "a.pt", **it),
+            "prepare": fastckpt.prepare,
+            "Memory": Memory,
+            "Checkpointer": lambda **it: fastckpt.Checkpointer(**{"root": disk / "run", **it}),
+            "step": lambda **it: checkpointer.save(**{"step": 1, "state": {"a": 1}, **it}),
+            "restore": lambda **it: checkpointer.restore({}, **it),
+            "load_step": checkpointer.load,
+        }
+        with pytest.raises(error) as refused:
+            calls[call](**options)
     assert text in str(refused.value)
     assert [*disk.iterdir()] == []
 
@@ -167,20 +299,6 @@ def test_a_value_in_a_message_is_cut_short(disk: Path) -> None:
         with pytest.raises(TypeError, match=r"step is .* of type dict, must be an int") as refused:
             checkpointer.save(state, 100)  # type: ignore[arg-type]
         assert len(str(refused.value)) < 150
-
-
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        ({"step": "90"}, "step is '90' of type str, must be an integer"),
-        ({"weights_only": None}, "weights_only is None of type NoneType, must be True or False"),
-    ],
-)
-def test_wrong_arguments_of_a_restore_are_named(option: Any, text: str, disk: Path) -> None:
-    with fastckpt.Checkpointer(disk / "run") as checkpointer:
-        for call in (lambda **it: checkpointer.restore({}, **it), checkpointer.load):
-            with pytest.raises(TypeError, match=text):
-                call(**option)
 
 
 def test_a_directory_given_as_a_file_is_told_how_to_load(disk: Path) -> None:
@@ -224,11 +342,6 @@ def test_a_root_is_a_directory_and_no_step(disk: Path) -> None:
         assert checkpointer.steps() == [4]
 
 
-def test_keep_last_says_how_to_keep_all(disk: Path) -> None:
-    with pytest.raises(ValueError, match="keep_last is 0, must be at least 1, or None to keep all"):
-        fastckpt.Checkpointer(disk, keep_last=0)
-
-
 def test_messages_name_the_checkpoint(disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     step = str(disk / "step-00000001")
     with fastckpt.Checkpointer(disk) as checkpointer:
@@ -255,16 +368,6 @@ def test_what_only_load_gives_back(disk: Path) -> None:
                 TypeError, match=r"^('1(/0)?'|the state) is int, must be a .*load\(\) returns"
             ):
                 checkpointer.restore(state, step)  # type: ignore[arg-type]
-
-
-def test_what_is_no_path_or_step_is_named(disk: Path) -> None:
-    with pytest.raises(TypeError, match="root is None of type NoneType, must be a path"):
-        fastckpt.Checkpointer(None)  # type: ignore[arg-type]
-    with (
-        fastckpt.Checkpointer(disk / "run") as checkpointer,
-        pytest.raises(TypeError, match="step is '7' of type str, must be an integer"),
-    ):
-        checkpointer.save("7", {})  # type: ignore[arg-type]
 
 
 def test_sizes_and_rates_may_be_texts(disk: Path) -> None:

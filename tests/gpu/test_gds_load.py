@@ -313,11 +313,6 @@ def test_records_beyond_the_end_are_no_blocks(monkeypatch: pytest.MonkeyPatch) -
     assert verified.blocks_of_large(index, MIB) == set()
 
 
-def test_an_unknown_way_is_refused(disk: Path) -> None:
-    with pytest.raises(ValueError, match="staging is 'nvme'"):
-        fastckpt.load(disk / "a.pt", staging="nvme")
-
-
 class Memory:
     """A stream over bytes, and what was asked of it."""
 

@@ -147,10 +147,3 @@ def test_want_of_memory_is_for_one_save(cufile: CufileStub, driver: CudaStub, di
         driver.fail("cuMemAlloc_v2", OUT_OF_MEMORY, times=1 - number)
         stats = fastckpt.save(state, disk / f"{number}.pt", staging="gds").result(WAIT_S)
         assert stats.staging == staging, stats.staging_why
-
-
-def test_an_unknown_way_is_refused(disk: Path) -> None:
-    with pytest.raises(ValueError, match="staging is 'nvme'"):
-        fastckpt.save({}, disk / "a.pt", staging="nvme")
-    with pytest.raises(ValueError, match="staging is 'nvme'"):
-        fastckpt.Checkpointer(disk, staging="nvme")

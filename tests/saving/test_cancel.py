@@ -261,16 +261,12 @@ class Later:
 
 
 def test_it_has_to_be_a_function(old: Path) -> None:
-    with pytest.raises(TypeError, match="before_commit is 5 of type int, must be"):
-        fastckpt.save("new", old, before_commit=5)  # type: ignore[arg-type]
     for later in (Later.__call__, Later(), partial(Later.__call__, Later())):
         with pytest.raises(TypeError, match=r"before_commit is .* is async: nothing here would"):
             fastckpt.save("new", old, before_commit=later)
     handle = fastckpt.save("new", old, before_commit=lambda *_: Later())
     with pytest.raises(fastckpt.CheckpointError, match="TypeError: it returned a Later, which"):
         handle.result(WAIT_S)
-    with pytest.raises(TypeError, match=r"before_commit is .no. of type str"):
-        Checkpointer(old.parent / "run", before_commit="no")  # type: ignore[arg-type]
 
 
 @pytest.mark.multiprocess

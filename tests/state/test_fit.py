@@ -375,30 +375,6 @@ def test_dtypes(restore: Restore) -> None:
         restore(saved, state, dtype="raise")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"missing": "ignore"},
-        {"unexpected": True},
-        {"dtype": "keep"},
-        {"rename": {"(": "a"}},
-        {"rename": {"a": r"\9"}},
-        {"rename": {"a": r"\g<b>"}},
-        {"rename": {"a": None}},
-        {"rename": {("a", "b"): "c"}},
-        {"rename": 5},
-        {"only": 5},
-    ],
-)
-def test_wrong_arguments(wrong: dict[str, Any], disk: Path) -> None:
-    with (
-        fastckpt.Checkpointer(disk) as checkpointer,
-        pytest.raises((TypeError, ValueError)) as told,
-    ):
-        checkpointer.restore({}, **wrong)
-    assert next(iter(wrong)) in str(told.value)
-
-
 KEYS = st.one_of(st.integers(0, 9), st.text("ab~/.0", min_size=1, max_size=3))
 NESTS = st.recursive(
     st.integers(0, 99),

@@ -95,27 +95,6 @@ def test_metrics_are_in_the_manifest(memory: Path, capsys: pytest.CaptureFixture
     assert "1 rank  pinned  committed" in lines[0] and "  h\\n 1e-300  committed" in lines[1]
 
 
-@pytest.mark.parametrize(
-    "metrics",
-    [
-        {"a": True},
-        {"a": [1.0]},
-        {1: 1.0},
-        [("a", 1.0)],
-        {"a": 1j},
-        {"a" * 257: 1.0},
-        {"a": 10**400},
-    ],
-)
-def test_other_metrics_are_refused_before_anything_is_saved(metrics: Any, memory: Path) -> None:
-    with (
-        Checkpointer(memory / "run") as checkpointer,
-        pytest.raises((TypeError, ValueError), match="metric"),
-    ):
-        checkpointer.save(1, state(1), metrics=metrics)
-    assert not (memory / "run").exists()
-
-
 # ---- the best ----
 
 

@@ -78,34 +78,6 @@ T = TypeVar("T")
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"fence": "never"}, ValueError, "fence is 'never', must be one of"),
-        ({"backend": "aio"}, ValueError, "backend is 'aio'"),
-        ({"codec": "gzip"}, ValueError, "codec is 'gzip', must be one of .*'planes'"),
-        ({"keep_last": 0}, ValueError, "keep_last is 0, must be at least 1"),
-        ({"keep_last": 2, "keep_every": 0}, ValueError, "keep_every is 0"),
-        ({"keep_every": 10}, ValueError, "keep_every without keep_last"),
-        ({"keep_last": 1.5}, TypeError, "float"),
-        ({"staging_bytes": 0}, ValueError, "staging_bytes is 0"),
-        ({"staging_bytes": "1 GB/s"}, ValueError, "staging_bytes: .* not a size such as"),
-        ({"staging_bytes": 1.0}, TypeError, "staging_bytes is 1.0 of type float, must be a number"),
-        ({"timeout_s": 0}, ValueError, "timeout_s is 0"),
-        ({"timeout_s": float("nan")}, ValueError, "timeout_s is nan"),
-        ({"group": 7}, ValueError, "not initialised"),
-    ],
-)
-def test_arguments_are_checked(
-    disk: Path, options: dict[str, Any], error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        Checkpointer(disk / "run", **options)
-    with pytest.raises(TypeError):
-        Checkpointer(disk / "run", None, 3)  # type: ignore[misc]
-    assert os.listdir(disk) == []
-
-
-@pytest.mark.parametrize(
     ("step", "error"), [(-1, ValueError), (10**15, ValueError), (1.0, TypeError), ("1", TypeError)]
 )
 def test_a_step_is_a_number_from_0(disk: Path, step: Any, error: type[Exception]) -> None:

@@ -133,13 +133,6 @@ def test_what_was_copied_counts(disk: Path, fence: Any) -> None:
             checkpointer.save(2, held).result(WAIT_S)
 
 
-def test_what_never_comes_to_the_host_cannot_be_looked_at(disk: Path) -> None:
-    with pytest.raises(ValueError, match='check_finite with staging="gds": numbers are looked at'):
-        Checkpointer(disk, check_finite=True, staging="gds")
-    with pytest.raises(TypeError, match="check_finite is 1 of type int"):
-        Checkpointer(disk, check_finite=1)  # type: ignore[arg-type]
-
-
 @pytest.mark.multiprocess
 def test_all_ranks_refuse(crew: Callable[[int], Crew], disk: Path) -> None:
     """The second one writes the end of the tensor, which has the number."""

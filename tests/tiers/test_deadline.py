@@ -30,12 +30,6 @@ def tier_of(checkpointer: Checkpointer) -> LocalTier:
     return checkpointer._tier
 
 
-@pytest.mark.parametrize("value", ["5", True, float("nan")])
-def test_a_deadline_is_a_number_of_seconds(disk: Path, value: object) -> None:
-    with Checkpointer(disk) as checkpointer, pytest.raises((TypeError, ValueError), match="deadl"):
-        checkpointer.save(1, state(1), deadline_s=value)  # type: ignore[arg-type]
-
-
 def test_no_rate_delays_it_nor_what_is_being_written(disk: Path) -> None:
     """At the rate that was asked for, the first step alone would take longer than is waited."""
     elements = 6_000_000

@@ -158,15 +158,6 @@ def test_a_tier_that_is_no_directory_any_more_is_passed(
         assert checkpointer.steps() == [1, 2]
 
 
-def test_what_is_no_memory_is_told(disk: Path) -> None:
-    wrong: Any
-    for wrong in (Memory, (Memory(), 3)):
-        with pytest.raises(TypeError, match=r"must be Memory\(...\), with its keep= inside"):
-            Checkpointer(disk / "run", local=wrong)
-    with pytest.raises(ValueError, match=r"directory is '/dev/shm/\\ud800', must be a path"):
-        Memory(directory="/dev/shm/\ud800")
-
-
 OF_ANOTHER_JOB = """
 import sys
 from fastckpt import Checkpointer, Memory
@@ -305,14 +296,6 @@ def test_a_lease_lasts_as_long_as_any_checkpointer_of_a_process_has_it(
         wait_until(is_given_up)
         tell(other, "19")
         assert told(other).startswith("NoneType")
-
-
-@pytest.mark.parametrize("name", ["groups", "address"])
-@pytest.mark.parametrize("value", [0, b"10.0.0.1", ["10.0.0.1"]], ids=str)
-def test_a_group_and_an_address_are_texts(name: str, value: Any) -> None:
-    """A rack given as the number 0 would else count as no group, and bytes end the first save."""
-    with pytest.raises(TypeError, match=f"{name} is .*, must be a text"):
-        Memory(**{name: value})
 
 
 @pytest.mark.filesystem
