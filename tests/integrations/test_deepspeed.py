@@ -50,6 +50,7 @@ from tests.kit.doubles import (
     Operation,
     PowerCut,
     Recorder,
+    assert_old_or_new,
     dead_pid,
     power_cuts,
     process_on,
@@ -463,11 +464,8 @@ def test_any_operation_of_a_commit_may_be_the_last(memory: Path, tag: str) -> No
         with process_on(storage):
             return is_saved(save_by_two(live / above, tag, 2))
 
-    seen = set()
-    for cut in power_cuts(before, save, lambda after: step_of(after / above)):
-        assert cut.found == 2 or (cut.found == old and not cut.told), cut.text
-        seen.add(cut.found)
-    assert seen == {old, 2} and cut.count > 50
+    cuts = power_cuts(before, save, lambda after: step_of(after / above))
+    assert_old_or_new(cuts, old, 2, 50)
 
 
 def test_a_tag_that_gets_no_name_back_is_kept_and_has_it_at_the_next_save(memory: Path) -> None:

@@ -716,6 +716,16 @@ def power_cuts(
             return
 
 
+def assert_old_or_new(cuts: Iterator[Cut], old: Any, new: Any, operations_min: int) -> None:
+    """Every cut leaves the one or the other, both occur, and what was told of a commit stays."""
+    seen, count = [], 0
+    for cut in cuts:
+        assert cut.found == new or (cut.found == old and not cut.told), cut.text
+        seen += [] if cut.found in seen else [cut.found]
+        count = cut.count
+    assert old in seen and new in seen and count > operations_min
+
+
 BUDGET_BYTES = 64 << 20
 
 

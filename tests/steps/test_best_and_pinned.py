@@ -33,8 +33,10 @@ from tests.kit.doubles import (
     PowerCut,
     Recorder,
     T,
+    assert_old_or_new,
     dead_pid,
     plant,
+    power_cuts,
     process_on,
 )
 from tests.kit.steps import directories, place_of_commit
@@ -349,28 +351,20 @@ def test_any_operation_of_a_pin_may_be_the_last(
     memory: Path, change: Callable[[Steps, int], None]
 ) -> None:
     """The step is there in any case; once the call has returned, so is the change."""
-    told = set()
-    for count in itertools.count():
-        live = memory / "live"
-        saved(live / "run", {1: None})
-        if change is unpin:
-            pin(Steps(Storage(), str(live / "run")), 1)
-        storage, has_returned = Crash(live, count), False
-        with suppress(PowerCut):  # what it is for
-            change(Steps(storage, str(live / "run")), 1)
-            has_returned = True
-        for label, image in storage.images(SEED + count):
-            plant(image, memory / "after", dead_pid())
-            run = memory / "after" / "run"
-            is_done = is_pinned(Steps(Storage(), str(run)), "step-00000001") == (change is pin)
-            told.add(is_done)
-            assert is_done or not has_returned, f"{count} operations; survived: {label}"
-            assert whole(run) == [1]
-            shutil.rmtree(memory / "after")
-        shutil.rmtree(live)
-        if count > len(storage.log):
-            break
-    assert told == {True, False}
+    before = memory / "before"
+    saved(before / "run", {1: None})
+    if change is unpin:
+        pin(Steps(Storage(), str(before / "run")), 1)
+
+    def call(storage: Crash, live: Path) -> bool:
+        change(Steps(storage, str(live / "run")), 1)
+        return True
+
+    def find(after: Path) -> bool:
+        assert whole(after / "run") == [1]
+        return is_pinned(Steps(Storage(), str(after / "run")), "step-00000001")
+
+    assert_old_or_new(power_cuts(before, call, find), change is unpin, change is pin, 2)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
