@@ -267,6 +267,8 @@ def test_wrong_arguments_are_type_errors(disk: Path) -> None:
     for arguments in ((), (1,), (1, disk / "a.pt", pickle, 2, True, False, "one too many")):
         with pytest.raises(TypeError):
             fastckpt.save(*arguments)
+    with pytest.raises(TypeError):
+        fastckpt.Checkpointer(disk / "run", None, 3)  # type: ignore[misc]
     assert os.listdir(disk) == []
 
 
