@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,7 @@ def module_name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@cache
 def read_package(root: Path) -> dict[str, tuple[ast.Module, bool]]:
     """Every module of the package by name: its syntax tree, and whether it is an __init__.py."""
     return {
