@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.interpreters import run
+from tests.kit.interpreters import TRAINING, run
 from tests.kit.paths import ROOT
 
 DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
@@ -173,7 +173,7 @@ def test_training_resumes_bit_by_bit(disk: Path) -> None:
     told = []
     for folder, killed_at in (("straight", 99), ("resumed", 8), ("resumed", 0)):
         (disk / folder).mkdir(exist_ok=True)
-        ran = run(text, killed_at, cwd=disk / folder, timeout=120)
+        ran = run(text, killed_at, cwd=disk / folder, imports=TRAINING, timeout=120)
         assert ran.returncode == (-9 if killed_at == 8 else 0), ran.stderr
         told.append(ran.stdout.split())
     (begin, straight), killed, (resumed_at, resumed) = told
