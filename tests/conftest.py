@@ -14,7 +14,6 @@ import signal
 import struct
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -36,6 +35,7 @@ from tests.kit.cuda_stub import CudaStub
 from tests.kit.cufile_stub import CufileStub
 from tests.kit.mounts import file_system
 from tests.kit.paths import ROOT
+from tests.kit.saves import saving_threads
 from tests.kit.storm import SUITE_SEED, Chance, Storm
 
 BUILD = ROOT / "build"
@@ -324,13 +324,6 @@ def descriptors_below(directory: Path) -> list[str]:
         except FileNotFoundError:
             continue  # the descriptor that listed the directory
     return [target for target in targets if target.startswith(f"{directory}/")]
-
-
-def saving_threads() -> list[str]:
-    """Python threads of the library that are still doing something for a save."""
-    names = [thread.name for thread in threading.enumerate()]
-    # A connection to a store that is dead may be tried for minutes, by a daemon.
-    return [name for name in names if "fastckpt" in name and name != "fastckpt-store"]
 
 
 @pytest.fixture(autouse=True)

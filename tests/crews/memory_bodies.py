@@ -32,8 +32,7 @@ from fastckpt.tiers.replicas import Replicas
 from tests.crews.group_crew import Member, Outcome, Told, attempt
 from tests.crews.steps_bodies import found_in, meet
 from tests.crews.steps_states import stamped
-from tests.crews.tiers_bodies import Deadly
-from tests.kit.doubles import Operation, Recorder
+from tests.kit.doubles import Deadly, Operation, Recorder
 
 T = TypeVar("T")
 
@@ -418,7 +417,7 @@ def save_small(
     """
     if deadly is not None and member.rank:
         step_name = f"step-{deadly:08d}"
-        pipeline._current = pipeline.Pipeline(Deadly("rename", step_name))
+        pipeline._current = pipeline.Pipeline(Deadly.at("rename", step_name))
     state, told = {"step": 0}, []
     saving = Checkpointer(
         root, group=member.group, local=memory(member, locals_, {"root_every": 1000}), timeout_s=3

@@ -52,6 +52,7 @@ from tests.crews.steps_training import (
     train_and_save,
     train_behind_the_step_fence,
 )
+from tests.kit.hosts import checked
 
 __all__ = ["restore_and_train", "train_and_save", "train_behind_the_step_fence"]
 
@@ -593,8 +594,8 @@ def committed(root: str) -> list[str]:
 def isolated() -> None:
     """From here on this process mounts for itself alone; PermissionError if it may not."""
     libc = ctypes.CDLL(None, use_errno=True)
-    _checked(libc.unshare(CLONE_NEWNS))
-    _checked(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    checked(libc.unshare(CLONE_NEWNS))
+    checked(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
 
 
 @contextmanager
@@ -603,15 +604,9 @@ def mounted(path: str, nbytes: int) -> Iterator[None]:
     libc = ctypes.CDLL(None, use_errno=True)
     if nbytes:
         options = f"size={nbytes}".encode()
-        _checked(libc.mount(b"none", os.fsencode(path), b"tmpfs", 0, options))
+        checked(libc.mount(b"none", os.fsencode(path), b"tmpfs", 0, options))
     try:
         yield
     finally:
         if nbytes:
-            _checked(libc.umount2(os.fsencode(path), MNT_DETACH))
-
-
-def _checked(result: int) -> None:
-    if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number))
+            checked(libc.umount2(os.fsencode(path), MNT_DETACH))

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import struct
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +22,7 @@ from fastckpt.ranks import round as round_module
 from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member
 from tests.crews.steps_states import restamp, stamped, step_of
-from tests.kit.doubles import Operation, Recorder
+from tests.kit.doubles import Deadly
 
 BORN, RESTORED, BEGUN, COMMITTED, FAILED = b"p", b"r", b"b", b"c", b"f"
 REPORT = struct.Struct("<cI")
@@ -104,26 +102,6 @@ class Clock:
         self._thread.slept_s = self.monotonic() + seconds
 
 
-class Deadly(Recorder):
-    """Once armed, the process is killed before so many more operations have been done.
-
-    The engine's transfers are not counted.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(by_engine=True)
-        self.deadly: int | None = None
-
-    def arm(self, operations: int) -> None:
-        self.deadly = len(self.log) + operations
-
-    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        if self.deadly is not None and number >= self.deadly:
-            os.kill(os.getpid(), signal.SIGKILL)
-            signal.pause()
-        return real()
-
-
 def live(member: Member, root: str, reports: Path, order: dict[str, Any]) -> dict[str, Any]:
     """Restores, then saves step after step, some in flight at any time, until a save fails.
 
@@ -158,7 +136,8 @@ def _live(member: Member, root: str, report: Reports, order: dict[str, Any]) -> 
     assert step_of(member, state) == restored
     report.add(RESTORED, restored)
     if member.rank in order["dying"]:
-        storage.arm(order["dying"][member.rank])
+        end = len(storage.log) + order["dying"][member.rank]
+        storage.is_due = lambda number, _: number >= end
     step, handles = restored, {}
     try:
         while True:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import threading
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -23,27 +21,9 @@ from fastckpt.tiers.local_tier import LocalTier
 from tests.crews.group_crew import WAIT_S, Member, Outcome, attempt
 from tests.crews.steps_bodies import found_in, meet, saved
 from tests.crews.steps_states import stamped
-from tests.kit.doubles import Operation, Recorder
+from tests.kit.doubles import Deadly
 
 T = TypeVar("T")
-
-
-class Deadly(Recorder):
-    """Kills the process as soon as something is done to a path, as often as that was done before.
-
-    Args:
-        name: of the operation.
-        part: of the path.
-    """
-
-    def __init__(self, name: str, part: str) -> None:
-        super().__init__(by_engine=True)
-        self._name, self._part = name, part
-
-    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        if operation.name == self._name and self._part in operation.path:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real()
 
 
 def save_tiered(
@@ -113,7 +93,7 @@ def save_and_die(
 ) -> Any:
     """Saves a step in the midst of which ranks are killed, each by what it does to some path."""
     if member.rank in deaths:
-        pipeline._current = pipeline.Pipeline(Deadly(*deaths[member.rank]))
+        pipeline._current = pipeline.Pipeline(Deadly.at(*deaths[member.rank]))
     checkpointer = Checkpointer(root, group=member.group, local=locals_[member.rank], timeout_s=10)
     state = stamped(member, step)
     meet(member)

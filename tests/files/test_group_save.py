@@ -41,7 +41,7 @@ from fastckpt.formats import torch_pickle, torch_zip
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Opening, Storage
 from tests.crews.group_crew import WAIT_S, Crew, Member, Nursery, Outcome, RankDied, Told, attempt
-from tests.kit.doubles import FailAt, Operation, Recorder, process_on
+from tests.kit.doubles import Deadly, FailAt, Operation, Recorder, process_on
 from tests.kit.interpreters import let_go
 from tests.kit.mounts import leave_free, mounted
 from tests.kit.network_double import Cifs, RemembersAbsence
@@ -894,27 +894,13 @@ def test_a_rank_that_looked_too_early_finds_what_was_saved(crew: Crew, disk: Pat
 # --- ranks that are killed
 
 
-class DieAt(Recorder):
-    """The process is killed before its first operation of this name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(by_engine=True)
-        self._name = name
-
-    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        if operation.name == self._name:
-            os.kill(os.getpid(), signal.SIGKILL)
-            signal.pause()
-        return real()
-
-
 def save_and_die(member: Member, path: Path, victim: int, name: str) -> Outcome:
     one_tensor(member.rank)  # the noise takes a new process a while
     member.make_groups(range(1, 3))  # for those who survive the first rank
     meet(member, "begun")
     if member.rank != victim:
         return save(member, path, one_tensor, timeout_s=10)
-    with saving_through(DieAt(name)):
+    with saving_through(Deadly.at(name)):
         return save(member, path, one_tensor, timeout_s=10)
 
 

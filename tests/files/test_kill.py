@@ -28,7 +28,7 @@ import torch
 
 import fastckpt
 from fastckpt.saving.pipeline import Pipeline
-from tests.kit.doubles import Operation, Recorder, save_through
+from tests.kit.doubles import Deadly, save_through
 from tests.kit.interpreters import Program, let_go
 from tests.kit.storm import Storm
 
@@ -86,25 +86,11 @@ def train(path: str, first: int, report: Callable[[bytes, int], None]) -> None:
         optimizer.step()
 
 
-class Deadly(Recorder):
-    """The process is killed before operation `number`; the engine's transfers are not counted."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(by_engine=True)
-        self._number = number
-
-    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
-        if number == self._number:
-            os.kill(os.getpid(), signal.SIGKILL)
-            signal.pause()
-        return real()
-
-
 def save_and_die(path: str, step: int, number: int, report: Callable[[bytes, int], None]) -> None:
     """Saves one step; dies at operation `number` unless there are fewer."""
     weights = [torch.empty(size) for size in SIZES]
     fill(weights, step)
-    pipeline = Pipeline(Deadly(number), BUDGET_BYTES)
+    pipeline = Pipeline(Deadly(lambda done, _: done == number), BUDGET_BYTES)
     report(BEGUN, step)
     save_through(pipeline, {"step": step, "weights": weights}, path).result()
     report(COMMITTED, step)

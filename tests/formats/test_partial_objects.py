@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
 from fastckpt.formats.partial_objects import left_out, loaded, notes_in
+from tests.kit.forgeries import Harm
 from tests.kit.storm import Chance
 
 
@@ -30,16 +31,6 @@ class Holder:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-
-
-class Harm:
-    """Unpickled, it would leave a trace."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self._path),)
 
 
 PATH, TENSOR, TEXT = pathlib.PurePosixPath("a/b"), torch.arange(3.0), "a text of its own"

@@ -14,6 +14,7 @@ import os
 import random
 import resource
 import shutil
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
@@ -383,6 +384,28 @@ def file_size_limit(nbytes: int | None) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Deadly(Recorder):
+    """The process is killed before the first operation that is due.
+
+    The engine's transfers are not counted.
+    """
+
+    def __init__(self, is_due: Callable[[int, Operation], bool] = lambda *_: False) -> None:
+        super().__init__(by_engine=True)
+        self.is_due = is_due
+
+    @classmethod
+    def at(cls, name: str, part: str = "") -> Deadly:
+        """Operations of this name are due, on a path that has this part."""
+        return cls(lambda _, operation: operation.name == name and part in operation.path)
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if self.is_due(number, operation):
+            os.kill(os.getpid(), signal.SIGKILL)
+            signal.pause()
+        return real()
 
 
 class PowerCut(BaseException):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
@@ -31,6 +32,16 @@ def small_shards() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fastckpt.state.tree.SMALL_BYTES", 1)
         yield
+
+
+class Harm:
+    """Unpickled, it would leave a trace."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
 
 
 class Forgery:

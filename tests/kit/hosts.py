@@ -22,18 +22,19 @@ def become(host: str, *, own_pids: bool = False) -> None:
     caller, in a new pid namespace; the caller itself waits for it, and ends as it ends.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    _checked(libc.unshare(CLONE_NEWUTS | (CLONE_NEWPID | CLONE_NEWNS if own_pids else 0)))
+    checked(libc.unshare(CLONE_NEWUTS | (CLONE_NEWPID | CLONE_NEWNS if own_pids else 0)))
     socket.sethostname(host)
     if not own_pids:
         return
     child = os.fork()
     if child:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
-    _checked(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
-    _checked(libc.mount(b"proc", b"/proc", b"proc", 0, None))
+    checked(libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+    checked(libc.mount(b"proc", b"/proc", b"proc", 0, None))
 
 
-def _checked(result: int) -> None:
+def checked(result: int) -> None:
+    """Raises what a call of libc has failed with."""
     if result != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))

@@ -30,7 +30,7 @@ from fastckpt import Checkpointer, PerRank
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats.shard_index import shard_name
 from fastckpt.state.tree import ESCAPED, PER_RANK, TENSOR
-from tests.kit.forgeries import WAIT_S, Forgery, little_memory, small_shards
+from tests.kit.forgeries import WAIT_S, Forgery, Harm, little_memory, small_shards
 from tests.kit.storm import Storm
 
 SEED = 20261120
@@ -515,16 +515,6 @@ def test_objects_that_do_not_fit_are_no_accident(directory: Path, value: Any) ->
             assert checkpointer.load()["number"] == 1
         except DAMAGE:
             assert TENSOR in str(value)
-
-
-class Harm:
-    """Unpickled, it would leave a trace."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self._path),)
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol 4")

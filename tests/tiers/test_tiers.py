@@ -182,23 +182,15 @@ def test_two_roots_in_one_local_directory(disk: Path, local: Path) -> None:
 
 
 KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tests.kit.doubles import Recorder
+import sys
+from tests.kit.doubles import Deadly
 from tests.kit.steps import state
 from fastckpt import Checkpointer
 from fastckpt.saving import pipeline
 
 root, local, name = sys.argv[1:]
 
-class Deadly(Recorder):
-    def perform(self, number, operation, real):
-        if "step-00000002" in operation.path and operation.path.startswith(root):
-            if operation.name == name:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return real()
-
-pipeline._current = pipeline.Pipeline(Deadly(by_engine=True))
+pipeline._current = pipeline.Pipeline(Deadly.at(name, f"{root}/step-00000002"))
 with Checkpointer(root, local=local) as checkpointer:
     checkpointer.save(1, state(1)).result()
     checkpointer.save(2, state(2)).result()
