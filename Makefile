@@ -12,6 +12,8 @@ PYTEST_ARGS ?=
 # Twice the cores of a small machine, because tests wait for disks and other processes.
 WORKERS ?= 4
 SECONDS ?= 600
+# Environments of tests/versions.py, such as torch-floor; none: all.
+VERSIONS ?=
 SEED ?=
 BENCH_ARGS ?=
 # Of an environment with another torch, of the Python that the extension was built for.
@@ -42,7 +44,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test setup-other test-other torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-objects bench-network bench-memory bench-megatron bench-torchtitan bench-dlio bench-scale asan tsan clean
+.PHONY: help setup build test setup-other test-other test-versions torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-objects bench-network bench-memory bench-megatron bench-torchtitan bench-dlio bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +68,10 @@ test-other: setup-other  ## run the tests of saving and of the GPU under OTHER_P
 	@$(OTHER)/bin/python setup.py -q build_ext --inplace --build-temp $(OTHER)/objects
 	@$(OTHER)/bin/python -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) \
 		tests/gpu tests/saving tests/state tests/files
+
+test-versions: build  ## run integrations' tests at floor and newest: VERSIONS="torch-floor"
+	@echo "== test-versions"
+	@$(BIN)/python -m tests.versions $(VERSIONS)
 
 $(OTHER)/setup.stamp: pyproject.toml
 	@[ -n "$(OTHER_PYTHON)" ] || { echo "there is no Python 3.12 here: make OTHER_PYTHON=..."; exit 1; }
