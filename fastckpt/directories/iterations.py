@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fastckpt.directories import dcp_metadata
@@ -44,13 +44,10 @@ class Retention:
     Attributes:
         keep_last: how many complete ones stay, the newest included; at least 1. None: all.
         keep_every: multiples of this stay too.
-        superseded_only: True: only iterations that the tracker named before are removed, as by
-            Megatron. False: all older ones.
     """
 
     keep_last: int | None = None
     keep_every: int | None = None
-    superseded_only: bool = False
 
 
 def directory_name(iteration: int) -> str:
@@ -117,33 +114,38 @@ def _tracker_text(root: str) -> str | None:
 
 def candidates(root: str, *others: str) -> list[tuple[int, str]]:
     """Returns (iteration, directory) pairs worth loading, best first: the release, if the tracker
-    names it, else the complete iterations, from the last commit backwards.
-
-    The last commit is that of the iteration which the tracker names, whatever its number: the run
-    may have gone back to it. Only a higher one that was committed after the tracker moved comes
-    before it: its job was killed in between.
+    names it, else the complete iterations. The one that the tracker names comes first, whatever its
+    number, then the others, from the last commit backwards. Without a tracker, the commits alone
+    count.
 
     Args:
         root: the run's directory.
-        others: directories with iterations of the same run, and a tracker of their own.
+        others: directories with iterations of the same run, and a tracker of their own; of all
+            trackers, the one that was written last counts.
 
     Raises:
         StorageError: as numbered().
     """
     if tracked(root) == RELEASE:
         return [(0, os.path.join(root, RELEASE))]
-    found, last = list[tuple[int, str]](), (0, 0, "")
+    last = (0, "")
     for place in (root, *others):
-        found += numbered(place, _NAME, is_complete)
-        named, moved_ns = tracked(place), _changed_ns(os.path.join(place, TRACKER))
-        if isinstance(named, int):
-            last = max(last, (moved_ns, named, os.path.join(place, directory_name(named))))
+        named = tracked(place)
+        if isinstance(named, int) and (place == root or last[1]):
+            moved_ns = _changed_ns(os.path.join(place, TRACKER))
+            last = max(last, (moved_ns, os.path.join(place, directory_name(named))))
+    return in_order((root, *others), last[1])
 
-    def order(choice: tuple[int, str]) -> tuple[bool, bool, int, int]:
-        (number, path), (moved_ns, named, named_path) = choice, last
-        committed_ns = _changed_ns(os.path.join(path, METADATA))
-        is_after = bool(named_path) and number > named and committed_ns > moved_ns
-        return is_after, path == named_path, committed_ns, number
+
+def in_order(roots: Sequence[str], first: str) -> list[tuple[int, str]]:
+    """Returns the complete iterations of these directories as (iteration, directory): `first`, then
+    the others, from the last commit backwards.
+    """
+    found = [each for root in roots for each in numbered(root, _NAME, is_complete)]
+
+    def order(choice: tuple[int, str]) -> tuple[bool, int, int]:
+        number, path = choice
+        return path == first, _changed_ns(os.path.join(path, METADATA)), number
 
     return sorted(found, key=order, reverse=True)
 
@@ -154,22 +156,22 @@ def _changed_ns(path: str) -> int:
     return 0 if status is None else status.st_mtime_ns
 
 
-def disagreement(root: str, number: int) -> str | None:
-    """Returns why this iteration is loaded; None if the tracker names it."""
+def disagreement(root: str, number: int, damaged: Collection[str] = ()) -> str | None:
+    """Returns why this iteration is loaded; None if the tracker names it. `damaged` are directories
+    that are known to be.
+    """
     latest, text = tracked(root), _tracker_text(root)
     if latest in (number, RELEASE):
         return None
     if not isinstance(latest, int):
         held = "is missing" if text is None else f"holds {text!r}, which is no iteration"
         why = f"{TRACKER} {held}"
-    elif latest < number:
-        back = f"to go back to that, ask for it (--ckpt-step {latest})"
-        why = f"{TRACKER} still names iteration {latest}; {back}"
     else:
         path = os.path.join(root, directory_name(latest))
         what = f"has no {METADATA}" if os.path.isdir(path) else "is not there"
+        what = "is damaged" if path in damaged else what
         why = f"iteration {latest}, which {TRACKER} names, {what}"
-    return f"iteration {number} is loaded, the last that was committed: {why}"
+    return f"iteration {number} is loaded, the last of the others that was committed: {why}"
 
 
 def is_legacy(directory: str) -> bool:
@@ -198,7 +200,6 @@ def retain(
     newest: int,
     retention: Retention,
     in_flight: Collection[str] = (),
-    superseded: Collection[int] = (),
 ) -> list[int]:
     """Removes old iterations, and what aborted saves have left of some; returns their numbers.
     Links stay, and so, with a warning, does what cannot be removed.
@@ -206,16 +207,13 @@ def retain(
     Args:
         newest: the iteration committed last; neither it nor a later one is removed.
         in_flight: directories that are being saved to, which are left alone.
-        superseded: iterations that the tracker named before.
     """
     if retention.keep_last is None:
         return []
-    known, stays = numbered(root, _NAME), {newest}
-    if retention.superseded_only:
-        stays |= {number for number, _ in known} - {*superseded}
+    known = numbered(root, _NAME)
     entries = list[Entry]()
     for number, path in known:
-        is_pinned = number in stays or path in in_flight or os.path.islink(path)
+        is_pinned = number == newest or path in in_flight or os.path.islink(path)
         if number <= newest and is_complete(path):
             entries.append(Entry(path, number, is_pinned=is_pinned))
         elif number < newest and not is_pinned and _is_debris(path):

@@ -1,9 +1,9 @@
 """What each rank does in the tests of install(): it trains by a double of megatron.training.
 
-That package is not in megatron-core 0.16.1. The double has the names of it that install() replaces
-or calls, and each of them does what the real one of core_v0.16.1 does with its arguments, as far as
-it can be seen from outside; models, optimizers and checkpoints are the real megatron-core's. Must
-not know what should come of it.
+That package is not in megatron-core 0.16.1. The double has the names of it that install() puts in
+place, and functions around them that do what those of core_v0.16.1 do, as far as checkpoints are
+concerned; models, optimizers, strategies and the queue are the real megatron-core's. Must not know
+what should come of it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import functools
 import logging
 import os
 import sys
-import threading
 import types
 from collections.abc import Callable, Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,276 +23,281 @@ from unittest import mock
 import megatron.core.dist_checkpointing as mdc
 import torch
 import torch.distributed as dist
-from megatron.core.rerun_state_machine import RerunMode, RerunState, get_rerun_state_machine
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import async_utils as core_async
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from fastckpt.integrations import megatron
-from fastckpt.integrations.megatron import load, save, strategies
-from fastckpt.integrations.megatron.save import rng_objects, rng_state
+from fastckpt.integrations.megatron.calls_queue import Awaited, Queue
+from fastckpt.integrations.megatron.save import chunks, content_metadata, rng_objects, rng_state
+from fastckpt.integrations.megatron.save import set_rng_state as set_rng
+from fastckpt.saving.handle import InnerHandle
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Member
 from tests.kit.doubles import file_size_limit
 from tests.kit.saves import wait_until
 
-NOT_RUNNING = RerunState.NOT_RUNNING_YET
 TRACKER = "latest_checkpointed_iteration.txt"
-SWITCHES = """load-main-params-from-ckpt finetune use-checkpoint-args
-    use-mp-args-from-checkpoint-args exit-on-missing-checkpoint auto-detect-ckpt-format
-    ckpt-convert-update-legacy-dist-opt-format async-save use-persistent-ckpt-worker
-    ckpt-fully-parallel-load ckpt-assume-constant-structure dist-ckpt-save-pre-mcore-014
-    dist-ckpt-optim-fully-reshardable distrib-optim-fully-reshardable-mem-efficient replication"""
-NEGATED = """use-tokenizer-model-from-checkpoint-args ckpt-fully-parallel-save
-    strict-fsdp-dtensor-load"""
-NUMBERS = """save-wgrads-interval save-dgrads-interval save-retain-interval
-    non-persistent-save-interval ckpt-step replication-jump"""
-TEXTS = """save load non-persistent-global-ckpt-dir non-persistent-local-ckpt-dir
-    pretrained-checkpoint ckpt-convert-save"""
-STRICTNESS = """assume_ok_unexpected log_unexpected log_all raise_unexpected raise_all
-    return_unexpected return_all ignore_all"""
-# Arguments that are not of the group of checkpoint flags, with their defaults.
-OTHERS: dict[str, Any] = {
-    "log_progress": False,
-    "use_distributed_optimizer": True,
-    "data_parallel_random_init": False,
-    "use_torch_fsdp2": False,
-    "num_layers": 2,
-    "hidden_size": 32,
-    "seq_length": 16,
-    "world_size": 2,
-    "tensor_model_parallel_size": 2,
-    "pipeline_model_parallel_size": 1,
-    "data_parallel_size": 1,
-    "consumed_train_samples": 0,
-    "consumed_valid_samples": 0,
-    "skipped_train_samples": 0,
-    "iteration": 0,
-}
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 
-def add_checkpointing_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """_add_checkpointing_args of megatron/training/arguments.py."""
-    add = parser.add_argument
-    for name in SWITCHES.split():
-        add(f"--{name}", action="store_true")
-    for name in NEGATED.split():
-        add(f"--no-{name}", f"--disable-{name}", action="store_false", dest=name.replace("-", "_"))
-    for name in NUMBERS.split():
-        add(f"--{name}", type=int)
-    for name in TEXTS.split():
-        add(f"--{name}")
-    for name in ("no-save-optim", "no-save-rng", "no-load-optim", "no-load-rng"):
-        add(f"--{name}", action="store_true", default=None)
-    add("--save-interval", "--persistent-save-interval", type=int)
-    add("--replication-factor", type=int, default=2)
-    add("--non-persistent-ckpt-type", choices=["global", "local", "in_memory"])
-    algorithms = ["fully_parallel", "atomic"]
-    add("--non-persistent-local-ckpt-algo", choices=algorithms, default=algorithms[0])
-    formats = ["torch", "torch_dist", "torch_dcp", "fsdp_dtensor"]
-    add("--ckpt-format", choices=formats, default="torch_dist")
-    add("--ckpt-convert-format", choices=formats[:2])
-    add("--dist-ckpt-strictness", choices=STRICTNESS.split(), default="assume_ok_unexpected")
-    add("--use-dist-ckpt", action="store_true", dest="use_dist_ckpt_deprecated")
-    add("--dist-ckpt-format", dest="dist_ckpt_format_deprecated")
-    dest = "ckpt_fully_parallel_save_deprecated"
-    add("--ckpt-fully-parallel-save", action="store_true", dest=dest)
-    return parser
-
-
-def default_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    return argparse.Namespace(**vars(add_checkpointing_args(parser).parse_args([])), **OTHERS)
+def default_args(tp: int) -> argparse.Namespace:
+    return argparse.Namespace(
+        save=None,
+        load=None,
+        ckpt_step=None,
+        ckpt_format="torch_dist",
+        async_save=False,
+        ckpt_assume_constant_structure=False,
+        ckpt_fully_parallel_save=True,
+        ckpt_fully_parallel_load=False,
+        dist_ckpt_strictness="assume_ok_unexpected",
+        non_persistent_ckpt_type=None,
+        non_persistent_global_ckpt_dir=None,
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=1,
+        world_size=2,
+        data_parallel_size=2 // tp,
+    )
 
 
 class Double:
-    """A tree of modules in the place of megatron.training.
+    """Modules in the place of megatron.training.checkpointing and .queues.
 
     Attributes:
-        args: Megatron's arguments, as they were parsed and validated.
-        said: the lines of this rank.
-        hooked: calls of the hooks into wandb, one_logger and the fault tolerance package.
+        args: Megatron's arguments, as they were parsed.
+        said: lines that this rank would print.
+        loaded_iteration: as set_loaded_iteration() was told.
     """
 
-    def __init__(self) -> None:
-        self.args = default_args()
-        self.said: list[str] = []
-        self.hooked: list[tuple[Any, ...]] = []
-        self._is_section_open = False
-        self._version: Any = None
-        names = ("checkpointing", "training", "global_vars", "arguments", "initialize")
-        self.modules = {name: types.ModuleType(f"megatron.training.{name}") for name in names}
-        self.checkpointing, self.training = self.modules["checkpointing"], self.modules["training"]
-        self._fill()
-
-    def _fill(self) -> None:
-        self.modules["global_vars"].get_args = lambda: self.args
-        self.modules["arguments"]._add_checkpointing_args = add_checkpointing_args
-        note = self._note
-        hooks = {
-            "wandb_utils": argparse.Namespace(
-                on_save_checkpoint_success=self._wandb_saved,
-                on_load_checkpoint_success=lambda path, load_dir: note("wandb loaded", path),
-            ),
-            "ft_integration": argparse.Namespace(
-                on_checkpointing_start=self._section_start,
-                on_checkpointing_end=self._section_end,
-                on_checkpoint_loaded=lambda is_local_chkpt: note("ft loaded", is_local_chkpt),
-            ),
-            "on_save_checkpoint_start": lambda async_save: {"async": async_save},
-            "on_save_checkpoint_success": lambda metrics, async_save: note("one_logger", metrics),
-            "maybe_save_dataloader_state": lambda it, iteration, path: (
-                path and note("loader saved", iteration, path)
-            ),
-            "set_loaded_iteration": lambda value: note("loaded iteration", value),
-            "update_num_microbatches": lambda consumed_samples, verbose: note(
-                "microbatches", consumed_samples
-            ),
-            "set_checkpoint_version": self._set_version,
-            "check_checkpoint_args": self._check_args,
-            "print_rank_0": self._print_rank_0,
-            "is_last_rank": lambda: dist.get_rank() == dist.get_world_size() - 1,
-            "load_args_from_checkpoint": self._load_args,
-            "save_checkpoint": self._stock,
-            "load_checkpoint": self._stock,
-        }
-        vars(self.checkpointing).update(hooks)
-        self.modules["initialize"].load_args_from_checkpoint = self._load_args
-        vars(self.training).update(
-            save_checkpoint=self._stock,
-            load_checkpoint=self._stock,
-            setup_model_and_optimizer=self._setup,
-            maybe_finalize_async_save=self._finalize,
-            append_to_progress_log=self._append_to_progress_log,
+    def __init__(self, tp: int = 2) -> None:
+        self.args, self.said, self.context = default_args(tp), list[str](), dict[str, Any]()
+        self.loaded_iteration: int | None = None
+        self.checkpointing: Any = types.ModuleType("megatron.training.checkpointing")
+        self.queues: Any = types.ModuleType("megatron.training.async_utils")
+        vars(self.checkpointing).update(
+            get_default_save_sharded_strategy=serialization.get_default_save_sharded_strategy,
+            get_default_load_sharded_strategy=serialization.get_default_load_sharded_strategy,
+            generate_state_dict=self._generate_state_dict,
+            _load_base_checkpoint=self._load_base_checkpoint,
+            _load_global_dist_base_checkpoint=self._load_global_dist_base_checkpoint,
+            set_loaded_iteration=lambda value: setattr(self, "loaded_iteration", value),
+        )
+        vars(self.queues).update(
+            AsyncCallsQueue=core_async.AsyncCallsQueue,
+            _async_calls_queue=core_async.AsyncCallsQueue(),
         )
 
-    def _note(self, *what: Any) -> None:
-        self.hooked.append(what)
+    @property
+    def queue(self) -> Any:
+        return self.queues._async_calls_queue
 
-    def _stock(self, *_: Any, **__: Any) -> None:
-        raise AssertionError("Megatron's own was called")
+    def finalize(self, blocking: bool = False) -> list[int]:
+        return list(self.queue.maybe_finalize_async_calls(blocking, no_dist=False))
 
-    def _print_rank_0(self, message: str) -> None:
+    # megatron/training/checkpointing.py
+
+    def save(self, parts: Any, iteration: int, non_persistent: bool = False) -> None:
+        """save_checkpoint()."""
+        args, (model, optimizer, scheduler) = self.args, parts
+        root = os.path.join(args.save, "non_persistent") if non_persistent else args.save
+        path = os.path.join(root, f"iter_{iteration:07d}")
         if dist.get_rank() == 0:
-            self.said.append(message)
+            os.makedirs(path, exist_ok=True)
+        dist.barrier()
+        metadata = content_metadata("dp_reshardable")
+        sharded = {"metadata": metadata}
+        state = self.checkpointing.generate_state_dict(
+            args,
+            chunks(model),
+            optimizer,
+            scheduler,
+            rng_objects([rng_state()])[0],
+            iteration=iteration,
+            optim_sd_kwargs=sharded,
+            model_sd_kwargs=sharded,
+        )
+        state["num_floating_point_operations_so_far"] = 10 * iteration
+        strategy = self.context.get("save_strategy")
+        if strategy is None:
+            strategy = self.checkpointing.get_default_save_sharded_strategy(args.ckpt_format)
+            if args.ckpt_fully_parallel_save:
+                group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+                constant = args.ckpt_assume_constant_structure
+                strategy = FullyParallelSaveStrategyWrapper(strategy, group, constant)
+        self.context["save_strategy"] = strategy
+        request = mdc.save(
+            state,
+            path,
+            strategy,
+            async_sharded_save=args.async_save,
+            content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
+        )
 
-    def _set_version(self, value: Any) -> None:
-        assert self._version in (None, value), "checkpoint versions do not match"
-        self._version = value
+        def move_tracker() -> None:
+            Path(root, TRACKER).write_text(str(iteration))
+            self.said.append(f"successfully saved {iteration}")
 
-    def _check_args(self, saved: Any) -> None:
-        for name in ("num_layers", "hidden_size"):
-            assert getattr(saved, name) == getattr(self.args, name)
+        if args.async_save:
+            if dist.get_rank() == 0:
+                request.add_finalize_fn(move_tracker)
+            self.queue.schedule_async_request(request)
+        elif dist.get_rank() == 0:
+            move_tracker()
+        dist.barrier()
 
-    def _wandb_saved(self, path: str, tracker: str, save_dir: str, iteration: int) -> None:
-        assert os.path.isfile(tracker), "artifact.add_file needs the file"
-        assert (Path(path) / ".metadata").is_file()
-        self._note("wandb saved", os.path.relpath(path, save_dir), iteration)
-        assert threading.current_thread() is threading.main_thread()
+    def _generate_state_dict(
+        self,
+        args: Any,
+        model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        rng: Any,
+        iteration: int | None = None,
+        optim_sd_kwargs: Any = None,
+        model_sd_kwargs: Any = None,
+        rerun_state: Any = None,
+    ) -> dict[str, Any]:
+        state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0}
+        if iteration is not None:
+            state["iteration"] = iteration
+        state["model"] = model[0].sharded_state_dict(**model_sd_kwargs)
+        if optimizer is not None:
+            state["optimizer"] = optimizer.sharded_state_dict(state, **optim_sd_kwargs)
+        if opt_param_scheduler is not None:
+            state["opt_param_scheduler"] = opt_param_scheduler.state_dict()
+        if rng is not None:
+            state["rng_state"] = rng
+        return state
 
-    def _section_start(self) -> None:
-        assert not self._is_section_open, "a section is begun once"
-        self._is_section_open = True
-
-    def _section_end(self, is_async_finalization: bool) -> None:
-        assert self._is_section_open
-        self._is_section_open = False
-        if not is_async_finalization:
-            self._note("ft saved")
-
-    def _append_to_progress_log(self, string: str, barrier: bool = True) -> None:
-        if self.args.save is None:
-            return
-        if barrier:
-            dist.barrier()
-        if dist.get_rank() == 0:
-            now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
-            with open(os.path.join(self.args.save, "progress.txt"), "a") as file:
-                file.write(f"{now}\tJob ID: \t# GPUs: {self.args.world_size}\t{string}\n")
-
-    def _load_args(
-        self, args: Any, load_arg: str = "load", checkpointing_context: Any = None
+    def _load_base_checkpoint(
+        self,
+        load_dir: str,
+        args: Any,
+        rank0: bool = False,
+        sharded_state_dict: Any = None,
+        checkpointing_context: Any = None,
     ) -> Any:
-        """As far as _load_base_checkpoint(rank0=True) chooses the iteration."""
-        load_dir = getattr(args, load_arg)
-        if load_dir is None:
-            self._print_rank_0("No load directory specified, using provided arguments.")
-            return args
-        iteration, tracker = -1, os.path.join(load_dir, TRACKER)
-        if os.path.isfile(tracker):
-            iteration = int(Path(tracker).read_text())
-        if getattr(args, "ckpt_step", None):
+        def tracked(root: str) -> int:
+            if not Path(root, TRACKER).is_file():
+                return -1
+            text = Path(root, TRACKER).read_text().strip()
+            if not text.isdecimal():
+                raise SystemExit
+            return int(text)
+
+        not_persistent = os.path.join(load_dir, "non_persistent")
+        newer = tracked(not_persistent) if args.non_persistent_ckpt_type == "global" else -1
+        iteration = tracked(load_dir)
+        if args.ckpt_step:
             iteration = args.ckpt_step
-        if iteration == -1:
-            return args
-        state = mdc.load_common_state_dict(os.path.join(load_dir, f"iter_{iteration:07d}"))
-        args.iteration = state["iteration"]
-        return args, state["args"]
-
-    def _finalize(self, blocking: bool = False, terminate: bool = False) -> None:
-        self._note("stock finalized", blocking, terminate)
-
-    # What pretrain() calls, by the names in its module.
-
-    def _setup(self, *parts: Any, checkpointing_context: Any = None) -> Any:
-        self.args.iteration, self.flops = 0, 0
-        if self.args.load is not None or self.args.pretrained_checkpoint is not None:
-            self.args.iteration, self.flops = self.training.load_checkpoint(
-                *parts,
-                checkpointing_context=checkpointing_context,
-                skip_load_to_model_and_opt=self.args.use_torch_fsdp2
-                and self.args.ckpt_format == "torch_dist",
-            )
-        return parts
-
-    def save_checkpoint_and_time(
-        self, parts: Any, iteration: int, non_persistent_ckpt: bool = False
-    ) -> None:
-        self.args.consumed_train_samples = 8 * iteration
-        self.training.save_checkpoint(
+        self.checkpointing.set_loaded_iteration(iteration)
+        if newer != -1 and newer >= iteration:
+            load_dir, iteration = not_persistent, newer
+        elif iteration == -1:
+            return None, "", False, None
+        path = os.path.join(load_dir, f"iter_{iteration:07d}")
+        os.listdir(path)
+        assert mdc.check_is_distributed_checkpoint(path), f"unknown checkpoint format in {path}"
+        if not rank0:
+            self.said.append(f"loading {iteration}")
+        return self.checkpointing._load_global_dist_base_checkpoint(
+            load_dir,
+            args,
+            rank0,
+            sharded_state_dict,
             iteration,
-            *parts,
-            10 * iteration,
-            {},
-            non_persistent_ckpt=non_persistent_ckpt,
-            train_data_iterator=None,
-            preprocess_common_state_dict_fn=self._preprocess_common,
+            False,
+            checkpointing_context=checkpointing_context,
         )
-        if self.args.log_progress and not non_persistent_ckpt:
-            if self.args.async_save and dist.get_rank() == 0:  # a small save may be this fast
-                told = f"successfully saved checkpoint from iteration {iteration:7d} "
-                wait_until(lambda: any(told in line for line in self.said), told)
-            prefix = "Saving async checkpoint" if self.args.async_save else "Saved checkpoint"
-            self.training.append_to_progress_log(
-                f"{prefix}\tIteration: {iteration}\tJob throughput: 0.0 TFLOP/s/GPU\tCumulative "
-                f"throughput: 0.0 TFLOP/s/GPU\tFloating-point operations: {10 * iteration:.2e}\t"
-                "Tokens (in billions): 0.00"
+
+    def _load_global_dist_base_checkpoint(
+        self,
+        load_dir: str,
+        args: Any,
+        rank0: bool,
+        sharded_state_dict: Any,
+        iteration: int,
+        release: bool,
+        checkpointing_context: Any = None,
+    ) -> Any:
+        path = os.path.join(load_dir, f"iter_{iteration:07d}")
+        if rank0:
+            return mdc.load_common_state_dict(path), path, release, "GLOBAL"
+        strategy = self.checkpointing.get_default_load_sharded_strategy(path)
+        if args.ckpt_fully_parallel_load:
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            strategy = FullyParallelLoadStrategyWrapper(
+                strategy, group, exchange_algo="gather_object"
             )
+        checkpointing_context["load_strategy"] = strategy
+        state = mdc.load(sharded_state_dict, path, strategy, strict=args.dist_ckpt_strictness)
+        return state, path, release, "GLOBAL"
 
-    def _preprocess_common(self, common: Any) -> Any:
-        self._note("common state compared")
-        return common
-
-    def finalize(self, blocking: bool, terminate: bool = False) -> None:
-        """As pretrain() and train() do."""
-        ft = self.checkpointing.ft_integration
-        ft.on_checkpointing_start()
-        self.training.maybe_finalize_async_save(blocking=blocking, terminate=terminate)
-        ft.on_checkpointing_end(is_async_finalization=True)
+    @torch.no_grad()
+    def load(self, parts: Any) -> tuple[int, int]:
+        """load_checkpoint()."""
+        args, (model, optimizer, scheduler) = self.args, parts
+        how = {"checkpointing_context": self.context}
+        state, *_ = self.checkpointing._load_base_checkpoint(args.load, args, rank0=True, **how)
+        given: dict[str, Any] = {}
+        is_alike = False
+        if state is not None:
+            content = mdc.load_content_metadata(preloaded_state_dict=state)
+            sizes = [[getattr(each, name) for name in SIZES] for each in (state["args"], args)]
+            is_alike = sizes[0] == sizes[1]
+            resharded = DistributedOptimizer.checkpoint_fully_reshardable_formats
+            if not is_alike and content["distrib_optim_sharding_type"] not in resharded:
+                raise RuntimeError("(TP, PP) mismatch after resume: not supported")
+            content["dp_cp_group"] = parallel_state.get_data_parallel_group(
+                with_context_parallel=True
+            )
+            given["sharded_state_dict"] = self.checkpointing.generate_state_dict(
+                args,
+                chunks(model),
+                optimizer,
+                scheduler,
+                rng_objects([rng_state()])[0] if is_alike else None,
+                optim_sd_kwargs={"metadata": content, "is_loading": True},
+                model_sd_kwargs={"metadata": content},
+                rerun_state=None,
+            )
+        state, *_ = self.checkpointing._load_base_checkpoint(
+            args.load, args, rank0=False, **how, **given
+        )
+        if state is None:
+            return 0, 0
+        chunks(model)[0].load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.num_steps = 0
+        scheduler.load_state_dict(state["opt_param_scheduler"])
+        if is_alike:
+            set_rng(state["rng_state"][0])
+        dist.barrier()
+        return state["iteration"], state["num_floating_point_operations_so_far"]
 
 
 @contextlib.contextmanager
-def installed(**options: Any) -> Iterator[tuple[Double, Any]]:
-    """A double in which install() was called, and what that returned."""
-    double = Double()
-    tree = {f"megatron.training.{name}": module for name, module in double.modules.items()}
-    with mock.patch.dict(sys.modules, {"megatron.training": types.ModuleType("t"), **tree}):
-        yield double, megatron.install(**options)
+def in_place(double: Double) -> Iterator[None]:
+    """Lets megatron.training be the double in the body."""
+    tree = {
+        "megatron.training": types.ModuleType("megatron.training"),
+        "megatron.training.checkpointing": double.checkpointing,
+        "megatron.training.async_utils": double.queues,
+    }
+    with mock.patch.dict(sys.modules, tree):
+        yield
 
 
 @functools.cache
 def parts() -> tuple[Any, Any, Any]:
     """The model chunks, the optimizer and the schedule of this rank."""
     model, optimizer, scheduler = bodies.ready(2, 1)
-    for _, one in megatron.optimizer.distributed(optimizer):  # as Megatron does by default
-        one.data_parallel_group_gloo = one.data_parallel_group
     return [model], optimizer, scheduler
 
 
@@ -317,7 +320,7 @@ def mark(value: float) -> None:
 
 def marks() -> dict[str, float]:
     """The value that each has."""
-    seeds = {float(seed): torch.Generator().manual_seed(seed) for seed in range(40)}
+    seeds = {float(seed): torch.Generator().manual_seed(seed) for seed in range(60)}
     state = torch.get_rng_state()
     seed = [value for value, made in seeds.items() if torch.equal(made.get_state(), state)]
     return {
@@ -336,155 +339,133 @@ def play(
 
     Args:
         given: Megatron's arguments that differ from their defaults.
-        script: ("save", iteration, is non-persistent), ("setup",), ("load_args",), ("poll",),
-            ("end",), ("mark", value), ("do", function of the double).
-        options: install()'s.
+        script: ("save", iteration, is non-persistent), ("load",), ("poll",), ("end",),
+            ("mark", value), ("args", values), ("do", function of the double).
+        options: install()'s; None: Megatron's own code alone.
     """
+    bodies.regroup(2, 1)
+    parts()
     results: list[Any] = []
-    with installed(**options) as (double, _saves):
+    double = Double()
+    with in_place(double), mock.patch.object(logging.getLogger("fastckpt"), "warning") as warned:
+        if options is not None:
+            megatron.install(**options)
         vars(double.args).update(given)
         for act, *more in script:
             try:
                 results.append(_act(double, act, *more))
             except (Exception, SystemExit) as error:
                 results.append(error)
+        double.queue.close()
         dist.barrier()
-    return {"results": results, "said": double.said, "hooked": double.hooked}
+    warnings = [call.args[0] % call.args[1:] for call in warned.call_args_list]
+    return {"results": results, "said": double.said, "warned": warnings}
 
 
 def _act(double: Double, act: str, *more: Any) -> Any:
     if act == "save":
-        double.save_checkpoint_and_time(parts(), *more)
-        return None
-    if act == "setup":
-        double.training.setup_model_and_optimizer(*parts())
-        return (double.args.iteration, double.flops), marks()
-    if act == "load_args":
-        double.modules["initialize"].load_args_from_checkpoint(double.args)
-        return double.args.iteration
+        return double.save(parts(), *more)
+    if act == "load":
+        found = double.load(parts())
+        assert double.loaded_iteration is not None
+        return found, marks()
     if act == "mark":
-        mark(*more)
-        return None
+        return mark(*more)
     if act == "args":
-        vars(double.args).update(*more)
-        return None
+        return vars(double.args).update(*more)
     if act == "do":
         return more[0](double, *more[1:])
-    double.finalize(blocking=act == "end", terminate=act == "end")
-    dist.barrier()
-    return None
+    return double.finalize(blocking=act == "end")
 
 
-def progress(double: Double) -> list[str]:
-    """What progress.txt says, without times and throughputs."""
-    path = Path(double.args.save, "progress.txt")
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [" ".join(line.split("\t")[3:5]) for line in lines]
-
-
-def save_held(double: Double, iteration: int) -> tuple[list[str], list[str]]:
-    """The lines and the progress while a save has begun and has not committed."""
-    go = threading.Event()
-    commit = strategies.Writer.commit
-
-    def held(self: Any, *given: Any) -> Any:
-        assert go.wait(60)
-        return commit(self, *given)
-
-    with mock.patch.object(strategies.Writer, "commit", held):
-        double.save_checkpoint_and_time(parts(), iteration)
-        double.finalize(blocking=False)
-        seen = list(double.said), progress(double)
-        dist.barrier()
-        go.set()
-        double.finalize(blocking=True)
-    dist.barrier()
-    return seen
-
-
-def save_on_full_disk(double: Double, iteration: int) -> None:
+def save_on_full_disk(double: Double, iteration: int) -> list[int]:
     """A save that fails on the last rank."""
     full: Callable[[], Any] = contextlib.nullcontext
     if dist.get_rank() == dist.get_world_size() - 1:
         full = functools.partial(file_size_limit, 4096)
     with full():
-        double.save_checkpoint_and_time(parts(), iteration)
-        double.finalize(blocking=True)
+        double.save(parts(), iteration)
+        return double.finalize(blocking=True)
+
+
+def save_without_finalizing(double: Double, iteration: int) -> None:
+    """A save whose job is killed when it has committed, before the tracker moves."""
+    double.save(parts(), iteration)
+    for call in double.queue._calls:
+        call.handle.result(60)
+        call.functions[:] = []
+    double.queue._calls.clear()
     dist.barrier()
 
 
-def rerun_requested(_double: Double, value: bool | None) -> bool:
-    """Puts Megatron's machine for steps that are run again into a state, or asks for it."""
-    machine = get_rerun_state_machine()
-    machine.mode = RerunMode.VALIDATE_RESULTS
-    if value is not None:
-        machine.state = RerunState.WILL_RERUN_FROM_CHECKPOINT if value else NOT_RUNNING
-        machine.rerun_requested = value
-    return bool(machine.rerun_requested)
+def save_by_other_writers(double: Double) -> list[Any]:
+    """Requests that are not ours: they go to Megatron's own queue."""
+    seen: list[Any] = []
+    request = core_async.AsyncRequest(None, (), [lambda: seen.append("finalized")], {})
+    double.queue.schedule_async_request(request)
+    return [double.queue.get_num_unfinalized_calls(), double.finalize(True), seen]
 
 
-def load_asking_for_more(double: Double) -> Any:
-    """Loads into a model that asks for a tensor which no checkpoint has."""
-    model_state = load.model_state
-
-    def more(*given: Any) -> Any:
-        state = model_state(*given)
-        state["model"]["more"] = mdc.ShardedTensor.from_rank_offsets(
-            "more", torch.zeros(2), replica_id=(0, 0, dist.get_rank())
-        )
-        return state
-
-    with mock.patch.object(load, "model_state", more):
-        return double.training.load_checkpoint(*parts())
-
-
-def save_more(double: Double, iteration: int) -> None:
-    """Saves a model that has a tensor more."""
-    model_state = save.model_state
-
-    def more(*given: Any) -> Any:
-        state = model_state(*given)
-        state["model"]["more"] = mdc.ShardedTensor.from_rank_offsets(
-            "surplus", torch.zeros(2), replica_id=(0, 0, dist.get_rank())
-        )
-        return state
-
-    with mock.patch.object(save, "model_state", more):
-        double.save_checkpoint_and_time(parts(), iteration)
+@bodies.on_the_cpu
+def save_then_load_elsewhere(_member: Member, root: str) -> tuple[Any, list[str]]:
+    """TP 2 saves numbered state by Megatron's own loop, TP 1 loads it so."""
+    model = bodies.build(2, 1)
+    bodies.make_numbered(*model[:2])
+    double = Double()
+    with in_place(double):
+        megatron.install()
+        double.args.save = root
+        double.save(([model[0]], *model[1:]), 5)
+    parts.cache_clear()
+    model = bodies.build(1, 1, seed=3)
+    double = Double(1)
+    with in_place(double):
+        megatron.install()
+        double.args.load = root
+        found = double.load(([model[0]], *model[1:]))
+    assert "load_state_dict" not in vars(model[1])
+    return found, bodies.wrong_keys(*model[:2])
 
 
-def validation(double: Double) -> Any:
-    """Whether Megatron was asked to look whether the ranks' shards fit together."""
-    with mock.patch.object(mdc, "load", side_effect=mdc.load) as loading:
-        double.training.load_checkpoint(*parts())
-    return loading.call_args.kwargs["validate_access_integrity"]
+@bodies.on_the_cpu
+def calls_of_saves(
+    member: Member, ends: list[list[int]], failing: int | None, options: Any
+) -> tuple[list[tuple[int, int]], list[str]]:
+    """In which calls saves are finalized, as (save, call), without a collective in any of them.
 
+    Args:
+        ends: for each save, after how many calls it ends on each rank.
+        failing: the rank on which the first save fails.
+    """
+    queue = Queue(lambda: None, timeout_s=60, **options)
+    handles = [InnerHandle(f"save {n}", 0.0, on_error="warn") for n in range(len(ends))]
+    seen: list[tuple[int, int]] = []
+    errors: list[str] = []
+    made = 0
 
-def load_as_second_replica(double: Double, iteration: int) -> dict[str, float]:
-    """Loads random numbers which Megatron has saved of two data parallel ranks."""
-    states = []
-    for seed in (5, 6):
-        torch.manual_seed(seed)
-        states.append(rng_state())
+    def finalized(number: int) -> Callable[[], None]:
+        return lambda: seen.append((number, made))
 
-    def megatrons(_states: Any) -> Any:
-        return rng_objects(states)[:1]
-
-    with mock.patch.object(save, "rng_objects", megatrons):
-        double.save_checkpoint_and_time(parts(), iteration)
-    double.finalize(blocking=True)
-    dist.barrier()
-
-    def second(with_context_parallel: bool = False) -> int:
-        return int(not with_context_parallel)
-
-    with mock.patch.object(load.parallel_state, "get_data_parallel_rank", second):
-        double.training.load_checkpoint(*parts())
-    return {"random": marks()["random"]}
-
-
-def load_and_listen(double: Double) -> tuple[Any, list[str]]:
-    """What is loaded, and what is warned of."""
-    with mock.patch.object(logging.getLogger("fastckpt"), "warning") as warned:
-        found = double.training.load_checkpoint(*parts())
-    return found, [call.args[0] % call.args[1:] for call in warned.call_args_list]
+    for number, handle in enumerate(handles):
+        functions = [Awaited(handle), finalized(number)]
+        queue.schedule_async_request(core_async.AsyncRequest(None, (), functions, {}))
+    refused = mock.Mock(side_effect=AssertionError("a collective"))
+    with contextlib.ExitStack() as stack:
+        for name in ("barrier", "all_reduce", "all_gather_object", "broadcast_object_list"):
+            stack.enter_context(mock.patch.object(dist, name, refused))
+        while queue.get_num_unfinalized_calls() and made < 50:
+            for number, handle in enumerate(handles):
+                if ends[number][member.rank] == made and not handle.done():
+                    if failing == member.rank and number == 0:
+                        handle.set_exception(OSError(28, "no space"))
+                    else:
+                        handle.set_result(handle.stats)
+                    call = next(each for each in queue._calls if each.number == number)
+                    wait_until(lambda c=call: c.made is not None, "the end is noted")
+            made += 1
+            try:
+                queue.maybe_finalize_async_calls()
+            except Exception as error:
+                errors.append(f"{made}: {type(error).__name__}: {error}")
+    queue.close()
+    return seen, errors

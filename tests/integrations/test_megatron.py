@@ -219,7 +219,6 @@ def test_a_run_that_went_back_goes_on_from_its_own_last_commit(crew: Crew, disk:
     assert crew(bodies.load_any, str(disk))[0].value == (4, 40)
 
 
-@pytest.mark.xfail(strict=True, reason="stock finds the random states of all data parallel ranks")
 def test_random_states_are_where_stock_looks_for_them(crew: Crew, disk: Path) -> None:
     crew(bodies.save_with_random_init, str(disk))
     path, key = str(disk / "iter_0000001"), "rng_state/shard_0.0_1.1"

@@ -119,6 +119,21 @@ def steps_known(optimizer: Any) -> Iterator[None]:
             del each._set_main_param_and_optimizer_states
 
 
+def prepare_load(optimizer: Any) -> None:
+    """Makes the next load of an optimizer by Megatron work with torch's Adam."""
+    if HAVE_APEX_OR_TE or not distributed(optimizer):
+        return
+    allocate(optimizer)
+
+    def load_state_dict(state: Any) -> None:
+        del optimizer.load_state_dict
+        with torch.no_grad(), steps_known(optimizer):  # float32 parameters are the optimizer's own
+            optimizer.load_state_dict(state)
+        part_steps(optimizer)
+
+    optimizer.load_state_dict = load_state_dict
+
+
 def load_buckets(
     optimizer: Any,
     model_state: ShardedStateDict,

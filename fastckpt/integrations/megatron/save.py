@@ -59,9 +59,9 @@ def refuse_modelopt(models: Sequence[Any]) -> None:
     """Raises NotImplementedError for models that have more state than what is saved of them."""
     if is_by_modelopt(models):
         raise NotImplementedError(
-            "the model was changed by NVIDIA ModelOpt, whose state fastckpt does not save: without "
-            "that the weights cannot be loaded as what they are; save by Megatron's own "
-            "save_checkpoint, without install()"
+            "the model was changed by NVIDIA ModelOpt, whose state save_checkpoint does not save, "
+            "and without that the weights cannot be loaded as what they are; Megatron's own "
+            "save_checkpoint saves it, also under install()"
         )
 
 
@@ -98,6 +98,18 @@ def rng_state() -> dict[str, Any]:
     }
 
 
+def _rng_states(args: Any) -> list[Any]:
+    """Returns the states that stock Megatron looks for: of all data parallel ranks, if those began
+    with random numbers of their own, else of this one.
+    """
+    states: list[Any] = [rng_state()]
+    ranks = parallel_state.get_data_parallel_world_size()
+    if getattr(args, "data_parallel_random_init", False) and ranks > 1:
+        own, states = states[0], [None] * ranks
+        dist.all_gather_object(states, own, group=parallel_state.get_data_parallel_group())
+    return states
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
     random.setstate(state["random_rng_state"])
     np.random.set_state(state["np_rng_state"])
@@ -123,13 +135,11 @@ def save_checkpoint(
     non_persistent_ckpt: bool = False,
     preprocess_common_state_dict_fn: Callable[[Any], Any] | None = None,
     args: Any = None,
-    extra: dict[str, Any] | None = None,
     save_rng: bool = True,
     distrib_optim_sharding_type: str = "dp_reshardable",
     distrib_optim_fully_reshardable_mem_efficient: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
-    save_retain_interval: int | None = None,
     on_error: OnError = "raise",
     fence: Fence = "call",
     timeout_s: float = 600.0,
@@ -155,8 +165,8 @@ def save_checkpoint(
         non_persistent_ckpt: save to `<save>/non_persistent` instead, where only the last is kept.
         preprocess_common_state_dict_fn: as Megatron's: makes of the common state what the first
             save compares among ranks.
-        args: Megatron's arguments, which stock Megatron's load wants; None: not saved.
-        extra: further entries of the common state, the same on all ranks.
+        args: Megatron's arguments, which stock Megatron's load wants; None: not saved. With its
+            data_parallel_random_init, the ranks' random states are gathered, as by Megatron.
         save_rng: whether random number generators are saved: Python's, numpy's, torch's, the GPU's.
         distrib_optim_sharding_type: "dp_reshardable" saves the distributed optimizer's buckets
             without communication, and a map with which load_checkpoint, but not stock Megatron,
@@ -166,8 +176,6 @@ def save_checkpoint(
             rank alone.
         keep_last: how many iterations are kept, at least 1, with room for one more; None: all.
         keep_every: with keep_last, multiples of this are kept too.
-        save_retain_interval: as Megatron's flag: the iteration that the tracker named before is
-            removed, unless it is a multiple of this. Not with keep_last.
         on_error: "raise": an earlier save's failure is raised here, on all ranks, and nothing is
             saved. "warn": it is logged, and training goes on.
         fence: "call": returns when everything is copied. "step": returns at once, and the next
@@ -193,16 +201,9 @@ def save_checkpoint(
             f"iteration is {iteration}, must be 0 or more; keep_last is {keep_last}, must be 1 or "
             "more, or None"
         )
-    if save_retain_interval is not None and (keep_last is not None or save_retain_interval < 1):
-        raise ValueError(
-            f"save_retain_interval is {save_retain_interval}, keep_last is {keep_last}: the former "
-            "must be 1 or more, and only one of them can say which iterations stay"
-        )
     models = chunks(model)
     refuse_modelopt(models)
     root, retention = os.path.realpath(check_path("save", save)), Retention(keep_last, keep_every)
-    if save_retain_interval is not None:
-        retention = Retention(1, save_retain_interval, superseded_only=True)
     if non_persistent_ckpt:
         root, retention = os.path.join(root, iterations.NON_PERSISTENT), Retention(1)
     saves = Saves() if saves is None else saves
@@ -210,7 +211,7 @@ def save_checkpoint(
         distrib_optim_sharding_type, distrib_optim_fully_reshardable_mem_efficient
     )
     state = _state(models, optimizer, opt_param_scheduler, metadata)
-    for mine in rng_objects([rng_state()]) if save_rng else []:
+    for mine in rng_objects(_rng_states(args)) if save_rng else []:
         state[mine.key] = mine
     state |= {"iteration": iteration, "checkpoint_version": 3.0}
     state["num_floating_point_operations_so_far"] = num_floating_point_operations_so_far
@@ -219,9 +220,7 @@ def save_checkpoint(
     is_first = saves.is_first(root)
 
     def begin(afterwards: Afterwards) -> InnerHandle:
-        sharded, common = save_preprocess(
-            state | (extra or {}), is_first, preprocess_common_state_dict_fn
-        )
+        sharded, common = save_preprocess(state, is_first, preprocess_common_state_dict_fn)
         return strategy.begin(
             sharded,
             os.path.join(root, iterations.directory_name(iteration)),

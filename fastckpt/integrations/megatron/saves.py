@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable
 from functools import partial
 from math import inf
-from typing import Protocol
 
 from fastckpt.directories import iterations
 from fastckpt.directories.iterations import Retention
@@ -23,33 +22,16 @@ from fastckpt.saving.pipeline import raise_earlier
 log = logging.getLogger("fastckpt")
 
 
-class Listener(Protocol):
-    """A listener is told, on the first rank and in the background, what happened to iterations."""
-
-    def committed(self, root: str, iteration: int) -> None:
-        """The iteration is committed, and the tracker was moved."""
-
-    def removed(self, root: str, iteration: int) -> None:
-        """The iteration was an old one, and retention has removed it."""
-
-
 class Saves:
     """The saves of a run; each save_checkpoint() of the run is given the same object.
 
     Those to one directory commit in the order of their calls. Leaving it as a context waits for
-    them; after an exception, without raising their errors. The listener, if there is one, is told
-    of each iteration.
+    them; after an exception, without raising their errors.
     """
 
-    def __init__(self, listener: Listener | None = None) -> None:
-        self._listener = listener
+    def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
         self._handles: list[InnerHandle] = []
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether all saves that have begun have ended."""
-        return all(handle.done() for handle in self._handles)
 
     def wait(self) -> None:
         """Waits until all saves have ended and old iterations are removed. Call it before the
@@ -88,7 +70,7 @@ class Saves:
         save: Callable[[Afterwards], InnerHandle],
     ) -> InnerHandle:
         """Begins a save: `save` is given what is to be done after its commit."""
-        run = self._runs.setdefault(root, _Run(root, self._listener))
+        run = self._runs.setdefault(root, _Run(root))
         retain = partial(run.retain, iteration, retention)
         handle = save(Afterwards(root, partial(run.committed, iteration), retain))
         self._handles = [each for each in self._handles if not each.done()] + [handle]
@@ -100,33 +82,22 @@ class _Run:
     in order, but one may still be removing old iterations when the next one commits.
     """
 
-    def __init__(self, root: str, listener: Listener | None) -> None:
-        self._root, self._listener = root, listener
-        # Another save may be in retain() when this one is in committed(): each changes the two by
-        # single operations.
+    def __init__(self, root: str) -> None:
+        self._root = root
         self._named: int | None = None  # by the tracker, durably
-        self._superseded: set[int] = set()  # iterations that the tracker named before
 
     def committed(self, iteration: int) -> None:
-        """Moves the tracker. Logs errors: the checkpoint is committed, and load_checkpoint finds it
-        without the tracker.
+        """Moves the tracker. Logs errors: the checkpoint is committed, and a later save's tracker
+        will do.
         """
         self._named = None
         try:
-            before = iterations.tracked(self._root)
-            if isinstance(before, int) and before:
-                self._superseded.add(before)
             iterations.track(self._root, iteration)
             self._named = iteration
         except Exception as error:
             what = "names, but perhaps not durably," if is_visible(error) else "does not name"
             path = os.path.join(self._root, iterations.TRACKER)
             log.error("%r %s iteration %d: %s", path, what, iteration, error)
-        if self._listener is not None:
-            try:
-                self._listener.committed(self._root, iteration)
-            except Exception as error:
-                log.error("iteration %d is committed, but telling so failed: %s", iteration, error)
 
     def retain(self, iteration: int, retention: Retention) -> None:
         """Removes old iterations, when the result of a save that has committed was told: unless the
@@ -136,8 +107,4 @@ class _Run:
             return
         saves = pipeline.current().in_flight()
         in_flight = {handle.path for handle in saves if not handle.done()}
-        removed = iterations.retain(self._root, iteration, retention, in_flight, self._superseded)
-        self._superseded.difference_update(removed)
-        if self._listener is not None:
-            for old in removed:
-                self._listener.removed(self._root, old)
+        iterations.retain(self._root, iteration, retention, in_flight)

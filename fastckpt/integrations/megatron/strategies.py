@@ -37,6 +37,7 @@ from fastckpt.directories.iterations import COMMON, CONFIG, METADATA, is_part
 from fastckpt.directories.verify import COMMON_CRC, check_common
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.integrations import dcp
+from fastckpt.integrations.megatron.calls_queue import Awaited
 from fastckpt.integrations.megatron.partial_reads import read, read_objects, unpickled
 from fastckpt.integrations.megatron.save_planner import DividingSavePlanner, Holdings, may_write
 from fastckpt.ranks.round import Round
@@ -170,7 +171,7 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
     ) -> Any:
         """Begins the save; returns a request that the queue of `async_strategy` takes."""
         handle = self.begin(sharded_state_dict, os.fspath(checkpoint_dir))
-        return _request_class(async_strategy)(None, (), [handle.result], {})
+        return _request_class(async_strategy)(None, (), [Awaited(handle)], {})
 
     def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: str | Path) -> None:
         """Saves, and returns when it is committed."""
