@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import os
 import random
 import shutil
@@ -54,8 +53,6 @@ SIZES = (
     parallel_state.get_virtual_pipeline_model_parallel_world_size,
     parallel_state.get_expert_model_parallel_world_size,
 )
-OFF = ["no_save_optim", "no_save_rng", "no_load_optim", "no_load_rng", "finetune", "async_save"]
-OFF += ["overlap_param_gather", "log_energy", "log_progress", "use_megatron_fsdp", "fp8"]
 TEXT = torch.arange(4096) * 7 % 251
 
 
@@ -396,56 +393,6 @@ def save_with_random_init(_member: Member, root: str) -> None:
     """Data parallel ranks have random numbers of their own."""
     args = argparse.Namespace(data_parallel_random_init=True)
     megatron.save_checkpoint(1, *ready(1, 1), save=root, args=args).result()
-
-
-@on_the_cpu
-def train_by_megatron(member: Member, root: str) -> Any:
-    """Saves and loads by what Megatron's own training loop calls for it, once installed."""
-    from megatron.core.timers import Timers
-    from megatron.training import checkpointing, global_vars, training
-
-    stock_load = checkpointing.load_checkpoint
-
-    args = argparse.Namespace(
-        **dict.fromkeys(OFF, False),
-        **dict.fromkeys(["ckpt_step", "pretrained_checkpoint", "non_persistent_ckpt_type"]),
-        use_distributed_optimizer=True,
-        ckpt_format="torch_dist",
-        consumed_train_samples=64,
-        consumed_valid_samples=8,
-        save=root,
-        load=root,
-    )
-    saves = megatron.install(on_error="raise")
-    parts = ready(2, 1)
-    model, optimizer, scheduler = [parts[0]], parts[1], parts[2]
-    energy = argparse.Namespace(pause=lambda: None, resume=lambda: None)
-    with (
-        mock.patch.object(global_vars, "_GLOBAL_ARGS", args),
-        mock.patch.object(global_vars, "_GLOBAL_TIMERS", Timers(0, "max")),
-        mock.patch.object(global_vars, "_GLOBAL_ENERGY_MONITOR", energy),
-        mock.patch.object(training.one_logger_utils, "track_e2e_metrics"),
-        mock.patch.object(training, "report_memory"),
-        mock.patch.object(training, "should_disable_forward_pre_hook", lambda _: False),
-        mock.patch.object(torch.cuda, "empty_cache"),
-    ):
-        global_vars.get_timers()("interval-time", log_level=0).start()
-        training.save_checkpoint_and_time(3, model, optimizer, scheduler, 33, {})
-        saves.wait()
-        dist.barrier()
-        args.consumed_train_samples = 0
-        groups = {}
-        if "tp_group" in inspect.signature(stock_load).parameters:  # as training.py passes them
-            groups = {"tp_group": parallel_state.get_tensor_model_parallel_group()}
-        with (
-            mock.patch.object(checkpointing, "check_checkpoint_args") as checked,
-            mock.patch.object(checkpointing, "update_num_microbatches"),
-        ):
-            found = training.load_checkpoint(
-                model, optimizer, scheduler, checkpointing_context={}, **groups
-            )
-        assert checked.call_args.args[0].save == root
-    return found, args.consumed_train_samples, sorted(os.listdir(root))
 
 
 @on_the_cpu

@@ -53,6 +53,7 @@ def default_args(tp: int) -> argparse.Namespace:
         ckpt_step=None,
         ckpt_format="torch_dist",
         async_save=False,
+        has_modelopt=False,  # of the double: whether the model has state of NVIDIA ModelOpt's
         ckpt_assume_constant_structure=False,
         ckpt_fully_parallel_save=True,
         ckpt_fully_parallel_load=False,
@@ -138,6 +139,10 @@ class Double:
             async_sharded_save=args.async_save,
             content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"},
         )
+
+        if args.has_modelopt and dist.get_rank() == 0:  # save_sharded_modelopt_state()
+            os.makedirs(os.path.join(path, "modelopt_state"))
+            Path(path, "modelopt_state", "common.pt").write_bytes(b"its state")
 
         def move_tracker() -> None:
             Path(root, TRACKER).write_text(str(iteration))

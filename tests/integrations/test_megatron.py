@@ -402,15 +402,6 @@ def test_stock_loads_without_fastckpt_what_is_laid_out_for_it(
 # Versions.
 
 
-@pytest.mark.skipif(VERSION < "0.17", reason="megatron-core has megatron.training from 0.17 on")
-def test_megatrons_own_loop_saves_and_loads_by_us(crew: Crew, disk: Path) -> None:
-    for found, samples, names in crew(bodies.train_by_megatron, str(disk)):
-        assert (found, samples) == ((3, 33), 64)
-        assert names == ["iter_0000003", TRACKER]
-    data = list((disk / "iter_0000003").glob("*.distcp"))
-    assert data and all(re.fullmatch(r"__\d+_[0-9a-f]{40}\.distcp", each.name) for each in data)
-
-
 def test_newer_versions_are_told_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,8 +7,10 @@ iteration that is whole. The ranks train by a double of megatron.training
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,7 @@ from tests.crews.group_crew import Crew, Nursery
 pytestmark = pytest.mark.multiprocess
 RANKS_IMPORT = "tests.crews.megatron_imports"
 TRACKER = training.TRACKER
+HAS_TRAINING = importlib.util.find_spec("megatron.training") is not None
 ALL = ("weight", "optimizer", "schedule", "random")
 
 
@@ -108,6 +111,15 @@ def test_stock_megatron_loads_what_we_saved_and_we_what_it_saved(run: Run, three
     assert run(("mark", 4), ("save", 4), options=None) == [None, None]
     assert not list((run.root / "iter_0000004").glob("__?_" + "?" * 40 + ".distcp"))
     assert run.loads() == of(4)
+
+
+def test_what_megatron_writes_beside_our_files_stays(run: Run) -> None:
+    """The state of ModelOpt has a directory of its own, of which Megatron takes care."""
+    given = {"async_save": True, "has_modelopt": True}
+    *_, ended = run(("mark", 1), ("save", 1), ("end",), **given)
+    assert ended == [0]
+    kept = run.root / "iter_0000001" / "modelopt_state" / "common.pt"
+    assert kept.read_bytes() == b"its state" and run.loads() == of(1)
 
 
 def test_asynchronous_saves_are_finalized_while_training_goes_on(run: Run) -> None:
@@ -338,7 +350,7 @@ def modules(monkeypatch: pytest.MonkeyPatch, since_0_17: bool) -> tuple[Any, Any
         queues.AsyncCallsQueue = core_async.AsyncCallsQueue
         queues._async_calls_queue = core_async.AsyncCallsQueue()
     for module in (checkpointing, queues):
-        monkeypatch.setitem(__import__("sys").modules, module.__name__, module)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
     return checkpointing, queues
 
 
@@ -397,6 +409,16 @@ def test_a_version_that_lacks_a_name_is_refused_and_nothing_is_put_in_place(
     assert (dict(vars(checkpointing)), dict(vars(queues))) == before
 
 
+@pytest.mark.skipif(not HAS_TRAINING, reason="megatron.training is not installed")
+def test_the_megatron_that_is_installed_has_all_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("checkpointing", "async_utils"):
+        module = importlib.import_module(f"megatron.training.{name}")
+        for each, value in list(vars(module).items()):
+            monkeypatch.setattr(module, each, value)  # to be put back
+    megatron.install()
+
+
+@pytest.mark.skipif(HAS_TRAINING, reason="megatron.training is installed")
 def test_without_megatron_training_there_is_nothing_to_install() -> None:
     with pytest.raises(ImportError, match=r"needs megatron\.training\.checkpointing: before 0\.17"):
         megatron.install()

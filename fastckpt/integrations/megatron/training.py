@@ -29,7 +29,7 @@ _STRATEGIES = (
     ("get_default_save_sharded_strategy", "get_default_load_sharded_strategy"),
     ("TorchDistSaveShardedStrategy", "TorchDistLoadShardedStrategy"),
 )
-_QUEUES, _QUEUE = ("AsyncCallsQueue", "get_async_strategy"), "_async_calls_queue"
+_QUEUES, _QUEUE = ("get_async_strategy", "AsyncCallsQueue"), "_async_calls_queue"
 
 
 def install(
