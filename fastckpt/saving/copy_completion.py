@@ -32,6 +32,7 @@ class CopyCompletion:
         transfers: the transfers that read the state; complete before watch().
         interrupted: set by a caller that could not wait: unless everything was copied by then, the
             save fails. It is an attribute, because a second signal could break off a call.
+        is_lost: set by that caller if the save fails by that.
     """
 
     def __init__(
@@ -52,7 +53,15 @@ class CopyCompletion:
         self._lock = threading.Lock()
         self._error: BaseException | None = None  # under _lock
         self._claims = [None]
-        self.interrupted = False
+        self.interrupted = self.is_lost = False
+
+    def heed(self) -> None:
+        """Raises what ends a save whose caller does not wait for it: SaveCancelled, or the error of
+        an interrupted one. Asks no other rank.
+        """
+        self._heed()
+        if self.is_lost:
+            raise self._interruption()
 
     def watch(self) -> None:
         """Begins to let the caller go on as soon as it may, on a thread of its own, since the save

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 
 from fastckpt.arguments.options import Pacing
 from fastckpt.engine.save_stats import SaveStats
@@ -31,6 +32,7 @@ class Pace:
         owner: saves with the same owner share a bucket.
         stats: the save's numbers, which get those of the pacing.
         whole: whether blocks are written whole, because their writer cannot take parts.
+        heed: raises what ends the save while a write is waited for. Default: agreement.heed.
 
     Attributes:
         timeout_s: for how long ranks wait for each other, and for writes of which none gets on.
@@ -45,8 +47,10 @@ class Pace:
         stats: SaveStats,
         *,
         whole: bool = False,
+        heed: Callable[[], None] | None = None,
     ) -> None:
         self._pacing = pacing
+        self._heed = agreement.heed if heed is None else heed
         self._agreement, self.timeout_s = agreement, agreement.timeout_s
         self._rates = rates
         self._owner = owner
@@ -149,7 +153,7 @@ class Pace:
     def _watch(self, transfer: ImageTransfer) -> None:
         looked = time.monotonic()
         while not transfer.written(HEED_S):
-            self._agreement.heed()
+            self._heed()
             # Without a limit it does not take long, and ranks spare the store.
             if self._rate is not None and time.monotonic() - looked >= _LOOK_S:
                 looked = time.monotonic()

@@ -105,7 +105,8 @@ class Pipeline:
                 job.agreement.fail(error)
                 self._finish(job, error)
             elif isinstance(raised, KeyboardInterrupt):
-                handle.tell_interrupted(is_lost=job.copying.settle())
+                job.copying.is_lost = job.copying.settle()
+                handle.tell_interrupted(job.copying.is_lost)
             raise
         handle.stats.stall_s = handle.elapsed_s()
         return handle

@@ -69,7 +69,15 @@ class Save(Job):
                 self.agreement.heed()
         self.agreement.heed()
         pacing, rates = place.pacing(self.options.pacing), pipeline.rates
-        pace = Pace(pacing, self.agreement, rates, self.payer, stats, whole=plan.whole)
+        pace = Pace(
+            pacing,
+            self.agreement,
+            rates,
+            self.payer,
+            stats,
+            whole=plan.whole,
+            heed=self.copying.heed,
+        )
         outputs = plan.lay_out(pace)
         nbytes = sum(output.image.nbytes for output in outputs)
         with ExitStack() as moving, self._telling():  # a failure is told before files are closed

@@ -205,7 +205,7 @@ def watch():
     print("NOW", flush=True)
 
 threading.Thread(target=watch).start()
-how = {"drain_rate": 5e5, "staging_bytes": 8 << 20}
+how = {"drain_rate": 2e4, "staging_bytes": 8 << 20}
 if argument == "with":
     with fastckpt.Checkpointer(root, **how) as checkpointer:
         checkpointer.save(2, {"w": torch.full((4 << 20,), 2.0)})
