@@ -203,7 +203,7 @@ def main() -> int:
         if record["failed"]:
             print(f"  see {ENVIRONMENTS / name}.log")
         failed += record["failed"]
-        RECORD.write_text(json.dumps(recorded() | {name: record}, indent=1, sort_keys=True) + "\n")
+        RECORD.write_text(json.dumps(recorded() | {name: record}, indent=1) + "\n")
     records = recorded()
     PAGE.write_text(page(records))
     print(table(records))
