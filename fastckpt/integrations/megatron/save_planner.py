@@ -231,15 +231,14 @@ def _nbytes(item: WriteItem) -> int:
 
 def _part(shards: list[ShardedTensor], chunk: ChunkStorageMetadata) -> torch.Tensor:
     """Returns the elements of a chunk, from the shard that has them all."""
-    for shard in shards:
-        part: torch.Tensor = shard.data.detach().view(
-            (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-        )
+    for shard in shards:  # of a bucket there are many, each of which holds few of its chunks
+        shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
         begins = [at - base for at, base in zip(chunk.offsets, shard.global_offset, strict=True)]
         if all(
             begin >= 0 and begin + size <= whole
-            for begin, size, whole in zip(begins, chunk.sizes, part.shape, strict=True)
+            for begin, size, whole in zip(begins, chunk.sizes, shape, strict=True)
         ):
+            part: torch.Tensor = shard.data.detach().view(shape)
             for axis, (begin, size) in enumerate(zip(begins, chunk.sizes, strict=True)):
                 part = part.narrow(axis, begin, size)
             return part
