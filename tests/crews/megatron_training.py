@@ -403,14 +403,6 @@ def save_without_finalizing(double: Double, iteration: int) -> None:
     dist.barrier()
 
 
-def save_by_other_writers(double: Double) -> list[Any]:
-    """Requests that are not ours: they go to Megatron's own queue."""
-    seen: list[Any] = []
-    request = core_async.AsyncRequest(None, (), [lambda: seen.append("finalized")], {})
-    double.queue.schedule_async_request(request)
-    return [double.queue.get_num_unfinalized_calls(), double.finalize(True), seen]
-
-
 @bodies.on_the_cpu
 def save_then_load_elsewhere(_member: Member, root: str) -> tuple[Any, list[str]]:
     """TP 2 saves numbered state by Megatron's own loop, TP 1 loads it so."""
