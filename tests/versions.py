@@ -8,7 +8,7 @@ and the newest.
 Each environment is a venv below build/versions, made once; `rm -r` one for a newer newest. It lies
 on top of the packages of the Python that runs this, but for a torch of its own, which has an
 environment of its own. The extension of the tree serves all, since it contains nothing of torch.
-The outcome goes to tests/data/versions.json, of which the table is made.
+The outcome goes to tests/versions.json, of which the table is made.
 
 Must not know how an integration is tested.
 """
@@ -32,7 +32,7 @@ from typing import Any
 from tests.kit.paths import ROOT
 
 ENVIRONMENTS = ROOT / "build" / "versions"
-RECORD = ROOT / "tests" / "data" / "versions.json"
+RECORD = ROOT / "tests" / "versions.json"
 PAGE = ROOT / "docs" / "installing.md"
 MARKED = re.compile(r"(<!-- versions -->\n).*?(<!-- versions end -->)", re.DOTALL)
 OF_TESTS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy")

@@ -443,8 +443,8 @@ def test_verify_tells_left_over_files_of_dcp_from_damage(
 ) -> None:
     """A save that was killed has left them beside a checkpoint that is whole."""
     for name, content in (
-        ("__0_00000000000000aa", b"PK\x03\x04cut"),
-        ("__1_00000000000000bb", b""),
+        (f"__0_{'a' * 40}", b"PK\x03\x04cut"),
+        (f"__1_{'b' * 40}", b""),
     ):
         (saved / "dcp" / f"{name}.distcp").write_bytes(content)
     status, lines = verified(capsys, saved / "dcp")

@@ -289,11 +289,11 @@ def test_lives_of_one_session_do_not_mix() -> None:
 
 def test_a_missing_rank_is_named_in_time() -> None:
     coordinator = Coordinator(dist.HashStore(), 0, 3, "job")
-    agreement = StopAgreement(coordinator, timeout_s=0.05)
+    agreement = StopAgreement(coordinator, timeout_s=2.0)
     assert not agreement.is_reached()
     agreement.ask()
     for _ in range(2):
-        with pytest.raises(PeerFailed, match=r"rank 1, rank 2 did not agree within 0.05 s") as told:
+        with pytest.raises(PeerFailed, match=r"rank 1, rank 2 did not agree within 2 s") as told:
             agreement.is_reached()
         assert told.value.ranks == (1, 2)
     agreement.close()

@@ -476,9 +476,9 @@ def unfinished(root: Path, step: int, host: str | None, pid: int | None = None) 
     (directory / "rank-123456.json").write_bytes(b"begun")
     if host is not None:
         temporary = Path(atomic.temporary_path(str(directory / "manifest.json")))
-        own = re.search(r"\.([^.-]*)-\d+-\d+-", temporary.name)
+        own = re.search(r"\.([^.+]*)\+", temporary.name)
         assert own is not None
-        changed = temporary.name.replace(own[1], host or own[1])
+        changed = temporary.name.replace(f".{own[1]}+", f".{host or own[1]}+")
         changed = changed.replace(f"-{os.getpid()}-", f"-{pid or os.getpid()}-")
         (directory / changed).write_bytes(b"")
     return directory
