@@ -16,6 +16,7 @@ from fastckpt import Checkpointer, CheckpointError, PeerFailed
 from fastckpt.tiers.local_tier import LocalTier
 from tests.crews import tiers_bodies as bodies
 from tests.crews.group_crew import Crew
+from tests.kit.saves import wait_until
 from tests.kit.steps import assert_holds, directories, restored, state
 from tests.kit.tiers import WAIT_S, doors, local, local_steps
 
@@ -106,6 +107,7 @@ def test_an_earlier_attempt_that_is_drained_later_does_not_stay(disk: Path, loca
         storage.closed.append(root / "step-00000005" / "rank-00000.safetensors")
         first = checkpointer.save(5, state(1))
         assert first.wait_local(WAIT_S)
+        wait_until((root / "step-00000005").exists)  # else the next save takes that name
         checkpointer.save(5, state(2), deadline_s=SOON_S).result(WAIT_S)
         assert not first.done()
         storage.open_doors()
