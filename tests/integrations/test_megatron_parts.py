@@ -13,6 +13,8 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -358,23 +360,51 @@ class NoSync(Recorder):
         return real()
 
 
-def test_a_tracker_that_is_perhaps_not_durable(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_is_perhaps_not_durable(tmp_path: Path) -> None:
     """A crash may bring back what it named: that iteration stays until a later one is named."""
     root, run = str(tmp_path), saves._Run(str(tmp_path))
     for number in (1, 2, 3):
         (tmp_path / iterations.directory_name(number)).mkdir()
         (tmp_path / iterations.directory_name(number) / ".metadata").touch()
+    told = r"sync directory .*iteration 2 is committed, but .* names it, but perhaps not durably"
     for number, storage in ((1, Recorder()), (2, NoSync()), (3, Recorder())):
+        fails = pytest.raises(StorageError, match=told) if number == 2 else nullcontext()
         with process_on(storage):
-            run.committed(number)
+            with fails:
+                run.committed(number)
             run.retain(number, Retention(1))
         assert iterations.tracked(root) == number
         left = {1: [1, 2, 3], 2: [1, 2, 3], 3: [3]}[number]
         assert complete_in(root) == left
-        told = "names, but perhaps not durably, iteration 2: sync directory"
-        assert (told in caplog.text) == (number > 1)
+
+
+class NoTracker(Recorder):
+    """The tracker cannot be replaced."""
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], Any]) -> Any:
+        if operation.name == "rename" and iterations.TRACKER in operation.path:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return real()
+
+
+def test_a_save_whose_tracker_does_not_move_fails_and_stays(tmp_path: Path) -> None:
+    """A restart begins with what the tracker names: nobody is told that this one is kept for it."""
+    root, run = str(tmp_path), megatron.Saves()
+    rows = ShardedTensor.from_rank_offsets("rows", torch.ones(4, 2), (0, 0, 1))
+
+    def begin(number: int) -> SaveHandle:
+        path = os.path.join(root, iterations.directory_name(number))
+        begun = partial(megatron.SaveStrategy().begin, {"rows": rows}, path, b"common")
+        return run.begin(root, number, Retention(1), begun)
+
+    begin(1).result(WAIT_S)
+    with process_on(NoTracker()):
+        handle = begin(2)
+        with pytest.raises(StorageError, match=r"committed, but .* does not name it") as told:
+            handle.result(WAIT_S)
+        assert told.value.visible and told.value.errno == errno.EDQUOT
+        run.wait()
+    assert iterations.tracked(root) == 1 and complete_in(root) == [1, 2]
 
 
 @pytest.mark.parametrize("numbers", [(1, 2), (2, 1)])

@@ -5,21 +5,18 @@ Responsible for what has been begun, and for waiting.
 
 from __future__ import annotations
 
-import logging
-import os
+import errno
 from collections.abc import Callable
 from functools import partial
 from math import inf
 
 from fastckpt.directories import iterations
 from fastckpt.directories.iterations import Retention
-from fastckpt.errors import is_visible
+from fastckpt.errors import StorageError, is_visible
 from fastckpt.integrations.megatron.strategies import Afterwards
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import raise_earlier
-
-log = logging.getLogger("fastckpt")
 
 
 class Saves:
@@ -87,17 +84,21 @@ class _Run:
         self._named: int | None = None  # by the tracker, durably
 
     def committed(self, iteration: int) -> None:
-        """Moves the tracker. Logs errors: the checkpoint is committed, and a later save's tracker
-        will do.
+        """Moves the tracker.
+
+        Raises:
+            StorageError: a restart may begin with the iteration that the tracker named before. It
+                is `visible`, since this one is committed.
         """
         self._named = None
         try:
             iterations.track(self._root, iteration)
-            self._named = iteration
-        except Exception as error:
-            what = "names, but perhaps not durably," if is_visible(error) else "does not name"
-            path = os.path.join(self._root, iterations.TRACKER)
-            log.error("%r %s iteration %d: %s", path, what, iteration, error)
+        except StorageError as error:
+            does = "names it, but perhaps not durably" if is_visible(error) else "does not name it"
+            detail = f"iteration {iteration} is committed, but {iterations.TRACKER} {does}"
+            number = error.errno or errno.EIO
+            raise StorageError(error.op, error.path, number, detail=detail, visible=True) from error
+        self._named = iteration
 
     def retain(self, iteration: int, retention: Retention) -> None:
         """Removes old iterations, when the result of a save that has committed was told: unless the

@@ -60,7 +60,7 @@ class Afterwards(NamedTuple):
 
     Attributes:
         lane: saves of one lane commit in the order of their beginning.
-        committed: called before the result is told; it must not raise.
+        committed: called before the result is told; its errors are `visible`.
         retain: removes what is old, after that.
     """
 
