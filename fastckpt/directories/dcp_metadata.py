@@ -238,15 +238,30 @@ def files_named_by(storage: Storage, path: str) -> set[str]:
 
 def unnamed(storage: Storage, directory: str) -> list[str]:
     """Returns the names of our data files in a directory that no `.metadata` file there names: of a
-    save that was killed, or has not committed yet. Raises as content_of().
+    save that was killed, or has not committed yet. There are none while a `.metadata` file is
+    damaged, since it may have named any of them. Raises as content_of().
     """
     names = storage.names(directory)  # first: what is committed after that is named below
     files = [name for name in sorted(names) if OURS.fullmatch(name)]
     named = set[str]()
     for name in storage.names(directory) if files else ():
         if name.endswith(NAME):
-            named.update(named_files(content_of(storage, os.path.join(directory, name))))
+            path = os.path.join(directory, name)
+            content = content_of(storage, path)
+            if not _is_whole(content, path):
+                return []
+            named.update(named_files(content))
     return [name for name in files if name not in named]
+
+
+def _is_whole(content: bytes, path: str) -> bool:
+    """Returns whether the bytes of a `.metadata` file have their checksum or, as torch writes them,
+    describe a checkpoint without one.
+    """
+    try:
+        return check(content, path) or bool(described(content, path, weights_only=True))
+    except (CheckpointError, pickle.UnpicklingError):
+        return False
 
 
 def content_of(storage: Storage, path: str) -> bytes:
@@ -283,7 +298,13 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
     """
     if storage.status(path) is None:
         raise FileNotFoundError(f"{path!r} does not exist: no checkpoint was committed there")
-    content = content_of(storage, os.path.realpath(path))
+    return described(content_of(storage, os.path.realpath(path)), path, weights_only)
+
+
+def described(content: bytes, path: str, weights_only: bool) -> Metadata:
+    """Returns the metadata that the bytes of a `.metadata` file hold. Raises as read()."""
+    if not content:
+        raise CorruptCheckpoint(f"{path!r} is empty")
     has_checksum = check(content, path)
     # Unpickling makes millions of objects and no garbage; collecting meanwhile doubles the time.
     collecting = gc.isenabled()

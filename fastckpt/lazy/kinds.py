@@ -16,7 +16,13 @@ from pickle import UnpicklingError
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.directories import verify as directory_check
 from fastckpt.directories.items_load import contents_of
-from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
+from fastckpt.errors import (
+    CheckpointError,
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StorageError,
+    Vanished,
+)
 from fastckpt.formats import distcp, file_list
 from fastckpt.formats.hugging_face import INDEX, INDEX_SUFFIX
 from fastckpt.formats.step_names import NAME, OURS
@@ -321,6 +327,8 @@ def _verify_metadata(place: Place, name: str) -> int:
     path = place.inside(name)
     content = dcp_metadata.content_of(place.storage, path)
     if not dcp_metadata.check(content, path):
+        with suppress(IncompatibleCheckpoint, UnpicklingError):  # it may hold more than ours do
+            dcp_metadata.described(content, path, weights_only=True)
         raise WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksum")
     for file in sorted(dcp_metadata.named_files(content)):
         if not place.has(file):

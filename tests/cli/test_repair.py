@@ -10,6 +10,8 @@ import re
 import shutil
 import signal
 import time
+import zlib
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -240,6 +242,43 @@ def test_data_files_of_a_dcp_save_that_was_killed(
     assert len(repaired(capsys, disk, *OTHERS, status=0)) == 2
     assert os.listdir(disk) == ["whole"] and not (disk / "whole" / file.name).exists()
     assert main(["verify", str(disk)]) == 0
+
+
+def with_another_name(content: bytes) -> bytes:
+    """One bit of the name of a data file differs."""
+    at = content.index(b".distcp") - 1
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [with_another_name, lambda its: its[: len(its) // 2], lambda _its: b"", lambda _its: b"a text"],
+    ids=["flipped", "cut", "empty", "replaced"],
+)
+def test_data_files_stay_while_what_named_them_is_damaged(
+    disk: Path, capsys: pytest.CaptureFixture[str], damaged: Callable[[bytes], bytes]
+) -> None:
+    if fast_dcp is None:
+        pytest.skip(NEEDS_DCP)
+    fast_dcp.save({"w": torch.ones(300_000)}, checkpoint_id=str(disk / "run"))
+    metadata = disk / "run" / ".metadata"
+    (file,) = (disk / "run").glob("*.distcp")
+    of_the_dead = f"__0_{'0' * 40}.distcp".encode()
+    content = metadata.read_bytes().replace(file.name.encode(), of_the_dead)
+    body = content[:-46]
+    end = b"fastckpt metadata 01 %016x %08x" % (len(body), zlib.crc32(body))
+    file.rename(file.with_name(of_the_dead.decode()))
+    metadata.write_bytes(body + end)
+    assert main(["verify", str(disk / "run")]) == 0
+    capsys.readouterr()
+    metadata.write_bytes(damaged(metadata.read_bytes()))
+    before = sorted(disk.rglob("*"))
+    for where in (disk, disk / "run"):
+        assert repaired(capsys, where, *OTHERS, status=0) == []
+    assert sorted(disk.rglob("*")) == before
+    assert main(["verify", str(disk / "run")]) == 1
+    said = capsys.readouterr().out
+    assert "damaged" in said and "left over" not in said and "ok" in said
 
 
 def test_data_files_of_a_dcp_save_that_was_killed_here(
