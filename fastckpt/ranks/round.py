@@ -579,7 +579,7 @@ class Round:
             why = self._coordinator.differing(rank)
         except ConnectionError as error:
             raise self._unreachable(error) from None
-        return f"{why} and never joined {self.label!r}" if why else ""
+        return f"{why} and takes no part in {self.label!r}" if why else ""
 
     def _give_up(self, key: str, ranks: Sequence[int]) -> None:
         """Ends the round for the absence of the ranks that are still missing, and raises."""

@@ -383,7 +383,7 @@ def test_a_rank_that_saves_nothing_or_another_step(
 def test_ranks_hear_why_one_has_no_checkpointer(crew: Callable[[int], Crew], disk: Path) -> None:
     (own, then), (other, its) = crew(2)(bodies.make_wrongly, str(disk / "run"))
     assert type(own.error) is ValueError and "keep_last is 0" in str(own.error)
-    pattern = r"step 1 of .*: rank 0 could not begin \(ValueError: keep_last is 0.* never"
+    pattern = r"step 1 of .*: rank 0 could not begin \(ValueError: keep_last is 0.* takes no part"
     assert_peer_failed(other, [0], pattern)
     assert then.error is its.error is None
 
