@@ -14,7 +14,7 @@ import torch
 
 from fastckpt.arguments.names import listed
 from fastckpt.arguments.quantities import shown_size, shown_time
-from fastckpt.cli.bench.benchmark import Command, Result, in_turn, table
+from fastckpt.cli.bench.benchmark import Command, Result, in_turn, shown_rounds, table
 from fastckpt.cli.bench.machine import removed
 from fastckpt.cli.bench.saves import (
     TORCH,
@@ -31,7 +31,7 @@ from fastckpt.cli.progress import progress
 
 _LAYERS, _BATCH = 4, 64
 _BYTES_PER_PARAMETER = 12  # a weight and Adam's two moments, fp32
-_NONE, _FASTCKPT = "no saves", "fastckpt, step fence"
+_NONE = "no saves"
 _MEASURED_S = 90.0  # no further round is begun that would end later; one there is in any case
 Wait = Callable[[], object]
 NO_SAVE = Save(nothing, nothing)
@@ -87,11 +87,16 @@ def _by_torch(state: Any, path: Path) -> Save:
     return NO_SAVE
 
 
-def _by_fastckpt(state: Any, path: Path) -> Save:
+def _by_step_fence(state: Any, path: Path) -> Save:
     return by_fastckpt(state, path, "step")._replace(wait_staged=nothing)  # torch's hook waits
 
 
-_SAVES = {_NONE: no_save, TORCH: _by_torch, _FASTCKPT: _by_fastckpt}
+_SAVES: dict[str, Callable[[Any, Path], Save]] = {
+    _NONE: no_save,
+    TORCH: _by_torch,
+    "fastckpt, call fence": by_fastckpt,
+    "fastckpt, step fence": _by_step_fence,
+}
 
 
 def _measured(own: Path, arguments: argparse.Namespace) -> Result:
@@ -112,7 +117,7 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
                 if number >= 0:
                     windows[name].append(training.window(saves, every, _SAVES[name], path))
                 else:  # the first save takes memory, and shows that what is saved is the state
-                    _SAVES[name](training.state(), path)[1]()
+                    _SAVES[name](training.state(), path).wait_durable()
                     saved = load_by_torch(path, arguments.device) if path.exists() else None
                     if saved and (bad := differing(saved, training.state())):
                         wrong.append(f"{name}: {listed(bad)}")
@@ -141,8 +146,8 @@ def _lines(result: Result) -> Iterator[str]:
     every = result["every"]
     yield (
         f"{shown_size(result['nbytes'])} of model and optimizer on {result['device']}, saved "
-        f"{result['saves']} times, every {every} steps of {shown_time(result['step_s'])}; medians "
-        f"of {result['rounds']} rounds"
+        f"{result['saves']} times, every {every} steps of {shown_time(result['step_s'])}; "
+        f"{shown_rounds(result)}"
     )
     rows = [("", "lost for each save", "of the training time")]
     for name, lost_s in result["lost_s"].items():
