@@ -588,7 +588,7 @@ def test_pickles_that_reach_for_more_are_refused(content: bytes, tmp_path: Path)
 def test_what_is_no_pickle_is_damaged_and_not_hostile(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     for weights_only in (True, False):
-        with pytest.raises(CorruptCheckpoint, match="truncated or damaged"):
+        with pytest.raises(CorruptCheckpoint, match=r"truncated or damaged|is empty"):
             Reader(tmp_path, weights_only=weights_only).read_metadata()
 
 

@@ -484,7 +484,9 @@ def press(*_):
     raise KeyboardInterrupt
 
 pipeline.wait_at_exit = pipeline.any_hangs = press
-fastckpt.save({"w": torch.ones(2 << 20)}, sys.argv[1], drain_rate=2e6)"""
+handle = fastckpt.save({"w": torch.ones(10 << 20)}, sys.argv[1], drain_rate=8e6)
+while not handle.progress().written:  # before and after, it may be in calls of torch's store
+    handle.wait_done(0.01)"""
 
 
 def test_a_press_at_every_wait_as_the_process_ends(folder: Path) -> None:
