@@ -493,7 +493,8 @@ def test_a_press_at_every_wait_as_the_process_ends(folder: Path) -> None:
     """Its threads are left to the kernel: their destructors would end the process by SIGABRT."""
     ended = run_python(PRESSED_AT_EXIT, folder / "a.pt", started=True)
     assert "abandoned: True" in ended.stdout, ended
-    fastckpt.save({"w": torch.ones(9)}, folder / "a.pt").result(LIMIT_S)  # removes what is left
+    for left in folder.glob(".a.pt.*"):  # a save would, once the kernel has let go of its ring
+        left.unlink()
 
 
 @pytest.mark.torture
