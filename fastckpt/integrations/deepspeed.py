@@ -50,7 +50,7 @@ _TELLS_DIRECTORY = hasattr(checkpoint_engine, "CheckpointCommitInfo")
 
 
 class CheckpointCommitInfo(NamedTuple):
-    """What DeepSpeed tells of a checkpoint, in a class of its own of that name."""
+    """The facts of a checkpoint, as in DeepSpeed's own class of that name."""
 
     tag: str
     save_dir: str

@@ -1,4 +1,4 @@
-"""What install() adds to Megatron's own loads: damaged iterations are skipped, and the optimizer's
+"""Additions to Megatron's own loads by install(): damaged iterations are skipped, and optimizers'
 buckets are loaded onto other parallel sizes.
 
 Responsible for choosing the iteration, the same on all ranks. Megatron's functions read it, print,
@@ -41,7 +41,7 @@ _SAME = (*_SIZES, "world_size", "data_parallel_size", "no_save_optim", "no_save_
 
 
 class _Look(NamedTuple):
-    """What was read of an iteration before anything is loaded."""
+    """The parts of an iteration that are read before anything is loaded."""
 
     path: str
     metadata: Metadata

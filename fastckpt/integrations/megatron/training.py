@@ -24,7 +24,7 @@ log = logging.getLogger("fastckpt")
 
 _CHECKPOINTING, _ASYNC = "megatron.training.checkpointing", "megatron.training.async_utils"
 _READS = ("_load_base_checkpoint", "_load_global_dist_base_checkpoint", "generate_state_dict")
-# Where the strategies and the queue come from: before Megatron 0.17, and since.
+# The modules that hold the strategies and the queue: before Megatron 0.17, and since.
 _STRATEGIES = (
     ("get_default_save_sharded_strategy", "get_default_load_sharded_strategy"),
     ("TorchDistSaveShardedStrategy", "TorchDistLoadShardedStrategy"),
