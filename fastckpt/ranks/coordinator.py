@@ -29,6 +29,63 @@ c10d: Any = dist  # stores, of which torch's type hints say too little
 OPERATION_S = 30.0  # bounds one operation of the store, none of which waits for another rank
 
 
+class MemoryStore:
+    """The part of a c10d store that agreements need, for one process alone: a dict.
+
+    torch's HashStore would serve, but a thread that is in a call of it when the interpreter ends
+    takes the process down by std::terminate (before Python 3.14, which hangs such threads).
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._lock = threading.Lock()
+
+    def clone(self) -> MemoryStore:
+        """Returns this store: no call of it holds up another one."""
+        return self
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Stores a value under a key."""
+        self._values[key] = _in_bytes(value)
+
+    def get(self, key: str) -> bytes:
+        """Returns a value; raises KeyError at once if there is none, since nobody else sets it."""
+        return self._values[key]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Returns the values of keys; raises as get()."""
+        return [self._values[key] for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        """Returns whether all of the keys have values."""
+        return all(key in self._values for key in keys)
+
+    def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
+        """Stores a value if the present one, or "" for none, is `expected`. Returns the value that
+        is stored then; `expected` if there is none.
+        """
+        with self._lock:
+            present = self._values.get(key)
+            if (present or b"") == _in_bytes(expected):
+                self._values[key] = present = _in_bytes(value)
+            return _in_bytes(expected) if present is None else present
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to the number under a key, at first 0, and returns the sum."""
+        with self._lock:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = b"%d" % total
+            return total
+
+    def delete_key(self, key: str) -> bool:
+        """Removes a key; returns whether there was one."""
+        return self._values.pop(key, None) is not None
+
+
+def _in_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
 def own_client(store: Any) -> Any:
     """Returns a client whose calls do not hold up those of the given one, the training's."""
     base, timeout = store, timedelta(seconds=OPERATION_S)
@@ -194,7 +251,7 @@ class Coordinator:
     @classmethod
     def alone(cls) -> Coordinator:
         """Makes one for a single process: rank 0 of 1, over a store in its own memory."""
-        return cls(c10d.HashStore(), 0, 1, "alone")
+        return cls(MemoryStore(), 0, 1, "alone")
 
     @classmethod
     def of_group(

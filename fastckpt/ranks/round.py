@@ -386,9 +386,7 @@ class Round:
 
     def check(self) -> None:
         """Raises the failure of the round, if there is one; else cancels it, if the caller has."""
-        # A rank alone knows how the round ended. A call of the store less, in which a thread that
-        # is left behind when the interpreter ends would end the process by std::terminate.
-        if self.world_size > 1 and not self._end and self._call("check", [self._at("end")]):
+        if not self._end and self._call("check", [self._at("end")]):
             self._end = self._call("get", self._at("end"))
         if not self._end and self.is_cancelled():
             self._post(f"rank {self.rank} cancelled it", [self.rank], kind=SaveCancelled)

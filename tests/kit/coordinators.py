@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.coordinator import Coordinator, MemoryStore
 from fastckpt.ranks.round import Round
 
 PREFIX = "agreement"
@@ -24,7 +24,15 @@ def tcp_store() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-STORES: dict[str, Callable[[Path], dist.Store]] = {
+class CountedStore(MemoryStore):
+    """A store that says how many keys it has, as torch's do."""
+
+    def num_keys(self) -> int:
+        return len(self._values)
+
+
+STORES: dict[str, Callable[[Path], Any]] = {
+    "memory": lambda _: CountedStore(),
     "hash": lambda _: dist.HashStore(),
     "tcp": lambda _: tcp_store(),
     "file": lambda path: dist.FileStore(str(path / "store"), 3),
