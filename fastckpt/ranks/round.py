@@ -269,7 +269,7 @@ class Round:
             self._join(0.0)
             # That of another save, which the state may have asked for, is a failure of this one.
             if isinstance(error, SaveCancelled) and self.is_cancelled():
-                self._post(f"rank {self.rank} cancelled it", [self.rank], kind=SaveCancelled)
+                self._post(self._cancelled(), [self.rank], kind=SaveCancelled)
             elif isinstance(error, RootInUse):
                 self._post(str(error), [self.rank], kind=RootInUse)
             else:
@@ -376,7 +376,10 @@ class Round:
         any thread may call it, until this rank's record of conclude() is there.
         """
         if self.is_cancelled():
-            raise SaveCancelled(self._text(f"rank {self.rank} cancelled it"), (self.rank,))
+            raise SaveCancelled(self._text(self._cancelled()), (self.rank,))
+
+    def _cancelled(self) -> str:
+        return "it was cancelled" if self.world_size == 1 else f"rank {self.rank} cancelled it"
 
     def _text(self, why: str) -> str:
         why = why[:_CAUSE_CHARS]
@@ -389,7 +392,7 @@ class Round:
         if not self._end and self._call("check", [self._at("end")]):
             self._end = self._call("get", self._at("end"))
         if not self._end and self.is_cancelled():
-            self._post(f"rank {self.rank} cancelled it", [self.rank], kind=SaveCancelled)
+            self._post(self._cancelled(), [self.rank], kind=SaveCancelled)
         if self.failed:
             text, ranks, missing, time_was_up, kind = json.loads(self._end)
             if time_was_up and self.rank in missing:

@@ -410,7 +410,13 @@ class Template:
         self._actions.append(lambda: setattr(value, "read_saved", partial(its.of_all, name)))
         is_other = its.saving_ranks != its.world_size
         if is_other and value.merge is not None:
-            own = value.merge(its.of_all(name), its.rank, its.world_size)
+            saved_by_all = its.of_all(name)
+            try:
+                own = value.merge(saved_by_all, its.rank, its.world_size)
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                text = f"{at}: merge of the values of {its.saving_ranks} ranks failed with {why}"
+                raise self._misfit(text) from error
         else:
             self._unmerged += [at.name] if is_other else []
             if its.own is None or name not in its.own:

@@ -20,12 +20,13 @@ from typing import Any
 from unittest import mock
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 import fastckpt
-from fastckpt import Checkpointer, Memory, PerRank
+from fastckpt import Checkpointer, IncompatibleCheckpoint, Memory, PerRank
 from fastckpt.ranks import round as round_module
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import LINGER_S
@@ -291,6 +292,10 @@ def restore_counts(member: Member, root: str) -> tuple[Any, ...]:
     with Checkpointer(root) as checkpointer:
         checkpointer.restore(state)
         loaded = checkpointer.load()
+        if len(state["own"].saved) != member.world_size:
+            failing = {**state, "merged": PerRank(merge=lambda values, rank, ranks: values[9])}
+            with pytest.raises(IncompatibleCheckpoint, match=r"'merged'.*IndexError"):
+                checkpointer.restore(failing)
     logging.getLogger("fastckpt").removeHandler(told)
     own, merged = state["own"], state["merged"]
     assert own.saved == merged.saved == loaded["own"].saved and set(state["epoch"].saved) == {7}
