@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
+import shutil
 import signal
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import fastckpt
+from fastckpt.errors import CheckpointError
 from fastckpt.integrations import dcp as ours
 from tests.crews.dcp_states import blank, is_same, numbers, sharded
 from tests.crews.group_crew import Member, Outcome, attempt
@@ -73,7 +77,8 @@ def saved(member: Member, how: str, seed: int, path: str) -> Outcome:
             saving = ours.async_save(
                 state, checkpoint_id=path, process_group=group, fence=fence, timeout_s=TIMEOUT_S
             )
-            return type(saving.result(60))
+            assert isinstance(saving.result(60), Metadata)
+            return Metadata
 
     return attempt(act)
 
@@ -187,16 +192,52 @@ def save_big(member: Member, path: str, seed: int) -> None:
         ours.save({"model": big(member, seed)}, checkpoint_id=path, process_group=member.group)
 
 
-def result_of_a_save(member: Member, path: str) -> tuple[bool, list[str]]:
-    """Whether result() returns Metadata, and what files it opens for that."""
+def result_of_a_save(member: Member, path: str) -> tuple[list[str], list[str], list[str], bool]:
+    """What result(), a first and a second use of its members open; whether those are the file's."""
+    opened = list[list[str]]()
     with quiet(), process_on(storage := Recorder()) as own:
         state = {"model": big(member, 1)}
         saving = ours.async_save(state, checkpoint_id=path, process_group=member.group)
         saving.wait_done()
         own.drain()
-        count = len(storage.log)
-        metadata = saving.result()
-        return metadata is not None, [str(each) for each in storage.log[count:]]
+
+        def noted(use: Callable[[], Any]) -> Any:
+            count = len(storage.log)
+            value = use()
+            opened.append([str(each) for each in storage.log[count:]])
+            return value
+
+        metadata = noted(saving.result)
+        noted(lambda: metadata.storage_data)
+        noted(lambda: metadata.state_dict_metadata)
+    again = copy.deepcopy(metadata)
+    stored = ours.Reader(path).read_metadata()
+    is_equal = metadata == again == saving.result() and (
+        metadata.state_dict_metadata == stored.state_dict_metadata
+    )
+    return *opened, is_equal and type(pickle.loads(pickle.dumps(metadata))) is Metadata
+
+
+def results_that_are_gone(member: Member, path: str) -> list[str]:
+    """What the results of a save that was replaced, and of one that was removed, are."""
+    with quiet():
+        savings = []
+        for seed in (1, 2):
+            state = {"model": big(member, seed)}
+            savings.append(ours.async_save(state, checkpoint_id=path, process_group=member.group))
+            savings[-1].wait_done()
+        results = [saving.result() for saving in savings]
+        found = []
+        for result in results:
+            dist.barrier(member.group)
+            try:
+                found.append(type(copy.deepcopy(result)).__name__)
+            except CheckpointError as error:
+                found.append("removed" if "was removed" in str(error) else "replaced")
+            dist.barrier(member.group)
+            if member.rank == 0:
+                shutil.rmtree(path, ignore_errors=True)
+        return found
 
 
 def save_once(member: Member, path: str, seed: int, how: str) -> Outcome:

@@ -1119,9 +1119,16 @@ def test_plans_are_exchanged_only_when_they_change(nursery: Nursery, tmp_path: P
 
 
 @pytest.mark.multiprocess
-@pytest.mark.xfail(strict=True, reason="result() gives each rank the Metadata, and reads no file")
-def test_the_result_is_there_without_reading(crew: Callable[[int], Crew], tmp_path: Path) -> None:
-    assert crew(2)(bodies.result_of_a_save, str(tmp_path)) == [(True, [])] * 2
+def test_the_result_reads_its_file_when_it_is_used(
+    crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    first, second = crew(2)(bodies.result_of_a_save, str(tmp_path))
+    assert first == ([], [], [], True) and second[0] == [] and second[3]
+    assert len(second[1]) > 0 and second[2] == []
+    assert crew(2)(bodies.results_that_are_gone, str(tmp_path / "gone")) == [
+        ["Metadata", "Metadata"],
+        ["replaced", "removed"],
+    ]
 
 
 @pytest.mark.multiprocess

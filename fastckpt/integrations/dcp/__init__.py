@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import sys
 import time
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -65,26 +65,68 @@ class Saving(SaveHandle):
     _metadata: Metadata | None = None
     _file = ""
 
-    def result(self, timeout: float | None = None) -> Metadata | None:  # type: ignore[override]
+    def result(self, timeout: float | None = None) -> Metadata:  # type: ignore[override]
         """Waits for the commit, `timeout` seconds at most, and returns the Metadata.
 
-        On other ranks than the first it is read from the checkpoint, and is None if that was
-        removed or replaced meanwhile, or holds what a Reader refuses.
+        On other ranks than the first its members are read from the checkpoint when one of them is
+        first used. That raises CheckpointError if the checkpoint was removed or replaced meanwhile,
+        or cannot be read, and what a Reader raises if it holds what that refuses.
 
         Raises:
             CheckpointError: the checkpoint was not committed. TimeoutError: not within `timeout`.
         """
         super().result(timeout)
         if self._metadata is None:
-            try:
-                storage = pipeline.current().storage
-                path = os.path.join(self.path, dcp_metadata.NAME)
-                metadata = dcp_metadata.read(storage, path, True)
-            except (OSError, CheckpointError, pickle.UnpicklingError):
-                return None
-            files = {info.relative_path for info in metadata.storage_data.values()}
-            self._metadata = metadata if not self._file or self._file in files else None
+            self._metadata = _UnreadMetadata(self.path, self._file)
         return self._metadata
+
+
+class _UnreadMetadata(Metadata):
+    """The Metadata of a checkpoint that another rank has committed.
+
+    Few callers look at the result of a save, and on thousands of ranks it is a file of many
+    megabytes: it is read at the first use of a member, after which this is a plain Metadata.
+
+    Args:
+        path: the checkpoint's directory.
+        own_file: the name of this rank's file in it, "" if it has none.
+    """
+
+    def __init__(self, path: str, own_file: str) -> None:
+        self._source = (path, own_file)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _MEMBERS:
+            own = object.__getattribute__(self, "__dict__")
+            source = own.get("_source")
+            if source is not None:  # else another thread has just read it
+                own.update(vars(_metadata_of(*source)))
+                own.pop("_source", None)
+                self.__class__ = Metadata  # type: ignore[assignment]
+        return object.__getattribute__(self, name)
+
+    def __eq__(self, other: object) -> bool:
+        _ = self.storage_data  # makes it a plain one
+        return self == other
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return copy.copy, (_metadata_of(*self._source),)
+
+
+_MEMBERS = frozenset(field.name for field in fields(Metadata))
+
+
+def _metadata_of(path: str, own_file: str) -> Metadata:
+    storage = pipeline.current().storage
+    try:
+        metadata = dcp_metadata.read(storage, os.path.join(path, dcp_metadata.NAME), True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"the checkpoint {path!r} was removed after its save") from error
+    if own_file and own_file not in {its.relative_path for its in metadata.storage_data.values()}:
+        raise CheckpointError(f"the checkpoint {path!r} was replaced by another one after its save")
+    return metadata
 
 
 class _Saving(Saving, InnerHandle):
@@ -210,7 +252,7 @@ def save(
     use_collectives: bool = True,
     durable: bool = True,
     timeout_s: float = TIMEOUT_S,
-) -> Metadata | None:
+) -> Metadata:
     """Saves as torch.distributed.checkpoint.save does; the same as async_save(...).result()."""
     saving = async_save(
         state_dict,
@@ -223,7 +265,7 @@ def save(
         durable=durable,
         timeout_s=timeout_s,
     )
-    metadata: Metadata | None = saving.result()
+    metadata: Metadata = saving.result()
     return metadata
 
 
