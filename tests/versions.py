@@ -74,6 +74,16 @@ FRAMEWORKS = {
     "torchtitan": Framework(
         ("torchtitan==0.3.0",), ("torchtitan",), ("integrations/test_torchtitan.py",)
     ),
+    "megatron": Framework(
+        ("megatron-core==0.16.1",),
+        ("megatron-core",),
+        (
+            "integrations/test_megatron.py",
+            "integrations/test_megatron_install.py",
+            "integrations/test_megatron_layouts.py",
+            "integrations/test_megatron_parts.py",
+        ),
+    ),
     "torch": Framework(
         ("torch==2.6.0",),
         ("torch",),

@@ -43,7 +43,7 @@ class _Shown:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command, of sys.argv by default.
+    """Runs one command, of sys.argv by default; `doctor` if there is none.
 
     Returns:
         The exit status: 0; 1 if something is damaged or could not be done, if `diff` found
@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(fastckpt.__version__)
     with suppress(ImportError):  # completion in a shell is there if argcomplete is
         importlib.import_module("argcomplete").autocomplete(parser)
-    parsed = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    parsed = parser.parse_args(given or ["doctor"])
     try:
         # Only now, since most import torch.
         with redirect_stdout(_Shown(sys.stdout)):

@@ -195,7 +195,6 @@ def test_every_input_of_a_job_has_an_argument(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "the following arguments are required: COMMAND"),
         (("fly",), "invalid choice: 'fly'"),
         (("advise", "--gpus", "8"), "one of the arguments --params --size is required"),
         (("advise", "--params", "7B"), "the following arguments are required: --gpus"),
@@ -806,8 +805,9 @@ def test_paths_of_commands_are_of_file_systems(capsys: pytest.CaptureFixture[str
         assert "is '', must be a path" in refused(capsys, command, "")
 
 
-def test_doctor_tells_what_would_be_done(disk: Path) -> None:
-    done = run("doctor", cwd=disk)
+@pytest.mark.parametrize("command", [("doctor",), ()])
+def test_doctor_tells_what_would_be_done(command: tuple[str, ...], disk: Path) -> None:
+    done = run(*command, cwd=disk)
     assert (done.returncode, done.stderr) == (0, "")
     told = dict(re.split(r"  +", line, maxsplit=1) for line in done.stdout.splitlines())
     handle = fastckpt.save({}, disk / "a.pt")

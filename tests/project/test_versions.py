@@ -11,7 +11,7 @@ import pytest
 from tests import versions
 from tests.kit.paths import ROOT
 
-_REQUIRED = re.compile(r'^require\("([\w-]+)", "([\d.]+)"', re.MULTILINE)
+_REQUIRED = re.compile(r'^(?:\w+ = )?require\("([\w-]+)", "([\d.]+)"', re.MULTILINE)
 
 
 def floors() -> dict[str, str]:
