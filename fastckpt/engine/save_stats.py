@@ -143,6 +143,16 @@ class SaveStats:
     d2h_gbps: float | None = None
     gpu_stall_s: float | None = None
 
+    def spans(self) -> list[tuple[str, float, float]]:
+        """Returns the phases that the save has come through, with the seconds of their begin and
+        end: those of PHASES, "commit" and, with a local tier, "drain" from there to the root.
+        """
+        clocks = {**vars(self), "": 0.0, "first_s": self.local_committed_s or self.committed_s}
+        ends = [*PHASES, ("commit", "synced_s", "first_s")]
+        ends += [("drain", "local_committed_s", "committed_s")]
+        spans = [(name, clocks[begin], clocks[end]) for name, begin, end in ends]
+        return [span for span in spans if None not in span]
+
     def __str__(self) -> str:
         """Returns one line: bytes, time, rate, how long the caller was blocked, and the backend."""
         nbytes, whose = self.nbytes, shown_share(self.ranks)
