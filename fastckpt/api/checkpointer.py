@@ -51,6 +51,7 @@ from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, 
 from fastckpt.ranks.round import TIMEOUT_S, Round
 from fastckpt.saving import ctrl_c, pipeline
 from fastckpt.saving.handle import InnerHandle, SaveHandle
+from fastckpt.saving.lease import Lease
 from fastckpt.saving.save import Save, Veto
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.template import Template
@@ -58,7 +59,6 @@ from fastckpt.state.tree import State
 from fastckpt.steps import log as save_log
 from fastckpt.steps import pins, retention
 from fastckpt.steps.capture import captured
-from fastckpt.steps.lease import Lease
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.no_steps import is_step, it_is_a_step, real_path

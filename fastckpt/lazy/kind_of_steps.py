@@ -29,11 +29,11 @@ from fastckpt.lazy.extents import Described
 from fastckpt.lazy.kind import OF_ANOTHER, Debris, Kind, NotCommitted, Part, Place, refused
 from fastckpt.lazy.source import Shard, Source, Stored, Wanted
 from fastckpt.lazy.torch_file import zip_of_ours
+from fastckpt.saving.lease import Lease
 from fastckpt.state.targets import Target
 from fastckpt.state.tree import Stored as Placeholder
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.dead import left_in
-from fastckpt.steps.lease import Lease
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.no_steps import is_step, what_is_there
 from fastckpt.steps.root import Steps

@@ -18,7 +18,7 @@ from fastckpt.formats import file_list
 from fastckpt.formats.manifest import MANIFEST, is_manifest
 from fastckpt.formats.step_names import DELETED, NAME
 from fastckpt.saving import pipeline
-from fastckpt.steps.lease import LEASE_FILE
+from fastckpt.saving.lease import LEASE_FILE
 from fastckpt.steps.root import Steps
 from fastckpt.storage.calls import looked_up
 from fastckpt.storage.calls import real_path as real_path

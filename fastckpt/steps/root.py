@@ -28,9 +28,9 @@ from fastckpt.formats.step_names import (
     step_of,
 )
 from fastckpt.latch import SERVER_S, within
+from fastckpt.saving.lease import Lease
 from fastckpt.steps import dead
 from fastckpt.steps.known import UNSEEN, Begun, Known
-from fastckpt.steps.lease import Lease
 from fastckpt.storage import atomic, calls
 from fastckpt.storage.file_system import (
     NEW_MODE,

@@ -23,9 +23,9 @@ from fastckpt.formats.manifest import Manifest
 from fastckpt.formats.step_names import DRAINED, REPLICATED, SPARES, tier_name
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
+from fastckpt.saving.lease import Lease
 from fastckpt.saving.spares import Spares
 from fastckpt.steps.copies import Fetch
-from fastckpt.steps.lease import Lease
 from fastckpt.steps.newest_whole import Apart, readable, survey_of_copy
 from fastckpt.steps.pins import deleted
 from fastckpt.steps.root import Committed, Steps

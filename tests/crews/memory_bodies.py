@@ -24,7 +24,7 @@ from unittest import mock
 from fastckpt import Checkpointer, CheckpointError, Memory, SaveHandle
 from fastckpt.ranks.peer_link import PeerLink
 from fastckpt.saving import pipeline
-from fastckpt.steps.lease import LEASE_FILE
+from fastckpt.saving.lease import LEASE_FILE
 from fastckpt.storage import file_system, machine, vanishing
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.drain import Drain

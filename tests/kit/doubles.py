@@ -31,10 +31,10 @@ from fastckpt import _engine
 from fastckpt.engine import staging as staging_module
 from fastckpt.engine.staging import QUEUE_DEPTH, Route, Scatterer, Staging
 from fastckpt.reading.verified import open_verified
+from fastckpt.saving import lease as lease_module
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.steps import lease as lease_module
 from fastckpt.storage.file_system import Storage
 from tests.kit.storm import SUITE_SEED
 

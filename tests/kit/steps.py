@@ -16,7 +16,7 @@ import torch
 
 from fastckpt import Checkpointer, PerRank
 from fastckpt.formats.step_names import ATTEMPT_BYTES, SPARES
-from fastckpt.steps.lease import LEASE_FILE, LeaseRecord
+from fastckpt.saving.lease import LEASE_FILE, LeaseRecord
 from fastckpt.storage.machine import pid_space, started
 from tests.kit.doubles import Delay, Recorder, process_on
 

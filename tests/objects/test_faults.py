@@ -22,8 +22,7 @@ from fastckpt.arguments.urls import path_of
 from fastckpt.cli import main
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, RootInUse, StorageError
 from fastckpt.latch import asked
-from fastckpt.saving import pipeline
-from fastckpt.steps import lease
+from fastckpt.saving import lease, pipeline
 from fastckpt.steps import root as steps_root
 from fastckpt.storage.owners import Owner
 from tests.kit.objects import proxy as faults

@@ -24,9 +24,9 @@ from fastckpt import Checkpointer
 from fastckpt.cli import main
 from fastckpt.errors import RootInUse
 from fastckpt.formats.step_names import step_name as name
+from fastckpt.saving import lease as lease_module
 from fastckpt.saving import pipeline
-from fastckpt.steps import lease as lease_module
-from fastckpt.steps.lease import BEATING, LASTS_S, LEASE_FILE, NBYTES, Lease, LeaseRecord
+from fastckpt.saving.lease import BEATING, LASTS_S, LEASE_FILE, NBYTES, Lease, LeaseRecord
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.machine import pid_space
 from tests.kit.doubles import Operation, Recorder, T, dead_pid, process_on
@@ -195,7 +195,7 @@ def test_a_job_that_was_taken_over_as_it_committed_removes_nothing(
 RACES = """
 import sys
 from fastckpt.errors import RootInUse
-from fastckpt.steps.lease import Lease
+from fastckpt.saving.lease import Lease
 from fastckpt.storage.file_system import Storage
 lease = Lease(Storage(), sys.argv[1])
 for line in sys.stdin:

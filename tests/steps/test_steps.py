@@ -38,8 +38,8 @@ from fastckpt.errors import (
 from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
+from fastckpt.saving.lease import Lease
 from fastckpt.steps.known import Begun
-from fastckpt.steps.lease import Lease
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import superfluous
 from fastckpt.steps.root import Steps

@@ -20,8 +20,8 @@ import torch
 
 from fastckpt import Checkpointer, Memory
 from fastckpt.cli import main
+from fastckpt.saving.lease import LEASE_FILE
 from fastckpt.saving.pipeline import Pipeline
-from fastckpt.steps.lease import LEASE_FILE
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import memory_budget
 from fastckpt.tiers.drain import Drain

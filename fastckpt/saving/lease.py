@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 from fastckpt.arguments.environment import launched_job
 from fastckpt.errors import RootInUse, StorageError
-from fastckpt.formats.strict_json import NUMBER_END, decode
 from fastckpt.latch import SERVER_S, start_thread, within
 from fastckpt.saving import pipeline
 from fastckpt.storage.atomic import close_quietly
@@ -37,6 +36,7 @@ from fastckpt.storage.vanishing import is_removed
 
 LEASE_FILE = "lease.json"
 VERSION = 1
+_NUMBER_END = 1 << 63
 NBYTES = 1024  # of every record, so that one is replaced by one write
 _CHARS_MAX = {"nonce": 32, "host": 64, "space": 128, "job": 128, "began": 64, "renewed": 64}
 
@@ -76,14 +76,14 @@ class LeaseRecord(NamedTuple):
     def from_bytes(cls, content: bytes) -> LeaseRecord | None:
         """Returns a record that was stored, by this version or a newer one; None if it is none."""
         try:
-            value = decode(content)
+            value = json.loads(content)  # of NBYTES at most
         except (ValueError, RecursionError):
             return None
         if not isinstance(value, dict) or not {"fastckpt-lease", *cls._fields} <= value.keys():
             return None
         value = {name: value[name] for name in cls._fields}
         numbers = [value[name] for name in ("pid", "started", "restarts", "lasts_s")]
-        if any(type(number) is not int or not 0 <= number < NUMBER_END for number in numbers):
+        if any(type(number) is not int or not 0 <= number < _NUMBER_END for number in numbers):
             return None
         if any(type(value[name]) is not str for name in _CHARS_MAX):
             return None
