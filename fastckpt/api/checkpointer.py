@@ -49,8 +49,9 @@ from fastckpt.errors import (
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
 from fastckpt.ranks.round import TIMEOUT_S, Round
-from fastckpt.saving import ctrl_c, pipeline
+from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle, SaveHandle
+from fastckpt.saving.in_flight import InFlight
 from fastckpt.saving.lease import Lease
 from fastckpt.saving.save import Save, Veto
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
@@ -224,7 +225,7 @@ class Checkpointer:
                 self._steps.is_step = is_step(self._root, timeout_s)
             self.restored_from, self.differences = dict[str, str](), _NO_DIFFERENCES
             self._reader: StepReader | None = None  # of the restore that is running
-            self._logs, self._before_commit, self._handles = log, before_commit, list[InnerHandle]()
+            self._logs, self._before_commit, self._saves = log, before_commit, InFlight()
             self._tier: LocalTier | None = None
             self._closed = self._ended = False
             self._memo = per_group.GroupMemo(self._coordinator)
@@ -287,7 +288,6 @@ class Checkpointer:
             options = replace(options, pacing=Pacing())
             label += " before the job ends"
         agreement = self._coordinator.begin(label, self._timeout_s)
-        self._handles = [each for each in self._handles if each.may_be_told()]
         with ExitStack() as failing:
             failing.enter_context(agreement.failing())
             self._be_the_saver()
@@ -301,8 +301,7 @@ class Checkpointer:
                 current.raise_unreported(path, handle.kind, self._on_error)
             place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
             if self._tier is not None and draining is not None:
-                awaited = self._handles if deadline_s is None else []
-                running = [each for each in awaited if not each.done()]
+                running = self._saves.running() if deadline_s is None else []
                 place = NodePlace(
                     self._tier,
                     handle,
@@ -350,7 +349,7 @@ class Checkpointer:
         # With a tier this step waits for none that has a rate, and would only share with them.
         current.rates.lift(self._root, deadline_s is not None and self._tier is None)
         handle = current.save(save)
-        self._handles = [*self._handles, handle]
+        self._saves.add(handle)
         return handle
 
     def restore(
@@ -563,16 +562,14 @@ class Checkpointer:
         """
         if self._close(pressed=False):
             raise KeyboardInterrupt
-        handles, self._handles = self._handles, []
-        for handle in filter(InnerHandle.may_be_told, handles):
-            pipeline.raise_earlier(handle)
+        self._saves.raise_first()
 
     def _close(self, pressed: bool) -> bool:
         """Closes everything; returns whether Ctrl-C was pressed, before (`pressed`) or in here."""
         if self._ended:
             return False
         self._closed = True
-        pressed = ctrl_c.wait_or_give_up(self._handles, pressed)
+        pressed = self._saves.close(pressed)
         pipeline.current().wait_for(self._root, ended=True)
         pipeline.current().rates.forget(self._root)
         self._opened.close()

@@ -26,7 +26,7 @@ from fastckpt.latch import Latch
 from fastckpt.ranks.per_group import group_of_job
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle, SaveHandle, log_failure
-from fastckpt.saving.pipeline import raise_earlier
+from fastckpt.saving.in_flight import InFlight
 from fastckpt.storage.atomic import make_directory, temporary_path
 from fastckpt.storage.file_system import reported
 
@@ -61,7 +61,7 @@ class BackgroundCheckpointIO:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        self._handles: list[InnerHandle] = []  # in flight or failed, and the last two
+        self._saves = InFlight(newest=2)
         self._removals: dict[str, _Removal] = {}
         self._kept: list[str] = []  # to be removed when there is something newer
         self.is_saving = False
@@ -153,8 +153,7 @@ class BackgroundCheckpointIO:
         handle = cast(InnerHandle, handle)
         if self._on_error == "raise":
             handle.add_done_callback(log_failure)
-        earlier = self._handles
-        self._handles = [h for h in earlier[:-1] if h.may_be_told()] + earlier[-1:] + [handle]
+        self._saves.add(handle)
         for _ in range(len(self._kept)):  # of the same list, to which another thread may add now
             other = self._kept.pop(0)
             if other != path:
@@ -193,8 +192,8 @@ class BackgroundCheckpointIO:
             self._stock.remove_checkpoint(self, path)
             return
         real = os.path.realpath(local)
-        own = next((h for h in reversed(self._handles) if h.path == real), None)
-        newest = next((h for h in reversed(self._handles) if h.path != real), None)
+        own = next((h for h in reversed(self._saves) if h.path == real), None)
+        newest = next((h for h in reversed(self._saves) if h.path != real), None)
         removal = _Removal()
         self._removals = {p: r for p, r in self._removals.items() if not r.ended.is_set()}
         self._removals[local] = removal
@@ -229,13 +228,11 @@ class BackgroundCheckpointIO:
         Raises:
             CheckpointError: with on_error="raise", the first failure that was not raised before.
         """
-        for handle in self._handles:
-            handle.wait_done()
+        self._saves.wait()
         for removal in self._removals.values():
             removal.ended.wait()
         self._removals.clear()
-        for handle in [handle for handle in self._handles if handle.may_be_told()][:1]:
-            raise_earlier(handle)
+        self._saves.raise_first()
 
 
 class ShardedStrategy:
@@ -296,7 +293,7 @@ class ShardedStrategy:
 
 
 _OTHERS = "meta.pt"  # in a sharded checkpoint of Lightning
-_OF_SAVES = ("_handles", "_removals", "_kept", "is_saving")
+_OF_SAVES = ("_saves", "_removals", "_kept", "is_saving")
 
 
 class _Removal:

@@ -11,7 +11,6 @@ import inspect
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -33,7 +32,8 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
-from fastckpt.saving.pipeline import raise_earlier
+from fastckpt.saving.in_flight import InFlight
+from fastckpt.saving.pipeline import FREEING_S
 from fastckpt.storage.atomic import make_directory
 from fastckpt.storage.file_system import reported
 
@@ -154,12 +154,16 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
         self.name = "fastckpt"
-        self.handle: InnerHandle | None = None
+        self._saves = InFlight()
         self._on_error, self._timeout_s = on_error, timeout_s
         self._options = WriteOptions(backend, durable, staging_bytes, staging)
         self._coordinator: Coordinator | None = None
         self._open: Tag | None = None
         self._unmade: StorageError | None = None  # of a directory whose tag is not created yet
+
+    @property
+    def handle(self) -> InnerHandle | None:
+        return self._saves.last
 
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begins a tag, after waiting for the one before; DeepSpeed calls it on all ranks.
@@ -172,7 +176,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self.drain()
         directory = os.path.realpath(check_path("save_dir", info.save_dir))
         path = os.path.realpath(os.path.join(directory, info.tag))
-        self._tell_failure(partial(raise_earlier, not_begun=path))
+        self._saves.raise_first(not_begun=path)
         if self._coordinator is None:
             self._coordinator = Coordinator.of_group(dist.group.WORLD, "deepspeed")
         agreement = self._coordinator.begin(f"save of tag {info.tag!r}", self._timeout_s)
@@ -237,8 +241,10 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         self._seal()
         self.drain()
-        self._tell_failure(InnerHandle.result)
-        return self.handle is None or self.handle.failure() is None
+        handle = self._saves.last
+        if handle is not None and handle.may_be_told():
+            handle.result()
+        return handle is None or handle.failure() is None
 
     def is_decoupled(self) -> bool:
         """Returns True: save_checkpoint() is not to commit or to move `latest`."""
@@ -263,8 +269,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def drain(self) -> None:
         """Waits until the last tag has been committed or has failed."""
-        if self.handle is not None:
-            self.handle.wait_done()
+        self._saves.wait()
 
     def cleanup(self) -> None:
         """Waits for the last tag and closes the connection to the store, which a later save opens
@@ -274,12 +279,11 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             CheckpointError: with on_error="raise", the last tag failed, and nobody asked for why.
         """
         self._seal(CheckpointError("given up: the engine is being destroyed"))
-        if self.handle is not None:  # the round is closed in the end
-            pipeline.current().wait_for(self.handle.path, ended=True)
+        self._saves.wait(FREEING_S)  # the round is closed in the end
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
             coordinator.close()
-        self._tell_failure(raise_earlier)
+        self._saves.raise_first()
 
     @contextmanager
     def whole_tag(self) -> Iterator[None]:
@@ -304,13 +308,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def _seal(self, error: BaseException | None = None) -> None:
         tag, self._open = self._open, None
         if tag is not None:
-            self.handle = tag.handle
+            self._saves.add(tag.handle)
             tag.conclude(error)
-
-    def _tell_failure(self, raising: Callable[[InnerHandle], object]) -> None:
-        """Has the error of the last tag raised, once, unless it is only to be warned of."""
-        if self.handle is not None and self.handle.may_be_told():
-            raising(self.handle)
 
 
 class _ByTagAlone(FastckptCheckpointEngine):

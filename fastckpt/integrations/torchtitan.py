@@ -119,7 +119,6 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             return
         self._config, self._adapter = config, sd_adapter
         self.save_future: InnerHandle | None = None
-        self._staging: InnerHandle | None = None  # copied from, for all that is known
         self.folder = filesystem.join(base_folder, config.folder)
         self.interval, self.keep_latest_k = config.interval, config.keep_latest_k
         _refuse_url("folder", self.folder)
@@ -166,8 +165,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
                 return True
             dtype = TORCH_DTYPE_MAP[config.export_dtype]
             state = {MODEL: {name: _cast(value, dtype) for name, value in state[MODEL].items()}}
-        handle = cast(InnerHandle, self._checkpointer.save(curr_step, state))
-        self.save_future = self._staging = handle
+        self.save_future = cast(InnerHandle, self._checkpointer.save(curr_step, state))
         if last_step:
             self._wait_for_saving()
         return True
@@ -288,9 +286,8 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
     def _maybe_wait_for_staging(self) -> None:
         """Waits until the state may change; a GPU's stream waits rather than this thread."""
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            staging.pass_fence()
+        if self.save_future is not None:
+            self.save_future.pass_fence()
 
     def _wait_for_saving(self) -> None:
         """Waits until the save that was begun last is committed."""

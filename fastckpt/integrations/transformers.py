@@ -15,7 +15,6 @@ import copy
 import logging
 import os
 import re
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,7 +39,8 @@ from fastckpt.integrations._fsdp import replaced
 from fastckpt.ranks.per_group import group_of_job
 from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.handle import InnerHandle
-from fastckpt.saving.pipeline import raise_earlier
+from fastckpt.saving.in_flight import InFlight
+from fastckpt.saving.pipeline import FREEING_S
 
 require("transformers", "4.52", "6", __name__)
 
@@ -56,20 +56,6 @@ from transformers.utils import is_sagemaker_mp_enabled, is_torch_xla_available  
 log = logging.getLogger("fastckpt")
 
 _NAME = re.compile(rf"{re.escape(PREFIX_CHECKPOINT_DIR)}-(\d+)\Z")
-
-
-@dataclass
-class _Save:
-    """A save of a checkpoint.
-
-    Attributes:
-        announced: the Trainer's state with which callbacks' on_save is to be called when the
-            checkpoint is committed; None: it has been called, or no callback has one.
-    """
-
-    handle: InnerHandle
-    path: str
-    announced: Any = None
 
 
 class AsyncTrainer(Trainer):  # type: ignore[misc]
@@ -124,8 +110,11 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         check_choice("on_error", on_error, ON_ERROR)
         WriteOptions(backend, durable, staging_bytes)  # refuses here what each save would refuse
         self._draft: Draft | None = None
-        self._has_begun = False  # a save, of which callbacks are not told yet
-        self._saves: list[_Save] = []  # not yet waited for
+        self._saves = InFlight()
+        self._begun: InnerHandle | None = None  # a save of which callbacks are not told yet
+        self._best: InnerHandle | None = None  # the save of the best checkpoint
+        # The save for which on_save is to be called when it is committed, and the state for that.
+        self._announced: tuple[InnerHandle, Any] | None = None
         self._saving: dict[str, Any] = {
             "fence": fence,
             "on_error": on_error,
@@ -170,20 +159,15 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         Raises:
             CheckpointError: with on_error="raise", the first failure that was not raised before.
         """
-        for parent in {os.path.dirname(save.handle.path) for save in self._saves}:
-            wait_for_directories(parent)
+        self._saves.wait(FREEING_S)
         self._call_on_save()
-        saves, self._saves = self._saves, []
-        failed = [(save.handle, save.path) for save in saves if save.handle.failure() is not None]
-        unreported = [handle for handle, _ in failed if not handle.reported]
-        for _handle, path in failed:
-            if self.state.best_model_checkpoint == path:
+        best, self._best = self._best, None
+        if best is not None and best.failure() is not None:
+            path = self.state.best_model_checkpoint
+            if path is not None and os.path.realpath(path) == best.path:
                 log.warning("%r, the best checkpoint, could not be saved: there is none now", path)
                 self.state.best_model_checkpoint = None
-        for handle in unreported[1:]:
-            log.warning("another save failed too: %s", handle.exception(0))
-        for handle in unreported[:1]:
-            raise_earlier(handle)
+        self._saves.raise_first()
 
     def train(
         self,
@@ -248,37 +232,38 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
 
         self._call_on_save(wait=True)  # rotate() may remove the checkpoint before this one
         handle = save_directory(path, fill, group=group_of_job(), retain=rotate, **self._saving)
-        self._saves = [
-            save for save in self._saves if not save.handle.done() or save.handle.failure()
-        ]
-        self._saves.append(_Save(handle, path))
-        self._has_begun = True
+        self._saves.add(handle)
+        self._begun = handle
+        if state.best_global_step == state.global_step:
+            self._best = handle
 
     def _on_save(self, args: Any, state: Any, control: Any) -> Any:
         """Takes the place of the callback handler's on_save(): keeps the call until the checkpoint
         that has just begun is committed.
         """
         control.should_save = False
-        if not self._has_begun:  # a subclass has saved by itself
+        begun, self._begun = self._begun, None
+        if begun is None:  # a subclass has saved by itself
             return self.callback_handler.call_event("on_save", args, state, control)
-        self._has_begun = False
         stock = TrainerCallback.on_save
         if any(type(each).on_save is not stock for each in self.callback_handler.callbacks):
             announced = copy.copy(state)
             announced.log_history = list(state.log_history)
-            self._saves[-1].announced = announced
+            self._announced = begun, announced
         return control
 
     def _call_on_save(self, wait: bool = False) -> None:
-        """Calls on_save for checkpoints that are committed; wait: for all that have been begun."""
-        for save in list(self._saves):
-            if save.announced is None or not (wait or save.handle.done()):
-                continue
-            save.handle.wait_done()
-            state, save.announced = save.announced, None
-            if save.handle.failure() is None:
-                handler = self.callback_handler
-                self.control = handler.call_event("on_save", self.args, state, self.control)
+        """Calls on_save for a checkpoint that is committed; `wait`: for one that has been begun."""
+        if self._announced is None:
+            return
+        handle, state = self._announced
+        if not (wait or handle.done()):
+            return
+        handle.wait_done()
+        self._announced = None
+        if handle.failure() is None:
+            handler = self.callback_handler
+            self.control = handler.call_event("on_save", self.args, state, self.control)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self._call_on_save()  # at each step

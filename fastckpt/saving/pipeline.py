@@ -32,7 +32,7 @@ from fastckpt.saving.copy_completion import CopyCompletion
 from fastckpt.saving.ctrl_c import any_hangs, fail_exit, tell_lost, tell_lost_in_child, wait_at_exit
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.mutation_check import WatchedTensors
-from fastckpt.saving.watch import InFlight, Watch, drained
+from fastckpt.saving.watch import RunningSave, Watch, drained
 from fastckpt.storage import calls
 from fastckpt.storage.atomic import remove_dead
 from fastckpt.storage.bound import Bound
@@ -45,7 +45,7 @@ IN_FLIGHT_MAX = 16
 _HEAD_START_S = 0.001
 _LOOK_S = 0.5  # how often a save that waits for a slot looks whether its caller still waits
 _STILL_S = 1800.0  # for how long exit waits for saves of which none gets on
-_FREEING_S = 60.0  # longest wait for the blocks of replaced files
+FREEING_S = 60.0  # longest wait for the blocks of replaced files
 _LOWEST = 19  # nice(2)
 
 
@@ -71,7 +71,7 @@ class Pipeline:
         self._slots: SimpleQueue[None] = SimpleQueue()
         for _ in range(IN_FLIGHT_MAX):
             self._slots.put(None)
-        self._in_flight: dict[InnerHandle, InFlight] = {}  # in the order of save()
+        self._in_flight: dict[InnerHandle, RunningSave] = {}  # in the order of save()
         self._watch = Watch(self._in_flight)
         # Their errors may not have been asked for; whether another kind of save has warned of them.
         self._failed: dict[InnerHandle, bool] = {}
@@ -156,11 +156,11 @@ class Pipeline:
                 remove_dead(self.storage, path)
         del job, error  # a traceback may keep this frame
 
-    def _entry(self, job: Job) -> InFlight:
+    def _entry(self, job: Job) -> RunningSave:
         """Returns what is known of a save that runs on this thread."""
         thread, give_up = threading.current_thread(), partial(self._give_up, job)
         bound = Bound(job.agreement.timeout_s)
-        return InFlight(job.lane, Latch(), thread, threading.get_ident(), bound, give_up)
+        return RunningSave(job.lane, Latch(), thread, threading.get_ident(), bound, give_up)
 
     def _take_slot(self, job: Job) -> bool:
         """Waits for one of IN_FLIGHT_MAX slots. Returns False if the caller was interrupted, or has
@@ -223,19 +223,22 @@ class Pipeline:
                 pending.append(handle)
         return pending
 
-    def wait_for(self, lane: str, *, ended: bool = False, within_s: float = _FREEING_S) -> None:
+    def wait_for(self, lane: str, *, ended: bool = False) -> None:
         """Waits for the saves in flight of this lane (for a file, its path), and raises no errors.
 
-        With `ended` it also waits, `within_s` at most, for what they do after the commit, unless it
-        is called in a callback of a save, which is part of that.
+        With `ended` it also waits, for a while, for what they do after the commit.
         """
         for handle in self._pending(lane):
             handle.wait_done()
-        if ended and threading.get_ident() not in self._telling:
-            self._wait_gone(self._pending(lane), within_s)
+        if ended:
+            self.wait_gone(self._pending(lane))
 
-    def _wait_gone(self, handles: list[InnerHandle], within_s: float = _FREEING_S) -> None:
-        """Waits until nothing of these saves is left to do, `within_s` in all at most."""
+    def wait_gone(self, handles: Sequence[InnerHandle], within_s: float = FREEING_S) -> None:
+        """Waits until nothing of these saves is left to do, `within_s` in all at most. Does not
+        wait in a callback of a save, which is part of what is awaited.
+        """
+        if threading.get_ident() in self._telling:
+            return
         until = time.monotonic() + within_s
         for handle in handles:
             save = self._in_flight.get(handle)
@@ -298,7 +301,7 @@ class Pipeline:
                 freeing = [handle for handle, _ in others if handle.done()]
                 if error.errno != errno.ENOSPC or not freeing:
                     raise
-                self._wait_gone(freeing)
+                self.wait_gone(freeing)
                 self.storage.allocate(fd, nbytes)
 
     def prepare(self, nbytes: int) -> None:

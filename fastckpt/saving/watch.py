@@ -18,7 +18,7 @@ from fastckpt.storage import calls
 from fastckpt.storage.bound import LOOK_S, Bound
 
 
-class InFlight(NamedTuple):
+class RunningSave(NamedTuple):
     """A save in flight: its lane, a latch that is set when nothing of it is left to do, the thread
     that it runs on, how long that may be in one call, and what ends the save if it is longer.
     """
@@ -32,7 +32,7 @@ class InFlight(NamedTuple):
 
 
 def drained(
-    in_flight: dict[InnerHandle, InFlight],
+    in_flight: dict[InnerHandle, RunningSave],
     still_s: float = inf,
     only: Sequence[InnerHandle] | None = None,
 ) -> list[InnerHandle]:
@@ -73,7 +73,7 @@ class Watch:
         in_flight: the saves, which others add and remove.
     """
 
-    def __init__(self, in_flight: dict[InnerHandle, InFlight]) -> None:
+    def __init__(self, in_flight: dict[InnerHandle, RunningSave]) -> None:
         self._in_flight = in_flight
         self._lock = threading.Lock()  # which only threads of saves take
         self._thread: threading.Thread | None = None  # under _lock
@@ -105,7 +105,7 @@ class Watch:
                 self._look(save)
             saves[0].gone.wait(min(save.bound.look_s for save in saves))
 
-    def _look(self, save: InFlight) -> None:
+    def _look(self, save: RunningSave) -> None:
         call = calls.of_thread(save.ident)
         if call is None or not save.bound.is_over(call.seconds(), call.text):
             return

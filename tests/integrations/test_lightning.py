@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -167,7 +167,7 @@ class FullAt(lightning.pytorch.Callback):  # type: ignore[misc]
         self.set(trainer, full=False)
 
     def set(self, trainer: Any, full: bool) -> None:
-        for handle in trainer.strategy.checkpoint_io._handles:
+        for handle in trainer.strategy.checkpoint_io._saves:
             handle.wait_done()
         soft, hard = self.limit
         resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10 if full else soft, hard))
@@ -349,7 +349,7 @@ def test_a_failure_is_raised_at_the_next_save_or_at_the_end(disk: Path) -> None:
     ):
         with file_size_limit(16 << 10):
             io.save_checkpoint(state(1), disk / FIRST)
-            io._handles[-1].wait_done()
+            io._saves.wait()
         with pytest.raises(StorageError) as failure:
             told()
         assert failure.value.errno == errno.EFBIG
@@ -484,7 +484,7 @@ def test_options_of_the_engine_arrive(disk: Path) -> None:
     io, storage = FastckptCheckpointIO(staging="gds", **options), Recorder(by_engine=True)
     with process_on(storage):
         io.save_checkpoint({"weight": torch.zeros(3 << 20)}, disk / FIRST)
-        stats = io._handles[-1].result()
+        stats = cast(Any, io._saves.last).result()
         assert not storage.numbers_of("sync")
     assert "'threads' was asked for" in stats.why
     assert stats.nbytes > 12 << 20 and stats.staged_bytes_max <= 8 << 20
@@ -551,7 +551,7 @@ def test_a_copy_after_a_save_has_the_settings_alone(disk: Path) -> None:
     plugin.remove_checkpoint(disk / FIRST)
     for other in (copy.deepcopy(plugin), pickle.loads(pickle.dumps(plugin))):
         assert other._on_error == "warn" and not other._durable
-        assert not other._handles and not other._removals
+        assert not list(other._saves) and not other._removals
         other.save_checkpoint(state(3), disk / "c.ckpt")
         other.teardown()
     plugin.teardown()

@@ -175,7 +175,7 @@ class Begun(TrainerCallback):
         self.trainer: Any = None
 
     def on_save(self, *_args: Any, **_kwargs: Any) -> None:
-        self.handles += [save.handle for save in self.trainer._saves]
+        self.handles += self.trainer._saves
 
 
 class Looks(TrainerCallback):

@@ -457,7 +457,7 @@ def test_a_tier_that_was_unmounted_is_gone_past(
     root = disk / "run"
     with mounted("tmpfs", disk) as local, Checkpointer(root, local=local) as checkpointer:
         checkpointer.save(1, state(1)).result(WAIT_S)
-        checkpointer._handles[-1].wait_done()
+        checkpointer._saves.wait()
         wait_until(lambda: not checkpointer._steps.incomplete(), "the save has ended")
         subprocess.run(["umount", "-l", str(local)], check=True)
         try:

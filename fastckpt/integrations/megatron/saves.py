@@ -16,7 +16,7 @@ from fastckpt.errors import StorageError, is_visible
 from fastckpt.integrations.megatron.strategies import Afterwards
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
-from fastckpt.saving.pipeline import raise_earlier
+from fastckpt.saving.in_flight import InFlight
 
 
 class Saves:
@@ -28,7 +28,7 @@ class Saves:
 
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
-        self._handles: list[InnerHandle] = []
+        self._saves = InFlight()
 
     def wait(self) -> None:
         """Waits until all saves have ended and old iterations are removed. Call it before the
@@ -37,23 +37,16 @@ class Saves:
         Raises:
             CheckpointError: a save failed with on_error="raise", and nobody asked for why.
         """
-        for handle in self._wait():
-            if handle.may_be_told():
-                raise_earlier(handle)
-
-    def _wait(self) -> list[InnerHandle]:
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            handle.wait_done()
-        for root in self._runs:
-            pipeline.current().wait_for(root, ended=True, within_s=inf)
-        return handles
+        self._saves.wait(inf)
+        self._saves.raise_first()
 
     def __enter__(self) -> Saves:
         return self
 
     def __exit__(self, kind: object, _error: object, _trace: object) -> None:
-        (self.wait if kind is None else self._wait)()
+        self._saves.wait(inf)
+        if kind is None:
+            self._saves.raise_first()
 
     def is_first(self, root: str) -> bool:
         """Whether no save to this directory has begun yet."""
@@ -70,7 +63,7 @@ class Saves:
         run = self._runs.setdefault(root, _Run(root))
         retain = partial(run.retain, iteration, retention)
         handle = save(Afterwards(root, partial(run.committed, iteration), retain))
-        self._handles = [each for each in self._handles if not each.done()] + [handle]
+        self._saves.add(handle)
         return handle
 
 
