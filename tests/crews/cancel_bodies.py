@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import Any
 
 import torch
 
@@ -42,18 +41,6 @@ def cancel_step(
     with Checkpointer(root) as checkpointer:
         after = attempt(checkpointer.save(2, {"own": PerRank(torch.ones(4))}).result)
         return cancelled, after, left, checkpointer.latest()
-
-
-def cancel_file(member: Member, path: str, cancelling: list[int]) -> tuple[Outcome, Any]:
-    """Some ranks cancel the save of a file; returns what came of it, and what is under the path."""
-    state = {"same": torch.ones(2 * MIB)}
-    handle = fastckpt.save(state, path, group=member.group, drain_rate=50e3)
-    meet(member)
-    if member.rank in cancelling:
-        assert handle.cancel()
-    outcome = attempt(handle.result)
-    meet(member)
-    return outcome, fastckpt.load(path)
 
 
 def cancel_in_turn(member: Member, root: str) -> list[Outcome]:

@@ -68,27 +68,13 @@ _swapping = threading.RLock()
 
 
 def save_through(
-    pipeline: Pipeline,
-    obj: Any,
-    path: str | os.PathLike[str],
-    *,
-    fence: str = "call",
-    backend: str = "auto",
-    durable: bool = True,
-    staging_bytes: int | None = None,
+    pipeline: Pipeline, obj: Any, path: str | os.PathLike[str], **options: Any
 ) -> InnerHandle:
     """fastckpt.save to a path, through this pipeline instead of the process's own."""
     with _swapping:
         kept, pipeline_module._current = pipeline_module._current, pipeline
         try:
-            return fastckpt.save(
-                obj,
-                path,
-                fence=fence,
-                backend=backend,
-                durable=durable,
-                staging_bytes=staging_bytes,
-            )
+            return fastckpt.save(obj, path, **options)
         finally:
             pipeline_module._current = kept
 

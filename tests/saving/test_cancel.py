@@ -46,25 +46,6 @@ def cancelled(handle: fastckpt.SaveHandle) -> SaveCancelled:
     return error
 
 
-def test_while_it_copies(old: Path) -> None:
-    with HeldTensor() as held:
-        handle = fastckpt.save({"w": held.tensor}, old, fence="step")
-        held.wait_reached()
-        assert handle.cancel() and handle.is_cancelled()
-        assert not handle.done(), "its memory is still read"
-        held.release()
-        cancelled(handle)
-    assert handle.cancel(), "it has been"
-
-
-def test_while_it_writes(old: Path) -> None:
-    handle = fastckpt.save({"w": torch.ones(1 << 20)}, old, drain_rate=SLOW)
-    assert handle.cancel()
-    told = repr(handle)
-    assert told.endswith("ing, cancel() was called>") or handle.done()
-    cancelled(handle)
-
-
 def test_nothing_of_an_export_is_left_when_it_is_told(disk: Path) -> None:
     left: Queue[list[str]] = Queue()
     with HeldTensor() as held:
@@ -97,20 +78,6 @@ def test_while_an_earlier_save_is_in_flight(disk: Path) -> None:
     cancelled(second)
     assert first.result(WAIT_S) and third.result(WAIT_S)
     assert fastckpt.load(disk / "a.pt") == 3
-    pipeline.close()
-
-
-def test_too_late(disk: Path) -> None:
-    go_on = threading.Event()
-    storage = Delay("rename", go_on)
-    pipeline = Pipeline(storage)
-    handle = save_through(pipeline, "new", disk / "a.pt")
-    assert storage.reached.wait(WAIT_S)
-    assert handle.cancel(), "nobody knows yet"
-    go_on.set()
-    assert handle.result(WAIT_S).committed_s is not None
-    assert not handle.cancel()
-    assert fastckpt.load(disk / "a.pt") == "new"
     pipeline.close()
 
 
@@ -168,15 +135,6 @@ def test_all_ranks_agree(crew: Callable[[int], Crew], disk: Path, cancelling: li
 
 
 @pytest.mark.multiprocess
-def test_ranks_that_save_one_file_agree(crew: Callable[[int], Crew], disk: Path) -> None:
-    fastckpt.save("old", disk / "a.pt").result(WAIT_S)
-    for outcome, found in crew(2)(bodies.cancel_file, str(disk / "a.pt"), [1]):
-        assert type(outcome.error) is SaveCancelled and outcome.error.ranks == (1,)
-        assert found == "old"
-    assert os.listdir(disk) == ["a.pt"]
-
-
-@pytest.mark.multiprocess
 def test_other_steps_are_not_touched(crew: Callable[[int], Crew], disk: Path) -> None:
     """Whether the second one comes too late or not: all ranks tell the same."""
     for number in range(4):
@@ -219,16 +177,6 @@ def test_what_it_sees(disk: Path) -> None:
     (one, nbytes, names), again, two = seen
     assert again[0] == one != two[0] and len(one) == 64 and int(one, 16)
     assert nbytes > 4 << 20 and "a.pt" not in names
-
-
-def test_it_refuses(old: Path) -> None:
-    def refuse(*_: Any) -> None:
-        raise ValueError("the loss is nan")
-
-    handle = fastckpt.save("new", old, before_commit=refuse)
-    with pytest.raises(fastckpt.CheckpointError, match="refused the save to") as e:
-        handle.result(WAIT_S)
-    assert type(e.value.__cause__) is ValueError
 
 
 def test_its_exit_is_no_exit(old: Path) -> None:

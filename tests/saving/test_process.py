@@ -43,7 +43,6 @@ if way == "interrupt":
 @pytest.mark.parametrize(
     ("fence", "way", "returncode"),
     [
-        ("call", "return", 0),
         ("step", "return", 0),
         ("call", "exit", 3),
         ("step", "raise", 1),
@@ -194,36 +193,6 @@ assert saved.wait(60)
 def test_exit_waits_for_no_daemon_that_saves_for_ever(disk: Path) -> None:
     assert run_python(DAEMON_LOOP, disk / "a.pt").stderr == ""
     assert ones(disk / "a.pt") == 6 << 20
-
-
-INTERRUPTED_RESULT = """
-import signal, sys, threading
-import torch, fastckpt
-from tests.kit.saves import HeldTensor, stands_in, wait_until
-
-main = threading.main_thread()
-with HeldTensor(value=1.0) as held:
-    handle = fastckpt.save(held.tensor, sys.argv[1], fence="step")
-
-    def interrupt():
-        wait_until(lambda: all(stands_in(main, name) for name in ("result", "wait")), "it waits")
-        signal.pthread_kill(main.ident, signal.SIGINT)
-
-    try:
-        threading.Thread(target=interrupt).start()
-        handle.result(60)
-        sys.exit("not interrupted")
-    except KeyboardInterrupt:
-        assert not handle.done()
-assert handle.result(60).committed_s
-"""
-
-
-def test_interrupted_wait_leaves_the_save_alone(disk: Path) -> None:
-    result = run_python(INTERRUPTED_RESULT, disk / "a.pt")
-    assert ones(disk / "a.pt") == 1 << 19
-    told = result.stderr.splitlines()
-    assert len(told) == 1 and told[0].startswith(f"the save to {str(disk / 'a.pt')!r} goes on: ")
 
 
 STRICT = """
