@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch.distributed.checkpoint as torch_dcp
@@ -63,15 +64,23 @@ def gathers(plugin: Any) -> str:
 
 @contextmanager
 def sharded_states(draft: Draft, durable: bool) -> Iterator[None]:
-    """Adds the sharded states to the draft that Accelerate saves in the body."""
+    """Adds the sharded states to the draft that Accelerate saves in the body, after that: ranks may
+    wait for each other's plans, and must not while others are in a collective of Accelerate's.
+    """
     from fastckpt.integrations import dcp  # which not every caller needs
+
+    states: list[Callable[[], None]] = []
 
     def save(by_itself: Any, state_dict: Any, **given: Any) -> Any:
         path = getattr(given.get("storage_writer"), "path", os.curdir)
         name = os.path.relpath(path, draft.directory)
         if name.startswith(os.pardir):
             return by_itself(state_dict, **given)
-        return dcp.add_to(draft, name, state_dict, given.get("planner"), durable=durable)
+        planner = given.get("planner")
+        states.append(partial(dcp.add_to, draft, name, state_dict, planner, durable=durable))
+        return None
 
     with replaced(torch_dcp, "save", save):
         yield
+    for add in states:
+        add()

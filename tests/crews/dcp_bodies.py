@@ -35,6 +35,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import fastckpt
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.save import save_directory
 from fastckpt.errors import CheckpointError
 from fastckpt.integrations import dcp as ours
 from tests.crews.dcp_states import blank, is_same, numbers, sharded
@@ -468,3 +470,25 @@ def load_megatron(member: Member, path: str, seed: int, how: str) -> bool:
             ):
                 return False
         return True
+
+
+def save_two_in_one(member: Member, path: str) -> list[BaseException | None]:
+    """Saves a directory with two checkpoints twice; the second time the plan of the first one is
+    new to rank 0 alone, and that of the other one to rank 1.
+    """
+    errors = []
+    for size in (1, 2):
+        states = [
+            {f"{name} of {member.rank}": torch.zeros(size if member.rank == new_to else 1)}
+            for new_to, name in enumerate(("first", "second"))
+        ]
+
+        def fill(draft: Draft, states: list[dict[str, Any]] = states) -> None:
+            for name, state in zip("ab", states, strict=True):
+                ours.add_to(draft, name, state)
+
+        def save(fill: Any = fill) -> None:
+            save_directory(path, fill, group=member.group, timeout_s=TIMEOUT_S).result()
+
+        errors.append(attempt(save).error)
+    return errors

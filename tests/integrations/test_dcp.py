@@ -1151,6 +1151,13 @@ def test_a_part_that_appears_on_one_rank_alone(
 
 
 @pytest.mark.multiprocess
+def test_plans_that_are_new_to_different_ranks_wait_for_each_other_in_order(
+    crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    assert crew(2)(bodies.save_two_in_one, str(tmp_path / "a")) == [[None] * 2] * 2
+
+
+@pytest.mark.multiprocess
 def test_a_planner_that_fails_in_the_background_fails_all(
     crew: Callable[[int], Crew], tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ import copy
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -219,13 +220,14 @@ def async_save(
     shared = _shared.of(group if use_collectives else None)
     handle = _Saving(writer.path, started, kind="dcp", on_error=on_error)
     handled = sys.exc_info()[1]
+    state = _stated(state_dict)  # first: it may gather, and what follows may fail on one rank alone
     try:
         agreement = shared.coordinator.begin(f"dcp save to {writer.path!r}", timeout_s)
         with agreement.failing():
             pipeline.current().raise_unreported(writer.path, handle.kind, on_error)
             writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=use_collectives)
             planner = DefaultSavePlanner() if planner is None else planner
-            planning = _planned(shared.plans, agreement, writer, planner, state_dict)
+            planning = _planned(shared.plans, agreement, writer, planner, state)
             conclusion = _Conclusion(writer, planning, handle)
             job = writer.save(handle, agreement, planning.staged, planner, conclusion, fence)
         pipeline.current().save(job)
@@ -317,11 +319,23 @@ def add_to(
     writer = Writer(os.path.join(draft.path, name), durable=durable)
     writer.set_up_storage_writer(rank == 0, rank=rank)
     planner = DefaultSavePlanner() if planner is None else planner
-    planning = _planned(_shared.of(group).plans, agreement, writer, planner, state_dict)
+    state = _stated(state_dict)
+
+    def agree_before() -> None:
+        for items in draft.items:
+            items.agree_on_items()
+
+    plans = _shared.of(group).plans
+    planning = _planned(plans, agreement, writer, planner, state, agree_before)
     conclusion = _Conclusion(writer, planning)
     storage, directory = pipeline.current().storage, os.path.join(draft.directory, name)
     place = ItemsPlace(storage, directory, draft.agreement, durable)
     draft.add_items(writer.items(planning.staged, planner, conclusion, draft.fence, place))
+
+
+def _stated(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state dict with what its objects say their states are."""
+    return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
 
 
 def _planned(
@@ -329,14 +343,22 @@ def _planned(
     agreement: Records,
     writer: Writer,
     planner: SavePlanner,
-    state_dict: dict[str, Any],
+    state: dict[str, Any],
+    agree_before: Callable[[], None] = lambda: None,
 ) -> _Planning:
-    """Returns the planning of a save, once this rank knows what it copies."""
-    state = {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+    """Returns the planning of a save, once this rank knows what it copies.
+
+    Args:
+        agree_before: called before this waits for other ranks, to agree with them on all that comes
+            before it: one of them may be waiting for that.
+    """
     settings = dcp_plans.settings_of(planner)
     dcp_plans.set_up(planner, state, writer.storage_meta(), agreement.rank == 0)
     local = writer.prepare_local_plan(planner.create_local_plan())
-    return _Planning(plans, agreement, writer, planner, plans.offer(settings, local))
+    offer = plans.offer(settings, local)
+    if offer.guess is None:
+        agree_before()
+    return _Planning(plans, agreement, writer, planner, offer)
 
 
 class _Planning:
