@@ -37,19 +37,18 @@ class Tag:
 
     Args:
         path: the tag's directory, without symbolic links.
-        agreement: the round of this tag.
         latest: the path of the file that is to have `content` when the tag is saved; "": none.
         options: how the files are written.
         on_error: "raise" or "warn", as InnerHandle's.
 
     Attributes:
         handle: the SaveHandle of the whole tag; its path is the tag's directory.
+        content: as given.
     """
 
     def __init__(
         self,
         path: str,
-        agreement: Round,
         latest: str,
         content: str,
         options: WriteOptions,
@@ -58,9 +57,7 @@ class Tag:
         self.handle = InnerHandle(path, time.perf_counter(), kind="tag", on_error=on_error)
         if on_error == "raise":
             self.handle.add_done_callback(log_failure)
-        self._agreement, self._options = agreement, options
-        storage = pipeline.current().storage
-        self._place = TagPlace(storage, path, agreement, options.durable, latest, content)
+        self.content, self._latest, self._options = content, latest, options
         self._files: list[CapturedFile] = []
         self._error: BaseException | None = None
 
@@ -94,11 +91,18 @@ class Tag:
         if self._error is not None and not isinstance(self._error, CheckpointError | OSError):
             raise self._error
 
-    def conclude(self, error: BaseException | None) -> None:
+    def conclude(self, agreement: Round, error: BaseException | None) -> None:
         """Begins to save the files, and returns when they are copied; with an error, the tag fails
         on all ranks.
+
+        Args:
+            agreement: the round of this tag, in which no rank has said a word yet.
+            error: that of this rank, if it has one.
         """
-        handle, agreement, place, options = self.handle, self._agreement, self._place, self._options
+        handle, options, storage = self.handle, self._options, pipeline.current().storage
+        place = TagPlace(
+            storage, handle.path, agreement, options.durable, self._latest, self.content
+        )
         plan = TagPlan(self._files, error or self._error, place, options)
         job = Save(handle, agreement, plan, place, options, fence="call", lane=handle.path)
         pipeline.current().save(job)

@@ -160,6 +160,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._coordinator: Coordinator | None = None
         self._open: Tag | None = None
         self._unmade: StorageError | None = None  # of a directory whose tag is not created yet
+        self._earlier: CheckpointError | None = None  # of the tag before, for which this one fails
 
     @property
     def handle(self) -> InnerHandle | None:
@@ -168,22 +169,23 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begins a tag, after waiting for the one before; DeepSpeed calls it on all ranks.
 
-        Raises:
-            CheckpointError: with on_error="raise", the tag before could not be saved.
+        Errors fail the tag when it is concluded: DeepSpeed's collectives come between, in which
+        the other ranks would wait for one that raises here.
         """
         unmade, self._unmade = self._unmade, None
         self._seal(CheckpointError(f"given up: tag {info.tag!r} was begun before it ended"))
         self.drain()
         directory = os.path.realpath(check_path("save_dir", info.save_dir))
         path = os.path.realpath(os.path.join(directory, info.tag))
-        self._saves.raise_first(not_begun=path)
-        if self._coordinator is None:
-            self._coordinator = Coordinator.of_group(dist.group.WORLD, "deepspeed")
-        agreement = self._coordinator.begin(f"save of tag {info.tag!r}", self._timeout_s)
         latest = os.path.join(directory, "latest") if info.save_latest else ""
-        self._open = Tag(path, agreement, latest, info.tag, self._options, self._on_error)
-        if unmade is not None:
-            with self._open.keeping():
+        self._open = Tag(path, latest, info.tag, self._options, self._on_error)
+        with self._open.keeping():
+            try:
+                self._saves.raise_first(not_begun=path)
+            except CheckpointError as error:
+                self._earlier = error
+                raise
+            if unmade is not None:
                 raise unmade
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -239,7 +241,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Returns:
             Whether it was committed. With on_error="raise" a failure is raised instead.
         """
-        self._seal()
+        with self.whole_tag():
+            pass  # it is complete
         self.drain()
         handle = self._saves.last
         if handle is not None and handle.may_be_told():
@@ -292,6 +295,9 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """
         try:
             yield
+            earlier, self._earlier = self._earlier, None
+            if earlier is not None:
+                raise earlier
             if self._open is not None:
                 self._open.raise_mistake()
         except BaseException as error:
@@ -309,7 +315,10 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         tag, self._open = self._open, None
         if tag is not None:
             self._saves.add(tag.handle)
-            tag.conclude(error)
+            if self._coordinator is None:
+                self._coordinator = Coordinator.of_group(dist.group.WORLD, "deepspeed")
+            label = f"save of tag {tag.content!r}"
+            tag.conclude(self._coordinator.begin(label, self._timeout_s), error)
 
 
 class _ByTagAlone(FastckptCheckpointEngine):

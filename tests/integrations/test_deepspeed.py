@@ -244,8 +244,7 @@ def save_by_two(
     end: BaseException | None = None
     engine = FastckptCheckpointEngine("raise", True, "host", None, 60.0)
     tags = [
-        Tag(str(its / tag), agreement, str(its / "latest"), tag, WriteOptions())
-        for its, agreement in zip(runs or [run, run], rounds, strict=True)
+        Tag(str(its / tag), str(its / "latest"), tag, WriteOptions()) for its in runs or [run, run]
     ]
     try:
         for its in runs or [run]:
@@ -258,8 +257,8 @@ def save_by_two(
         each.add(state, f"rank_{rank}.pt")
     if lost is not None:
         rounds[1].conclude = Mock(side_effect=lost)  # type: ignore[method-assign]
-    for each in tags:
-        each.conclude(end)
+    for each, agreement in zip(tags, rounds, strict=True):
+        each.conclude(agreement, end)
     for each in reversed(tags):
         each.handle.wait_done()
         if ended is not None:
