@@ -15,6 +15,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, ClassVar, cast
 
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
 import fastckpt
 from fastckpt import CheckpointError
 from fastckpt.arguments.checks import ON_ERROR, BackendName, OnError, StagingWay, check_choice
@@ -89,14 +91,23 @@ class BackgroundCheckpointIO:
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} takes no storage_options, give None")
-        local = _local(path)
-        if local is None:
-            raise ValueError(f"{path!r} is not on a file system: give the path of a mounted one")
+        local = _on_file_system(path)
         if self.is_saving:  # a signal handler calls this: the save it interrupts holds locks
             self._stock.save_checkpoint(self, checkpoint, path)
             return
         options = {"on_error": self._on_error, **self._options}
-        self._save(local, partial(fastckpt.save, checkpoint, local, **options))
+
+        def begin() -> tuple[SaveHandle, bool]:
+            directory, storage = os.path.dirname(local), pipeline.current().storage
+            with reported("make directory", directory):
+                if storage.status(directory) is None:
+                    make_directory(storage, directory, self._durable)
+                storage.make_directory(directory, parents=True)  # which says so if it is a file
+            has_links = _has_links(directory)
+            _unlink_softly(local)
+            return fastckpt.save(checkpoint, local, **options), has_links
+
+        self._save(local, begin)
 
     def save_shards(
         self, shards: dict[str, Any], others: dict[str, Any], path: str | os.PathLike[str]
@@ -109,42 +120,51 @@ class BackgroundCheckpointIO:
             others: what else belongs to the checkpoint; that of the first rank counts.
             path: of the directory; what is there is replaced as a whole.
         """
-        local = _local(path)
-        if local is None:
-            raise ValueError(f"{path!r} is not on a file system: give the path of a mounted one")
+        local = _on_file_system(path)
         from fastckpt.integrations import dcp  # which files do not need
-
-        def fill(draft: Draft) -> None:
-            dcp.add_to(draft, os.curdir, shards, durable=self._durable)
-            if draft.agreement.rank == 0:
-                draft.add(others, _OTHERS)
 
         names = ("backend", "durable", "staging_bytes")
         options: Any = {name: self._options[name] for name in names}
         options |= {"group": group_of_job(), "on_error": self._on_error}
-        self._save(local, partial(save_directory, local, fill, **options))
 
-    def _save(self, path: str, begin: Callable[[], SaveHandle]) -> None:
+        def begin() -> tuple[SaveHandle, bool]:
+            # Errors of one rank are raised in fill(), from where all ranks hear of them.
+            unlinking = _kept(partial(_unlink_softly, local))
+            has_links = list[bool]()
+
+            def fill(draft: Draft) -> None:
+                unlinking()
+                agreement = draft.agreement
+                if agreement.rank == 0:  # which makes the links
+                    draft.add(others, _OTHERS)
+                    there = _has_links(os.path.dirname(local))
+                    # Before it may wait for other ranks' plans: they wait for this in their calls.
+                    agreement.put("links", b"there are some" if there else b"")
+                dcp.add_to(draft, os.curdir, shards, durable=self._durable)
+                has_links.append(bool(agreement.get("links")))
+
+            handle = save_directory(local, fill, **options)
+            return handle, any(has_links)
+
+        self._save(local, begin)
+
+    def _save(self, path: str, begin: Callable[[], tuple[SaveHandle, bool]]) -> None:
+        """Begins a save, and waits for it where it has to: `begin` also returns whether there are
+        links to files beside this one.
+        """
         self.is_saving = True
         try:
             self._save_after_others(path, begin)
         finally:
             self.is_saving = False
 
-    def _save_after_others(self, path: str, begin: Callable[[], SaveHandle]) -> None:
+    def _save_after_others(self, path: str, begin: Callable[[], tuple[SaveHandle, bool]]) -> None:
         removal = self._removals.pop(path, None)
         if removal is not None and not removal.cancel():
             removal.ended.wait()
-        links, directory, storage = False, os.path.dirname(path), pipeline.current().storage
+        links = False
         try:
-            with reported("make directory", directory):
-                if storage.status(directory) is None:
-                    make_directory(storage, directory, self._durable)
-                storage.make_directory(directory, parents=True)  # which says so if it is a file
-            with reported("list", directory):
-                links = _has_links(directory)
-            _unlink_softly(path)
-            handle = begin()
+            handle, links = begin()
         except CheckpointError as error:
             if self._on_error == "raise":
                 raise
@@ -241,7 +261,29 @@ class ShardedStrategy:
     """
 
     checkpoint_io: Any
+    model: Any
     _save_distributed_checkpoint: bool
+
+    def _saves_shards(self) -> bool:
+        """Whether the CheckpointIO saves shards, and so copies them from where they are."""
+        is_ours = isinstance(self.checkpoint_io, BackgroundCheckpointIO)
+        return is_ours and self._save_distributed_checkpoint
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Returns the model's state, of which the stock method would make a copy on the host."""
+        if not self._saves_shards():
+            stock: dict[str, Any] = cast(Any, super()).lightning_module_state_dict()
+            return stock
+        return get_model_state_dict(self.model)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Returns an optimizer's state, of which the stock method would make a copy on the host."""
+        if not self._saves_shards():
+            stock: dict[str, Any] = cast(Any, super()).optimizer_state(optimizer)
+            return stock
+        return dict(
+            get_optimizer_state_dict(self.model, getattr(optimizer, "_optimizer", optimizer))
+        )
 
     def save_checkpoint(
         self,
@@ -337,11 +379,36 @@ def _local(path: str | os.PathLike[str]) -> str | None:
     return os.path.abspath(os.path.expanduser(rest if separator else text))
 
 
+def _on_file_system(path: str | os.PathLike[str]) -> str:
+    """Returns the absolute path; raises ValueError for a URL of something else."""
+    local = _local(path)
+    if local is None:
+        raise ValueError(f"{path!r} is not on a file system: give the path of a mounted one")
+    return local
+
+
+def _kept(act: Callable[[], None]) -> Callable[[], None]:
+    """Acts, and returns a function that raises the error of this, if there was one."""
+    error: OSError | None = None
+    try:
+        act()
+    except OSError as failure:
+        error = failure
+
+    def raise_error() -> None:
+        if error is not None:
+            raise error
+
+    return raise_error
+
+
 def _has_links(directory: str) -> bool:
     """Whether a symbolic link names a file beside it: ModelCheckpoint(save_last="link") makes one
     right after the save, whose file has to exist by then.
     """
-    with os.scandir(directory) as entries:
+    if not os.path.isdir(directory):  # the save makes it
+        return False
+    with reported("list", directory), os.scandir(directory) as entries:
         links = [entry.path for entry in entries if entry.is_symlink()]
     return any(os.path.dirname(os.readlink(link)) in ("", os.curdir) for link in links)
 

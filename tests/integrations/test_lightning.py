@@ -564,6 +564,7 @@ def test_shards_go_on_other_numbers_of_ranks(disk: Path) -> None:
     script, imports = "tests/crews/lightning_shards.py", "tests.crews.lightning_imports"
     for of_rank in jobs.told(script, disk, "save", 2, imports=imports):
         assert of_rank["ours"] == of_rank["stock"]
+        assert of_rank["copies of stock"] > 0 == of_rank["copies of ours"]
     assert names(disk / "ours") == names(disk / "stock") == ["step=2.ckpt", "step=3.ckpt"]
     assert check(str(disk / "ours/step=2.ckpt"))
     for ranks in (1, 3):
