@@ -1,0 +1,72 @@
+"""While ranks agree on a save, no integration runs a collective or lets one rank decide: each one
+saves where every collective raises, and where the disk fails one of two ranks at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.crews import agreement_bodies as bodies
+from tests.crews.group_crew import Nursery
+
+RANKS_IMPORT = "tests.crews.agreement_bodies"
+pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
+NEEDS = {
+    "dcp": "torch",
+    "accelerate FSDP": "accelerate",
+    "megatron": "megatron.core",
+    "megatron strategy": "megatron.core",
+}
+
+Save = Callable[..., list[bodies.Told]]
+
+
+@pytest.fixture(scope="module", params=bodies.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """The name of an integration; tests of one come together, since each has ranks of its own."""
+    named = str(request.param)
+    pytest.importorskip(NEEDS.get(named, named))
+    return named
+
+
+@pytest.fixture(scope="module")
+def by(kind: str, nursery: Nursery) -> Iterator[Callable[..., Any]]:
+    with nursery.crew(2) as crew:
+        yield crew
+
+
+@pytest.fixture
+def save(kind: str, by: Callable[..., Any], disk: Path) -> Save:
+    """`save(...)`: what the ranks told that have saved, by bodies.save with these arguments."""
+
+    def saved(*fails: Any) -> list[bodies.Told]:
+        told: list[bodies.Told] = by(bodies.save, str(disk), kind, "there", *fails)
+        return told
+
+    return saved
+
+
+def test_a_save_runs_no_collective(save: Save, disk: Path) -> None:
+    assert save() == [("", [])] * 2
+    assert os.listdir(disk / "there")
+
+
+@pytest.mark.parametrize(("rank", "code"), [(0, errno.ESTALE), (1, errno.EDQUOT)])
+def test_all_ranks_raise_what_fails_one(rank: int, code: int, save: Save) -> None:
+    told = save(rank, code)
+    assert [each.begun for each in told] == [[], []]
+    assert all(os.strerror(code) in each.error for each in told), told
+    assert f"rank {rank} failed" in told[1 - rank].error
+
+
+def test_all_ranks_fail_where_one_can_write_no_file(save: Save) -> None:
+    """Not even those that the framework writes by itself."""
+    told = save(1, None)
+    assert [each.begun for each in told] == [[], []]
+    assert "rank 1 failed" in told[0].error and told[1].error
