@@ -14,6 +14,7 @@ kill are the same. `--manager dcp` takes torchtitan's own checkpoints.
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import sys
@@ -43,6 +44,7 @@ for name, value in {
     setattr(torch.cpu, name, lambda *_, value=value: value)
 
 from torch.distributed.fsdp import FSDPModule  # noqa: E402
+from torch.distributed.pipelining import schedules  # noqa: E402
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
 from torchtitan.components.optimizer import LRSchedulersContainer  # noqa: E402
@@ -63,6 +65,28 @@ def attention(q: Any, k: Any, v: Any, *, scale: Any, enable_gqa: bool, **_: Any)
     return out, None
 
 
+def step(
+    self: Any,
+    *,
+    arg_mbs: Any,
+    kwarg_mbs: Any,
+    target_mbs: Any,
+    losses: Any,
+    loss_kwargs: Any,
+    return_outputs: bool,
+) -> None:
+    """Runs a pipeline's schedule on microbatches, which torch 2.13 would make itself of a batch."""
+    for stage in self._stages if hasattr(self, "_stages") else [self._stage]:
+        stage.has_backward = self._has_backward
+        stage.clear_runtime_states()
+    self._step_microbatches(
+        arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, loss_kwargs=loss_kwargs
+    )
+
+
+for schedule in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+    if "arg_mbs" not in inspect.signature(schedule.step).parameters:
+        schedule.step = step
 FlexAttention.compiled_flex_attn = staticmethod(attention)
 torchtitan_distributed.set_pg_timeouts = lambda **_: None  # a barrier that names a GPU
 
@@ -143,7 +167,9 @@ class Logging(Trainer):
 
         def logged(step: int, loss: float, *others: Any, **named: Any) -> None:
             log(step, loss, *others, **named)
-            if dist.get_rank() != 0:
+            stages = self.parallel_dims.pp
+            has_loss = stages == 1 or self.pp_has_last_stage
+            if not has_loss or dist.get_rank() % (dist.get_world_size() // stages) != 0:
                 return
             print(f"step {step:5d}   loss {loss:.4f}", flush=True)
             if self.losses is not None:
@@ -163,6 +189,8 @@ def configured(args: argparse.Namespace) -> Trainer.Config:
     config.training.disable_cuda_graphs = True
     config.parallelism.spmd_backend = "partial_dtensor"  # torch 2.13 has no FSDP for the default
     config.parallelism.tensor_parallel_degree = args.tp
+    config.parallelism.pipeline_parallel_degree = args.pp
+    config.parallelism.pipeline_parallel_schedule = args.schedule
     config.validator.enable = False
     config.debug.seed = 1
     config.dump_folder = str(args.root)
@@ -183,6 +211,10 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--context", type=int, default=64, help="tokens of a window")
     parser.add_argument("--tp", type=int, default=1, help="ranks that share a tensor")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline stages")
+    parser.add_argument(
+        "--schedule", default="1F1B", help="of the pipeline, such as Interleaved1F1B"
+    )
     parser.add_argument("--manager", choices=["fastckpt", "dcp"], default="fastckpt")
     parser.add_argument("--exclude", nargs="*", default=[], help="exclude_from_loading")
     parser.add_argument("--loss-log", type=Path, help="append losses to this file")

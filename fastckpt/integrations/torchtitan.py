@@ -15,18 +15,17 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
-from torch.distributed.tensor import DTensor
 
 from fastckpt import Checkpointer, IncompatibleCheckpoint, PerRank, export, load_into
 from fastckpt.arguments.checks import CODECS, Codec, Fence, check_choice, check_fence
 from fastckpt.formats.distcp import METADATA
 from fastckpt.formats.step_names import step_name
 from fastckpt.integrations import require
+from fastckpt.integrations._stages import Stages
 from fastckpt.integrations.dcp import Reader
 from fastckpt.ranks.per_group import group_of_job, together
 from fastckpt.ranks.round import TIMEOUT_S
@@ -72,8 +71,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         save_future: the SaveHandle of the save that was begun last, until it has been waited for.
 
     Raises:
-        ValueError: a path is a URL; a model is spread over a part of the ranks, as by pipeline
-            parallelism; or last_save_in_hf is set and the model has no sd_adapter.
+        ValueError: last_save_in_hf is set, and the model has no sd_adapter, or pipeline stages.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -121,8 +119,6 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         self.save_future: InnerHandle | None = None
         self.folder = filesystem.join(base_folder, config.folder)
         self.interval, self.keep_latest_k = config.interval, config.keep_latest_k
-        _refuse_url("folder", self.folder)
-        _refuse_url("initial_load_path", config.initial_load_path)
         if config.last_save_in_hf and sd_adapter is None:
             raise ValueError(
                 "checkpoint.last_save_in_hf is True, but sd_adapter is not provided: this model "
@@ -137,7 +133,13 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
                 LR_SCHEDULER: lr_schedulers,
             }
         )
-        _refuse_parts_of_the_job(self.states[MODEL].cached_state_dict)
+        self._stages = Stages.found(self.states[MODEL].cached_state_dict, config.timeout_s)
+        if self._stages is not None and config.last_save_in_hf:
+            raise ValueError(
+                "checkpoint.last_save_in_hf is True, but with pipeline parallelism no rank has all "
+                "names of the model: leave it out, and have a job without pipeline stages, which "
+                "begins with the last step, write the model"
+            )
         self._own_data = None if dataloader is None else _OwnData(dataloader).per_rank
         self._checkpointer = Checkpointer(
             self.folder,
@@ -159,12 +161,15 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         self._maybe_wait_for_staging()  # state_dict() changes what hooks of the model have made
         state = self._state()
         if last_step and config.last_save_model_only:
-            state = {MODEL: self.states[MODEL].state_dict()}
+            model = self.states[MODEL].state_dict()
             if config.last_save_in_hf:
-                self._export(curr_step, state[MODEL])
+                self._export(curr_step, model)
                 return True
             dtype = TORCH_DTYPE_MAP[config.export_dtype]
-            state = {MODEL: {name: _cast(value, dtype) for name, value in state[MODEL].items()}}
+            state = {MODEL: {name: _cast(value, dtype) for name, value in model.items()}}
+        if self._stages is not None:
+            parts = state.keys() & {MODEL, OPTIMIZER}
+            state |= {key: self._stages.union(key, state[key]) for key in sorted(parts)}
         self.save_future = cast(InnerHandle, self._checkpointer.save(curr_step, state))
         if last_step:
             self._wait_for_saving()
@@ -231,7 +236,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             what, path = "hf_assets_path", getattr(self._adapter, "hf_assets_path", None)
         elif path is None:
             return _NOTHING, "", None, False
-        if not path or not os.path.isdir(path):
+        if not path or not (filesystem.is_remote(path) or os.path.isdir(path)):
             raise ValueError(f"{what} is {path!r}, which is no directory of a checkpoint")
         logger.info("Loading the initial checkpoint from %s.", path)
         kind = _DCP if os.path.isfile(os.path.join(path, METADATA)) else _FOLDER
@@ -239,10 +244,18 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         return kind, path, None, config.initial_load_model_only
 
     def _restore(self, source: Checkpointer, step: int | None, *, model_only: bool) -> None:
-        model = {MODEL: self.states[MODEL]}
-        state = model if model_only else self._not_excluded(self._state())
+        state = self._state()
+        state = {MODEL: state[MODEL]} if model_only else self._not_excluded(state)
         only = f"{MODEL}/*" if model_only else None
-        source.restore(state, step, required=True, only=only)
+        source.restore(
+            state,
+            step,
+            required=True,
+            only=only,
+            unexpected=None if self._stages is None else "ignore",  # what other stages have
+        )
+        for key in state.keys() & {MODEL, OPTIMIZER}:
+            self.states[key].load_state_dict(state[key])
 
     def _load_dcp(self, path: str, model_only: bool) -> None:
         """Loads what torchtitan's DCP manager saved, in which the model's names have no prefix."""
@@ -266,13 +279,11 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         self.states[MODEL].load_state_dict(self._adapter.from_hf(tensors))
 
     def _state(self) -> dict[str, Any]:
-        """Returns what is saved and restored, with the methods of the objects that hold it."""
-        # Not the optimizers themselves: their state_dict() is flat, and no optimizer's of torch.
-        optimizers = self.states[OPTIMIZER]
-        methods = SimpleNamespace(
-            state_dict=optimizers.state_dict, load_state_dict=optimizers.load_state_dict
-        )
-        return {**self.states, OPTIMIZER: methods, DATALOADER: self._own_data}
+        """Returns what is saved and restored; of model and optimizers the dicts with their tensors,
+        which have names of their own in each pipeline stage.
+        """
+        dicts = {key: self.states[key].state_dict() for key in (MODEL, OPTIMIZER)}
+        return {**self.states, **dicts, DATALOADER: self._own_data}
 
     def _not_excluded(self, states: dict[str, Any]) -> dict[str, Any]:
         excluded = self._config.exclude_from_loading
@@ -358,26 +369,6 @@ def _told_by_first(choose: Callable[[], _Choice], timeout_s: float) -> _Choice:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     is_cast = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.to(dtype) if is_cast else value
-
-
-def _refuse_url(field: str, path: str | None) -> None:
-    if path is not None and filesystem.is_remote(path):
-        raise ValueError(
-            f"checkpoint.{field} is {path!r}: URLs are not yet supported by fastckpt, give a "
-            "directory of a mounted file system"
-        )
-
-
-def _refuse_parts_of_the_job(model: dict[str, Any]) -> None:
-    """Raises ValueError for a model of which some ranks have nothing."""
-    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    for name, value in model.items():
-        if isinstance(value, DTensor) and value.device_mesh.size() != ranks:
-            raise ValueError(
-                f"{name!r} is spread over {value.device_mesh.size()} of {ranks} ranks: fastckpt "
-                "saves torchtitan's models that are spread over all ranks, so not with "
-                "pipeline_parallel_degree above 1"
-            )
 
 
 def _steps_of_dcp(folder: str) -> list[int]:

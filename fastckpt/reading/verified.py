@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastckpt.arguments.names import listed
 from fastckpt.engine.broadcast_read_stream import BroadcastReadStream
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.read_stream import (
@@ -451,7 +450,9 @@ def body_of(
             )
         except (OSError, CorruptCheckpoint):
             names = []  # a bad disk or a forged zip directory: damage is still told, without a name
-        what = f"record {listed(names)}" if names else "a zip header or padding"
+        more = f" and {len(names) - _NAMED_MAX} more" if names[_NAMED_MAX:] else ""
+        named = ", ".join(names[:_NAMED_MAX]) + more
+        what = f"record {named}" if names else "a zip header or padding"
         return f"{what}; {advice}"
 
     checked = index if verify else replace(index, block_crcs=())
@@ -459,6 +460,7 @@ def body_of(
 
 
 OVERWRITTEN = "the state may have been partly overwritten"  # a Body.outcome
+_NAMED_MAX = 5  # damaged records in a message
 _SCRATCH_BYTES = 1 << 20
 
 

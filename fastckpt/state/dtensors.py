@@ -139,21 +139,24 @@ class Parts:
         self._ranks: dict[Any, tuple[int, ...]] = {}
         self._holders: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self._alike: dict[tuple[Any, ...], _Alike] = {}
+        self._some: dict[tuple[int, ...], tuple[int, ...]] = {}  # the objects of equal tuples
         self._kept: list[Any] = []  # keeps tensors alive, so that their ids stay theirs
 
-    def of(self, key: str, tensor: Any) -> Part:
-        """Returns this rank's part of a DTensor that messages call `key`.
+    def of(self, key: str, tensor: Any, among: tuple[int, ...] | None = None) -> Part:
+        """Returns this rank's part of a DTensor that messages call `key`, and that is spread over
+        the ranks `among` those of the group; None: over all of them.
 
         Raises:
             TypeError: as dtensor_part(); or shards cannot hold its elements.
-            OtherRanks: its mesh has other ranks than the group.
+            OtherRanks: its mesh has other ranks.
         """
         self._kept.append(tensor)
         mesh, placements, shape = tensor.device_mesh, tuple(tensor.placements), tensor.shape
-        spread_by = (mesh, placements, shape, getattr(tensor._spec, "shard_order", None))
+        spread_by = (mesh, placements, shape, getattr(tensor._spec, "shard_order", None), among)
         alike = self._alike.get(spread_by)
         if alike is None:
-            alike = self._alike[spread_by] = self._facts(key, tensor)
+            among = self.everybody if among is None else self.some(among)
+            alike = self._alike[spread_by] = self._facts(key, tensor, among)
         local = local_of(tensor)
         _check_local(key, tensor, local, alike.box)
         is_told = not (alike.is_empty_somewhere or wraps_others(local))
@@ -164,36 +167,42 @@ class Parts:
         identity = (id(tensor),) if memory is None else (memory, spread_by)
         return Part(local, alike.box, alike.holders, alike.placement, alike.spread, identity)
 
-    def _facts(self, key: str, tensor: Any) -> _Alike:
+    def some(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns a tuple of ranks, of equal ones always the same object."""
+        return self._some.setdefault(ranks, ranks)
+
+    def _facts(self, key: str, tensor: Any, among: tuple[int, ...]) -> _Alike:
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
         box = _box(key, tensor)
         if mesh not in self._ranks:
             ranks = mesh.mesh.flatten().tolist()
             if self._rank_of is not None:
                 ranks = [self._rank_of.get(rank, -1) for rank in ranks]
-            if sorted(ranks) != list(self.everybody):
-                over = f"{key!r} is spread over a mesh of {len(ranks)} ranks"
-                if len(self.everybody) == 1:
-                    raise OtherRanks(
-                        f"{over}, and this process saves alone: pass group=, such as "
-                        "torch.distributed.group.WORLD, on all of these ranks"
-                    )
-                raise OtherRanks(
-                    f"{over} that are not the {len(self.everybody)} ranks of the group which saves "
-                    "it: distribute it over all dimensions of the mesh, as Replicate where ranks "
-                    "hold the same"
-                )
             self._ranks[mesh] = tuple(ranks)
+        if sorted(self._ranks[mesh]) != list(among):
+            over = f"{key!r} is spread over a mesh of {len(self._ranks[mesh])} ranks"
+            if len(self.everybody) == 1:
+                raise OtherRanks(
+                    f"{over}, and this process saves alone: pass group=, such as "
+                    "torch.distributed.group.WORLD, on all of these ranks"
+                )
+            of_what = "group which saves" if among is self.everybody else "pipeline stage that has"
+            raise OtherRanks(
+                f"{over} that are not the {len(among)} ranks of the {of_what} it: distribute it "
+                "over all dimensions of the mesh, as Replicate where ranks hold the same"
+            )
         sizes = tuple(mesh.mesh.shape)
         dims, order = _dims(key, tensor, sizes)
-        among = (mesh, tuple(dim is None for dim in dims))
-        if among not in self._holders:
+        held = (mesh, tuple(dim is None for dim in dims))
+        if held not in self._holders:
             found = mesh_holders(self._ranks[mesh], sizes, tuple(mesh.get_coordinate()), dims)
-            self._holders[among] = self.everybody if found == self.everybody else found
+            self._holders[held] = self.everybody if found == self.everybody else self.some(found)
         words = f"{placements} on a mesh {sizes}"
+        if among is not self.everybody:
+            words += f" of the ranks {among}"
         spread = Spread(sizes, _names(mesh), dims, _strided(tensor))
         is_empty_somewhere = _is_empty_somewhere(tensor.shape, dims, order, sizes)
-        return _Alike(box, self._holders[among], words, spread.text(), is_empty_somewhere)
+        return _Alike(box, self._holders[held], words, spread.text(), is_empty_somewhere)
 
 
 def _is_empty_somewhere(

@@ -28,6 +28,7 @@ from fastckpt.state.dtensors import (
     Part,
     Parts,
     Spread,
+    part_kind,
     shape_of,
     spread_of,
     wraps_others,
@@ -93,6 +94,31 @@ class PerRank:
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
+
+
+class TensorFacts(NamedTuple):
+    """The facts that ranks know of a tensor that they do not hold: `placement` and `spread` are as
+    Part's, of a plain tensor None.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    placement: str
+    spread: str | None
+
+
+class OfSomeRanks(NamedTuple):
+    """A tensor that some ranks of the group hold, as those of a pipeline stage do.
+
+    Attributes:
+        ranks: these, ascending.
+        tensor: on these ranks; None on the others.
+        facts: on the others.
+    """
+
+    ranks: tuple[int, ...]
+    tensor: Any
+    facts: TensorFacts | None = None
 
 
 class Stored(NamedTuple):
@@ -358,6 +384,9 @@ class _Flattening:
             raise ValueError(f"state is nested more than {DEPTH_MAX} deep at {name or ''!r}")
         if isinstance(value, torch.Tensor):
             return self._visit_tensor(value, name)
+        if type(value) is OfSomeRanks:
+            tensor = value.facts if value.tensor is None else value.tensor
+            return _placeholder(self._leaf(tensor, name or "", part_of(self.parts, name, value)))
         if isinstance(value, PerRank):
             key = self._unique(name or "")
             self.flat.per_rank[key] = value
@@ -464,7 +493,7 @@ class _Flattening:
         everybody, spread = self.parts.everybody, None
         if part is not None:
             local, box, holders, placement, spread, identity = part
-            local, shape = local.detach().resolve_neg(), tuple(tensor.shape)
+            local, shape, spread = local.detach().resolve_neg(), tuple(tensor.shape), spread or None
         else:
             memory, placement, holders = memory_of(tensor), "replicated", everybody
             if memory is None:
@@ -486,6 +515,38 @@ class _Flattening:
         if box is None:
             box = self.boxes[shape] = whole(shape)
         return box
+
+
+def part_of(parts: Parts, name: str | None, value: OfSomeRanks) -> Part:
+    """Returns this rank's part of a tensor that some ranks hold: nothing, if it is none of them.
+
+    Raises:
+        TypeError: shards cannot hold it.
+    """
+    holders, tensor, key = parts.some(value.ranks), value.tensor, name or ""
+    if tensor is None:
+        assert value.facts is not None
+        dtype, shape, placement, spread = value.facts
+        nothing = torch.empty(0, dtype=dtype, device="cpu")
+        nowhere = (0,) * len(shape)
+        return Part(nothing, Box(nowhere, nowhere), holders, placement, spread or "", (id(value),))
+    if is_sharded(tensor):
+        part = parts.of(key, tensor, holders)
+        if wraps_others(part.local):
+            raise TypeError(f"{key!r} is a {part_kind(tensor)}, and only some ranks hold it")
+        return part._replace(identity=(id(value),))
+    if not (type(tensor) in PLAIN_TENSORS and safetensors.fits(tensor)):
+        raise TypeError(f"{key!r} is a {type(tensor).__name__}, which shards cannot hold")
+    placement = f"replicated on the ranks {holders}"
+    return Part(tensor, whole(tensor.shape), holders, placement, "", (id(value),))
+
+
+def facts_of(parts: Parts, name: str, value: OfSomeRanks) -> TensorFacts:
+    """Returns the facts of a tensor that this rank holds, for the ranks that do not."""
+    part = part_of(parts, name, value)
+    return TensorFacts(
+        part.local.dtype, tuple(value.tensor.shape), part.placement, part.spread or None
+    )
 
 
 # Types that are common in states and hold no tensor, whatever they are.

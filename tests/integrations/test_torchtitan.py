@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields
@@ -17,9 +18,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 pytest.importorskip("torchtitan", reason="torchtitan is missing, which needs Python 3.11")
 
@@ -319,8 +318,6 @@ def test_an_error_of_a_save_is_told_by_what_waits_for_it(run: Runs, disk: Path) 
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"folder": "gs://bucket/run"}, "checkpoint.folder is .*not yet supported"),
-        ({"initial_load_path": "gs://b/r"}, "checkpoint.initial_load_path is .*not yet supported"),
         ({"fence": "none"}, "checkpoint.fence"),
         ({"codec": "zip"}, "checkpoint.codec"),
         ({"create_seed_checkpoint": True, "load_only": True}, "which load_only forbids"),
@@ -357,30 +354,41 @@ def test_the_config_is_one_of_torchtitan() -> None:
 
 
 @pytest.fixture
-def two_ranks() -> Iterator[None]:
-    """A job of two ranks, of which this process is the first and the other is not there."""
-    dist.init_process_group("fake", rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+def of_ranks(nursery: Nursery) -> Callable[..., dict[str, Any]]:
+    """`of_ranks(body, n, ...)`: what all of n ranks have returned, in one dict."""
+
+    def call(body: Any, ranks: int, *args: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for values in nursery.lasting_crew(ranks)(body, *args):
+            assert all(found.setdefault(name, its) == its for name, its in values.items())
+        return found
+
+    return call
 
 
-def test_a_model_of_a_part_of_the_ranks_is_refused(run: Runs, two_ranks: None) -> None:
-    class Stage(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "fsdp"))["fsdp"]
-            part = DTensor.from_local(torch.rand(3), mesh, [Replicate()])
-            self.weight = nn.Parameter(part)
+WAYS = [("alone", 1), ("1F1B", 2), ("interleaved", 2), ("1F1B", 4)]
 
-    with pytest.raises(ValueError, match=r"'weight' is spread over 1 of 2 ranks.*pipeline"):
-        FastckptCheckpointer.Config(enable=True).build(
-            dataloader=None,
-            model_parts=[Stage()],
-            optimizers=None,
-            lr_schedulers=None,
-            states={},
-            sd_adapter=None,
-        )
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("saved", WAYS, ids=str)
+def test_stages_of_a_pipeline_are_saved_by_their_names_and_go_on_in_any_other(
+    saved: tuple[str, int], of_ranks: Callable[..., dict[str, Any]], disk: Path
+) -> None:
+    """With several ranks of a stage its parts are sharded among these."""
+    expected = of_ranks(bodies.save_stages, saved[1], str(disk), saved[0])
+    assert sum(name.startswith("layers.") for name in expected) == 8
+    assert expected["step"] == 3
+    stored = fastckpt.open(disk / "run" / "step-00000003")
+    assert stored["model/layers.3.weight"][:].tolist() == expected["layers.3.weight"]
+    for schedule, ranks in WAYS:
+        assert of_ranks(bodies.load_stages, ranks, str(disk), schedule) == expected
+
+
+@pytest.mark.multiprocess
+def test_what_a_pipeline_cannot_have_saved_is_refused(nursery: Nursery, disk: Path) -> None:
+    for shared, export in nursery.lasting_crew(2)(bodies.refused_stages, str(disk)):
+        assert "two pipeline stages have 'layers.1" in str(shared)
+        assert "last_save_in_hf is True, but with pipeline" in str(export)
 
 
 @pytest.mark.torture  # torchtitan takes seconds to import, and more to start
@@ -409,3 +417,22 @@ def test_a_trainer_goes_on_bit_by_bit_after_a_kill(tmp_path: Path) -> None:
     # One rank has other data, which it begins anew: with the weights of two.
     job("killed", saved + 3, "--exclude", "dataloader", ranks=1).finish()
     assert [step for step, _ in logged(here)][2:] == [saved + 3]
+
+
+@pytest.mark.torture
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_a_pipeline_goes_on_bit_by_bit_and_on_one_rank(schedule: str, tmp_path: Path) -> None:
+    def train(name: str, steps: int, *options: object, ranks: int = 2) -> list[tuple[int, str]]:
+        shape = ("--pp", 2, "--schedule", schedule) if ranks > 1 else ()
+        given = ("--steps", steps, "--every", 2, "--context", 32, "--loss-log", "losses")
+        script, cwd = "examples/torchtitan_cpu.py", tmp_path / name
+        Job(script, cwd, *given, *shape, *options, ranks=ranks, imports=IMPORTS).finish()
+        return logged(cwd)
+
+    expected = train("whole", 6, "--manager", "dcp")
+    assert train("ours", 4) == expected[:4]
+    shutil.copytree(tmp_path / "ours", tmp_path / "alone")
+    assert train("ours", 6) == expected
+    again = train("alone", 5, ranks=1)
+    assert float.fromhex(again[4][1]) == pytest.approx(float.fromhex(expected[4][1]), rel=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,9 @@ class Model(nn.Module):
 
 
 class Run:
-    """A model with all that a Trainer saves, and a manager of it in `folder`."""
+    """A model with all that a Trainer saves, and a manager of it in `folder`. With `parts` the
+    model is these, as a pipeline's ranks have them.
+    """
 
     def __init__(
         self,
@@ -86,16 +89,20 @@ class Run:
         adapter: Adapter | None = None,
         dp_rank: int = 0,
         model: type[Model] = Model,
+        parts: Sequence[nn.Module] = (),
         **settings: Any,
     ) -> None:
-        self.model, self.loader, self.trainer = model(), Loader(dp_rank), Step()
-        self.optimizers = default_adamw().build(model_parts=[self.model])
+        self.parts = list(parts) or [model()]
+        self.model: Any = self.parts[0]
+        self.loader, self.trainer = Loader(dp_rank), Step()
+        self.optimizers = default_adamw().build(model_parts=self.parts)
         self.schedulers = LR.build(optimizers=self.optimizers, training_steps=10)
-        self.folder = disk / str(settings.get("folder", "run"))
+        folder = str(settings.get("folder", "run"))
+        self.folder: Any = folder if "://" in folder else disk / folder
         plain = {"enable": True, "interval": 1, "folder": "run", "last_save_model_only": False}
         self.checkpointer = kind.Config(**(plain | settings)).build(
             dataloader=self.loader,
-            model_parts=[self.model],
+            model_parts=self.parts,
             optimizers=self.optimizers,
             lr_schedulers=self.schedulers,
             states={"train_state": self.trainer},

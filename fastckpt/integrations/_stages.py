@@ -1,0 +1,111 @@
+"""Pipeline stages: ranks of a job that hold different parts of one model, under different names.
+
+Responsible for making the same state of all stages' names on every rank, as a Checkpointer needs
+it: each rank hears from the other stages what they have, over the job's store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fastckpt.errors import CheckpointError
+from fastckpt.integrations.dcp.plan_exchange import packed, unpacked
+from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.ranks.per_group import group_of_job, together
+from fastckpt.state.dtensors import Parts
+from fastckpt.state.tree import OfSomeRanks, TensorFacts, facts_of
+
+
+class Stages:
+    """The stages of a job's model.
+
+    Attributes:
+        ranks: those of each stage, ascending, in the order of the stages' first ranks.
+    """
+
+    def __init__(self, coordinator: Coordinator, ranks: list[list[int]], timeout_s: float) -> None:
+        self.ranks = [tuple(each) for each in ranks]
+        self._coordinator, self._timeout_s = coordinator, timeout_s
+        self._mine = next(each for each in self.ranks if coordinator.rank in each)
+        self._known: dict[str, list[tuple[str, TensorFacts | None]]] = {}  # by digest
+
+    @classmethod
+    def found(cls, names: Iterable[str], timeout_s: float) -> Stages | None:
+        """Returns the stages, given the names that this rank's part of the model has; None if all
+        ranks have the same names. All ranks call it, and wait for each other.
+        """
+        coordinator = together(group_of_job()).coordinator
+        agreement = coordinator.begin("pipeline stages", timeout_s, "nothing was saved or loaded")
+        with agreement.failing():
+            agreement.put("names", _digest([*names]).encode())
+            if agreement.rank == 0:
+                of_digest: dict[bytes, list[int]] = {}
+                for rank, digest in enumerate(agreement.gather("names")):
+                    of_digest.setdefault(digest, []).append(rank)
+                agreement.put("stages", json.dumps([*of_digest.values()]).encode())
+            ranks = json.loads(agreement.get("stages"))
+        agreement.close()
+        return cls(coordinator, ranks, timeout_s) if len(ranks) > 1 else None
+
+    def union(self, what: str, own: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the states of all stages as one, given this rank's; all ranks call it, and wait
+        for the first rank of each stage.
+
+        Args:
+            what: is saved, such as "optimizer".
+            own: tensors, and values that can be pickled, by names that no other stage has.
+
+        Raises:
+            CheckpointError: two stages have the same name. PeerFailed: another rank failed.
+        """
+        agreement = self._coordinator.begin(f"{what} of all stages", self._timeout_s)
+        with agreement.failing():
+            parts = Parts(agreement.world_size, None)
+            mine = {
+                name: OfSomeRanks(self._mine, value) if isinstance(value, torch.Tensor) else value
+                for name, value in own.items()
+            }
+            if agreement.rank == self._mine[0]:
+                facts = [
+                    (name, facts_of(parts, name, its) if type(its) is OfSomeRanks else None)
+                    for name, its in mine.items()
+                ]
+                values = [its for its in mine.values() if type(its) is not OfSomeRanks]
+                agreement.put("values", packed((_digest(facts), values)))
+                agreement.put("facts", packed(facts))
+            if agreement.rank == 0:  # passes them on: others' records are gone when they leave
+                for key in ("values", "facts"):
+                    found = [agreement.get(key, ranks[0]) for ranks in self.ranks]
+                    agreement.put(f"all {key}", packed(found))
+            told = [unpacked(each) for each in unpacked(agreement.get("all values"))]
+            if not self._known.keys() >= {digest for digest, _values in told}:
+                all_facts = unpacked(agreement.get("all facts"))
+                self._known = {
+                    digest: unpacked(facts)
+                    for (digest, _values), facts in zip(told, all_facts, strict=True)
+                }
+            union: dict[str, Any] = {}
+            for ranks, (digest, values) in zip(self.ranks, told, strict=True):
+                part, left = mine, iter(values)
+                if ranks != self._mine:
+                    part = {
+                        name: next(left) if facts is None else OfSomeRanks(ranks, None, facts)
+                        for name, facts in self._known[digest]
+                    }
+                if shared := union.keys() & part.keys():
+                    raise CheckpointError(
+                        f"two pipeline stages have {min(shared)!r} in their {what}: which of them "
+                        "is to be saved cannot be said"
+                    )
+                union |= part
+        agreement.close(0.0)
+        return union
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
