@@ -102,6 +102,12 @@ def save_state(
     path, beside = _place(accelerator, output_dir)
 
     def fill(draft: Draft) -> None:
+        # The first rank has the say: others may see the directories late, or older ones longer.
+        if beside is not None and draft.agreement.rank == 0 and os.path.exists(path):
+            raise ValueError(
+                f"{path!r} exists already: set project_configuration.iteration to the next free "
+                "number"
+            )
         automatic, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
         try:
             with (
@@ -200,10 +206,6 @@ def _place(
         return check_path("output_dir", output_dir), None
     directory = _automatic(accelerator)
     path = os.path.join(directory, f"checkpoint_{project.iteration}")
-    if os.path.exists(path):
-        raise ValueError(
-            f"{path!r} exists already: set project_configuration.iteration to the next free number"
-        )
     return path, os.path.dirname(directory)  # not where Accelerate looks for the newest one
 
 

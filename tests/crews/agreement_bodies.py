@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from fastckpt.ranks.coordinator import Coordinator
+from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member, attempt
 from tests.kit.doubles import FailAt, file_size_limit, process_on
 
@@ -127,21 +128,47 @@ def save(
     return Told("" if error is None else f"{type(error).__name__}: {error}", watch.begun)
 
 
+def save_where_one_rank_sees_it(member: Member, root: str) -> str | None:
+    """The error of an automatic save of Accelerate's whose directory exists, as rank 1 sees it."""
+    _launch(member)
+    from accelerate import Accelerator
+    from accelerate.utils import ProjectConfiguration
+
+    from fastckpt.integrations.accelerate import save_state
+
+    exists = os.path.exists
+
+    def seen(path: Any) -> bool:
+        return exists(path) or (member.rank == 1 and str(path).endswith("checkpoint_0"))
+
+    project = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    with mock.patch("os.path.exists", seen):
+        outcome = attempt(lambda: save_state(accelerator, timeout_s=TIMEOUT_S).result())
+    pipeline.current().drain()
+    return None if outcome.error is None else str(outcome.error)
+
+
 _prepared_saves: dict[str, Save] = {}
 
 
 def _prepared(member: Member, root: str, kind: str) -> Save:
     if kind not in _prepared_saves:
-        os.environ.update(
-            RANK=str(member.rank),
-            LOCAL_RANK=str(member.rank),
-            WORLD_SIZE=str(member.world_size),
-            LOCAL_WORLD_SIZE=str(member.world_size),
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT="0",
-        )
+        _launch(member)
         _prepared_saves[kind] = KINDS[kind](root)
     return _prepared_saves[kind]
+
+
+def _launch(member: Member) -> None:
+    """Sets what a launcher does, which frameworks look at."""
+    os.environ.update(
+        RANK=str(member.rank),
+        LOCAL_RANK=str(member.rank),
+        WORLD_SIZE=str(member.world_size),
+        LOCAL_WORLD_SIZE=str(member.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
 
 
 def _layers() -> nn.Sequential:

@@ -70,3 +70,12 @@ def test_all_ranks_fail_where_one_can_write_no_file(save: Save) -> None:
     told = save(1, None)
     assert [each.begun for each in told] == [[], []]
     assert "rank 1 failed" in told[0].error and told[1].error
+
+
+def test_the_first_rank_says_whether_an_automatic_directory_is_there(
+    nursery: Nursery, disk: Path
+) -> None:
+    pytest.importorskip("accelerate")
+    with nursery.crew(2) as crew:
+        assert crew(bodies.save_where_one_rank_sees_it, str(disk)) == [None, None]
+        (disk / "checkpoints" / "checkpoint_0" / "random_states_0.pkl").read_bytes()
