@@ -30,6 +30,7 @@ import fastckpt
 from fastckpt import Checkpointer, PerRank
 from fastckpt.arguments.names import nearest
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.state.dtensors import Parts
 from fastckpt.state.template import Template
 from fastckpt.state.tree import (
     DEPTH_MAX,
@@ -37,7 +38,9 @@ from fastckpt.state.tree import (
     PER_RANK,
     TENSOR,
     Flat,
+    OfSomeRanks,
     Stored,
+    facts_of,
     fill,
     flatten,
     is_stateful,
@@ -378,6 +381,21 @@ assert found.count(found[0]) == 3, found
 def test_ranks_without_a_part_see_the_same_tensors() -> None:
     """Where memory does not tell everywhere what is tied, nowhere is it asked."""
     run_python(EMPTY_SHARDS, imports="tests.crews.steps_imports", limit_s=240)
+
+
+def test_ranks_describe_a_tensor_of_some_ranks_alike_whether_they_hold_it_or_not() -> None:
+    ranks, weight = (1, 2), torch.rand(3, 5)
+    held = flatten({"weight": OfSomeRanks(ranks, weight)}, 1, 4)
+    facts = facts_of(Parts(4, None), "weight", OfSomeRanks(ranks, weight))
+    known = flatten({"weight": OfSomeRanks(ranks, None, facts)}, 0, 4)
+    assert held.objects == known.objects
+    (here,), (there,) = held.leaves, known.leaves
+    assert here.local.data_ptr() == weight.data_ptr() and there.local.numel() == 0
+    for leaf in (here, there):
+        assert (leaf.key, leaf.shape, leaf.holders) == ("weight", (3, 5), ranks)
+        assert leaf.placement == "replicated on the ranks (1, 2)"
+    with pytest.raises(TypeError, match=r"'weight' is a Tensor, which shards cannot hold"):
+        flatten({"weight": OfSomeRanks(ranks, weight.to_sparse())}, 1, 4)
 
 
 # ---- saved and restored ----
