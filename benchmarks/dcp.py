@@ -22,6 +22,7 @@ from rank_bench import RankBench, against, measure
 from storage import drop_page_cache, fsync_tree
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
+from fastckpt import SaveOptions
 from fastckpt.integrations import dcp as ours
 
 State = dict[str, Any]
@@ -31,7 +32,9 @@ Save = Callable[[State, Path], Any]
 ASYNC: dict[str, Save] = {
     "torch async": lambda state, path: dcp.async_save(state, checkpoint_id=path),
     "fastckpt async": lambda state, path: ours.async_save(state, checkpoint_id=path),
-    "fastckpt step": lambda state, path: ours.async_save(state, checkpoint_id=path, fence="step"),
+    "fastckpt step": lambda state, path: ours.async_save(
+        state, checkpoint_id=path, options=SaveOptions(fence="step")
+    ),
 }
 SYNC: dict[str, Save] = {
     "torch save": lambda state, path: dcp.save(state, checkpoint_id=path),

@@ -93,10 +93,10 @@ class PlainCopies:
 BY_GDS = "fastckpt.load, gds"
 
 
-def fastckpt_saved(here: Here, **options: Any) -> fastckpt.SaveStats:
+def fastckpt_saved(here: Here, **how: Any) -> fastckpt.SaveStats:
     """Save the state once and remove what was written."""
     path = here.directory / "state.pt"
-    stats = fastckpt.save(here.state, path, **options).result()
+    stats = fastckpt.save(here.state, path, options=fastckpt.SaveOptions(**how)).result()
     remove(path)
     return stats
 
@@ -172,7 +172,7 @@ def one_call(here: Here, fence: str, busy: bool) -> Row:
         device.occupy(BUSY_S)
     begin = device.mark()
     started = time.perf_counter()
-    handle = fastckpt.save(here.state, path, fence=fence)
+    handle = fastckpt.save(here.state, path, options=fastckpt.SaveOptions(fence=fence))
     returned = time.perf_counter()
     end = device.mark()
     was_idle = device.is_idle()

@@ -204,7 +204,9 @@ class Proof:
     def round_trip(self, fence: str, **options: Any) -> str:
         """A state comes back to wherever it is asked for, and torch.load reads it."""
         state, kind = self.state(), self.kind
-        stats = fastckpt.save(state, self.path("a.pt"), fence=fence, **options).result(WAIT_S)
+        stats = fastckpt.save(
+            state, self.path("a.pt"), options=fastckpt.SaveOptions(fence=fence, **options)
+        ).result(WAIT_S)
         self.went(stats, options)
         targets = (None, kind, f"{kind}:0", torch.device(kind, 0), {"cpu": kind}, "cpu")
         for where in targets:
@@ -241,7 +243,11 @@ class Proof:
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)
                 tensor.grad = torch.ones_like(tensor)
-        handle = fastckpt.save(tensors, self.path("r.pt"), fence=fence, durable=False, **options)
+        handle = fastckpt.save(
+            tensors,
+            self.path("r.pt"),
+            options=fastckpt.SaveOptions(fence=fence, durable=False, **options),
+        )
         if fence == "step":
             optimizer.step()
         else:
@@ -263,7 +269,9 @@ class Proof:
         model, optimizer, step = self.training(wrap, kind or self.kind, width)
         own: fastckpt.PerRank = fastckpt.PerRank()
         state = {"model": model, "optimizer": optimizer, "own": own}
-        with fastckpt.Checkpointer(self.path(name), fence="step", **options) as checkpointer:
+        with fastckpt.Checkpointer(
+            self.path(name), options=fastckpt.SaveOptions(fence="step", **options)
+        ) as checkpointer:
             for number in range(3):
                 step()
                 own.value, wanted = number, on_host(model.state_dict())
@@ -285,7 +293,7 @@ class Proof:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as there:
             memory = fastckpt.Memory(directory=there, root_every=2)
             with fastckpt.Checkpointer(
-                self.path("tiered"), local=memory, fence="step"
+                self.path("tiered"), local=memory, options=fastckpt.SaveOptions(fence="step")
             ) as checkpointer:
                 for number in range(6):  # later ones take over the files of those that were removed
                     wanted = [self.random(BLOCK + 1), self.random(100_001)]
@@ -316,7 +324,9 @@ class Proof:
         """What changes before it is copied fails its save, and not the next."""
         tensor = self.random(3 * self.mib)
         self.delay(0.3)
-        handle = fastckpt.save({"t": tensor}, self.path("c.pt"), fence="step")
+        handle = fastckpt.save(
+            {"t": tensor}, self.path("c.pt"), options=fastckpt.SaveOptions(fence="step")
+        )
         tensor.add_(1)
         error = handle.exception(WAIT_S)
         copied = error is None and not self.real  # as the double may have by then
@@ -438,7 +448,9 @@ class Proof:
         speeds: dict[str, list[float]] = {"host": [], "gds": []}
         for way in ("host", "gds") * 3:
             begun = time.perf_counter()
-            stats = fastckpt.save(state, path, staging=way).result(WAIT_S)
+            stats = fastckpt.save(state, path, options=fastckpt.SaveOptions(staging=way)).result(
+                WAIT_S
+            )
             speed = state[0].nbytes / (time.perf_counter() - begun) / 1e9
             speeds[way].append(speed)
             print(f"INFO durable, {stats.staging}: {speed:.2f} GB/s", flush=True)
@@ -479,7 +491,9 @@ class Proof:
             took.clear()
             self.delay(delay_s)
             begun = time.perf_counter()
-            handle = fastckpt.save(state, self.path("p.pt"), durable=False)
+            handle = fastckpt.save(
+                state, self.path("p.pt"), options=fastckpt.SaveOptions(durable=False)
+            )
             returned_s = time.perf_counter() - begun
             stats = handle.result(2 * WAIT_S)
         finally:

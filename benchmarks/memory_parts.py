@@ -21,7 +21,7 @@ import torch.distributed as dist
 from harness import Row
 from storage import drop_page_cache
 
-from fastckpt import Checkpointer, Memory
+from fastckpt import Checkpointer, Memory, SaveOptions
 from fastckpt.cli.bench.machine import touch_memory
 
 MIB = 1 << 20
@@ -83,7 +83,7 @@ def steps(nbytes: int, local: Path | None, root: Path, fence: str) -> Row:
     if local is not None:
         local.mkdir()
     tier = {} if local is None else {"local": memory(local, budget)}
-    with Checkpointer(root, keep_last=2, fence=fence, **tier) as saving:
+    with Checkpointer(root, keep_last=2, options=SaveOptions(fence=fence), **tier) as saving:
         for step in range(WARM_UPS + SAVES):
             touch_memory(2 * nbytes if local is None or step < WARM_UPS else MIB)
             for tensor in state.values():
@@ -143,7 +143,9 @@ def training(nbytes: int, step_s: float, local: Path, root: Path, rounds: int) -
     work, lost, quiet, step = Workload(nbytes, step_s), [], [], 0
     cpu, copied = [], []
     local.mkdir()
-    with Checkpointer(root, local=memory(local, 4 * nbytes + 64 * MIB), fence="step") as saving:
+    with Checkpointer(
+        root, local=memory(local, 4 * nbytes + 64 * MIB), options=SaveOptions(fence="step")
+    ) as saving:
         for number in range(rounds + 1):  # the first takes memory
             touch_memory(2 * nbytes)
             begun, begun_cpu = time.perf_counter(), spent()

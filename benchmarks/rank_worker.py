@@ -108,7 +108,9 @@ class Rank:
         group = None if alone else dist.group.WORLD
         path = f"{path}.{self._rank}" if alone else path
         started = self._begin(in_turn)
-        handle = fastckpt.save(self._state, path, fence=fence, group=group)
+        handle = fastckpt.save(
+            self._state, path, options=fastckpt.SaveOptions(fence=fence), group=group
+        )
         return self._timed(handle, started, in_turn)
 
     def torch_save(self, path: str) -> Row:
@@ -134,11 +136,16 @@ class Rank:
         os.unlink(own)
         return {"stall_s": took, "root_s": took}
 
-    def open_steps(self, name: str, root: str, alone: bool = False, **options: Any) -> None:
+    def open_steps(
+        self, name: str, root: str, fence: str = "call", alone: bool = False, **arguments: Any
+    ) -> None:
         """Make a Checkpointer, of all ranks or of each one alone."""
         group = self._alone if alone else None
         root = f"{root}-{self._rank}" if alone else root
-        self._checkpointers[name] = fastckpt.Checkpointer(root, group=group, **options)
+        options = fastckpt.SaveOptions(fence=fence)
+        self._checkpointers[name] = fastckpt.Checkpointer(
+            root, group=group, options=options, **arguments
+        )
 
     def save_step(self, name: str, step: int, in_turn: bool = False) -> Row:
         """Save a step."""

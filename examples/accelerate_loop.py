@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, Dataset
 from train_gpt import PRESETS, load_text, make_model
 
+from fastckpt import SaveOptions
 from fastckpt.integrations.accelerate import load_state, save_state
 
 PRESET = PRESETS["tiny"]
@@ -113,7 +114,7 @@ def main() -> int:
                 if options.stock:
                     accelerator.save_state()
                 else:
-                    handle = save_state(accelerator, fence="step")
+                    handle = save_state(accelerator, options=SaveOptions(fence="step"))
             if progress.step == options.steps:
                 break
     if handle is not None:

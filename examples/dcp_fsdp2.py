@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from train_fsdp2 import make_sharded
 from train_gpt import load_text
 
+from fastckpt import SaveOptions
 from fastckpt.integrations.dcp import Reader, Saving, async_save
 
 # torch's own warnings in a job on CPUs, which mean nothing here.
@@ -74,7 +75,7 @@ def main() -> int:
                 saving = async_save(
                     state_of(model, optimizer, step + 1),
                     checkpoint_id=args.root / f"step-{step + 1}",
-                    fence="step",
+                    options=SaveOptions(fence="step"),
                 )
         if saving is not None:
             saving.result()

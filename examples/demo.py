@@ -376,11 +376,11 @@ def torch_save_fsync(state: object, path: Path) -> None:
 
 
 def fastckpt_call(state: object, path: Path) -> fastckpt.SaveHandle:
-    return fastckpt.save(state, path, fence="call")
+    return fastckpt.save(state, path, options=fastckpt.SaveOptions(fence="call"))
 
 
 def fastckpt_step(state: object, path: Path) -> fastckpt.SaveHandle:
-    return fastckpt.save(state, path, fence="step")
+    return fastckpt.save(state, path, options=fastckpt.SaveOptions(fence="step"))
 
 
 Save = Callable[[object, Path], "fastckpt.SaveHandle | None"]

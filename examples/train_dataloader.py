@@ -169,7 +169,9 @@ def main() -> int:
         saves: list[fastckpt.SaveHandle] = []
         sample_log = Path(f"{args.sample_log}.{rank.number}") if args.sample_log else None
         with (
-            fastckpt.Checkpointer(args.root, keep_last=3, fence="step") as checkpointer,
+            fastckpt.Checkpointer(
+                args.root, keep_last=3, options=fastckpt.SaveOptions(fence="step")
+            ) as checkpointer,
             loss_log(args.loss_log, rank) as log,
             open(sample_log or os.devnull, "a", buffering=1) as samples,
         ):

@@ -96,7 +96,12 @@ def main() -> int:
                 if args.every and (step + 1) % args.every == 0:
                     state = capture(model, optimizer, scheduler, step + 1)
                     saves.append(
-                        fastckpt.save(state, args.path, fence="step", group=dist.group.WORLD)
+                        fastckpt.save(
+                            state,
+                            args.path,
+                            options=fastckpt.SaveOptions(fence="step"),
+                            group=dist.group.WORLD,
+                        )
                     )
                 report_saves(saves, rank)
             report_saves(saves, rank, wait=True)

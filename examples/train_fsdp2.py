@@ -226,7 +226,7 @@ def main() -> int:
         with (
             tensorboard_log(args.tensorboard, rank) as tell,
             fastckpt.Checkpointer(
-                args.root, local=memory, keep_last=3, fence="step"
+                args.root, local=memory, keep_last=3, options=fastckpt.SaveOptions(fence="step")
             ) as checkpointer,
             loss_log(args.loss_log, rank) as log,
         ):

@@ -156,7 +156,9 @@ def train(args: argparse.Namespace) -> None:
                 print(f"step {step:5d}   loss {loss:.4f}", flush=True)
             if args.save_every and (step + 1) % args.save_every == 0:
                 state = capture(model, optimizer, step + 1)
-                handle = fastckpt.save(state, args.path, fence=args.fence)
+                handle = fastckpt.save(
+                    state, args.path, options=fastckpt.SaveOptions(fence=args.fence)
+                )
 
     if handle:  # waits until the last checkpoint is on disk; raises if it could not be saved
         stats = handle.result()

@@ -32,6 +32,7 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
+from fastckpt import SaveOptions
 from fastckpt.integrations.transformers import AsyncTrainer
 
 CONTEXT = 64
@@ -120,7 +121,9 @@ def main() -> int:
     if options.stock:
         trainer = Trainer(**given)
     else:
-        trainer = AsyncTrainer(**given, fence=options.fence, on_error=options.on_error)
+        trainer = AsyncTrainer(
+            **given, options=SaveOptions(fence=options.fence, on_error=options.on_error)
+        )
     there = options.output_dir.exists() and get_last_checkpoint(options.output_dir)
     trainer.train(resume_from_checkpoint=bool(there))
     if trainer.is_world_process_zero():

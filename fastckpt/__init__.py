@@ -32,7 +32,7 @@ _is_command_line = sys.orig_argv[1:3] == ["-m", "fastckpt"] or (
     [os.path.basename(argument) for argument in sys.orig_argv[1:2]] == ["fastckpt"]
 )
 if TYPE_CHECKING or not _is_command_line:
-    from fastckpt.api.files import load, prepare, save
+    from fastckpt.api.files import SaveOptions, load, prepare, save
 
 if TYPE_CHECKING:
     from fastckpt.api.checkpointer import Checkpointer, Memory
@@ -64,6 +64,7 @@ __all__ = [  # without open: `import *` must not hide the built-in
     "RootInUse",
     "SaveCancelled",
     "SaveHandle",
+    "SaveOptions",
     "SaveStats",
     "StagingConflict",
     "StopSignals",
@@ -84,6 +85,7 @@ _NAMED_LATER = {
     "LazyTensors": "fastckpt.lazy.tensors",
     "Memory": "fastckpt.api.checkpointer",
     "PerRank": "fastckpt.state.tree",
+    "SaveOptions": "fastckpt.api.files",
     "StopSignals": "fastckpt.ranks.stop_signals",
     "export": "fastckpt.directories.export",
     "load": "fastckpt.api.files",

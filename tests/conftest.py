@@ -34,6 +34,7 @@ from tests.kit.accelerator import Runtime
 from tests.kit.cuda_stub import CudaStub
 from tests.kit.cufile_stub import CufileStub
 from tests.kit.mounts import file_system
+from tests.kit.options import gathered
 from tests.kit.paths import ROOT
 from tests.kit.saves import saving_threads
 from tests.kit.storm import SUITE_SEED, Chance, Storm
@@ -255,7 +256,7 @@ def committed() -> Callable[..., Any]:
     """`committed(obj, f, ...)`: fastckpt.save with these arguments, waited for; returns `f`."""
 
     def save(obj: Any, f: Any, *args: Any, **options: Any) -> Any:
-        fastckpt.save(obj, f, *args, **options).result(timeout=240)
+        fastckpt.save(obj, f, *args, **gathered(**options)).result(timeout=240)
         return f
 
     return save

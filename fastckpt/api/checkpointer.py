@@ -16,27 +16,19 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from fastckpt.arguments.checks import (
-    ON_ERROR,
-    BackendName,
     Codec,
-    Fence,
     KeepBest,
     Mode,
-    OnError,
-    StagingWay,
     check_callable,
-    check_choice,
     check_deadline,
-    check_fence,
     check_flag,
     check_integer,
-    check_seconds,
     optional,
 )
 from fastckpt.arguments.environment import Memory as Memory
 from fastckpt.arguments.environment import launched_rank
 from fastckpt.arguments.names import listed
-from fastckpt.arguments.options import Pacing
+from fastckpt.arguments.options import Pacing, SaveOptions, check_options
 from fastckpt.arguments.quantities import shown_share, shown_transfer
 from fastckpt.arguments.urls import StorageOptions, path_of, refuse_for_url
 from fastckpt.errors import (
@@ -48,7 +40,7 @@ from fastckpt.errors import (
 )
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import Coordinator, check_alone, default_group, ranks_within
-from fastckpt.ranks.round import TIMEOUT_S, Round
+from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle, SaveHandle
 from fastckpt.saving.in_flight import InFlight
@@ -104,6 +96,9 @@ class Checkpointer:
             While a job saves there, saves of others raise RootInUse, and so do those of a second
             Checkpointer of this process until the first one is closed. Or a single step, of any
             name, to restore from alone.
+        options: the fence, what becomes of errors, and how files are written (see SaveOptions), for
+            all saves. Restores use `staging` and `timeout_s`. On Lustre, large files are striped
+            unless the root has a layout (`lfs setstripe`).
         storage_options: for a URL, what its client is to know, by obstore's names: "endpoint",
             "access_key_id" ... None: by its own conventions, as the environment (docs/objects.md).
         group: a torch.distributed process group. Default: all ranks if torch.distributed is
@@ -118,10 +113,6 @@ class Checkpointer:
             with the least val_loss among the metrics of save(), "max" for the greatest. Of equal
             ones the first stay. A metric that is missing, infinite or no number is none: that step
             takes nobody's place.
-        fence: "call": save() returns when everything has been copied, so the state may change at
-            once. "step": save() returns at once, and the next step() of any torch optimizer waits.
-        staging_bytes: the most staging memory that a save may hold in this process, as a number or
-            a text such as "1GiB". Default: the process's budget (see fastckpt.save).
         local: a directory on storage of each node, such as NVMe, in which a step is committed
             first, so that a process that fails after handle.wait_local() loses nothing. The step is
             then drained to the root in the background; result() returns when it is committed there.
@@ -140,19 +131,14 @@ class Checkpointer:
             tensors of the state's dicts, lists, tuples and state_dicts, of dtypes from float64 to
             float8 (e4m3fn, e5m2), not inside of other objects or PerRank, nor at sparse or negated
             ones; small ones are then stored in the first rank's shard. Not with staging="gds".
-        staging, backend, durable: as fastckpt.save's. On Lustre, large files are striped unless the
-            root has a layout (`lfs setstripe`).
         drain_rate: the most bytes per second that a node writes, as a number or a text such as
             "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. Like
             max_writers it delays writing, never the copy that save() waits for (but see
-            staging_bytes); all ranks pass the same.
+            SaveOptions.staging_bytes); all ranks pass the same.
         max_writers: the most ranks that write at a time; None: all. timeout_s includes the wait.
-        timeout_s: the most seconds that ranks wait for each other in one call, a save for a server
-            or disk that does not answer, and any call for an object store's answer. Default: 600.
         log: whether the first rank appends a line of JSON about each save, with the clocks of all
             ranks, to `saves.jsonl` in the root, for `fastckpt report`.
-        before_commit, on_error: as fastckpt.save's. With "raise", save() raises the errors of steps
-            of this root alone; of other saves it warns.
+        before_commit: as fastckpt.save's.
 
     Attributes:
         restored_from: for each file that the last restore() or load() needed on this rank, by its
@@ -169,27 +155,21 @@ class Checkpointer:
         self,
         root: str | os.PathLike[str],
         *,
+        options: SaveOptions = SaveOptions(),
         storage_options: StorageOptions | None = None,
         group: Any = None,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: KeepBest | None = None,
         local: Local | None = None,
-        fence: Fence = "call",
-        staging_bytes: int | str | None = None,
         codec: Codec | None = None,
         check_finite: bool = False,
-        staging: StagingWay = "host",
-        backend: BackendName = "auto",
-        durable: bool = True,
         drain_rate: float | str | None = None,
         max_writers: int | None = None,
-        timeout_s: float = TIMEOUT_S,
         log: bool = False,
         before_commit: Veto | None = None,
-        on_error: OnError = "raise",
     ) -> None:
-        check_seconds("timeout_s", timeout_s)
+        timeout_s = check_options(options).timeout_s
         self._root = real_path(path_of("root", root, storage_options, timeout_s), timeout_s)
         self.root = as_url(self._root)
         self.group = default_group() if group is None else group
@@ -197,26 +177,19 @@ class Checkpointer:
             terms = common_terms(self.root, codec, keep_last, keep_every, keep_best, local)
             self._coordinator = Coordinator.of_group(self.group, "steps", terms)
             opened.push(self._coordinator.give_up)
-            check_fence(fence)
-            check_choice("on_error", on_error, ON_ERROR)
             check_flag("log", log)
             optional(check_callable, "before_commit", before_commit)
-            self._options = StepOptions(
-                backend,
-                durable,
-                staging_bytes,
-                staging,
-                "auto",
-                Pacing(drain_rate, max_writers),
-                codec,
-                keep_last,
-                keep_every,
-                keep_best,
-                local,
-                check_finite,
+            self._options = StepOptions.of(
+                options,
+                pacing=Pacing(drain_rate, max_writers),
+                codec=codec,
+                keep_last=keep_last,
+                keep_every=keep_every,
+                keep_best=keep_best,
+                local=local,
+                check_finite=check_finite,
             )
-            refuse_for_url(local or self._root, staging=staging, backend=backend)
-            self._fence, self._timeout_s, self._on_error = fence, timeout_s, on_error
+            refuse_for_url(local or self._root, staging=options.staging, backend=options.backend)
             storage = pipeline.current().storage
             self._lease = Lease(storage, self._root)
             self._steps = Steps(storage, self._root, self._lease)
@@ -287,7 +260,7 @@ class Checkpointer:
         if deadline_s is not None:
             options = replace(options, pacing=Pacing())
             label += " before the job ends"
-        agreement = self._coordinator.begin(label, self._timeout_s)
+        agreement = self._coordinator.begin(label, self._options.timeout_s)
         with ExitStack() as failing:
             failing.enter_context(agreement.failing())
             self._be_the_saver()
@@ -296,9 +269,9 @@ class Checkpointer:
                 draining = self._tier.begin_drain(step)
                 failing.enter_context(draining.failing())
             path = self._steps.plain_path(step)
-            handle = InnerHandle(path, started, kind=self._root, on_error=self._on_error)
+            handle = InnerHandle(path, started, kind=self._root, on_error=options.on_error)
             if deadline_s is None:
-                current.raise_unreported(path, handle.kind, self._on_error)
+                current.raise_unreported(path, handle.kind, options.on_error)
             place: StepPlace | NodePlace = StepPlace(self._steps, agreement, step, options)
             if self._tier is not None and draining is not None:
                 running = self._saves.running() if deadline_s is None else []
@@ -319,7 +292,7 @@ class Checkpointer:
                 self._rank_of,
                 current.staging.devices,
                 differing=self._memo.unequal(),
-                watch=self._fence == "step",
+                watch=options.fence == "step",
                 checks_numbers=options.check_finite,
             )
             plan = StepPlan(
@@ -334,14 +307,7 @@ class Checkpointer:
                 self._memo,
             )
             save = Save(
-                handle,
-                agreement,
-                plan,
-                place,
-                options,
-                self._before_commit,
-                fence=self._fence,
-                lane=self._root,
+                handle, agreement, plan, place, options, self._before_commit, lane=self._root
             )
             if self._logs and self._coordinator.rank == 0:
                 handle.add_done_callback(save_log.noting(current.storage, self._root, step))
@@ -573,7 +539,7 @@ class Checkpointer:
         pipeline.current().wait_for(self._root, ended=True)
         pipeline.current().rates.forget(self._root)
         self._opened.close()
-        self._lease.release(self._timeout_s)
+        self._lease.release(self._options.timeout_s)
         if _savers.get(self._place) is self:
             del _savers[self._place]
         self._ended = True
@@ -628,7 +594,7 @@ class Checkpointer:
             )
         _savers[self._place] = self
         if self._tier is None:  # else a slow root holds up nobody
-            self._steps.make_root_soon(self._timeout_s)
+            self._steps.make_root_soon(self._options.timeout_s)
 
     @property
     def _place(self) -> tuple[int, str]:
@@ -648,7 +614,9 @@ class Checkpointer:
         """Begins a round of all ranks, once the saves of this process to the root have ended."""
         self.restored_from = {}
         self._current().wait_for(self._root, ended=True)
-        agreement = self._coordinator.begin("restore", self._timeout_s, "nothing was restored")
+        agreement = self._coordinator.begin(
+            "restore", self._options.timeout_s, "nothing was restored"
+        )
         with agreement.failing():
             yield agreement
         agreement.close()

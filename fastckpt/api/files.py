@@ -11,22 +11,18 @@ from typing import IO, Any
 import torch
 
 from fastckpt.arguments.checks import (
-    ON_ERROR,
     STAGINGS,
-    BackendName,
-    Fence,
-    OnError,
     StagingWay,
     Stripe,
     check_callable,
     check_choice,
-    check_fence,
     check_flag,
     check_seconds,
     check_size,
     optional,
 )
-from fastckpt.arguments.options import Pacing, WriteOptions
+from fastckpt.arguments.options import Pacing, WriteOptions, check_options
+from fastckpt.arguments.options import SaveOptions as SaveOptions
 from fastckpt.arguments.urls import StorageOptions, path_of, refuse_for_url
 from fastckpt.errors import NoPath, telling
 from fastckpt.files.load import TorchLoad, load_alone, load_together
@@ -47,17 +43,11 @@ def save(
     _use_new_zipfile_serialization: bool = True,
     _disable_byteorder_record: bool = False,
     *,
-    fence: Fence = "call",
-    backend: BackendName = "auto",
-    durable: bool = True,
-    staging_bytes: int | str | None = None,
-    staging: StagingWay = "host",
+    options: SaveOptions = SaveOptions(),
     stripe: Stripe = "auto",
     drain_rate: float | str | None = None,
     group: Any = None,
-    timeout_s: float = TIMEOUT_S,
     before_commit: Veto | None = None,
-    on_error: OnError = "raise",
     storage_options: StorageOptions | None = None,
 ) -> SaveHandle:
     """Saves an object as torch.save does, but in the background, and commits the file atomically.
@@ -71,23 +61,7 @@ def save(
             _disable_byteorder_record: as torch.save's. If f is a file-like object or a path that is
             no regular file (/dev/null), or the format is torch's legacy one, torch.save itself
             writes before this call returns.
-        fence: when the caller may go on. "call": save() returns when everything has been copied, so
-            obj may be changed at once. "step": save() returns at once, and the next step() of any
-            torch optimizer waits for the copies. If a tensor is changed in place by other means
-            before wait_staged() returns, this save fails with StagingConflict.
-        backend: "auto" chooses by file system and probe; "io_uring" and "threads" insist.
-        durable: sync the file and its directory before the checkpoint counts as committed. With
-            False a crash of the process still leaves the old file or the new one, but a crash of
-            the machine may leave neither.
-        staging_bytes: the most staging memory this save may hold, at least one block of 8 MiB, as a
-            number or a text such as "1GiB". A save of more bytes waits for its own writes. Default:
-            the process's budget (half of the memory available at the first save, or
-            $FASTCKPT_STAGING_BYTES).
-        staging: how tensors on a GPU go to the file. "host": through pinned memory. "gds": by
-            GPUDirect Storage, from 16 blocks in the GPU's memory; the caller waits while they are
-            full (the first time also until the GPU has finished its queued work). What cuFile
-            refuses goes through the host, with a warning. stats.staging and stats.staging_why say
-            which was used.
+        options: the fence, what becomes of errors, and how files are written (see SaveOptions).
         stripe: how a new file on Lustre is laid out over the storage targets (OSTs); ignored on
             other file systems. "auto": a large file gets several stripes if its directory's layout
             has one stripe; any other layout that the directory or the administrator has set is
@@ -104,8 +78,6 @@ def save(
             later ones take the first rank's tensor, with a warning while they differ. Ranks talk
             over the job's store; no collective runs on the group. None: this process saves alone,
             whatever other ranks do.
-        timeout_s: with group, how many seconds ranks wait for each other at most; default: 600. A
-            save also fails if a server or disk does not answer for so long.
         before_commit: called on every rank, on the thread of the save, when all that the rank
             writes has arrived, with the SaveStats so far and a digest of the rank's bytes: the
             SHA-256, in hexadecimal digits, of the CRC-32s of its blocks, so equal tensors have
@@ -113,10 +85,6 @@ def save(
             nothing is committed: result() raises CheckpointError there, PeerFailed elsewhere. What
             it returns is ignored. It must not wait for this save, nor for one that was begun later.
             Not called if torch.save itself writes. Default: none.
-        on_error: how a failure in the background is told, beside result(). "raise": if nobody has
-            asked for it by result() or exception(), the next save() raises it, and is not begun.
-            "warn": it is logged when it happens, and training goes on; errors of saves before this
-            one are logged, too.
         storage_options: as Checkpointer's, where f is a URL of an object store.
 
     Returns:
@@ -139,11 +107,9 @@ def save(
             writes itself, or for an object with DTensors.
     """
     started = time.perf_counter()
-    check_fence(fence)
-    check_seconds("timeout_s", timeout_s)
-    check_choice("on_error", on_error, ON_ERROR)
     optional(check_callable, "before_commit", before_commit)
-    options = WriteOptions(backend, durable, staging_bytes, staging, stripe, Pacing(drain_rate))
+    pacing = Pacing(drain_rate)
+    how = WriteOptions.of(check_options(options), stripe=stripe, pacing=pacing)
     asked = TorchSave(
         obj,
         pickle_module,
@@ -151,11 +117,9 @@ def save(
         _use_new_zipfile_serialization,
         _disable_byteorder_record,
     )
-    path = _checked_path(f, storage_options, timeout_s)
-    refuse_for_url(path or "", staging=staging, backend=backend)
-    return begin_save(
-        asked, f, path, options, fence, group, timeout_s, before_commit, on_error, started
-    )
+    path = _checked_path(f, storage_options, how.timeout_s)
+    refuse_for_url(path or "", staging=how.staging, backend=how.backend)
+    return begin_save(asked, f, path, how, group, before_commit, started)
 
 
 def prepare(nbytes: int | str) -> None:

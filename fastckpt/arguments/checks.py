@@ -59,14 +59,14 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
         raise ValueError(f"{name} is {shown(value)}, must be one of {choices}")
 
 
-def check_fence(value: object, name: str = "fence") -> None:
+def check_fence(value: object) -> None:
     """Raises ValueError unless the value is a fence that works in this interpreter."""
-    check_choice(name, value, _FENCES)
+    check_choice("fence", value, _FENCES)
     if value == "step" and not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise ValueError(
-            f'{name} is "step", which needs the GIL: this interpreter runs without it '
+            'fence is "step", which needs the GIL: this interpreter runs without it '
             "(sys._is_gil_enabled() is False), so whether another thread is changing a tensor "
-            f'while it is copied cannot be told. Pass {name}="call", or run with PYTHON_GIL=1'
+            'while it is copied cannot be told. Pass fence="call", or run with PYTHON_GIL=1'
         )
 
 

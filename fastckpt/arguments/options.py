@@ -1,26 +1,114 @@
-"""Options for writing checkpoints: the arguments that fastckpt.save, Checkpointer and the DCP
-writer have in common, checked once and never changed.
+"""SaveOptions: the arguments that all saves have in common, documented and checked here alone; and
+the options of saves inside the library, which add what only some saves have.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 from fastckpt.arguments.checks import (
     BACKENDS,
+    ON_ERROR,
     STAGINGS,
     BackendName,
+    Fence,
+    OnError,
     StagingWay,
     Stripe,
     Striping,
     check_choice,
     check_count,
+    check_fence,
     check_flag,
     check_rate,
+    check_seconds,
     check_size,
     check_stripe,
     optional,
+    shown,
 )
+
+Options = TypeVar("Options", bound="WriteOptions")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """How to save: the `options` of whatever saves. Never changed; dataclasses.replace() makes
+    another one.
+
+    Args:
+        fence: when the caller may go on. "call": the call returns when everything has been copied,
+            so the state may be changed at once. "step": it returns at once, and the next step() of
+            any torch optimizer waits for the copies. If a tensor is changed in place by other means
+            before wait_staged() returns, the save fails with StagingConflict.
+        on_error: how a failure in the background is reported, beside result(). "raise": if nobody
+            has asked for it by result() or exception(), the next save of the same kind (to files,
+            to the same root) raises it, and is not begun; it warns of those of other kinds. "warn":
+            it is logged when it happens, and training goes on; so are errors of earlier saves.
+        durable: sync the files and their directories before the checkpoint counts as committed.
+            With False a crash of the process still leaves the old checkpoint or the new one, but a
+            crash of the machine may leave neither.
+        backend: "auto" chooses by file system and probe; "io_uring" and "threads" insist.
+        staging: how tensors on a GPU go to the file. "host": through pinned memory. "gds": by
+            GPUDirect Storage, from 16 blocks in the GPU's memory; the caller waits while they are
+            full (the first time also until the GPU has finished its queued work). What cuFile
+            refuses goes through the host, with a warning. stats.staging and stats.staging_why say
+            which was used.
+        staging_bytes: the most staging memory that a save may hold in this process, at least one
+            block of 8 MiB, as a number or a text such as "1GiB". A save of more bytes waits for its
+            own writes. Default: the process's budget (half of the memory available at the first
+            save, or $FASTCKPT_STAGING_BYTES).
+        timeout_s: how many seconds ranks wait for each other at most, and a save for a server,
+            disk or object store that does not answer.
+
+    Raises:
+        ValueError, TypeError: one of them is unknown, out of range, or of another type; or fence is
+            "step" in a Python without the GIL.
+    """
+
+    fence: Fence = "call"
+    on_error: OnError = "raise"
+    durable: bool = True
+    backend: BackendName = "auto"
+    staging: StagingWay = "host"
+    staging_bytes: int | str | None = None
+    timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        check_fence(self.fence)
+        check_choice("on_error", self.on_error, ON_ERROR)
+        check_flag("durable", self.durable)
+        check_choice("backend", self.backend, BACKENDS)
+        check_choice("staging", self.staging, STAGINGS)
+        _ = self.limit_bytes
+        check_seconds("timeout_s", self.timeout_s)
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """The staging_bytes as a number."""
+        return optional(check_size, "staging_bytes", self.staging_bytes)
+
+
+def check_options(options: object, **refused: str) -> SaveOptions:
+    """Returns the argument `options` of whatever saves.
+
+    Args:
+        refused: the names of options that have to keep their defaults there, and why.
+
+    Raises:
+        TypeError: it is something else. ValueError: a refused option has another value.
+    """
+    if not isinstance(options, SaveOptions):
+        raise TypeError(
+            f"options is {shown(options)} of type {type(options).__name__}, must be a "
+            "fastckpt.SaveOptions"
+        )
+    for name, why in refused.items():
+        value, default = getattr(options, name), getattr(SaveOptions, name)
+        if value != default:
+            raise ValueError(f"{name} is {shown(value)}, must be {shown(default)} here: {why}")
+    return options
 
 
 @dataclass(frozen=True)
@@ -59,33 +147,28 @@ class Pacing:
         return ", ".join(asked)
 
 
-@dataclass(frozen=True)
-class WriteOptions:
-    """Options for writing files. Each argument is as fastckpt.save's of the same name.
+@dataclass(frozen=True, kw_only=True)
+class WriteOptions(SaveOptions):
+    """SaveOptions, and the arguments of fastckpt.save about how files are laid out and paced.
 
     Raises:
         ValueError, TypeError: one of them is unknown, out of range, or of another type.
     """
 
-    backend: BackendName = "auto"
-    durable: bool = True
-    staging_bytes: int | str | None = None
-    staging: StagingWay = "host"
     stripe: Stripe = "auto"
     pacing: Pacing = Pacing()
 
     def __post_init__(self) -> None:
-        check_choice("backend", self.backend, BACKENDS)
-        check_choice("staging", self.staging, STAGINGS)
-        check_flag("durable", self.durable)
-        _ = self.striping, self.limit_bytes
+        super().__post_init__()
+        _ = self.striping
+
+    @classmethod
+    def of(cls: type[Options], options: SaveOptions, **others: Any) -> Options:
+        """Returns these SaveOptions with others that only this class has."""
+        common = {field.name: getattr(options, field.name) for field in fields(SaveOptions)}
+        return cls(**common, **others)
 
     @property
     def striping(self) -> Striping:
         """The stripe, with its size in bytes."""
         return check_stripe(self.stripe)
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """The staging_bytes as a number."""
-        return optional(check_size, "staging_bytes", self.staging_bytes)

@@ -363,11 +363,15 @@ def _in_file(
 
 def _to_file(path: str, nest: dict[str, Any], _step: int) -> None:
     if is_mounted(path):  # no object is renamed, and no save to one is seen before it is whole
-        fastckpt.save(nest, path, staging_bytes=_STAGING_BYTES).result()
+        fastckpt.save(
+            nest, path, options=fastckpt.SaveOptions(staging_bytes=_STAGING_BYTES)
+        ).result()
         return
     storage = pipeline.current().storage
     with atomic.temporary(storage, path) as (fd, name):  # a save replaces what has its path
-        fastckpt.save(nest, name, staging_bytes=_STAGING_BYTES).result()
+        fastckpt.save(
+            nest, name, options=fastckpt.SaveOptions(staging_bytes=_STAGING_BYTES)
+        ).result()
         _publish(storage, fd, name, path)
 
 
@@ -378,7 +382,7 @@ def _to_dcp(path: str, nest: dict[str, Any], _step: int) -> None:
     from fastckpt.integrations.dcp import Writer
 
     def fill(draft: Draft) -> None:
-        writer = Writer(draft.directory, staging_bytes=_STAGING_BYTES)
+        writer = Writer(draft.directory, options=fastckpt.SaveOptions(staging_bytes=_STAGING_BYTES))
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is")
@@ -391,7 +395,9 @@ def _to_dcp(path: str, nest: dict[str, Any], _step: int) -> None:
 
 
 def _to_step(path: str, nest: dict[str, Any], step: int) -> None:
-    with fastckpt.Checkpointer(path, staging_bytes=_STAGING_BYTES) as checkpointer:
+    with fastckpt.Checkpointer(
+        path, options=fastckpt.SaveOptions(staging_bytes=_STAGING_BYTES)
+    ) as checkpointer:
         if step in checkpointer.steps():
             raise CheckpointError(f"{path!r} has step {step}: choose another number by --step")
         checkpointer.save(step, nest).result()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fastckpt.arguments.checks import Fence
+from fastckpt.arguments.options import SaveOptions
 from fastckpt.directories.hidden_directory import HiddenDirectory
 from fastckpt.directories.items_plan import ItemsPlan
 from fastckpt.directories.shared_files import SharedFiles
@@ -102,12 +102,13 @@ class Draft(HiddenDirectory):
     Args:
         storage, path, beside, later: as HiddenDirectory's.
         devices: the devices whose memory may be read later.
-        fence: with "step", small tensors are copied now, and tensors that change too early noticed.
+        options: the save's. With the step fence, small tensors are copied now, and tensors that
+            change too early noticed.
         agreement: the save's round.
 
     Attributes:
         path: the path that the directory will have.
-        fence, agreement: as given.
+        options, agreement: as given.
         pending: the files that are written later.
         items: plans of directories in this one that have a part of each rank.
         shared: those that are written later by several ranks together; None if there are none.
@@ -125,17 +126,17 @@ class Draft(HiddenDirectory):
         devices: Devices,
         path: str,
         beside: str | None,
-        fence: Fence,
+        options: SaveOptions,
         agreement: Round,
         *,
         later: bool = False,
     ) -> None:
         super().__init__(storage, path, beside, later=later)
         self.path = path
-        self.fence = fence
+        self.options = options
         self.agreement = agreement
         self._devices = devices
-        self._copies_small = fence == "step"
+        self._copies_small = options.fence == "step"
         self.pending: list[CapturedFile] = []
         self.items: list[ItemsPlan] = []
         self.shared: SharedFiles | None = None

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch.nn import Module
 
-from fastckpt.arguments.checks import Fence, check_path, check_size
+from fastckpt.arguments.checks import check_path, check_size
 from fastckpt.arguments.names import listed, without_wrappers
-from fastckpt.arguments.options import Pacing, WriteOptions
+from fastckpt.arguments.options import Pacing, SaveOptions, WriteOptions
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory
@@ -37,7 +37,7 @@ from fastckpt.plan.image import PORTION_BYTES
 from fastckpt.ranks import per_group
 from fastckpt.ranks.coordinator import ranks_within
 from fastckpt.ranks.per_group import together
-from fastckpt.ranks.round import TIMEOUT_S, Round
+from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import SaveHandle
 from fastckpt.saving.image_file import write_portions
@@ -139,10 +139,7 @@ def export(
     shard_bytes: int | str = "5GB",
     files: Sequence[str | os.PathLike[str]] = (),
     group: Any = None,
-    fence: Fence = "call",
-    durable: bool = True,
-    staging_bytes: int | str | None = None,
-    timeout_s: float = TIMEOUT_S,
+    options: SaveOptions = SaveOptions(),
 ) -> SaveHandle:
     """Writes the tensors of a model in the background as a Hugging Face directory of safetensors
     files, which transformers' from_pretrained opens, and commits it atomically.
@@ -173,7 +170,8 @@ def export(
         group: a torch.distributed process group whose ranks all call this, with DTensors on these
             ranks, and the same plain tensors on each. Ranks talk over the job's store; no
             collective runs. None: this process alone.
-        fence, durable, staging_bytes, timeout_s: as fastckpt.save's.
+        options: the fence, what becomes of errors, and how files are written (see SaveOptions); not
+            staging="gds", since the files are put together in the host's memory.
 
     Returns:
         A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
@@ -185,7 +183,7 @@ def export(
         ValueError: two tensors get the same name, or none is left; `rename` has a pattern that fits
             none; one of `files` has the name of another file of the export, is a directory, or has
             more than 1 GiB; or an argument is out of range.
-        CheckpointError: an earlier save failed, and nobody asked for its error.
+        CheckpointError: an earlier save failed, and nobody asked for its error (on_error="raise").
         StorageError: one of `files` cannot be read, or the look at `directory` has not returned for
             timeout_s. All other errors of the file system are raised by result().
     """
@@ -213,10 +211,7 @@ def export(
         check_path("directory", directory),
         fill,
         group=group,
-        fence=fence,
-        durable=durable,
-        staging_bytes=staging_bytes,
-        timeout_s=timeout_s,
+        options=options,
         later=True,
     )
 

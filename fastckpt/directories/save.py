@@ -13,22 +13,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from fastckpt.arguments.checks import (
-    ON_ERROR,
-    BackendName,
-    Fence,
-    OnError,
-    check_choice,
-    check_fence,
-    check_path,
-)
-from fastckpt.arguments.options import WriteOptions
+from fastckpt.arguments.checks import check_path
+from fastckpt.arguments.options import SaveOptions, WriteOptions, check_options
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.swap_place import SwapPlace
 from fastckpt.directories.swap_plan import SwapPlan
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.ranks import per_group
-from fastckpt.ranks.round import TIMEOUT_S, Round
+from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.save import Save
@@ -38,6 +30,8 @@ from fastckpt.storage.file_system import is_directory, reported
 
 log = logging.getLogger("fastckpt")
 
+FROM_THE_HOST = "the files of a directory are put together in the host's memory"  # not of a GPU
+
 
 def save_directory(
     path: str,
@@ -45,12 +39,7 @@ def save_directory(
     *,
     group: Any = None,
     beside: str | None = None,
-    fence: Fence = "call",
-    backend: BackendName = "auto",
-    durable: bool = True,
-    staging_bytes: int | str | None = None,
-    on_error: OnError = "raise",
-    timeout_s: float = TIMEOUT_S,
+    options: SaveOptions = SaveOptions(),
     retain: Callable[[], None] | None = None,
     replaces: bool = True,
     later: bool = False,
@@ -69,9 +58,8 @@ def save_directory(
             over the job's store; no collective runs. None: this process alone.
         beside: a directory of the same file system, in which the new one is put together under a
             hidden name; None: the parent of path.
-        fence, backend, durable, staging_bytes, timeout_s: as fastckpt.save's.
-        on_error: "raise": an error before this returns is raised here, a later one by result() or
-            by the next save. "warn": errors are logged, and kept in the handle.
+        options: how to save, but for `staging`. With on_error="raise", an error before this returns
+            is raised here; with "warn" it is logged, and kept in the handle.
         retain: called in the background on the first rank, after the commit, to remove directories
             that are no longer needed.
         replaces: whether an old directory is replaced; if not, and there is one, the save fails.
@@ -81,14 +69,13 @@ def save_directory(
         A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
 
     Raises:
-        ValueError, TypeError: an unknown fence, backend or on_error; staging_bytes < 1 or no size;
-            a group that this process is not in.
+        ValueError, TypeError: staging is "gds"; options are none; a group that this process is not
+            in.
         CheckpointError: an earlier save failed, and nobody asked for its error (on_error="raise").
         Exception: fill() raised it (on_error="raise").
     """
-    check_fence(fence)
-    check_choice("on_error", on_error, ON_ERROR)
-    options = WriteOptions(backend, durable, staging_bytes)
+    check_options(options, staging=FROM_THE_HOST)
+    on_error, timeout_s = options.on_error, options.timeout_s
     given, handled = check_path("path", path), sys.exc_info()[1]
 
     def made(path: str) -> InnerHandle:
@@ -104,9 +91,8 @@ def save_directory(
     handle = made(path)
     agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
     try:
-        job = _begun(
-            handle, agreement, fill, beside, fence, options, on_error, retain, replaces, later
-        )
+        how = WriteOptions.of(options)
+        job = _begun(handle, agreement, fill, beside, how, retain, replaces, later)
     except Exception as error:
         if on_error == "raise":
             raise
@@ -120,9 +106,7 @@ def _begun(
     agreement: Round,
     fill: Callable[[Draft], None],
     beside: str | None,
-    fence: Fence,
     options: WriteOptions,
-    on_error: str,
     retain: Callable[[], None] | None,
     replaces: bool,
     later: bool,
@@ -130,14 +114,14 @@ def _begun(
     """Captures the state before the caller may go on to change it, and returns the save."""
     with agreement.failing():
         current = pipeline.current()
-        if on_error == "raise":
+        if options.on_error == "raise":
             current.raise_unreported(handle.path, handle.kind)
         draft = Draft(
             current.storage,
             current.staging.devices,
             handle.path,
             beside,
-            fence,
+            options,
             agreement,
             later=later,
         )
@@ -151,7 +135,7 @@ def _begun(
             )
             plan = SwapPlan(handle, agreement, draft, place, options)
             lane = os.path.dirname(path)
-            return Save(handle, agreement, plan, place, options, fence=fence, lane=lane)
+            return Save(handle, agreement, plan, place, options, lane=lane)
         except BaseException:
             draft.discard()
             raise

@@ -121,21 +121,18 @@ def begin_save(
     target: Any,
     path: str | None,
     options: WriteOptions,
-    fence: str,
     group: Any,
-    timeout_s: float,
     before_commit: Veto | None,
-    on_error: str,
     started: float,
 ) -> InnerHandle:
     """Begins a save, or lets torch.save do it; returns when the fence opens.
 
     Args:
         target, path: fastckpt.save's `f`, and the path that it is; None if it is none.
-        fence, group, timeout_s, before_commit, on_error: as fastckpt.save's.
+        group, before_commit: as fastckpt.save's.
         started: when fastckpt.save was called.
     """
-    shared, current = per_group.together(group), pipeline.current()
+    shared, current, on_error = per_group.together(group), pipeline.current(), options.on_error
     if group is None:
         current.raise_unreported(path or "", "file", on_error)
     if path is None:
@@ -145,7 +142,7 @@ def begin_save(
     look = partial(_look, current.storage, path, checks)
     handled = sys.exc_info()[1]
     try:
-        real, through, missing = looked_up(look, path, timeout_s)
+        real, through, missing = looked_up(look, path, options.timeout_s)
     except StorageError as error:
         if on_error == "raise":
             raise
@@ -162,7 +159,7 @@ def begin_save(
     if not asked.as_zip:
         _refuse_group(group, "in torch's legacy format")
         return save_stock(current, asked.write, handle, real, options.durable)
-    agreement = shared.coordinator.begin(f"save to {handle.path!r}", timeout_s)
+    agreement = shared.coordinator.begin(f"save to {handle.path!r}", options.timeout_s)
     with agreement.failing():
         # With a group only now, when other ranks hear of it.
         current.raise_unreported(handle.path, handle.kind, on_error)
@@ -175,7 +172,7 @@ def begin_save(
                 asked.pickle_module,
                 asked.pickle_protocol,
                 asked.disable_byteorder,
-                fence == "step",
+                options.fence == "step",
                 devices.readable(),
             )
         except torch_pickle.SkipDataActive:
@@ -188,15 +185,7 @@ def begin_save(
         place = FilePlace(current.storage, real, agreement, options.durable)
         plan = FilePlan(captured, asked.obj, agreed, devices, agreement, place, options)
         save = Save(
-            handle,
-            agreement,
-            plan,
-            place,
-            options,
-            before_commit,
-            fence=fence,
-            lane=real,
-            payer=_PROCESS,
+            handle, agreement, plan, place, options, before_commit, lane=real, payer=_PROCESS
         )
     del captured
     return current.save(save)

@@ -63,7 +63,7 @@ def gathers(plugin: Any) -> str:
 
 
 @contextmanager
-def sharded_states(draft: Draft, durable: bool) -> Iterator[None]:
+def sharded_states(draft: Draft) -> Iterator[None]:
     """Adds the sharded states to the draft that Accelerate saves in the body, after that: ranks may
     wait for each other's plans, and must not while others are in a collective of Accelerate's.
     """
@@ -77,7 +77,7 @@ def sharded_states(draft: Draft, durable: bool) -> Iterator[None]:
         if name.startswith(os.pardir):
             return by_itself(state_dict, **given)
         planner = given.get("planner")
-        states.append(partial(dcp.add_to, draft, name, state_dict, planner, durable=durable))
+        states.append(partial(dcp.add_to, draft, name, state_dict, planner))
         return None
 
     with replaced(torch_dcp, "save", save):

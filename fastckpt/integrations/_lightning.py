@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, cast
 
@@ -19,8 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 import fastckpt
 from fastckpt import CheckpointError
-from fastckpt.arguments.checks import ON_ERROR, BackendName, OnError, StagingWay, check_choice
-from fastckpt.arguments.options import WriteOptions
+from fastckpt.arguments.options import SaveOptions, check_options
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.directories.verify import newest_whole
@@ -33,6 +33,8 @@ from fastckpt.storage.atomic import make_directory, temporary_path
 from fastckpt.storage.file_system import reported
 
 log = logging.getLogger("fastckpt")
+
+_NO_STEP_FENCE = "what Lightning passes may be changed between two optimizer steps, by callbacks"
 
 
 class BackgroundCheckpointIO:
@@ -47,19 +49,11 @@ class BackgroundCheckpointIO:
         self,
         *,
         asynchronous: bool = True,
-        on_error: OnError = "raise",
-        backend: BackendName = "auto",
-        durable: bool = True,
-        staging: StagingWay = "host",
-        staging_bytes: int | str | None = None,
+        options: SaveOptions = SaveOptions(),
     ) -> None:
         super().__init__()
-        check_choice("on_error", on_error, ON_ERROR)
-        WriteOptions(backend, durable, staging_bytes, staging)  # refuses what each save would
-        self._asynchronous, self._on_error, self._durable = asynchronous, on_error, durable
-        self._options: Any = dict(
-            backend=backend, durable=durable, staging=staging, staging_bytes=staging_bytes
-        )
+        self._options = check_options(options, fence=_NO_STEP_FENCE)
+        self._asynchronous = asynchronous
         self._begin_anew()
 
     def _begin_anew(self) -> None:
@@ -95,17 +89,16 @@ class BackgroundCheckpointIO:
         if self.is_saving:  # a signal handler calls this: the save it interrupts holds locks
             self._stock.save_checkpoint(self, checkpoint, path)
             return
-        options = {"on_error": self._on_error, **self._options}
 
         def begin() -> tuple[SaveHandle, bool]:
             directory, storage = os.path.dirname(local), pipeline.current().storage
             with reported("make directory", directory):
                 if storage.status(directory) is None:
-                    make_directory(storage, directory, self._durable)
+                    make_directory(storage, directory, self._options.durable)
                 storage.make_directory(directory, parents=True)  # which says so if it is a file
             has_links = _has_links(directory)
             _unlink_softly(local)
-            return fastckpt.save(checkpoint, local, **options), has_links
+            return fastckpt.save(checkpoint, local, options=self._options), has_links
 
         self._save(local, begin)
 
@@ -123,9 +116,7 @@ class BackgroundCheckpointIO:
         local = _on_file_system(path)
         from fastckpt.integrations import dcp  # which files do not need
 
-        names = ("backend", "durable", "staging_bytes")
-        options: Any = {name: self._options[name] for name in names}
-        options |= {"group": group_of_job(), "on_error": self._on_error}
+        options = replace(self._options, staging="host")
 
         def begin() -> tuple[SaveHandle, bool]:
             # Errors of one rank are raised in fill(), from where all ranks hear of them.
@@ -140,10 +131,10 @@ class BackgroundCheckpointIO:
                     there = _has_links(os.path.dirname(local))
                     # Before it may wait for other ranks' plans: they wait for this in their calls.
                     agreement.put("links", b"there are some" if there else b"")
-                dcp.add_to(draft, os.curdir, shards, durable=self._durable)
+                dcp.add_to(draft, os.curdir, shards)
                 has_links.append(bool(agreement.get("links")))
 
-            handle = save_directory(local, fill, **options)
+            handle = save_directory(local, fill, group=group_of_job(), options=options)
             return handle, any(has_links)
 
         self._save(local, begin)
@@ -166,12 +157,12 @@ class BackgroundCheckpointIO:
         try:
             handle, links = begin()
         except CheckpointError as error:
-            if self._on_error == "raise":
+            if self._options.on_error == "raise":
                 raise
             handle = InnerHandle(os.path.realpath(path), time.perf_counter(), on_error="warn")
             pipeline.current().refuse(handle, error, None)
         handle = cast(InnerHandle, handle)
-        if self._on_error == "raise":
+        if self._options.on_error == "raise":
             handle.add_done_callback(log_failure)
         self._saves.add(handle)
         for _ in range(len(self._kept)):  # of the same list, to which another thread may add now
@@ -182,7 +173,7 @@ class BackgroundCheckpointIO:
             handle.result()
         elif not self._asynchronous or os.path.basename(path).startswith("hpc_ckpt_"):
             handle.wait_done()
-            if self._on_error == "raise":
+            if self._options.on_error == "raise":
                 handle.result()
 
     def load_checkpoint(

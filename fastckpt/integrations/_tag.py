@@ -38,8 +38,7 @@ class Tag:
     Args:
         path: the tag's directory, without symbolic links.
         latest: the path of the file that is to have `content` when the tag is saved; "": none.
-        options: how the files are written.
-        on_error: "raise" or "warn", as InnerHandle's.
+        options: how the files are written, and what becomes of an error; with the call fence.
 
     Attributes:
         handle: the SaveHandle of the whole tag; its path is the tag's directory.
@@ -52,8 +51,8 @@ class Tag:
         latest: str,
         content: str,
         options: WriteOptions,
-        on_error: str = "raise",
     ) -> None:
+        on_error = options.on_error
         self.handle = InnerHandle(path, time.perf_counter(), kind="tag", on_error=on_error)
         if on_error == "raise":
             self.handle.add_done_callback(log_failure)
@@ -104,7 +103,7 @@ class Tag:
             storage, handle.path, agreement, options.durable, self._latest, self.content
         )
         plan = TagPlan(self._files, error or self._error, place, options)
-        job = Save(handle, agreement, plan, place, options, fence="call", lane=handle.path)
+        job = Save(handle, agreement, plan, place, options, lane=handle.path)
         pipeline.current().save(job)
 
 

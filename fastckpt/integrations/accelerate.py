@@ -17,14 +17,8 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from fastckpt.arguments.checks import (
-    ON_ERROR,
-    BackendName,
-    Fence,
-    OnError,
-    check_choice,
-    check_path,
-)
+from fastckpt.arguments.checks import check_path
+from fastckpt.arguments.options import SaveOptions
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.directories.shelf import committed_first, numbered, retain
@@ -54,12 +48,7 @@ def save_state(
     output_dir: str | os.PathLike[str] | None = None,
     *,
     safe_serialization: bool = True,
-    fence: Fence = "call",
-    on_error: OnError = "raise",
-    backend: BackendName = "auto",
-    durable: bool = True,
-    staging_bytes: int | str | None = None,
-    timeout_s: float = TIMEOUT_S,
+    options: SaveOptions = SaveOptions(),
 ) -> SaveHandle:
     """Saves what accelerator.save_state() does, in the background; every process calls it.
 
@@ -77,12 +66,8 @@ def save_state(
             `checkpoints/checkpoint_N` in the project's directory and keeps the last total_limit.
         safe_serialization: True: models are saved as safetensors (where Accelerate keeps one name
             of each shared tensor). False: as torch zips.
-        fence: "call": returns when everything is copied. "step": returns at once, and the next
-            optimizer step waits for the copies.
-        on_error: a failed save leaves the directory as it was. "raise": the error is raised by this
-            call, by result(), or else by the next save. "warn": it is logged.
-        backend, durable, staging_bytes: as fastckpt.save's.
-        timeout_s: the longest that processes wait for each other, in seconds.
+        options: the fence, what becomes of errors, and how files are written (see SaveOptions); not
+            staging="gds". A failed save leaves the directory as it was.
 
     Returns:
         A SaveHandle; result() returns its SaveStats when the directory is committed.
@@ -93,7 +78,6 @@ def save_state(
             refused.
         CheckpointError: with on_error="raise", an earlier save failed, and nobody asked for why.
     """
-    check_choice("on_error", on_error, ON_ERROR)
     _refuse_others(accelerator)
     plugin = _fsdp_plugin(accelerator)
     if plugin is not None and (why := _fsdp.gathers(plugin)):
@@ -112,7 +96,7 @@ def save_state(
         try:
             with (
                 replaced(checkpointing, "save", partial(_into, draft, accelerator)),
-                nullcontext() if plugin is None else _fsdp.sharded_states(draft, durable),
+                nullcontext() if plugin is None else _fsdp.sharded_states(draft),
             ):
                 accelerator.save_state(draft.directory, safe_serialization=safe_serialization)
         finally:
@@ -129,12 +113,7 @@ def save_state(
         fill,
         group=group_of_job(),
         beside=beside,
-        fence=fence,
-        backend=backend,
-        durable=durable,
-        staging_bytes=staging_bytes,
-        on_error=on_error,
-        timeout_s=timeout_s,
+        options=options,
         retain=rotate,
     )
 

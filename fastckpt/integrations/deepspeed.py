@@ -17,19 +17,11 @@ import torch.distributed as dist
 
 import fastckpt
 from fastckpt import CheckpointError, StorageError
-from fastckpt.arguments.checks import (
-    ON_ERROR,
-    BackendName,
-    OnError,
-    StagingWay,
-    check_choice,
-    check_path,
-)
-from fastckpt.arguments.options import WriteOptions
+from fastckpt.arguments.checks import check_path
+from fastckpt.arguments.options import SaveOptions, WriteOptions, check_options
 from fastckpt.integrations import require
 from fastckpt.integrations._tag import Tag
 from fastckpt.ranks.coordinator import Coordinator
-from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.in_flight import InFlight
@@ -45,6 +37,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (  # noq
     TorchCheckpointEngine,
 )
 
+_NO_STEP_FENCE = "DeepSpeed also changes states outside of optimizer steps, unseen by torch"
 # Older versions tell a checkpoint engine nothing but the tag; see _ByTagAlone.
 _TELLS_DIRECTORY = hasattr(checkpoint_engine, "CheckpointCommitInfo")
 
@@ -60,12 +53,7 @@ class CheckpointCommitInfo(NamedTuple):
 def install(
     engine: Any,
     *,
-    on_error: OnError = "raise",
-    backend: BackendName = "auto",
-    durable: bool = True,
-    staging: StagingWay = "host",
-    staging_bytes: int | str | None = None,
-    timeout_s: float = TIMEOUT_S,
+    options: SaveOptions = SaveOptions(),
 ) -> FastckptCheckpointEngine:
     """Makes a DeepSpeed engine save and load through fastckpt; all ranks call it.
 
@@ -77,18 +65,17 @@ def install(
     Args:
         engine: the engine that deepspeed.initialize() returned, of any ZeRO stage, configured with
             neither `checkpoint.writer` nor `datastates_ckpt`.
-        on_error: a tag that cannot be saved is logged, and `latest` stays. "raise": the next
-            save_checkpoint(), which then does not begin, or engine.destroy() raises the error on
-            all ranks. "warn": training goes on.
-        backend, durable, staging, staging_bytes: as fastckpt.save's.
-        timeout_s: the longest that ranks wait for each other's files, in seconds.
+        options: what becomes of errors, and how files are written (see SaveOptions); without the
+            step fence. A tag that cannot be saved is logged, and `latest` stays; with
+            on_error="raise" the next save_checkpoint(), which then does not begin, or
+            engine.destroy() raises the error on all ranks.
 
     Returns:
         The checkpoint engine; its wait() returns when the last tag is committed.
 
     Raises:
-        ValueError, TypeError: on_error is unknown, timeout_s is not positive, or fastckpt.save
-            refuses an option; the engine does not save by torch.save, or saves by fastckpt already.
+        ValueError, TypeError: options have the step fence, or are none; the engine does not save by
+            torch.save, or saves by fastckpt already.
     """
     saves_by = getattr(engine, "checkpoint_engine", None)
     if type(saves_by) is not TorchCheckpointEngine:
@@ -98,7 +85,7 @@ def install(
             "configuration"
         )
     kind = FastckptCheckpointEngine if _TELLS_DIRECTORY else _ByTagAlone
-    saving = kind(on_error, durable, staging, staging_bytes, timeout_s, backend)
+    saving = kind(options)
     if isinstance(saving, _ByTagAlone):
         saving.wrap(engine)
     save, load = engine.save_checkpoint, engine.load_checkpoint
@@ -140,23 +127,11 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             `latest` names the tag or, with save_latest=False, when all its files are there.
     """
 
-    def __init__(
-        self,
-        on_error: OnError,
-        durable: bool,
-        staging: StagingWay,
-        staging_bytes: int | str | None,
-        timeout_s: float,
-        backend: BackendName = "auto",
-    ) -> None:
+    def __init__(self, options: SaveOptions = SaveOptions()) -> None:
         super().__init__()
-        check_choice("on_error", on_error, ON_ERROR)
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s is {timeout_s}, must be above 0")
+        self._options = WriteOptions.of(check_options(options, fence=_NO_STEP_FENCE))
         self.name = "fastckpt"
         self._saves = InFlight()
-        self._on_error, self._timeout_s = on_error, timeout_s
-        self._options = WriteOptions(backend, durable, staging_bytes, staging)
         self._coordinator: Coordinator | None = None
         self._open: Tag | None = None
         self._unmade: StorageError | None = None  # of a directory whose tag is not created yet
@@ -178,7 +153,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         directory = os.path.realpath(check_path("save_dir", info.save_dir))
         path = os.path.realpath(os.path.join(directory, info.tag))
         latest = os.path.join(directory, "latest") if info.save_latest else ""
-        self._open = Tag(path, latest, info.tag, self._options, self._on_error)
+        self._open = Tag(path, latest, info.tag, self._options)
         with self._open.keeping():
             try:
                 self._saves.raise_first(not_begun=path)
@@ -215,11 +190,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         if tag is not None and path.startswith(os.path.join(tag.handle.path, "")):
             tag.add(state_dict, os.path.relpath(path, tag.handle.path))
             return
-        options = self._options
-        how: Any = dict(backend=options.backend, durable=options.durable, staging=options.staging)
-        how |= dict(staging_bytes=options.staging_bytes, timeout_s=self._timeout_s)
         with self.keeping():
-            fastckpt.save(state_dict, path, **how).result()
+            fastckpt.save(state_dict, path, options=self._options).result()
 
     def load(self, path: str, map_location: Any = None) -> Any:
         """Loads a file that fastckpt or torch wrote; every byte that fastckpt wrote is checked.
@@ -318,7 +290,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             if self._coordinator is None:
                 self._coordinator = Coordinator.of_group(dist.group.WORLD, "deepspeed")
             label = f"save of tag {tag.content!r}"
-            tag.conclude(self._coordinator.begin(label, self._timeout_s), error)
+            tag.conclude(self._coordinator.begin(label, self._options.timeout_s), error)
 
 
 class _ByTagAlone(FastckptCheckpointEngine):

@@ -27,13 +27,14 @@ class FastckptCheckpointIO(BackgroundCheckpointIO, TorchCheckpointIO):  # type: 
         asynchronous: True: a save returns when everything is copied. False: when the file is
             committed; as saves always do for SLURM's requeueing, and in a directory where a
             symbolic link names a file beside it (ModelCheckpoint with save_last="link").
-        on_error: every failed save is logged. "raise": the next save, or the end of fit(), raises
-            the error. "warn": training goes on; but in a directory with such links the error is
-            raised, since Lightning would make a link to the missing file.
-        backend, durable, staging, staging_bytes: as fastckpt.save's.
+        options: what becomes of errors, and how files are written (see SaveOptions); without the
+            step fence, and sharded checkpoints go through the host. Every failed save is logged;
+            with on_error="raise" the next save, or the end of fit(), raises the error. In a
+            directory with such links it is always raised, since Lightning would make a link to the
+            missing file.
 
     Raises:
-        ValueError, TypeError: on_error is unknown, or fastckpt.save refuses an option.
+        ValueError, TypeError: options have the step fence, or are none.
     """
 
     _stock = TorchCheckpointIO

@@ -13,22 +13,21 @@ import json
 import os
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
-from fastckpt import Checkpointer, IncompatibleCheckpoint, PerRank, export, load_into
-from fastckpt.arguments.checks import CODECS, Codec, Fence, check_choice, check_fence
+from fastckpt import Checkpointer, IncompatibleCheckpoint, PerRank, SaveOptions, export, load_into
+from fastckpt.arguments.checks import CODECS, Codec, check_choice
 from fastckpt.formats.distcp import METADATA
 from fastckpt.formats.step_names import step_name
 from fastckpt.integrations import require
 from fastckpt.integrations._stages import Stages
 from fastckpt.integrations.dcp import Reader
 from fastckpt.ranks.per_group import group_of_job, together
-from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.handle import InnerHandle
 
 require("torchtitan", "0.3", "0.4", __name__)
@@ -78,19 +77,15 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
         """torchtitan's policies, and how fastckpt follows them."""
 
-        fence: Fence = "step"
-        """When training goes on: "step": at once, and the next optimizer step waits for the copies;
-        "call": when everything has been copied."""
+        options: SaveOptions = SaveOptions(fence="step")
+        """The fence, what becomes of errors, and how files are written (see SaveOptions). Exports
+        go through the host."""
 
         codec: Codec | None = None
         """How shards are stored, as fastckpt.Checkpointer takes it: "planes" or "zstd"."""
 
-        timeout_s: float = TIMEOUT_S
-        """The longest that ranks wait for each other, in seconds."""
-
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
-            check_fence(self.fence, "checkpoint.fence")
             check_choice("checkpoint.codec", self.codec, CODECS)
             if self.create_seed_checkpoint and self.load_only:
                 raise ValueError("create_seed_checkpoint saves, which load_only forbids")
@@ -144,9 +139,8 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         self._checkpointer = Checkpointer(
             self.folder,
             keep_last=self.keep_latest_k or None,
-            fence=config.fence,
+            options=config.options,
             codec=config.codec,
-            timeout_s=config.timeout_s,
         )
         logger.info("Checkpoints are loaded from and saved to %s by fastckpt.", self.folder)
 
@@ -185,14 +179,14 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             dtype=TORCH_DTYPE_MAP[self._config.export_dtype],
             files=[path for path in paths if os.path.isfile(path)],
             group=group_of_job(),
-            timeout_s=self._config.timeout_s,
+            options=replace(self._config.options, staging="host"),
         ).result()
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
         """Restores a step of the folder, or what the config names as the beginning."""
         kind, path, number, model_only = _told_by_first(
-            lambda: self._choice(step), self._config.timeout_s
+            lambda: self._choice(step), self._config.options.timeout_s
         )
         if kind == _STEP:
             self._restore(self._checkpointer, number, model_only=model_only)
@@ -201,7 +195,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         elif kind == _DCP:
             self._load_dcp(path, model_only)
         elif kind == _FOLDER:
-            with Checkpointer(path, timeout_s=self._config.timeout_s) as source:
+            with Checkpointer(path, options=self._config.options) as source:
                 self._restore(source, None, model_only=model_only)
         else:
             logger.info("No checkpoint was provided, this is a fresh start.")

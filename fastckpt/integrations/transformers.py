@@ -20,24 +20,15 @@ from typing import Any
 
 import safetensors.torch
 
-from fastckpt.arguments.checks import (
-    ON_ERROR,
-    BackendName,
-    Fence,
-    OnError,
-    check_choice,
-    check_fence,
-)
-from fastckpt.arguments.options import WriteOptions
+from fastckpt.arguments.options import SaveOptions, check_options
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.save import save_directory, wait_for_directories
+from fastckpt.directories.save import FROM_THE_HOST, save_directory, wait_for_directories
 from fastckpt.directories.shelf import committed_first, numbered, retain
 from fastckpt.directories.verify import newest_whole
 from fastckpt.errors import CheckpointError
 from fastckpt.integrations import _fsdp, require
 from fastckpt.integrations._fsdp import replaced
 from fastckpt.ranks.per_group import group_of_job
-from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.in_flight import InFlight
 from fastckpt.saving.pipeline import FREEING_S
@@ -76,14 +67,11 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
 
     Args:
         args, kwargs: as Trainer's.
-        fence: "call": training goes on when everything is copied. "step": training goes on at once,
-            and the next optimizer step waits for the copies.
-        on_error: "raise": the error of a failed save ends training, at the next save or at the end.
-            "warn": it is logged, and that checkpoint is missing.
-        backend, durable, staging_bytes: as fastckpt.save's.
+        options: the fence, what becomes of errors, and how files are written (see SaveOptions); not
+            staging="gds". With on_error="raise" the error of a failed save ends training, at the
+            next save or at the end. Loads use `timeout_s`.
         verify: whether a checkpoint is read as a whole before training resumes from it, or before
             the best one is loaded at the end.
-        timeout_s: the longest that ranks wait for each other, in seconds.
 
     Raises:
         ValueError: an option is refused; or files would be written in other ways: by DeepSpeed,
@@ -97,32 +85,17 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
     def __init__(
         self,
         *args: Any,
-        fence: Fence = "call",
-        on_error: OnError = "raise",
-        backend: BackendName = "auto",
-        durable: bool = True,
-        staging_bytes: int | str | None = None,
+        options: SaveOptions = SaveOptions(),
         verify: bool = True,
-        timeout_s: float = TIMEOUT_S,
         **kwargs: Any,
     ) -> None:
-        check_fence(fence)
-        check_choice("on_error", on_error, ON_ERROR)
-        WriteOptions(backend, durable, staging_bytes)  # refuses here what each save would refuse
+        self._options = check_options(options, staging=FROM_THE_HOST)
         self._draft: Draft | None = None
         self._saves = InFlight()
         self._begun: InnerHandle | None = None  # a save of which callbacks are not told yet
         self._best: InnerHandle | None = None  # the save of the best checkpoint
         # The save for which on_save is to be called when it is committed, and the state for that.
         self._announced: tuple[InnerHandle, Any] | None = None
-        self._saving: dict[str, Any] = {
-            "fence": fence,
-            "on_error": on_error,
-            "backend": backend,
-            "durable": durable,
-            "staging_bytes": staging_bytes,
-            "timeout_s": timeout_s,
-        }
         self._verify = verify
         super().__init__(*args, **kwargs)
         self._refuse_others()
@@ -203,7 +176,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
                 return [path for _, path in numbered(self.args.output_dir, _NAME)]
             return [str(resume_from)] if os.path.isdir(resume_from) else []
 
-        return newest_whole(listed, group_of_job(), self._saving["timeout_s"]) or resume_from
+        return newest_whole(listed, group_of_job(), self._options.timeout_s) or resume_from
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
@@ -231,7 +204,9 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             _rotate(path, self.args.save_total_limit, best)
 
         self._call_on_save(wait=True)  # rotate() may remove the checkpoint before this one
-        handle = save_directory(path, fill, group=group_of_job(), retain=rotate, **self._saving)
+        handle = save_directory(
+            path, fill, group=group_of_job(), options=self._options, retain=rotate
+        )
         self._saves.add(handle)
         self._begun = handle
         if state.best_global_step == state.global_step:
@@ -293,7 +268,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         if self._draft is None:
             super()._save_optimizer_and_scheduler(output_dir)
         elif self.is_fsdp_enabled:  # the model, too
-            with _fsdp.sharded_states(self._draft, self._saving["durable"]):
+            with _fsdp.sharded_states(self._draft):
                 super()._save_optimizer_and_scheduler(output_dir)
         elif self.args.should_save:
             self._draft.add(self.optimizer.state_dict(), OPTIMIZER_NAME)
@@ -318,7 +293,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             def listed() -> list[str]:
                 return [best] if os.path.lexists(best) else []
 
-            if newest_whole(listed, group_of_job(), self._saving["timeout_s"]) is None:
+            if newest_whole(listed, group_of_job(), self._options.timeout_s) is None:
                 raise CheckpointError(f"{best!r} is the best checkpoint, but it does not exist")
         super()._load_best_model()
 

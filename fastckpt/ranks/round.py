@@ -146,7 +146,7 @@ def numbers_in(record: bytes, label: str) -> list[int]:
 
 log = logging.getLogger("fastckpt")
 
-TIMEOUT_S = 600.0  # the default of every timeout_s
+TIMEOUT_S = 600.0  # the default of every timeout_s, as of SaveOptions
 LINGER_S = 5.0
 HEED_S = 0.5  # how often waits for anything but ranks look whether the caller has cancelled
 _BEHIND_S = 3.0  # how far rank 0 may be behind the others, however short the timeout

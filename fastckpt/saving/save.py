@@ -48,11 +48,12 @@ class Save(Job):
         options: WriteOptions,
         before_commit: Veto | None = None,
         *,
-        fence: str,
         lane: str,
         payer: str | None = None,
     ) -> None:
-        super().__init__(handle, agreement, plan.reads, plan.watched, fence=fence, lane=lane)
+        super().__init__(
+            handle, agreement, plan.reads, plan.watched, fence=options.fence, lane=lane
+        )
         plan.reads = DeviceSources()  # the job has them from now on, and lets go of them in the end
         self.plan: Plan | None = plan
         self.place = place

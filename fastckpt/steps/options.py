@@ -25,7 +25,7 @@ Local: TypeAlias = str | os.PathLike[str] | tuple[str | os.PathLike[str], int] |
 KEEP_LOCAL = 2  # steps, if the caller does not say
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepOptions(WriteOptions):
     """Options for writing and keeping steps: arguments of Checkpointer of the same names.
 

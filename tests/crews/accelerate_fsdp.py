@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fastckpt import SaveOptions
 from fastckpt.integrations.accelerate import load_state, save_state
 from tests.crews.save_or_load import main
 
@@ -93,7 +94,9 @@ def save(directory: str) -> dict[str, Any]:
     run.accelerator.save_state(f"{directory}/stock")
     for name, fence in (("ours", "call"), ("again", "step")):
         with Watch() as watch:
-            handle = save_state(run.accelerator, f"{directory}/{name}", fence=fence)
+            handle = save_state(
+                run.accelerator, f"{directory}/{name}", options=SaveOptions(fence=fence)
+            )
         if fence == "call":
             told["losses"] = run.train(3, 5)
         handle.result()

@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from fastckpt import SaveOptions
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member, attempt
@@ -144,7 +145,9 @@ def save_where_one_rank_sees_it(member: Member, root: str) -> str | None:
     project = ProjectConfiguration(project_dir=root, automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     with mock.patch("os.path.exists", seen):
-        outcome = attempt(lambda: save_state(accelerator, timeout_s=TIMEOUT_S).result())
+        outcome = attempt(
+            lambda: save_state(accelerator, options=SaveOptions(timeout_s=TIMEOUT_S)).result()
+        )
     pipeline.current().drain()
     return None if outcome.error is None else str(outcome.error)
 
@@ -206,7 +209,9 @@ def _dcp(_root: str) -> Save:
     state = {"app": Gathering()}
 
     def begin(path: str) -> Wait:
-        return dcp.async_save(state, checkpoint_id=path, timeout_s=TIMEOUT_S).result
+        return dcp.async_save(
+            state, checkpoint_id=path, options=SaveOptions(timeout_s=TIMEOUT_S)
+        ).result
 
     return begin
 
@@ -225,7 +230,7 @@ def _torchtitan(_root: str) -> Save:
 
     def begin(path: str) -> Wait:
         checkpointer = FastckptCheckpointer.Config(
-            enable=True, interval=1, folder=path, timeout_s=TIMEOUT_S
+            enable=True, interval=1, folder=path, options=SaveOptions(timeout_s=TIMEOUT_S)
         ).build(
             dataloader=None,
             model_parts=[model],
@@ -268,7 +273,7 @@ def _accelerate(_root: str, fsdp: bool = False) -> Save:
     optimizer.step()
 
     def begin(path: str) -> Wait:
-        return save_state(accelerator, path, timeout_s=TIMEOUT_S).result
+        return save_state(accelerator, path, options=SaveOptions(timeout_s=TIMEOUT_S)).result
 
     return begin
 
@@ -335,7 +340,7 @@ def _transformers(root: str) -> Save:
         model=GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)),
         args=arguments,
         train_dataset=rows,
-        timeout_s=TIMEOUT_S,
+        options=SaveOptions(timeout_s=TIMEOUT_S),
     )
     trainer.args.save_strategy = "no"
     trainer.train()
@@ -371,7 +376,9 @@ def _megatron(_root: str) -> Save:
 
     def begin(path: str) -> Wait:
         with megatron_bodies.on_cpu():
-            return megatron.save_checkpoint(1, *model, save=path, timeout_s=TIMEOUT_S).result
+            return megatron.save_checkpoint(
+                1, *model, save=path, options=SaveOptions(timeout_s=TIMEOUT_S)
+            ).result
 
     return begin
 
@@ -384,7 +391,7 @@ def _strategy(_root: str) -> Save:
 
     def begin(path: str) -> Wait:
         state = megatron_bodies.small_state(dist.get_rank(), 1.0)
-        strategy = megatron.SaveStrategy(timeout_s=TIMEOUT_S)
+        strategy = megatron.SaveStrategy(options=SaveOptions(timeout_s=TIMEOUT_S))
         Path(path).mkdir(exist_ok=True)
         with megatron_bodies.on_cpu():
             request = mdc.save(state, path, strategy, async_sharded_save=True)

@@ -15,6 +15,7 @@ import fastckpt
 from fastckpt import Checkpointer, PerRank
 from tests.crews.group_crew import Member, Outcome, Told, attempt
 from tests.crews.steps_bodies import meet
+from tests.kit.options import gathered
 
 MIB = 1 << 20
 
@@ -28,7 +29,7 @@ def cancel_step(
     Returns what came of either, what was left of the first, and the step that is found in the end.
     """
     slow = {"drain_rate": 50e3 * member.world_size, "timeout_s": 600}
-    with Checkpointer(root, **slow) as checkpointer:
+    with Checkpointer(root, **gathered(**slow)) as checkpointer:
         handle = checkpointer.save(1, {"own": PerRank(torch.ones(2 * MIB))})
         meet(member)
         if member.rank in cancelling:

@@ -42,6 +42,7 @@ from fastckpt.integrations import dcp as ours
 from tests.crews.dcp_states import blank, is_same, numbers, sharded
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.kit.doubles import Recorder, process_on
+from tests.kit.options import gathered
 
 TIMEOUT_S = 20.0
 
@@ -77,7 +78,10 @@ def saved(member: Member, how: str, seed: int, path: str) -> Outcome:
                 return type(saving.result())
             fence = how.removeprefix("async ")
             saving = ours.async_save(
-                state, checkpoint_id=path, process_group=group, fence=fence, timeout_s=TIMEOUT_S
+                state,
+                checkpoint_id=path,
+                process_group=group,
+                options=fastckpt.SaveOptions(fence=fence, timeout_s=TIMEOUT_S),
             )
             assert isinstance(saving.result(60), Metadata)
             return Metadata
@@ -152,7 +156,7 @@ def train_and_save(member: Member, path: str, fence: str) -> tuple[list[float], 
                     net.state(),
                     checkpoint_id=f"{path}/{number}",
                     process_group=member.group,
-                    fence=fence,
+                    options=fastckpt.SaveOptions(fence=fence),
                 )
             )
             losses.append(net.step(number + 1))
@@ -276,7 +280,7 @@ def fail_to_plan(member: Member, path: str, bad: int, on_error: str) -> Outcome:
             state,
             checkpoint_id=path,
             process_group=member.group,
-            on_error=on_error,
+            options=fastckpt.SaveOptions(on_error=on_error),
         )
         assert saving.exception(60) is not None
         return str(saving.exception())
@@ -301,8 +305,7 @@ def save_before_the_others(member: Member, path: str, fence: str, late: int) -> 
                 state,
                 checkpoint_id=f"{path}/{seed}",
                 process_group=member.group,
-                fence=fence,
-                timeout_s=5.0,
+                options=fastckpt.SaveOptions(fence=fence, timeout_s=5.0),
             )
             if seed and member.rank != late:
                 dist.barrier(member.group)
@@ -333,7 +336,9 @@ def save_what_grows(member: Member, path: str, grown: int) -> list[bool]:
     with quiet():
         options = {"process_group": member.group, "timeout_s": TIMEOUT_S}
         for number in range(3):
-            ours.save(state_of_save(number), checkpoint_id=f"{path}/{number}", **options)
+            ours.save(
+                state_of_save(number), checkpoint_id=f"{path}/{number}", **gathered(**options)
+            )
         for number in range(3):
             state = blank(state_of_save(number))
             reader = ours.Reader(f"{path}/{number}")
@@ -367,7 +372,7 @@ def fail_to_plan_together(member: Member, path: str, changed: int) -> tuple[bool
                 options = {"process_group": member.group, "timeout_s": TIMEOUT_S}
                 try:
                     saving = ours.async_save(
-                        state, checkpoint_id=path, planner=Unwilling(), **options
+                        state, checkpoint_id=path, planner=Unwilling(), **gathered(**options)
                     )
                     returned |= number == 2
                     saving.result(60)
@@ -388,7 +393,7 @@ def die_in_overwrite(member: Member, path: str, seed: int, victim: int, after_s:
             {"model": big(member, seed)},
             checkpoint_id=path,
             process_group=member.group,
-            timeout_s=3.0,
+            options=fastckpt.SaveOptions(timeout_s=3.0),
         )
         if victim in (member.rank, -1):
             time.sleep(after_s)
@@ -488,7 +493,9 @@ def save_two_in_one(member: Member, path: str) -> list[BaseException | None]:
                 ours.add_to(draft, name, state)
 
         def save(fill: Any = fill) -> None:
-            save_directory(path, fill, group=member.group, timeout_s=TIMEOUT_S).result()
+            save_directory(
+                path, fill, group=member.group, options=fastckpt.SaveOptions(timeout_s=TIMEOUT_S)
+            ).result()
 
         errors.append(attempt(save).error)
     return errors

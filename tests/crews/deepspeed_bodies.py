@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,10 +30,12 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import nn
 
+from fastckpt import SaveOptions
 from fastckpt.integrations import deepspeed as integration
 from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member, attempt
 from tests.kit.doubles import file_size_limit
+from tests.kit.options import gathered
 from tests.kit.saves import wait_until
 
 with suppress(ImportError):  # older versions have none
@@ -65,7 +68,7 @@ def engine_of(stage: int, dtype: str = "fp32", seed: int = 0) -> Any:
 
 def installed(stage: int, **options: Any) -> tuple[Any, Any]:
     engine = engine_of(stage)
-    return engine, integration.install(engine, **options)
+    return engine, integration.install(engine, **gathered(**options))
 
 
 def train(engine: Any, first: int, steps: int) -> list[str]:
@@ -348,7 +351,8 @@ def lose_a_rank(member: Member, root: str) -> BaseException | None:
     engine, saving = installed(2)
     engine.save_checkpoint(root, "a")
     saving.wait()
-    saving._timeout_s = 1.0  # of the tags from here on: "a" had to succeed, however slow the disk
+    # Of the tags from here on: "a" had to succeed, however slow the disk.
+    saving._options = replace(saving._options, timeout_s=1.0)
     with held_up(member.rank == 1):
         engine.save_checkpoint(root, "b")
         if member.rank == 1:
@@ -412,14 +416,11 @@ def save_16bit(member: Member, root: str) -> list[str]:
 
 def refusals(member: Member) -> list[BaseException | None]:
     engine = engine_of(1)
-    errors = [
-        attempt(functools.partial(integration.install, engine, **options)).error
-        for options in ({"on_error": "ignore"}, {"timeout_s": 0})
-    ]
+    step = SaveOptions(fence="step")
+    errors = [attempt(lambda: integration.install(engine, options=step)).error]
     stock = engine.checkpoint_engine
     integration.install(engine)
     errors.append(attempt(lambda: integration.install(engine)).error)
-    errors.append(attempt(lambda: integration.install(engine_of(1), backend="tape")).error)
     assert engine.checkpoint_engine is not stock
     engine.destroy()
     return errors

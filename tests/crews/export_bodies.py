@@ -24,6 +24,7 @@ from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.crews.steps_states import arranged, numbers, spread
 from tests.kit.doubles import Operation, Recorder
+from tests.kit.options import gathered
 
 T = TypeVar("T")
 WAIT_S = 60.0
@@ -32,7 +33,7 @@ WAIT_S = 60.0
 def exported(state: Any, path: str, **options: Any) -> int:
     """Exports, waits also until nothing else is left of it, and returns the bytes written here."""
     try:
-        return fastckpt.export(state, path, **options).result(WAIT_S).nbytes
+        return fastckpt.export(state, path, **gathered(**options)).result(WAIT_S).nbytes
     finally:
         wait_for_directories(os.path.dirname(path))
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from fastckpt import SaveOptions
 from tests.crews.group_crew import GROUP_OF_MEMBERS, Member, Outcome, attempt
 from tests.kit.doubles import file_size_limit
 
@@ -46,6 +47,7 @@ from fastckpt.integrations.megatron import load
 from fastckpt.integrations.megatron import optimizer as optimizers
 from fastckpt.integrations.megatron.save import chunks, content_metadata, model_state
 from fastckpt.saving import pipeline
+from tests.kit.options import gathered
 
 SIZES = (
     parallel_state.get_tensor_model_parallel_world_size,
@@ -191,7 +193,7 @@ def train_save_train(
     random.seed(dist.get_rank())
     np.random.seed(dist.get_rank())
     torch.manual_seed(dist.get_rank())
-    handle = megatron.save_checkpoint(3, *model, 77, save=root, fence=fence)
+    handle = megatron.save_checkpoint(3, *model, 77, save=root, options=SaveOptions(fence=fence))
     numbers = [random.random(), np.random.rand(), float(torch.rand(()))]
     losses = train(model, 4, 3)
     handle.result(60)
@@ -364,16 +366,16 @@ def save_on_full_disk(member: Member, root: str, on_error: str) -> dict[str, Any
     """Iterations 1 and 3 have room; iteration 2 has none on the last rank."""
     model = ready(2, 1)
     how: dict[str, Any] = {"save": root, "on_error": on_error}
-    megatron.save_checkpoint(1, *model, **how).result(60)
+    megatron.save_checkpoint(1, *model, **gathered(**how)).result(60)
     with file_size_limit(4096) if member.rank == 1 else contextlib.nullcontext():
-        handle = megatron.save_checkpoint(2, *model, **how)
+        handle = megatron.save_checkpoint(2, *model, **gathered(**how))
         handle.wait_done()
     dist.barrier()
     told: dict[str, Any] = {"tracker": Path(root, "latest_checkpointed_iteration.txt").read_text()}
-    again = attempt(lambda: megatron.save_checkpoint(3, *model, **how).result(60))
+    again = attempt(lambda: megatron.save_checkpoint(3, *model, **gathered(**how)).result(60))
     if on_error == "raise":
         told["again"] = type(again.error).__name__
-        again = attempt(lambda: megatron.save_checkpoint(4, *model, **how).result(60))
+        again = attempt(lambda: megatron.save_checkpoint(4, *model, **gathered(**how)).result(60))
     told |= {"error": again.error, "at": megatron.load_checkpoint(*model, load=root)[0]}
     return told
 
@@ -383,7 +385,9 @@ def save_many(_member: Member, root: str, numbers: list[int], how: Any) -> list[
     model = ready(2, 1)
     with megatron.Saves() as saves:
         for number in numbers:
-            megatron.save_checkpoint(number, *model, number * 10, save=root, saves=saves, **how)
+            megatron.save_checkpoint(
+                number, *model, number * 10, save=root, saves=saves, **gathered(**how)
+            )
     dist.barrier()
     return sorted(os.listdir(root))
 

@@ -40,6 +40,7 @@ from fastckpt.saving.handle import InnerHandle
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Member
 from tests.kit.doubles import file_size_limit
+from tests.kit.options import gathered
 from tests.kit.saves import wait_until
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -354,7 +355,7 @@ def play(
     double = Double()
     with in_place(double), mock.patch.object(logging.getLogger("fastckpt"), "warning") as warned:
         if options is not None:
-            megatron.install(**options)
+            megatron.install(**gathered(**options))
         vars(double.args).update(given)
         for act, *more in script:
             try:
@@ -434,7 +435,7 @@ def calls_of_saves(
         ends: for each save, after how many calls it ends on each rank.
         failing: the rank on which the first save fails.
     """
-    queue = Queue(lambda: None, timeout_s=60, **options)
+    queue = Queue(lambda: None, **gathered(timeout_s=60, **options))
     handles = [InnerHandle(f"save {n}", 0.0, on_error="warn") for n in range(len(ends))]
     seen: list[tuple[int, int]] = []
     errors: list[str] = []

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from unittest import mock
 
-from fastckpt import Checkpointer, CheckpointError, Memory, SaveHandle
+from fastckpt import Checkpointer, CheckpointError, Memory, SaveHandle, SaveOptions
 from fastckpt.ranks.peer_link import PeerLink
 from fastckpt.saving import pipeline
 from fastckpt.saving.lease import LEASE_FILE
@@ -48,7 +48,10 @@ def save_steps(
     """Saves stamped steps one after another; returns of each what wait_memory() and stats say."""
     told = []
     with Checkpointer(
-        root, group=member.group, local=memory(member, locals_, options), timeout_s=30
+        root,
+        group=member.group,
+        local=memory(member, locals_, options),
+        options=SaveOptions(timeout_s=30),
     ) as saving:
         for step in steps:
             handle = saving.save(step, stamped(member, step))
@@ -64,7 +67,10 @@ def save_unlike(
 ) -> BaseException | None:
     """Saves with other options on each rank; returns the error."""
     saving = Checkpointer(
-        root, group=member.group, local=memory(member, locals_, each[member.rank]), timeout_s=30
+        root,
+        group=member.group,
+        local=memory(member, locals_, each[member.rank]),
+        options=SaveOptions(timeout_s=30),
     )
     found = saving.save(1, stamped(member, 1)).exception(60)
     meet(member)
@@ -78,7 +84,10 @@ def save_with_another_lease(
     returns the kind of error of these, or why they went past the memory.
     """
     with Checkpointer(
-        root, group=member.group, local=memory(member, locals_, {}), timeout_s=30
+        root,
+        group=member.group,
+        local=memory(member, locals_, {}),
+        options=SaveOptions(timeout_s=30),
     ) as saving:
         saving.save(1, stamped(member, 1)).result()
         meet(member)
@@ -124,7 +133,10 @@ def save_and_close(
 ) -> float | None:
     """Closes as soon as save() returns; returns when the neighbours had the step."""
     with Checkpointer(
-        root, group=member.group, local=memory(member, locals_, options), timeout_s=30
+        root,
+        group=member.group,
+        local=memory(member, locals_, options),
+        options=SaveOptions(timeout_s=30),
     ) as saving:
         handle = saving.save(step, stamped(member, step))
     return handle.stats.replicated_s
@@ -140,7 +152,10 @@ def delete(
 ) -> Exception | None:
     """Deletes a step, after a restore or without; returns the error."""
     with Checkpointer(
-        root, group=member.group, local=memory(member, locals_, options), timeout_s=30
+        root,
+        group=member.group,
+        local=memory(member, locals_, options),
+        options=SaveOptions(timeout_s=30),
     ) as checkpointer:
         if restores:
             found_in(member, checkpointer)
@@ -159,7 +174,10 @@ def restore(
     logging.getLogger("fastckpt").addHandler(told)
     try:
         with Checkpointer(
-            root, group=member.group, local=memory(member, locals_, options), timeout_s=30
+            root,
+            group=member.group,
+            local=memory(member, locals_, options),
+            options=SaveOptions(timeout_s=30),
         ) as checkpointer:
             found = attempt(lambda: found_in(member, checkpointer, step))
             return found, checkpointer.restored_from, told.lines
@@ -187,7 +205,10 @@ def save_beside_who_hangs(
         Replicas._serve = lambda _self, _link: over.wait(60)  # type: ignore[method-assign]
     told = []
     with Checkpointer(
-        root, group=member.group, local=memory(member, locals_, {}), timeout_s=9
+        root,
+        group=member.group,
+        local=memory(member, locals_, {}),
+        options=SaveOptions(timeout_s=9),
     ) as saving:
         for step in steps:
             handle = saving.save(step, stamped(member, step))
@@ -211,7 +232,10 @@ def save_beside_who_is_stopped(
 
         PeerLink.receive_parts = receive  # type: ignore[method-assign]
     saving = Checkpointer(
-        root, group=member.group, local=memory(member, locals_, {}), timeout_s=timeout_s
+        root,
+        group=member.group,
+        local=memory(member, locals_, {}),
+        options=SaveOptions(timeout_s=timeout_s),
     )
     handle = saving.save(1, stamped(member, 1))
     return attempt(handle.result).error, handle.wait_local(0), handle.wait_memory(0)
@@ -226,7 +250,10 @@ def meet_as_machines(member: Member, root: str, locals_: list[str], machines: in
     logging.getLogger("fastckpt").addHandler(told)
     try:
         with Checkpointer(
-            root, group=member.group, local=memory(member, locals_, {}), timeout_s=30
+            root,
+            group=member.group,
+            local=memory(member, locals_, {}),
+            options=SaveOptions(timeout_s=30),
         ) as checkpointer:
             assert checkpointer._tier is not None and checkpointer._tier.nodes() is not None
     finally:
@@ -320,7 +347,10 @@ def live(
     wrong = Trouble(*trouble)
     own = memory(member, locals_, {**options, **wrong.options(member)})
     checkpointer = Checkpointer(
-        root, group=member.group, local=own, timeout_s=wrong.timeout_s(), on_error="warn"
+        root,
+        group=member.group,
+        local=own,
+        options=SaveOptions(timeout_s=wrong.timeout_s(), on_error="warn"),
     )
     with open(f"{report}-{member.rank}", "w", encoding="utf-8") as file:
 
@@ -399,7 +429,7 @@ def restore_in_trouble(
     wrong, told = Trouble(*trouble), []
     own = memory(member, locals_, {**options, **wrong.options(member)})
     with Checkpointer(
-        root, group=member.group, local=own, timeout_s=wrong.timeout_s()
+        root, group=member.group, local=own, options=SaveOptions(timeout_s=wrong.timeout_s())
     ) as checkpointer:
         wrong.begin(member, checkpointer, locals_[member.rank])
         for step in steps:
@@ -420,7 +450,10 @@ def save_small(
         pipeline._current = pipeline.Pipeline(Deadly.at("rename", step_name))
     state, told = {"step": 0}, []
     saving = Checkpointer(
-        root, group=member.group, local=memory(member, locals_, {"root_every": 1000}), timeout_s=3
+        root,
+        group=member.group,
+        local=memory(member, locals_, {"root_every": 1000}),
+        options=SaveOptions(timeout_s=3),
     )
     found = saving.restore(state)
     assert state["step"] == (found or 0)
@@ -457,7 +490,7 @@ def save_frozen(
     storage = Freezing()
     pipeline._current = pipeline.Pipeline(storage)
     own = memory(member, locals_, {"root_every": 1000, "peers": 0})
-    saving = Checkpointer(root, group=member.group, local=own, timeout_s=30)
+    saving = Checkpointer(root, group=member.group, local=own, options=SaveOptions(timeout_s=30))
     assert saving.save(1, stamped(member, 1)).wait_local(60)
     state = stamped(member, 2)
     storage.arm(count, report)

@@ -18,6 +18,7 @@ from fastckpt import Checkpointer, PerRank
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.crews.steps_bodies import found_in, meet, saved
+from tests.kit.options import gathered
 
 
 def own_state(member: Member, nbytes: int) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def save_paced(
 ) -> tuple[Any, float, Any]:
     """Saves; returns the stats, when the file was opened for writing, and what a restore finds."""
     state = own_state(member, nbytes)
-    with Checkpointer(root, timeout_s=30, **options) as checkpointer:
+    with Checkpointer(root, **gathered(timeout_s=30, **options)) as checkpointer:
         meet(member)
         began = time.monotonic()
         handle = checkpointer.save(1, state)
@@ -52,7 +53,7 @@ def save_and_fail_elsewhere(
     """One rank finds after a while that it has no room for its file, while another writes; then all
     save once more.
     """
-    with Checkpointer(root, timeout_s=600, **options) as checkpointer:
+    with Checkpointer(root, **gathered(timeout_s=600, **options)) as checkpointer:
         real = Storage.allocate
 
         def allocate(_self: Storage, _fd: int, _nbytes: int) -> None:
@@ -65,7 +66,7 @@ def save_and_fail_elsewhere(
         outcome = attempt(lambda: checkpointer.save(1, own_state(member, nbytes)).result())
         Storage.allocate = real  # type: ignore[method-assign]
         meet(member)
-    with Checkpointer(root, timeout_s=30) as checkpointer:
+    with Checkpointer(root, options=fastckpt.SaveOptions(timeout_s=30)) as checkpointer:
         saved(member, checkpointer, 2)
         return outcome, found_in(member, checkpointer)
 
@@ -74,7 +75,7 @@ def save_and_die(
     member: Member, root: str, nbytes: int, dying: int, options: dict[str, Any]
 ) -> Outcome:
     """One rank is killed as it writes; the others tell what they are told."""
-    with Checkpointer(root, **options) as checkpointer:
+    with Checkpointer(root, **gathered(**options)) as checkpointer:
         handle = checkpointer.save(1, own_state(member, nbytes))
         if member.rank == dying:
             handle.wait_staged()

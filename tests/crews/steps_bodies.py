@@ -14,7 +14,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -54,6 +54,7 @@ from tests.crews.steps_training import (
     train_behind_the_step_fence,
 )
 from tests.kit.hosts import checked
+from tests.kit.options import gathered
 
 __all__ = ["restore_and_train", "train_and_save", "train_behind_the_step_fence"]
 
@@ -82,7 +83,7 @@ def saved(member: Member | Part, checkpointer: Checkpointer, step: int) -> Any:
 
 def save_steps(member: Member, root: str, steps: list[int], options: dict[str, Any]) -> None:
     """Saves stamped steps, one after another."""
-    with Checkpointer(root, group=member.group, **options) as checkpointer:
+    with Checkpointer(root, group=member.group, **gathered(**options)) as checkpointer:
         for step in steps:
             saved(member, checkpointer, step)
 
@@ -132,7 +133,7 @@ def save_partial(member: Member, root: str, ranks: list[int]) -> tuple[Outcome, 
     mesh = spread(part, ((member.world_size,), (Replicate(),))).device_mesh
     placement = Partial() if member.rank in ranks else Replicate()
     tensor = DTensor.from_local(part, mesh, [placement], run_check=False)
-    with Checkpointer(root, timeout_s=20) as checkpointer:
+    with Checkpointer(root, options=fastckpt.SaveOptions(timeout_s=20)) as checkpointer:
         failed = attempt(lambda: checkpointer.save(1, {"gradient": tensor}).result())
         saved(member, checkpointer, 2)
         return failed, found_in(member, checkpointer)
@@ -320,7 +321,7 @@ def _told(value: Any) -> Any:
 def save_overlapping(member: Member, root: str, count: int, options: dict[str, Any]) -> None:
     """Begins saves without waiting for one, changing the state in between; restores each."""
     state = stamped(member, 0)
-    with Checkpointer(root, **options) as checkpointer:
+    with Checkpointer(root, **gathered(**options)) as checkpointer:
         handles = []
         for step in range(count):
             restamp(member, state, step)
@@ -334,7 +335,7 @@ def save_overlapping(member: Member, root: str, count: int, options: dict[str, A
 def save_with_budgets(member: Member, root: str, budgets: dict[int, int]) -> tuple[int, int | None]:
     """Saves with a staging budget of each rank's own; returns the most staging memory used."""
     options = {"staging_bytes": budgets.get(member.rank)}
-    with Checkpointer(root, **options) as checkpointer:
+    with Checkpointer(root, **gathered(**options)) as checkpointer:
         stats = checkpointer.save(1, rows(member, 40)).result()
         state = {k: torch.zeros_like(v) for k, v in rows(member, 40).items()}
         found = checkpointer.restore(state)
@@ -346,7 +347,7 @@ def save_with_budgets(member: Member, root: str, budgets: dict[int, int]) -> tup
 def mark_steps(member: Member, root: str) -> list[int | None]:
     """Every rank calls all that says which steps stay; returns the best and the steps."""
     options = {"group": member.group, "keep_last": 1, "keep_best": ("loss", "min", 1)}
-    with Checkpointer(root, **options) as checkpointer:
+    with Checkpointer(root, **gathered(**options)) as checkpointer:
         for step in range(1, 7):
             loss = abs(step - 3) if member.rank == 0 else -step  # the first rank's counts
             checkpointer.save(step, stamped(member, step), metrics={"loss": loss})
@@ -360,7 +361,9 @@ def mark_steps(member: Member, root: str) -> list[int | None]:
 def save_again_before_a_late_rank_wakes(member: Member, root: str) -> tuple[Any, ...]:
     """Rank 1's disk stalls in a save that the others give up; then all save that step again."""
     entered, go_on = threading.Event(), threading.Event()
-    with Checkpointer(root, group=member.group, timeout_s=6.0) as checkpointer:
+    with Checkpointer(
+        root, group=member.group, options=fastckpt.SaveOptions(timeout_s=6.0)
+    ) as checkpointer:
         meet(member)
         with patched_sync(entered, go_on) if member.rank == 1 else nullcontext():
             first = checkpointer.save(5, stamped(member, 1))
@@ -369,7 +372,7 @@ def save_again_before_a_late_rank_wakes(member: Member, root: str) -> tuple[Any,
             else:
                 first.exception()
             meet(member)
-        checkpointer._timeout_s = 30.0
+        checkpointer._options = replace(checkpointer._options, timeout_s=30.0)
         second = attempt(lambda: checkpointer.save(5, stamped(member, 2)).result())
         meet(member)
         go_on.set()
@@ -482,18 +485,21 @@ def save_wrongly(
         For each time what came of the save that met this, for which step 10, 20, ... was meant, and
         of the other, of 14, 24, ...; and which step is found then.
     """
-    with Checkpointer(root, group=member.group, timeout_s=timeout_s) as checkpointer:
+    with Checkpointer(
+        root, group=member.group, options=fastckpt.SaveOptions(timeout_s=timeout_s)
+    ) as checkpointer:
 
         def once(step: int, wrong: dict[int, str]) -> tuple[Outcome, Outcome, int | None]:
             meet(member)
             did = wrong.get(member.rank)
-            checkpointer._timeout_s = timeout_s
+            checkpointer._options = replace(checkpointer._options, timeout_s=timeout_s)
             first = attempt(lambda: _saved_wrongly(member, checkpointer, step, did))
             meet(member)
             state = stamped(member, step + 4)
             if "another content" in wrong.values():
                 state["same"] += member.rank
-            checkpointer._timeout_s = 60.0  # nobody is missed now
+            # Nobody is missed now.
+            checkpointer._options = replace(checkpointer._options, timeout_s=60.0)
             second = attempt(lambda: checkpointer.save(step + 4, state).result())
             meet(member)
             return first, second, attempt(lambda: found_in(member, checkpointer)).value
@@ -533,7 +539,7 @@ def make_wrongly(member: Member, root: str) -> tuple[Outcome, Outcome]:
     """On the first rank the Checkpointer cannot be made, and the others save. Then it can."""
 
     def save_once(**how: Any) -> Any:
-        with Checkpointer(root, group=member.group, **how) as checkpointer:
+        with Checkpointer(root, group=member.group, **gathered(**how)) as checkpointer:
             return checkpointer.save(1, stamped(member, 1)).result()
 
     first = attempt(lambda: save_once(keep_last=0 if member.rank == 0 else 1))
@@ -553,7 +559,7 @@ def save_on_other_terms(
         restores, state = how.pop("restores", False), {"w": torch.zeros(9)}
 
         def body() -> Any:
-            with Checkpointer(**how) as checkpointer:
+            with Checkpointer(**gathered(**how)) as checkpointer:
                 if restores:
                     return checkpointer.restore(state)
                 return checkpointer.save(1, state).result()
@@ -580,7 +586,7 @@ def save_onto_a_small_disk(
         step is found at the end.
     """
     isolated()  # before the engine has threads: this is a property of threads
-    with Checkpointer(root, timeout_s=20) as checkpointer:
+    with Checkpointer(root, options=fastckpt.SaveOptions(timeout_s=20)) as checkpointer:
         saved(member, checkpointer, 1)
         meet(member)
         with mounted(root, nbytes if member.rank == small else 0):

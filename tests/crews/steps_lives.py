@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastckpt import Checkpointer, CheckpointError
+from fastckpt import Checkpointer, CheckpointError, SaveOptions
 from fastckpt.ranks import round as round_module
 from fastckpt.saving import pipeline
 from tests.crews.group_crew import Member
@@ -129,7 +129,9 @@ def _live(member: Member, root: str, report: Reports, order: dict[str, Any]) -> 
     storage = Deadly()
     pipeline._current = pipeline.Pipeline(storage)
     # Never closed: that would take a while, for the rank that is gone does not leave its rounds.
-    checkpointer = Checkpointer(root, keep_last=3, fence=order["fence"], timeout_s=TIMEOUT_S)
+    checkpointer = Checkpointer(
+        root, keep_last=3, options=SaveOptions(fence=order["fence"], timeout_s=TIMEOUT_S)
+    )
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     state = stamped(member, 0)
     restored = checkpointer.restore(state) or 0

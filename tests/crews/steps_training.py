@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from fastckpt import Checkpointer, PerRank
+from fastckpt import Checkpointer, PerRank, SaveOptions
 from tests.crews.group_crew import Member
 from tests.crews.steps_states import mesh, same_bits
 
@@ -172,7 +172,7 @@ def train_behind_the_step_fence(member: Member, root: str, fence: str) -> list[s
     """Saves after every step while the next one runs; returns what a restore finds wrong."""
     run = Run(member, "fsdp", True, seed=1)
     wanted = {}
-    with Checkpointer(root, fence=fence) as checkpointer:
+    with Checkpointer(root, options=SaveOptions(fence=fence)) as checkpointer:
         handles = []
         while run.step < LAST:
             run.train(run.step + 1)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from fastckpt import Checkpointer, PerRank
+from fastckpt import Checkpointer, PerRank, SaveOptions
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.drain import Drain
@@ -22,6 +22,7 @@ from tests.crews.group_crew import WAIT_S, Member, Outcome, attempt
 from tests.crews.steps_bodies import found_in, meet, saved
 from tests.crews.steps_states import stamped
 from tests.kit.doubles import Deadly
+from tests.kit.options import gathered
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ def save_tiered(
     many; returns when each was committed there, or why it was not.
     """
     told, local = [], (locals_[member.rank], keep)
-    with Checkpointer(root, group=member.group, local=local, **options) as saving:
+    with Checkpointer(root, group=member.group, local=local, **gathered(**options)) as saving:
         for step in steps:
             stats = saved(member, saving, step)
             told.append((stats.local_committed_s, stats.local_why))
@@ -53,7 +54,9 @@ def save_paced(
     directory, and what its stats tell of its pace.
     """
     options = {"timeout_s": 30, **options}
-    with Checkpointer(root, group=member.group, local=locals_[member.rank], **options) as saving:
+    with Checkpointer(
+        root, group=member.group, local=locals_[member.rank], **gathered(**options)
+    ) as saving:
         handles = []
         for step in range(1, steps + 1):
             handles.append(saving.save(step, stamped(member, step)))
@@ -75,7 +78,9 @@ def drain_and_fail(
         real(storage, fd, nbytes)
 
     options = {"timeout_s": 600, **options}
-    with Checkpointer(root, group=member.group, local=locals_[member.rank], **options) as saving:
+    with Checkpointer(
+        root, group=member.group, local=locals_[member.rank], **gathered(**options)
+    ) as saving:
         if member.rank == failing:
             Storage.allocate = allocate  # type: ignore[method-assign]
         own = {"own": PerRank(torch.full((6_000_000,), float(member.rank)))}
@@ -94,7 +99,9 @@ def save_and_die(
     """Saves a step in the midst of which ranks are killed, each by what it does to some path."""
     if member.rank in deaths:
         pipeline._current = pipeline.Pipeline(Deadly.at(*deaths[member.rank]))
-    checkpointer = Checkpointer(root, group=member.group, local=locals_[member.rank], timeout_s=10)
+    checkpointer = Checkpointer(
+        root, group=member.group, local=locals_[member.rank], options=SaveOptions(timeout_s=10)
+    )
     state = stamped(member, step)
     meet(member)
     handle = checkpointer.save(step, state)
@@ -164,7 +171,7 @@ def save_soon(
 
 def one_has_a_deadline(member: Member, root: str) -> tuple[BaseException | None, int | None]:
     """Only the first rank says that the job ends soon; returns the error, and the step found."""
-    with Checkpointer(root, group=member.group, timeout_s=3) as checkpointer:
+    with Checkpointer(root, group=member.group, options=SaveOptions(timeout_s=3)) as checkpointer:
         deadline_s = None if member.rank else 500.0
         handle = checkpointer.save(1, stamped(member, 1), deadline_s=deadline_s)
         error = handle.exception()

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fastckpt import SaveOptions
 from fastckpt.storage.file_system import Storage
 from tests.crews.group_crew import Member, attempt
 from tests.kit.doubles import process_on
@@ -35,12 +36,12 @@ class Lagging(Storage):
 
 def train_and_load(member: Member, disk: str) -> tuple[bool, int]:
     """Whether anything was loaded, and the step with which training goes on."""
-    before = Run(Path(disk), timeout_s=20)
+    before = Run(Path(disk), options=SaveOptions(fence="step", timeout_s=20))
     before.train(2)
     before.checkpointer.maybe_wait_for_saving()
     before.checkpointer.close()
     with process_on(Lagging() if member.rank else Storage()):
-        after = Run(Path(disk), timeout_s=20)
+        after = Run(Path(disk), options=SaveOptions(fence="step", timeout_s=20))
         is_loaded = after.checkpointer.load()
         after.checkpointer.close()
     return is_loaded, after.trainer.step

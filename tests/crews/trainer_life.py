@@ -20,6 +20,7 @@ import transformers_trainer as example
 from train_gpt import load_text
 from transformers import TrainingArguments
 
+from fastckpt import SaveOptions
 from fastckpt.integrations.transformers import AsyncTrainer
 from fastckpt.storage.file_system import Storage
 
@@ -58,8 +59,7 @@ def main() -> None:
         model=example.make_model(0, 0),
         args=arguments,
         train_dataset=example.Windows(load_text(1 << 16)),
-        on_error="warn",
-        timeout_s=30.0,
+        options=SaveOptions(on_error="warn", timeout_s=30.0),
     )
     trainer.train()
     print(f"rank {arguments.process_index} trained to step {trainer.state.global_step}")

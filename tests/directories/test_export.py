@@ -231,7 +231,9 @@ def test_names_of_wrapped_modules(disk: Path) -> None:
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_what_was_there_at_the_call_is_exported(disk: Path, fence: Any) -> None:
     state = {"small": torch.ones(100), "large": torch.ones(1 << 20)}
-    handle = fastckpt.export(state, disk / "a", dtype=torch.float16, fence=fence)
+    handle = fastckpt.export(
+        state, disk / "a", dtype=torch.float16, options=fastckpt.SaveOptions(fence=fence)
+    )
     state["small"].add_(1)
     handle.wait_staged(WAIT_S)
     if fence == "call":
@@ -251,7 +253,9 @@ def test_a_tensor_that_changes_too_early_fails_the_export(disk: Path) -> None:
             return real(nbytes)
 
         pipeline.staging.allowance = late  # type: ignore[method-assign]
-        handle = fastckpt.export({"weight": weight}, disk / "a", fence="step")
+        handle = fastckpt.export(
+            {"weight": weight}, disk / "a", options=fastckpt.SaveOptions(fence="step")
+        )
         weight.add_(1)
         gate.set()
         with pytest.raises(StagingConflict, match="weight"):

@@ -52,7 +52,9 @@ def state() -> dict[str, Any]:
 
 
 def io_uring_works(directory: Path) -> bool:
-    handle = fastckpt.save(torch.ones(3), directory / "probe.pt", backend="io_uring")
+    handle = fastckpt.save(
+        torch.ones(3), directory / "probe.pt", options=fastckpt.SaveOptions(backend="io_uring")
+    )
     error = handle.exception(60)
     assert error is None or isinstance(error, fastckpt.BackendUnavailable), error
     (directory / "probe.pt").unlink(missing_ok=True)
@@ -72,9 +74,11 @@ def test_every_backend_writes_the_same_bytes(disk: Path, kind: str) -> None:
             path = mount / f"{backend}.pt"
             if backend == "io_uring" and not with_ring:
                 continue
-            stats = fastckpt.save(expected, path, backend=backend, staging_bytes=24 << 20).result(
-                60
-            )
+            stats = fastckpt.save(
+                expected,
+                path,
+                options=fastckpt.SaveOptions(backend=backend, staging_bytes=24 << 20),
+            ).result(60)
             name, direct = AUTO[kind]
             if backend == "auto":
                 assert stats.backend == (name if with_ring else "threads")
@@ -99,7 +103,9 @@ def test_direct_io_refused_by_the_file_system(disk: Path) -> None:
     fastckpt.save(state(), path_here).result(60)
     with mounted("ramfs", disk) as mount:
         for backend in ("auto", "threads"):
-            stats = fastckpt.save(state(), mount / "a.pt", backend=backend).result(60)
+            stats = fastckpt.save(
+                state(), mount / "a.pt", options=fastckpt.SaveOptions(backend=backend)
+            ).result(60)
             assert (stats.backend, stats.direct) == ("threads", False)
             assert "O_DIRECT" in stats.why and os.strerror(errno.EINVAL) in stats.why
             assert (mount / "a.pt").read_bytes() == path_here.read_bytes()
@@ -124,7 +130,11 @@ def test_backend_asked_for_is_the_one_that_serves(
         pytest.skip("io_uring does not work here")
     with caplog.at_level(logging.INFO, "fastckpt"):
         for _ in range(3):
-            handle = fastckpt.save(state(), disk / "a.pt", backend=backend, durable=durable)
+            handle = fastckpt.save(
+                state(),
+                disk / "a.pt",
+                options=fastckpt.SaveOptions(backend=backend, durable=durable),
+            )
             assert handle.result(60).backend == backend
     lines = [record.getMessage() for record in caplog.records if record.name == "fastckpt"]
     lines = [line for line in lines if not line.startswith("saved ")]
@@ -213,7 +223,9 @@ for turn in range(3):
     assert stats.backend == "threads", stats
     assert os.strerror(error) in stats.why and "io_uring" in stats.why, stats
 for turn in range(2):
-    handle = fastckpt.save(state, f"{folder}/b.pt", backend="io_uring")
+    handle = fastckpt.save(
+        state, f"{folder}/b.pt", options=fastckpt.SaveOptions(backend="io_uring")
+    )
     refusal = handle.exception(60)
     assert isinstance(refusal, fastckpt.BackendUnavailable), repr(refusal)
     assert isinstance(refusal, fastckpt.CheckpointError)
@@ -222,7 +234,12 @@ for turn in range(2):
 warnings = [r for r in records if r.levelno >= logging.WARNING]
 assert len(warnings) == 1, [r.getMessage() for r in records]
 assert os.strerror(error) in warnings[0].getMessage()
-assert fastckpt.save(state, f"{folder}/c.pt", backend="threads").result(60).backend == "threads"
+assert (
+    fastckpt.save(state, f"{folder}/c.pt", options=fastckpt.SaveOptions(backend="threads"))
+    .result(60)
+    .backend
+    == "threads"
+)
 assert torch.equal(fastckpt.load(f"{folder}/a.pt")["w"], state["w"])
 """
 )
@@ -316,7 +333,9 @@ state = torch.arange(3 << 20)
 print("ready", flush=True)
 sys.stdin.readline()
 stats = fastckpt.save(state, sys.argv[1] + "/a.pt").result(60)
-error = fastckpt.save(state, sys.argv[1] + "/b.pt", backend="io_uring").exception(60)
+error = fastckpt.save(
+    state, sys.argv[1] + "/b.pt", options=fastckpt.SaveOptions(backend="io_uring")
+).exception(60)
 assert stats.backend == "threads" and "io_uring_disabled" in stats.why, stats
 assert isinstance(error, fastckpt.BackendUnavailable), repr(error)
 assert "io_uring_disabled" in str(error), error
@@ -361,7 +380,9 @@ except _engine.BackendUnavailable as error:
 state = torch.arange(3 << 20)
 stats = fastckpt.save(state, sys.argv[2]).result(60)
 assert stats.backend == "threads" and "without liburing" in stats.why, stats
-refusal = fastckpt.save(state, sys.argv[2], backend="io_uring").exception(60)
+refusal = fastckpt.save(
+    state, sys.argv[2], options=fastckpt.SaveOptions(backend="io_uring")
+).exception(60)
 assert isinstance(refusal, fastckpt.BackendUnavailable) and "liburing" in str(refusal), refusal
 assert torch.equal(fastckpt.load(sys.argv[2]), state)
 """

@@ -36,7 +36,9 @@ def check_save_at(mount: Mount, fault: str, *, durable: bool = True) -> None:
     """A save during which this fault happens fails and leaves nothing; the next one is whole."""
     mount.control.write_text(fault)
     path = mount.point / "a.pt"
-    error = fastckpt.save(state(), path, durable=durable).exception(60)
+    error = fastckpt.save(state(), path, options=fastckpt.SaveOptions(durable=durable)).exception(
+        60
+    )
     assert not mount.control.exists(), "the fault has not happened"
     assert isinstance(error, fastckpt.StorageError), f"committed in spite of {fault!r}"
     # A close tells by flags that know no other errors than EIO and ENOSPC.

@@ -51,7 +51,7 @@ saved = []
 for number in range(3):
     before = status_mib("VmRSS")
     reset_peak()
-    stats = fastckpt.save(state, path, **options).result()
+    stats = fastckpt.save(state, path, options=fastckpt.SaveOptions(**options)).result()
     saved.append({
         "before": before,
         "peak": status_mib("VmHWM"),

@@ -14,6 +14,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import FrozenInstanceError, replace
 from decimal import Decimal
 from math import inf, nan
 from pathlib import Path
@@ -32,6 +33,7 @@ from fastckpt.engine.staging import default_budget_bytes
 from fastckpt.files import plan as file_place
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage import atomic
+from tests.kit.options import gathered
 from tests.kit.torches import dcp, needs_dcp
 
 MIB = 1 << 20
@@ -50,14 +52,18 @@ def test_the_step_fence_is_refused_without_a_gil(
     """What tells of changes is read under the GIL (see docs/design.md)."""
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     calls: list[Callable[[], object]] = [
-        lambda: fastckpt.save(torch.ones(9), disk / "a.pt", fence="step"),
-        lambda: fastckpt.Checkpointer(disk / "run", fence="step"),
-        lambda: fastckpt.export({"a": torch.ones(9)}, disk / "hf", fence="step"),
+        lambda: fastckpt.save(
+            torch.ones(9), disk / "a.pt", options=fastckpt.SaveOptions(fence="step")
+        ),
+        lambda: fastckpt.Checkpointer(disk / "run", options=fastckpt.SaveOptions(fence="step")),
+        lambda: fastckpt.export(
+            {"a": torch.ones(9)}, disk / "hf", options=fastckpt.SaveOptions(fence="step")
+        ),
     ]
     for call in calls:
         with pytest.raises(ValueError, match=r'fence is "step", which needs the GIL: .*"call"'):
             call()
-    fastckpt.save(torch.ones(9), disk / "a.pt", fence="call").result()
+    fastckpt.save(torch.ones(9), disk / "a.pt", options=fastckpt.SaveOptions(fence="call")).result()
 
 
 @pytest.mark.parametrize("url", [*URLS, pathlib.Path("hdfs://host/a.pt"), "simplecache::s3://b/a"])
@@ -109,15 +115,10 @@ def test_names_that_look_like_others_are_names(disk: Path, monkeypatch: pytest.M
         assert torch.load(disk / name) == {"name": name}
 
 
-SAVES = "save Checkpointer"
+SAVES, BOTH = "SaveOptions", "save Checkpointer"
 # The calls that refuse these arguments, and how.
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
-    (
-        f"{SAVES} export",
-        {"fence": "later"},
-        ValueError,
-        "fence is 'later', must be one of ('call', 'step')",
-    ),
+    (SAVES, {"fence": "later"}, ValueError, "fence is 'later', must be one of ('call', 'step')"),
     (SAVES, {"on_error": "ignore"}, ValueError, "on_error is 'ignore', must be one of"),
     (SAVES, {"backend": 3}, ValueError, "backend is 3, must be one of"),
     (SAVES, {"backend": "aio"}, ValueError, "backend is 'aio', must be one of"),
@@ -132,7 +133,7 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     (SAVES, {"timeout_s": torch.ones(2)}, TypeError, "timeout_s is tensor([1., 1.]) of type Tens"),
     (SAVES, {"timeout_s": numpy.True_}, TypeError, "must be a number of seconds"),
     (SAVES, {"timeout_s": numpy.complex64(1)}, TypeError, "must be a number of seconds"),
-    (f"{SAVES} export", {"staging_bytes": 0}, ValueError, "staging_bytes is 0, must be at least 1"),
+    (SAVES, {"staging_bytes": 0}, ValueError, "staging_bytes is 0, must be at least 1"),
     (SAVES, {"staging_bytes": "0.2B"}, ValueError, "staging_bytes is 0, must be at least 1"),
     (SAVES, {"staging_bytes": "much"}, ValueError, "staging_bytes: 'much' is not a size such as"),
     (SAVES, {"staging_bytes": "1_GiB"}, ValueError, "staging_bytes: '1_GiB' is not a size such as"),
@@ -141,22 +142,17 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     (SAVES, {"staging_bytes": 1.0}, TypeError, "staging_bytes is 1.0 of type float, must be a num"),
     (SAVES, {"staging_bytes": True}, TypeError, "staging_bytes is True of type bool, must be a nu"),
     (SAVES, {"staging_bytes": torch.tensor(True)}, TypeError, "staging_bytes is tensor(True) of t"),
-    (SAVES, {"drain_rate": 0}, ValueError, "drain_rate is 0, must be bytes a second above 0"),
-    (SAVES, {"drain_rate": -5e6}, ValueError, "drain_rate is -5000000.0, must be bytes a second"),
-    (SAVES, {"drain_rate": nan}, ValueError, "drain_rate is nan, must be bytes a second above 0"),
-    (SAVES, {"drain_rate": inf}, ValueError, "drain_rate is inf, must be bytes a second above 0"),
-    (SAVES, {"drain_rate": "fast"}, ValueError, "drain_rate: 'fast' is not a rate such as 75GB/s"),
-    (SAVES, {"drain_rate": "2GB/min"}, ValueError, "drain_rate: '2GB/min' is not a rate such as"),
-    (SAVES, {"drain_rate": 10**400}, ValueError, "drain_rate is an integer of 1329 bits, too lar"),
-    (SAVES, {"drain_rate": True}, TypeError, "drain_rate is True of type bool, must be bytes a se"),
-    (SAVES, {"drain_rate": [5e6]}, TypeError, "drain_rate is [5000000.0] of type list, must be by"),
-    (SAVES, {"drain_rate": object}, TypeError, "drain_rate is <class 'object'> of type type, must"),
-    (
-        f"{SAVES} export",
-        {"durable": "yes"},
-        TypeError,
-        "durable is 'yes' of type str, must be True or False",
-    ),
+    (BOTH, {"drain_rate": 0}, ValueError, "drain_rate is 0, must be bytes a second above 0"),
+    (BOTH, {"drain_rate": -5e6}, ValueError, "drain_rate is -5000000.0, must be bytes a second"),
+    (BOTH, {"drain_rate": nan}, ValueError, "drain_rate is nan, must be bytes a second above 0"),
+    (BOTH, {"drain_rate": inf}, ValueError, "drain_rate is inf, must be bytes a second above 0"),
+    (BOTH, {"drain_rate": "fast"}, ValueError, "drain_rate: 'fast' is not a rate such as 75GB/s"),
+    (BOTH, {"drain_rate": "2GB/min"}, ValueError, "drain_rate: '2GB/min' is not a rate such as"),
+    (BOTH, {"drain_rate": 10**400}, ValueError, "drain_rate is an integer of 1329 bits, too lar"),
+    (BOTH, {"drain_rate": True}, TypeError, "drain_rate is True of type bool, must be bytes a se"),
+    (BOTH, {"drain_rate": [5e6]}, TypeError, "drain_rate is [5000000.0] of type list, must be by"),
+    (BOTH, {"drain_rate": object}, TypeError, "drain_rate is <class 'object'> of type type, must"),
+    (SAVES, {"durable": "yes"}, TypeError, "durable is 'yes' of type str, must be True or False"),
     (SAVES, {"durable": None}, TypeError, "durable is None of type NoneType, must be True or Fals"),
     ("save", {"before_commit": 5}, TypeError, "before_commit is 5 of type int, must be"),
     ("save", {"no_such_option": 1}, TypeError, "no_such_option"),
@@ -266,12 +262,15 @@ def test_wrong_arguments_are_refused_by_name(
 ) -> None:
     with fastckpt.Checkpointer(disk / "run") as checkpointer:
         calls: dict[str, Callable[..., object]] = {
+            "SaveOptions": fastckpt.SaveOptions,
             "save": lambda **it: fastckpt.save({"a": 1}, disk / "a.pt", **it),
             "export": lambda **it: fastckpt.export({"a": torch.ones(2)}, disk / "hf", **it),
             "load": lambda **it: fastckpt.load(disk / "a.pt", **it),
             "prepare": fastckpt.prepare,
             "Memory": Memory,
-            "Checkpointer": lambda **it: fastckpt.Checkpointer(**{"root": disk / "run", **it}),
+            "Checkpointer": lambda **it: fastckpt.Checkpointer(
+                **{"root": disk / "run", **gathered(**it)}
+            ),
             "step": lambda **it: checkpointer.save(**{"step": 1, "state": {"a": 1}, **it}),
             "restore": lambda **it: checkpointer.restore({}, **it),
             "load_step": checkpointer.load,
@@ -372,11 +371,16 @@ def test_what_only_load_gives_back(disk: Path) -> None:
 
 def test_sizes_and_rates_may_be_texts(disk: Path) -> None:
     stats = fastckpt.save(
-        {"w": torch.ones(1000)}, disk / "a.pt", staging_bytes="1GiB", drain_rate="2 GB/s"
+        {"w": torch.ones(1000)},
+        disk / "a.pt",
+        options=fastckpt.SaveOptions(staging_bytes="1GiB"),
+        drain_rate="2 GB/s",
     ).result(60)
     assert "drain_rate 2000 MB/s" in stats.pacing
     assert arguments.check_size("size", "1.5MiB") == 3 << 19
-    with fastckpt.Checkpointer(disk / "run", staging_bytes="64MiB", drain_rate="1GB/s") as steps:
+    with fastckpt.Checkpointer(
+        disk / "run", options=fastckpt.SaveOptions(staging_bytes="64MiB"), drain_rate="1GB/s"
+    ) as steps:
         steps.save(1, {"w": torch.ones(10)}).result(60)
 
 
@@ -428,7 +432,7 @@ def another_user(place: Path) -> Iterator[None]:
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_what_refuses_access_is_named(disk: Path) -> None:
     root, shut = disk / "run", disk / "shut"
-    with fastckpt.Checkpointer(root, durable=False) as checkpointer:
+    with fastckpt.Checkpointer(root, options=fastckpt.SaveOptions(durable=False)) as checkpointer:
         checkpointer.save(1, {"w": torch.ones(1 << 20)}).result(60)
         (shut / "inner").mkdir(parents=True)
         (shut / "inner" / "a.pt").touch()
@@ -503,12 +507,39 @@ def test_integrations_refuse_urls_and_empty_paths_too(module: str) -> None:
 
 
 @needs_dcp
-def test_durable_of_integrations_is_a_flag(disk: Path) -> None:
-    for call in (
-        lambda **it: dcp.Writer(disk / "a", **it),
-        lambda **it: dcp.save({}, checkpoint_id=disk / "a", **it),
-        lambda **it: save_directory(str(disk / "a"), lambda _draft: None, **it),
-    ):
-        with pytest.raises(TypeError, match="durable is 'no' of type str, must be True or False"):
-            call(durable="no")
+@pytest.mark.parametrize("wrong", [None, {"durable": False}, fastckpt.SaveOptions], ids=str)
+def test_options_are_save_options(disk: Path, wrong: Any) -> None:
+    calls: list[Callable[[], object]] = [
+        lambda: fastckpt.save({"a": 1}, disk / "a.pt", options=wrong),
+        lambda: fastckpt.Checkpointer(disk / "run", options=wrong),
+        lambda: fastckpt.export({"a": torch.ones(2)}, disk / "hf", options=wrong),
+        lambda: save_directory(str(disk / "a"), lambda _draft: None, options=wrong),
+        lambda: dcp.Writer(disk / "a", options=wrong),
+    ]
+    if wrong is not None:  # which is the Writer's there
+        calls += [
+            lambda: dcp.save({}, checkpoint_id=disk / "a", options=wrong),
+            lambda: dcp.save({}, storage_writer=dcp.Writer(disk / "a"), options=wrong),
+        ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"^options is .*, must be a fastckpt\.SaveOptions$"):
+            call()
+    assert [*disk.iterdir()] == []
+
+
+def test_options_are_the_same_for_ever_and_compare_by_value() -> None:
+    options = fastckpt.SaveOptions(fence="step")
+    with pytest.raises(FrozenInstanceError):
+        options.fence = "call"  # type: ignore[misc]
+    assert replace(options, fence="call") == fastckpt.SaveOptions()
+    with pytest.raises(ValueError, match="timeout_s is -1"):
+        replace(options, timeout_s=-1)
+    with pytest.raises(TypeError):
+        fastckpt.SaveOptions("step")  # type: ignore[misc]
+
+
+def test_what_cannot_be_done_for_a_directory_is_refused_with_a_reason(disk: Path) -> None:
+    options = fastckpt.SaveOptions(staging="gds")
+    with pytest.raises(ValueError, match=r"staging is 'gds', must be 'host' here: .*host's memory"):
+        fastckpt.export({"a": torch.ones(2)}, disk / "hf", options=options)
     assert [*disk.iterdir()] == []

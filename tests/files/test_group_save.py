@@ -46,6 +46,7 @@ from tests.kit.interpreters import let_go
 from tests.kit.mounts import leave_free, mounted
 from tests.kit.network_double import Cifs, RemembersAbsence
 from tests.kit.noise import flip, noise
+from tests.kit.options import gathered
 from tests.kit.saves import warnings_in
 
 pytestmark = pytest.mark.multiprocess
@@ -71,9 +72,9 @@ def crew(nursery: Nursery) -> Crew:
 def save(member: Member, path: Path, state: State, **options: Any) -> Outcome:
     """Saves together with the other ranks and waits for it."""
     return attempt(
-        lambda: fastckpt.save(state(member.rank), path, group=member.group, **options).result(
-            WAIT_S
-        )
+        lambda: fastckpt.save(
+            state(member.rank), path, group=member.group, **gathered(**options)
+        ).result(WAIT_S)
     )
 
 
@@ -280,7 +281,14 @@ def test_many_small_tensors(
     state = functools.partial(many_small, count=count, nbytes=nbytes)
     for number, (ranks, fence) in enumerate([(1, "call"), (3, "step")]):
         path = disk / f"{number}.pt"
-        all_saved(crew(functools.partial(save, fence=fence), path, state, ranks=ranks))
+        all_saved(
+            crew(
+                functools.partial(save, options=fastckpt.SaveOptions(fence=fence)),
+                path,
+                state,
+                ranks=ranks,
+            )
+        )
         assert sha256(path) == sha256(disk / "0.pt")
     assert_same(torch.load(path), state(0))
     assert_same(fastckpt.load(path), state(0))
@@ -394,7 +402,14 @@ def test_what_is_small_is_the_first_ranks(
 ) -> None:
     for first in (0, 1):  # overwriting, and with the longest pickle on either side
         state = functools.partial(turned, ranks=ranks, by=first)
-        all_saved(crew(functools.partial(save, fence=fence), disk / "a.pt", state, ranks=ranks))
+        all_saved(
+            crew(
+                functools.partial(save, options=fastckpt.SaveOptions(fence=fence)),
+                disk / "a.pt",
+                state,
+                ranks=ranks,
+            )
+        )
         assert_same(fastckpt.load(disk / "a.pt"), state(0))
 
 
@@ -584,7 +599,11 @@ def train(member: Member, disk: Path, fence: str, steps: int, one_path: bool) ->
     for step in range(steps):
         path = disk / ("a.pt" if one_path else f"{step}.pt")
         state = {"weights": weights, "step": step}
-        handles.append(fastckpt.save(state, path, fence=fence, group=member.group))
+        handles.append(
+            fastckpt.save(
+                state, path, options=fastckpt.SaveOptions(fence=fence), group=member.group
+            )
+        )
         if fence == "call":
             with torch.no_grad():
                 weights += 1
@@ -620,7 +639,7 @@ def change_too_early(member: Member, path: Path) -> Outcome:
     options = {"fence": "step", "staging_bytes": BLOCK, "group": member.group}
     if member.rank == 0:
         member.store.wait([f"changed {path}"])
-    handle = fastckpt.save({"weights": weights}, path, **options)
+    handle = fastckpt.save({"weights": weights}, path, **gathered(**options))
     if member.rank == 1:
         weights[0] = 0
         member.store.set(f"changed {path}", b"")
@@ -665,7 +684,14 @@ def come_late(member: Member, disk: Path) -> list[Outcome]:
     handles = []
     for fence in ("call", "step"):
         state = varied(member.rank)
-        handles.append(fastckpt.save(state, disk / f"{fence}.pt", fence=fence, group=member.group))
+        handles.append(
+            fastckpt.save(
+                state,
+                disk / f"{fence}.pt",
+                options=fastckpt.SaveOptions(fence=fence),
+                group=member.group,
+            )
+        )
     if member.rank:
         assert not any(handle.done() for handle in handles)
         member.store.set(f"returned {member.rank}", b"")
@@ -731,7 +757,9 @@ def test_interrupt_of_one_rank_in_save(crew: Crew, disk: Path, moment: str) -> N
 
 
 def leave_at_once(member: Member, path: Path) -> None:
-    fastckpt.save(varied(member.rank), path, fence="step", group=member.group)
+    fastckpt.save(
+        varied(member.rank), path, options=fastckpt.SaveOptions(fence="step"), group=member.group
+    )
 
 
 def test_exit_waits_for_the_save(nursery: Nursery, disk: Path) -> None:
@@ -899,9 +927,9 @@ def save_and_die(member: Member, path: Path, victim: int, name: str) -> Outcome:
     member.make_groups(range(1, 3))  # for those who survive the first rank
     meet(member, "begun")
     if member.rank != victim:
-        return save(member, path, one_tensor, timeout_s=10)
+        return save(member, path, one_tensor, options=fastckpt.SaveOptions(timeout_s=10))
     with saving_through(Deadly.at(name)):
-        return save(member, path, one_tensor, timeout_s=10)
+        return save(member, path, one_tensor, options=fastckpt.SaveOptions(timeout_s=10))
 
 
 def save_as_survivors(member: Member, path: Path, begin: int, end: int) -> Outcome:
@@ -981,7 +1009,11 @@ def ask_wrongly(member: Member, path: Path) -> dict[str, Outcome]:
         "file-like": attempt(lambda: fastckpt.save(state, io.BytesIO(), group=group)),
         "device": attempt(lambda: fastckpt.save(state, "/dev/null", group=group)),
         "legacy": attempt(lambda: fastckpt.save(state, path, group=group, **stock)),
-        "timeout": attempt(lambda: fastckpt.save(state, path, group=group, timeout_s=0)),
+        "timeout": attempt(
+            lambda: fastckpt.save(
+                state, path, group=group, options=fastckpt.SaveOptions(timeout_s=0)
+            )
+        ),
         "load file-like": attempt(lambda: fastckpt.load(io.BytesIO(), group=group)),
         "load mmap": attempt(lambda: fastckpt.load(path, mmap=True, group=group)),
     }

@@ -76,7 +76,9 @@ def train(path: str, first: int, report: Callable[[bytes, int], None]) -> None:
     for step in itertools.count(first):
         report(BEGUN, step)
         fence = FENCES[step % 2]
-        handle = fastckpt.save({"step": step, "weights": weights}, path, fence=fence)
+        handle = fastckpt.save(
+            {"step": step, "weights": weights}, path, options=fastckpt.SaveOptions(fence=fence)
+        )
         if previous is not None:
             previous[1].result()
             report(COMMITTED, previous[0])

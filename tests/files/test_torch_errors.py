@@ -283,7 +283,7 @@ def test_paths_that_cannot_be_written(name: str, fence: Any, disk: Path) -> None
     with pytest.raises(OSError) as python:
         path.open("wb")
     with pytest.raises(theirs) as ours:
-        fastckpt.save(tensors(), path, fence=fence).result(timeout=60)
+        fastckpt.save(tensors(), path, options=fastckpt.SaveOptions(fence=fence)).result(timeout=60)
     assert isinstance(ours.value, fastckpt.StorageError) and isinstance(ours.value, OSError)
     assert ours.value.errno == python.value.errno and ours.value.path == str(path)
     assert str(path.parent) in str(ours.value)

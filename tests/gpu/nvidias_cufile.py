@@ -79,7 +79,9 @@ def test_every_save_has_what_the_state_was(
     for number in range(4):
         painted = paint(state, number, driver, 0)
         path = disk / f"{number}.pt"
-        handle = fastckpt.save(state, path, fence=fence, staging="gds", durable=False)
+        handle = fastckpt.save(
+            state, path, options=fastckpt.SaveOptions(fence=fence, staging="gds", durable=False)
+        )
         if fence == "step":
             optimizer.step()
         else:
@@ -94,7 +96,7 @@ def test_every_save_has_what_the_state_was(
 
 def test_a_load(cufile: Moved, disk: Path) -> None:
     state = {"w": torch.randn(6 * MIB), "v": torch.arange(9 * MIB), "small": torch.ones(9)}
-    fastckpt.save(state, disk / "a.pt", durable=False).result(WAIT_S)
+    fastckpt.save(state, disk / "a.pt", options=fastckpt.SaveOptions(durable=False)).result(WAIT_S)
     loaded = fastckpt.load(disk / "a.pt", map_location=here(), staging="gds")
     assert {t.device.type for t in loaded.values()} == {here()}
     assert all(torch.equal(loaded[key].cpu(), value) for key, value in state.items())
@@ -104,7 +106,9 @@ def test_a_load(cufile: Moved, disk: Path) -> None:
 def test_steps(cufile: Moved, disk: Path) -> None:
     state = {f"w{i}": torch.randn(5 * MIB + i).to(here()) for i in range(2)}
     wanted = {key: value.cpu() for key, value in state.items()}
-    with fastckpt.Checkpointer(disk / "run", staging="gds", fence="step") as checkpointer:
+    with fastckpt.Checkpointer(
+        disk / "run", options=fastckpt.SaveOptions(staging="gds", fence="step")
+    ) as checkpointer:
         for step in range(2):
             stats = checkpointer.save(step, state).result(WAIT_S)
             assert stats.staging == "gds", stats.staging_why

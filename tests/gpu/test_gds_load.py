@@ -101,9 +101,11 @@ def test_code_as_map_location_comes_through_the_host(cufile: CufileStub, disk: P
 @given(sizes=st.lists(st.integers(0, 20 * MIB), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_any_sizes(cufile: CufileStub, disk: Path, sizes: list[int], seed: int) -> None:
     state = {str(i): octets(nbytes, seed + i) for i, nbytes in enumerate(sizes)}
-    fastckpt.save(state, disk / "a.pt", durable=False).result(WAIT_S)
+    fastckpt.save(state, disk / "a.pt", options=fastckpt.SaveOptions(durable=False)).result(WAIT_S)
     assert same(fastckpt.load(disk / "a.pt", map_location=KIND, staging="gds"), state)
-    with fastckpt.Checkpointer(disk / "run", staging="gds", durable=False) as checkpointer:
+    with fastckpt.Checkpointer(
+        disk / "run", options=fastckpt.SaveOptions(staging="gds", durable=False)
+    ) as checkpointer:
         checkpointer.save(1, {key: value.to(KIND) for key, value in state.items()})
         blank = {key: torch.zeros_like(value, device=KIND) for key, value in state.items()}
         assert checkpointer.restore(blank) == 1
@@ -113,7 +115,9 @@ def test_any_sizes(cufile: CufileStub, disk: Path, sizes: list[int], seed: int) 
 def test_restore_in_place(cufile: CufileStub, driver: CudaStub, disk: Path) -> None:
     state = {f"w{i}": octets(40 * MIB + i, i).to(KIND) for i in range(3)}
     state["host"] = octets(20 * MIB, 9)
-    with fastckpt.Checkpointer(disk / "run", staging="gds") as checkpointer:
+    with fastckpt.Checkpointer(
+        disk / "run", options=fastckpt.SaveOptions(staging="gds")
+    ) as checkpointer:
         checkpointer.save(1, state).result(WAIT_S)
         blank = {key: torch.zeros_like(value) for key, value in state.items()}
         addresses = {key: value.data_ptr() for key, value in blank.items()}
@@ -131,7 +135,9 @@ def test_what_is_stored_in_another_order_comes_through_the_host(
 ) -> None:
     """A part of each row: rows with strides."""
     whole = octets(64 * MIB).view(64, MIB)
-    with fastckpt.Checkpointer(disk / "run", staging="gds") as checkpointer:
+    with fastckpt.Checkpointer(
+        disk / "run", options=fastckpt.SaveOptions(staging="gds")
+    ) as checkpointer:
         checkpointer.save(1, {"w": whole.to(KIND)}).result(WAIT_S)
         turned = torch.zeros(64, MIB, dtype=torch.int16, device=KIND)  # converted, too
         assert checkpointer.restore({"w": turned}) == 1
@@ -151,7 +157,9 @@ def test_damage_is_found(cufile: CufileStub, disk: Path, at: int) -> None:
 
 def test_damage_of_a_step_is_found(cufile: CufileStub, disk: Path) -> None:
     state = {"w": octets(55 * MIB).to(KIND)}
-    with fastckpt.Checkpointer(disk / "run", staging="gds") as checkpointer:
+    with fastckpt.Checkpointer(
+        disk / "run", options=fastckpt.SaveOptions(staging="gds")
+    ) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state).result(WAIT_S)
         newest = max(disk.rglob("*.safetensors"), key=lambda path: path.parent.name)
@@ -246,7 +254,9 @@ def test_loads_and_saves_share_the_blocks(cufile: CufileStub, disk: Path) -> Non
         found.append(same(fastckpt.load(disk / "a.pt", KIND, staging="gds"), state))
 
     def save(number: int) -> None:
-        fastckpt.save(on_gpu, disk / f"{number}.pt", staging="gds").result(WAIT_S)
+        fastckpt.save(
+            on_gpu, disk / f"{number}.pt", options=fastckpt.SaveOptions(staging="gds")
+        ).result(WAIT_S)
         found.append(same(fastckpt.load(disk / f"{number}.pt", "cpu"), state))
 
     threads = [threading.Thread(target=load) for _ in range(3)]

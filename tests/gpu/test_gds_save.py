@@ -44,7 +44,9 @@ def test_blocks_of_a_gpu_never_come_to_the_host(
     cufile: CufileStub, driver: CudaStub, disk: Path, fence: str
 ) -> None:
     state = {"w": octets(40 * MIB + 12345), "b": octets(1000, 1), "host": torch.ones(3 * MIB)}
-    stats = fastckpt.save(state, disk / "a.pt", staging="gds", fence=fence).result(WAIT_S)
+    stats = fastckpt.save(
+        state, disk / "a.pt", options=fastckpt.SaveOptions(staging="gds", fence=fence)
+    ).result(WAIT_S)
     assert stats.staging == "gds" and "cuFile" in stats.staging_why
     same(disk / "a.pt", state)
     whole = sum(1 for _ in range(0, 40 * MIB + 12345, BLOCK_BYTES)) - 2
@@ -55,7 +57,9 @@ def test_blocks_of_a_gpu_never_come_to_the_host(
 def test_the_file_is_the_same_either_way(cufile: CufileStub, disk: Path) -> None:
     state = {"w": octets(50 * MIB), "v": octets(20 * MIB + 77, 1), "s": octets(99, 2)}
     for way in ("host", "gds"):
-        fastckpt.save(state, disk / f"{way}.pt", staging=way).result(WAIT_S)
+        fastckpt.save(state, disk / f"{way}.pt", options=fastckpt.SaveOptions(staging=way)).result(
+            WAIT_S
+        )
     assert (disk / "host.pt").read_bytes() == (disk / "gds.pt").read_bytes()
 
 
@@ -67,9 +71,13 @@ def test_the_file_is_the_same_either_way(cufile: CufileStub, disk: Path) -> None
 @given(sizes=st.lists(st.integers(0, 20 * MIB), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_any_sizes(cufile: CufileStub, disk: Path, sizes: list[int], seed: int) -> None:
     state = {str(i): octets(nbytes, seed + i) for i, nbytes in enumerate(sizes)}
-    fastckpt.save(state, disk / "a.pt", staging="gds", durable=False).result(WAIT_S)
+    fastckpt.save(
+        state, disk / "a.pt", options=fastckpt.SaveOptions(staging="gds", durable=False)
+    ).result(WAIT_S)
     same(disk / "a.pt", state)
-    with fastckpt.Checkpointer(disk / "run", staging="gds", durable=False) as checkpointer:
+    with fastckpt.Checkpointer(
+        disk / "run", options=fastckpt.SaveOptions(staging="gds", durable=False)
+    ) as checkpointer:
         checkpointer.save(1, state).result(WAIT_S)
         loaded = checkpointer.load()
     assert all(torch.equal(loaded[key], value.cpu()) for key, value in state.items())
@@ -77,7 +85,9 @@ def test_any_sizes(cufile: CufileStub, disk: Path, sizes: list[int], seed: int) 
 
 def test_a_step(cufile: CufileStub, disk: Path) -> None:
     state = {f"w{i}": octets(30 * MIB + i, i) for i in range(3)}
-    with fastckpt.Checkpointer(disk / "run", staging="gds") as checkpointer:
+    with fastckpt.Checkpointer(
+        disk / "run", options=fastckpt.SaveOptions(staging="gds")
+    ) as checkpointer:
         assert checkpointer.save(1, state).result(WAIT_S).staging == "gds"
         loaded = checkpointer.load()
     assert all(torch.equal(loaded[key], value.cpu()) for key, value in state.items())
@@ -87,7 +97,9 @@ def test_a_step(cufile: CufileStub, disk: Path) -> None:
 
 def test_what_is_compressed_comes_to_the_host(cufile: CufileStub, disk: Path) -> None:
     state = {"w": octets(20 * MIB)}
-    with fastckpt.Checkpointer(disk / "run", staging="gds", codec="zstd") as checkpointer:
+    with fastckpt.Checkpointer(
+        disk / "run", options=fastckpt.SaveOptions(staging="gds"), codec="zstd"
+    ) as checkpointer:
         assert checkpointer.save(1, state).result(WAIT_S).staging == "pinned"
         assert torch.equal(checkpointer.load()["w"], state["w"].cpu())
     assert cufile.calls("cuFileWrite") == 0
@@ -95,7 +107,7 @@ def test_what_is_compressed_comes_to_the_host(cufile: CufileStub, disk: Path) ->
 
 def test_more_than_the_blocks_hold(cufile: CufileStub, disk: Path) -> None:
     state = {"w": octets((BLOCKS + 3) * BLOCK_BYTES)}
-    fastckpt.save(state, disk / "a.pt", staging="gds").result(WAIT_S)
+    fastckpt.save(state, disk / "a.pt", options=fastckpt.SaveOptions(staging="gds")).result(WAIT_S)
     same(disk / "a.pt", state)
 
 
@@ -109,7 +121,9 @@ def test_what_cufile_refuses_goes_through_the_host(
     cufile.fail(call, 5030, after=after)
     with caplog.at_level(logging.WARNING, "fastckpt"):
         for number in range(3):
-            handle = fastckpt.save(state, disk / f"{number}.pt", staging="gds")
+            handle = fastckpt.save(
+                state, disk / f"{number}.pt", options=fastckpt.SaveOptions(staging="gds")
+            )
             state["w"].add_(0)
             stats = handle.result(WAIT_S)
             same(disk / f"{number}.pt", state)
@@ -121,7 +135,7 @@ def test_what_cufile_refuses_goes_through_the_host(
 def test_short_writes(cufile: CufileStub, disk: Path) -> None:
     cufile.at_most(MIB + 4096)
     state = {"w": octets(30 * MIB)}
-    fastckpt.save(state, disk / "a.pt", staging="gds").result(WAIT_S)
+    fastckpt.save(state, disk / "a.pt", options=fastckpt.SaveOptions(staging="gds")).result(WAIT_S)
     same(disk / "a.pt", state)
 
 
@@ -134,7 +148,9 @@ def test_without_cufile(
         state = {"w": octets(20 * MIB)}
         for number in range(2):
             path = disk / f"{number}.pt"
-            stats = fastckpt.save(state, path, staging="gds").result(WAIT_S)
+            stats = fastckpt.save(state, path, options=fastckpt.SaveOptions(staging="gds")).result(
+                WAIT_S
+            )
             assert stats.staging == "pinned"
             same(path, state)
     (warning,) = warnings_in(caplog.records)
@@ -145,5 +161,7 @@ def test_want_of_memory_is_for_one_save(cufile: CufileStub, driver: CudaStub, di
     state = {"w": octets(20 * MIB)}
     for number, staging in enumerate(["pinned", "gds"]):
         driver.fail("cuMemAlloc_v2", OUT_OF_MEMORY, times=1 - number)
-        stats = fastckpt.save(state, disk / f"{number}.pt", staging="gds").result(WAIT_S)
+        stats = fastckpt.save(
+            state, disk / f"{number}.pt", options=fastckpt.SaveOptions(staging="gds")
+        ).result(WAIT_S)
         assert stats.staging == staging, stats.staging_why

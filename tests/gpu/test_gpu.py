@@ -34,6 +34,7 @@ from tests.kit.accelerator import KIND, Runtime, here
 from tests.kit.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub
 from tests.kit.devices import Kernels, Steps, Way, fill, octets, on_device, paint, way
 from tests.kit.doubles import Delay
+from tests.kit.options import gathered
 from tests.kit.programs import run_python
 from tests.kit.saves import interrupted_in, running, stands_in, wait_until, warnings_in
 from tests.kit.storm import Storm
@@ -124,7 +125,9 @@ def test_time_of_copies_is_told_in_whatever_order_they_are_queued(
     tensor = torch.zeros((8 * blocks - 1) * MIB, dtype=torch.uint8, device=KIND)
     for _ in range(8):  # two threads queue copies
         before = len(copies(gpu))
-        stats = fastckpt.save({"w": tensor}, disk / "a.pt", durable=False).result(60)
+        stats = fastckpt.save(
+            {"w": tensor}, disk / "a.pt", options=fastckpt.SaveOptions(durable=False)
+        ).result(60)
         count = len(copies(gpu)) - before
         seconds = (count * LATENCY_US + tensor.nbytes / BYTES_PER_US) / 1e6
         assert stats.d2h_s == pytest.approx(seconds, rel=1e-3)
@@ -475,7 +478,9 @@ def test_a_refusal_to_order_the_stream_makes_the_host_wait(
             gpu.configure()
             fill(tensor, 1, gpu)
             gpu.hold(True)
-            handle = fastckpt.save({"w": tensor}, disk / "a.pt", fence="step")
+            handle = fastckpt.save(
+                {"w": tensor}, disk / "a.pt", options=fastckpt.SaveOptions(fence="step")
+            )
 
             def step(name: str = name, after: int = after) -> None:
                 # The thread that waits for the copy calls the driver at the same time.
@@ -670,7 +675,7 @@ def test_a_second_step_waits_no_longer_than_the_first(
     optimizers = [Kernels([tensor], gpu, runtime) for tensor in tensors]
     held = commit_held()
     gpu.hold(True)
-    handle = fastckpt.save(tensors, disk / "a.pt", fence="step")
+    handle = fastckpt.save(tensors, disk / "a.pt", options=fastckpt.SaveOptions(fence="step"))
     for optimizer in optimizers:
         optimizer.step()
     stats = told(handle, gpu, held)
@@ -690,7 +695,9 @@ def test_a_slow_file_system_holds_nobody_up(
     with accelerator.installed(runtime, gpu.path, Delay("create", gate)):
         weight = torch.nn.Parameter(torch.ones(3 * MIB, device=here(device)))
         weight.grad = torch.ones_like(weight)
-        handle = fastckpt.save({"w": weight}, disk / "a.pt", fence=fence)
+        handle = fastckpt.save(
+            {"w": weight}, disk / "a.pt", options=fastckpt.SaveOptions(fence=fence)
+        )
         torch.optim.SGD([weight], lr=1.0).step()
         handle.wait_staged(WAIT_S)
         assert not gate.is_set() and not handle.done()
@@ -728,7 +735,9 @@ def test_an_object_that_changes_does_not_keep_a_conflict_from_being_told(
     log = {number: 0.0 for number in range(100_000)}
     tensor = torch.ones(MIB, device=KIND)
     gpu.hold(True)
-    handle = fastckpt.save({"t": tensor, "log": log}, disk / "a.pt", fence="step")
+    handle = fastckpt.save(
+        {"t": tensor, "log": log}, disk / "a.pt", options=fastckpt.SaveOptions(fence="step")
+    )
     with torch.no_grad():
         tensor.add_(1)
     stop = threading.Event()
@@ -771,13 +780,15 @@ def state_of(rank: int, device: str, big: int = 3, other: int = 0) -> dict[str, 
 def save_file(member: Member, path: Path, device: str, fence: str, big: int, other: int) -> Any:
     state = state_of(member.rank, device, big if member.rank else 3, other)
     options: dict[str, Any] = {"fence": fence, "group": member.group}
-    return fastckpt.save(state, path, **options).result(WAIT_S).staging
+    return fastckpt.save(state, path, **gathered(**options)).result(WAIT_S).staging
 
 
 def save_steps(member: Member, path: Path, device: str, fence: str, big: int, other: int) -> Any:
     told = Told()
     logging.getLogger("fastckpt").addHandler(told)
-    with fastckpt.Checkpointer(path, group=member.group, fence=fence) as checkpointer:
+    with fastckpt.Checkpointer(
+        path, group=member.group, options=fastckpt.SaveOptions(fence=fence)
+    ) as checkpointer:
         state = state_of(member.rank, device, big if member.rank else 3, other)
         state |= {"alike": torch.ones(9).to(device), "scattered": torch.ones(9).to(device)[::4]}
         staging = checkpointer.save(0, state).result(WAIT_S).staging
@@ -918,7 +929,7 @@ stub = runtime.driver = CudaStub(Path(driver))
 pipeline._current = pipeline.Pipeline(None, 64 << 20, Devices("stub", runtime, driver))
 state = {"w": torch.ones(3_000_000, device="stub"), "host": torch.ones(10)}
 stub.hold(True)
-handle = fastckpt.save(state, path, fence=FENCE)
+handle = fastckpt.save(state, path, options=fastckpt.SaveOptions(fence=FENCE))
 """
 EXIT = """
 at_end = threading.Event()

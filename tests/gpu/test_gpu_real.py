@@ -139,7 +139,7 @@ stub = Hardware(runtime, driver)
 pipeline._current = pipeline.Pipeline(None, 64 << 20, Devices(runtime.kind, runtime, driver))
 state = {"w": torch.ones(3_000_000, device=runtime.kind), "host": torch.ones(10)}
 stub.hold(True)
-handle = fastckpt.save(state, path, fence=FENCE)
+handle = fastckpt.save(state, path, options=fastckpt.SaveOptions(fence=FENCE))
 """
 
 

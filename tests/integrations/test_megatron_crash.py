@@ -24,7 +24,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from fastckpt import CheckpointError
+from fastckpt import CheckpointError, SaveOptions
 from fastckpt.directories import iterations
 from fastckpt.directories.hidden_directory import HiddenDirectory
 from fastckpt.integrations import dcp
@@ -105,7 +105,7 @@ def save_iteration(
         "rows": ShardedTensor.from_rank_offsets("rows", rows, (0, rank, RANKS)),
         "object": ShardedObject("object", step, (RANKS,), (rank,)),
     }
-    strategy = SaveStrategy(timeout_s=timeout_s)
+    strategy = SaveStrategy(options=SaveOptions(timeout_s=timeout_s))
     content = common_of(step) if rank == 0 and has_common else None
     path = str(root / ITERATION)
     saves = Saves()

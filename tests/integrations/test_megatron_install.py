@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from megatron.core.dist_checkpointing.strategies import async_utils as core_async
 
-from fastckpt import CorruptCheckpoint
+from fastckpt import CorruptCheckpoint, SaveOptions
 from fastckpt.directories import iterations
 from fastckpt.integrations import megatron
 from fastckpt.integrations.megatron.calls_queue import Queue
@@ -166,7 +166,7 @@ def test_requests_of_others_go_to_megatrons_own_queue(nursery: Nursery) -> None:
         def close(self, abort: bool) -> None:
             seen.append(f"closed, abort={abort}")
 
-    queue = Queue(Stock)
+    queue = Queue(Stock, SaveOptions())
     assert queue.get_num_unfinalized_calls() == 0
     assert queue.schedule_async_request(request) == 7
     assert queue.get_num_unfinalized_calls() == 1

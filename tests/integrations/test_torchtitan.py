@@ -22,6 +22,7 @@ from torch import nn
 
 pytest.importorskip("torchtitan", reason="torchtitan is missing, which needs Python 3.11")
 
+import tyro
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 
 import fastckpt
@@ -69,7 +70,7 @@ Same = Callable[[Any, Any], None]
 
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_save_and_load_restore_all_of_the_state(run: Runs, fence: str, assert_same: Same) -> None:
-    before = run(fence=fence)
+    before = run(options=fastckpt.SaveOptions(fence=fence))
     before.train(3)
     expected = before.state()
     before.checkpointer.maybe_wait_for_saving()
@@ -315,10 +316,16 @@ def test_an_error_of_a_save_is_told_by_what_waits_for_it(run: Runs, disk: Path) 
         here.checkpointer.save(1, last_step=True)
 
 
+def test_the_command_line_of_torchtitan_takes_the_options() -> None:
+    given = ["--options.fence", "call", "--options.staging-bytes", "1GiB", "--codec", "zstd"]
+    config = tyro.cli(FastckptCheckpointer.Config, args=given)
+    assert config.options == fastckpt.SaveOptions(staging_bytes="1GiB") and config.codec == "zstd"
+    assert FastckptCheckpointer.Config().options == fastckpt.SaveOptions(fence="step")
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"fence": "none"}, "checkpoint.fence"),
         ({"codec": "zip"}, "checkpoint.codec"),
         ({"create_seed_checkpoint": True, "load_only": True}, "which load_only forbids"),
         (
@@ -347,8 +354,7 @@ def test_the_config_is_one_of_torchtitan() -> None:
     own = {each.name for each in fields(config)}
     assert own - {each.name for each in fields(BaseCheckpointManager.Config)} == {
         "codec",
-        "fence",
-        "timeout_s",
+        "options",
     }
     json.dumps(config.to_dict())
 

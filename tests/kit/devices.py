@@ -19,6 +19,7 @@ from tests.crews.group_crew import Member, Outcome, attempt
 from tests.kit import accelerator
 from tests.kit.accelerator import KIND, Runtime, here
 from tests.kit.cuda_stub import CudaStub
+from tests.kit.options import gathered
 
 State = dict[str, torch.Tensor]
 
@@ -28,7 +29,7 @@ class Files:
 
     def __init__(self, directory: Path, fence: str = "call", **options: Any) -> None:
         self.directory = directory
-        self._save = partial(fastckpt.save, fence=fence, **options)
+        self._save = partial(fastckpt.save, **gathered(fence=fence, **options))
 
     def save(self, number: int, state: Any) -> SaveHandle:
         return self._save(state, self.directory / f"{number}.pt")
@@ -45,7 +46,7 @@ class Steps:
 
     def __init__(self, directory: Path, fence: str = "call", **options: Any) -> None:
         self.directory = directory / "run"
-        self._kept = fastckpt.Checkpointer(self.directory, fence=fence, **options)
+        self._kept = fastckpt.Checkpointer(self.directory, **gathered(fence=fence, **options))
         self.save, self.load, self.close = self._kept.save, self._kept.load, self._kept.close
 
 

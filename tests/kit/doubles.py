@@ -36,6 +36,7 @@ from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
+from tests.kit.options import gathered
 from tests.kit.storm import SUITE_SEED
 
 SECTOR_BYTES = 4096
@@ -68,13 +69,16 @@ _swapping = threading.RLock()
 
 
 def save_through(
-    pipeline: Pipeline, obj: Any, path: str | os.PathLike[str], **options: Any
+    pipeline: Pipeline,
+    obj: Any,
+    path: str | os.PathLike[str],
+    **options: Any,
 ) -> InnerHandle:
     """fastckpt.save to a path, through this pipeline instead of the process's own."""
     with _swapping:
         kept, pipeline_module._current = pipeline_module._current, pipeline
         try:
-            return fastckpt.save(obj, path, **options)
+            return fastckpt.save(obj, path, **gathered(**options))
         finally:
             pipeline_module._current = kept
 

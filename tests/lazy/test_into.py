@@ -102,7 +102,9 @@ def test_a_dtype_that_cannot_hold_the_values_is_told(
         fastckpt.load_into(state, by_torch(values, disk))
     else:
         values["large"], state["large"] = values["large"].expand(1 << 18), torch.zeros(1 << 18)
-        with fastckpt.Checkpointer(disk / "run", durable=False) as checkpointer:
+        with fastckpt.Checkpointer(
+            disk / "run", options=fastckpt.SaveOptions(durable=False)
+        ) as checkpointer:
             checkpointer.save(1, values)
             checkpointer.restore(state)
     told = "".join(record.getMessage() for record in caplog.records)

@@ -30,6 +30,7 @@ from tests.kit.objects.proxy import Backwards, Fault, Passage, Proxy, Stall
 from tests.kit.objects.states import LARGE, SMALL, blank, state_of, step_of
 from tests.kit.objects.stores import settle, store_at
 from tests.kit.objects.weed import BUCKET, SECRET, Weed, environment, options
+from tests.kit.options import gathered
 from tests.kit.steps import record
 
 KINDS = ("begin", "part", "complete", "put", "create", "get", "head", "list", "delete")
@@ -39,7 +40,7 @@ ALWAYS = 1 << 30
 
 @contextmanager
 def saver_of(root: str, told: dict[str, Any], **how: Any) -> Iterator[fastckpt.Checkpointer]:
-    with fastckpt.Checkpointer(root, storage_options=told, **how) as saver:
+    with fastckpt.Checkpointer(root, storage_options=told, **gathered(**how)) as saver:
         yield saver
 
 
@@ -172,7 +173,7 @@ def test_no_call_waits_longer_than_timeout_s(
         **{name: of_saver(name) for name in ("load", "steps", "latest")},
         "best": of_saver("best", "loss"),
         **{name: of_saver(name, 1) for name in ("delete", "pin", "unpin")},
-        "save_file": lambda: fastckpt.save(state_of(1), f"{root}/a.pt", **how).result(),
+        "save_file": lambda: fastckpt.save(state_of(1), f"{root}/a.pt", **gathered(**how)).result(),
         "load_file": lambda: fastckpt.load(f"{root}/b.pt", **how),
     }
     with socket.create_server(("127.0.0.1", 0)) as silent:

@@ -48,7 +48,9 @@ def calls(root: str, told: dict[str, Any]) -> list[Callable[[], Any]]:
 
     def of_a_root(call: Callable[[fastckpt.Checkpointer], Any]) -> Callable[[], Any]:
         def asked() -> Any:
-            with fastckpt.Checkpointer(root, storage_options=told, timeout_s=20) as checkpointer:
+            with fastckpt.Checkpointer(
+                root, storage_options=told, options=fastckpt.SaveOptions(timeout_s=20)
+            ) as checkpointer:
                 return call(checkpointer)
 
         return asked
@@ -61,7 +63,9 @@ def calls(root: str, told: dict[str, Any]) -> list[Callable[[], Any]]:
         of_a_root(lambda it: it.save(1, state_of(1)).result()),
         lambda: fastckpt.load(url, storage_options=told, timeout_s=20),
         lambda: fastckpt.open(url, storage_options=told),
-        lambda: fastckpt.save(state_of(1), url, storage_options=told, timeout_s=20).result(),
+        lambda: fastckpt.save(
+            state_of(1), url, storage_options=told, options=fastckpt.SaveOptions(timeout_s=20)
+        ).result(),
         lambda: fastckpt.save(state_of(1, LARGE), url, storage_options=told).result(),
     ]
 

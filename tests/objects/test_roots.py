@@ -28,6 +28,7 @@ from tests.kit.objects.proxy import Proxy
 from tests.kit.objects.states import LARGE, blank, state_of, step_of
 from tests.kit.objects.stores import settle
 from tests.kit.objects.weed import BUCKET, KEY_ID, SECRET, Weed, environment, options
+from tests.kit.options import gathered
 from tests.kit.paths import ROOT
 
 MIB = 1 << 20
@@ -231,7 +232,7 @@ def test_commands_take_urls(weed: Weed, root: str, disk: Path, bare: Any) -> Non
 @pytest.mark.parametrize("asked", [{"staging": "gds"}, {"backend": "io_uring"}], ids=str)
 def test_what_only_files_can_have_is_refused(client: Any, root: str, asked: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="not with a URL"):
-        fastckpt.Checkpointer(root, **asked)
+        fastckpt.Checkpointer(root, **gathered(**asked))
 
 
 def test_a_store_that_ignores_conditions_is_refused(lax: Lax) -> None:

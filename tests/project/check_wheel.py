@@ -42,11 +42,11 @@ ROUND_TRIP = """
 import sys, torch, fastckpt
 assert fastckpt.__file__.startswith(sys.prefix), fastckpt.__file__
 state = {"weights": torch.randn(3 << 20), "step": 7}
-stats = fastckpt.save(state, "a.pt", backend=sys.argv[1]).result(60)
+stats = fastckpt.save(state, "a.pt", options=fastckpt.SaveOptions(backend=sys.argv[1])).result(60)
 for load in (fastckpt.load, torch.load):
     loaded = load("a.pt")
     assert loaded["step"] == 7 and torch.equal(loaded["weights"], state["weights"])
-checkpointer = fastckpt.Checkpointer("run", backend=sys.argv[1])
+checkpointer = fastckpt.Checkpointer("run", options=fastckpt.SaveOptions(backend=sys.argv[1]))
 checkpointer.save(7, state).result(60)
 weights = state["weights"].clone()
 state["weights"].zero_()

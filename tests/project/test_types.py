@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import os
 import re
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import pytest
 from setuptools.dist import Distribution
@@ -33,22 +33,26 @@ def test_an_editable_install_is_a_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (ROOT / "fastckpt" / "py.typed").exists()
 
 
+def test_choices_are_literals() -> None:
+    hints = get_type_hints(fastckpt.SaveOptions)
+    assert hints["fence"] == Literal["call", "step"]
+    assert hints["backend"] == Literal["auto", "io_uring", "threads"]
+    assert hints["staging"] == Literal["host", "gds"]
+    assert hints["on_error"] == Literal["raise", "warn"]
+
+
 @pytest.mark.parametrize(
     ("of", "name"),
     [
         (fastckpt, "save"),
+        (fastckpt, "export"),
         (fastckpt.Checkpointer, "__init__"),
         pytest.param(dcp, "async_save", marks=needs_dcp),
     ],
 )
-def test_choices_are_literals(of: Any, name: str) -> None:
-    hints = get_type_hints(getattr(of, name))
-    assert hints["fence"] == Literal["call", "step"]
-    if "backend" in hints:
-        assert hints["backend"] == Literal["auto", "io_uring", "threads"]
-        assert hints["staging"] == Literal["host", "gds"]
-    else:
-        assert hints["on_error"] == Literal["raise", "warn"]
+def test_saves_take_save_options(of: Any, name: str) -> None:
+    hint = get_type_hints(getattr(of, name))["options"]
+    assert fastckpt.SaveOptions in (hint, *get_args(hint))
 
 
 def test_restore_has_a_type() -> None:

@@ -34,6 +34,7 @@ from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
 from tests.kit.noise import flip, noise
+from tests.kit.options import gathered
 from tests.recordings.recorder import WAIT_S
 from tests.recordings.stage import Scene, Stage
 
@@ -111,13 +112,13 @@ def blank(stage: Stage) -> dict[str, Any]:
 def save_file(stage: Stage, number: int, variant: Variant) -> None:
     path = stage.root / "a.pt"
     options: dict[str, Any] = {"group": stage.group, "durable": variant.durable}
-    fastckpt.save(state(number, stage.ranks), path, **options).result(WAIT_S)
+    fastckpt.save(state(number, stage.ranks), path, **gathered(**options)).result(WAIT_S)
 
 
 def save_by_torch(stage: Stage, number: int, variant: Variant) -> None:
     """In torch's legacy format, which torch writes by itself."""
     options: dict[str, Any] = {"_use_new_zipfile_serialization": False, "durable": variant.durable}
-    fastckpt.save({"number": number}, stage.root / "a.pt", **options).result(WAIT_S)
+    fastckpt.save({"number": number}, stage.root / "a.pt", **gathered(**options)).result(WAIT_S)
 
 
 def save_steps(stage: Stage, number: int, variant: Variant, **options: Any) -> None:
@@ -130,7 +131,11 @@ def save_steps(stage: Stage, number: int, variant: Variant, **options: Any) -> N
 
 
 def checkpointer(stage: Stage, **options: Any) -> Checkpointer:
-    return Checkpointer(stage.root / "run", group=stage.group, timeout_s=WAIT_S, **options)
+    return Checkpointer(
+        stage.root / "run",
+        group=stage.group,
+        **gathered(timeout_s=WAIT_S, **options),
+    )
 
 
 def save_tiered(stage: Stage, number: int, variant: Variant) -> None:
@@ -143,7 +148,7 @@ def save_items(stage: Stage, number: int, variant: Variant) -> None:
     if stage.ranks > 1:  # it is not certain which one would make it
         (stage.root / "items").mkdir(exist_ok=True)
     options |= {"checkpoint_id": stage.root / "items", "durable": variant.durable}
-    ours.async_save(values, **options).result(WAIT_S)
+    ours.async_save(values, **gathered(**options)).result(WAIT_S)
 
 
 def items(stage: Stage, number: int) -> dict[str, Any]:
@@ -161,7 +166,7 @@ def save_directories(stage: Stage, number: int, variant: Variant) -> None:
 
     path = str(stage.root / "directory")
     options: dict[str, Any] = {"group": stage.group, "durable": variant.durable}
-    save_directory(path, fill, timeout_s=WAIT_S, **options).result(WAIT_S)
+    save_directory(path, fill, **gathered(timeout_s=WAIT_S, **options)).result(WAIT_S)
     wait_for_directories(str(stage.root))
 
 
@@ -174,7 +179,7 @@ def save_exports(stage: Stage, number: int, variant: Variant) -> None:
         values["columns"] = distributed(stage, rows[:8], 1)
     options: dict[str, Any] = {"group": stage.group, "durable": variant.durable}
     options |= {"dtype": torch.bfloat16, "shard_bytes": MIB, "timeout_s": WAIT_S}
-    fastckpt.export(values, stage.root / "export", **options).result(WAIT_S)
+    fastckpt.export(values, stage.root / "export", **gathered(**options)).result(WAIT_S)
     wait_for_directories(str(stage.root))
 
 
@@ -206,7 +211,10 @@ def save_iterations(
         "mine": ShardedObject("mine", number, (stage.ranks,), (stage.rank,)),
     }
     common = b"common" * number if stage.rank == 0 else None
-    strategy, retention = SaveStrategy(timeout_s=WAIT_S), iterations.Retention(**options)
+    strategy, retention = (
+        SaveStrategy(options=fastckpt.SaveOptions(timeout_s=WAIT_S)),
+        iterations.Retention(**options),
+    )
     with Saves() as saves:
         saves.begin(
             root, iteration, retention, lambda after: strategy.begin(values, path, common, after)

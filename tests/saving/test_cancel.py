@@ -23,6 +23,7 @@ from fastckpt.saving.pipeline import Pipeline
 from tests.crews import cancel_bodies as bodies
 from tests.crews.group_crew import Crew
 from tests.kit.doubles import Delay, save_through
+from tests.kit.options import gathered
 from tests.kit.saves import HeldTensor, wait_until
 
 WAIT_S = 60.0
@@ -49,7 +50,9 @@ def cancelled(handle: fastckpt.SaveHandle) -> SaveCancelled:
 def test_nothing_of_an_export_is_left_when_it_is_told(disk: Path) -> None:
     left: Queue[list[str]] = Queue()
     with HeldTensor() as held:
-        handle = fastckpt.export({"w": held.tensor}, disk / "a", fence="step")
+        handle = fastckpt.export(
+            {"w": held.tensor}, disk / "a", options=fastckpt.SaveOptions(fence="step")
+        )
         held.wait_reached()
         wait_until(lambda: os.listdir(disk) != [])  # its thread makes the directory
         assert handle.cancel()
@@ -62,7 +65,7 @@ def test_nothing_of_an_export_is_left_when_it_is_told(disk: Path) -> None:
 def test_while_memory_is_short(old: Path) -> None:
     """What is left to be copied waits for writes that take hours."""
     options = {"fence": "step", "staging_bytes": 8 << 20, "drain_rate": SLOW}
-    handle = fastckpt.save({"w": torch.ones(6 << 20)}, old, **options)
+    handle = fastckpt.save({"w": torch.ones(6 << 20)}, old, **gathered(**options))
     handle.cancel()
     cancelled(handle)
 

@@ -205,7 +205,7 @@ def watch():
     print("NOW", flush=True)
 
 threading.Thread(target=watch).start()
-how = {"drain_rate": 2e4, "staging_bytes": 8 << 20}
+how = {"drain_rate": 2e4, "options": fastckpt.SaveOptions(staging_bytes=8 << 20)}
 if argument == "with":
     with fastckpt.Checkpointer(root, **how) as checkpointer:
         checkpointer.save(2, {"w": torch.full((4 << 20,), 2.0)})
@@ -239,11 +239,11 @@ def release():
 
 threading.Thread(target=release).start()
 if argument == "with":
-    with fastckpt.Checkpointer(root, fence="step") as checkpointer:
+    with fastckpt.Checkpointer(root, options=fastckpt.SaveOptions(fence="step")) as checkpointer:
         checkpointer.save(2, {"w": held.tensor})
         train()
 else:
-    fastckpt.save({"w": held.tensor}, path, fence="step")
+    fastckpt.save({"w": held.tensor}, path, options=fastckpt.SaveOptions(fence="step"))
     train()
 """
 
@@ -446,7 +446,9 @@ checkpointer.close()""",
     "at a fence": """
 weight = torch.nn.Parameter(torch.ones(9))
 weight.grad = torch.ones(9)
-with fastckpt.Checkpointer(root, drain_rate=rate, fence="step") as checkpointer:
+with fastckpt.Checkpointer(
+    root, drain_rate=rate, options=fastckpt.SaveOptions(fence="step")
+) as checkpointer:
     checkpointer.save(2, state)
     print("NOW", flush=True)
     torch.optim.SGD([weight]).step()
@@ -468,7 +470,7 @@ with fastckpt.Checkpointer(root, drain_rate=rate, codec="zstd") as checkpointer:
     checkpointer.save(2, {"w": 2 + torch.rand(2 << 20) / 2})  # 2 + 0.9999999 would round to 3
     train()""",
     "as it commits": """
-with fastckpt.Checkpointer(root, durable=False) as checkpointer:
+with fastckpt.Checkpointer(root, options=fastckpt.SaveOptions(durable=False)) as checkpointer:
     print("NOW", flush=True)
     for step in range(2, 1000):
         checkpointer.save(step, {"w": torch.full((9,), 2.0)}).result()""",

@@ -61,7 +61,9 @@ def value_of(path: Path) -> float:
 
 def test_handle_is_a_future(disk: Path) -> None:
     with HeldTensor() as held:
-        handle = fastckpt.save({"w": held.tensor}, disk / "a.pt", fence="step")
+        handle = fastckpt.save(
+            {"w": held.tensor}, disk / "a.pt", options=fastckpt.SaveOptions(fence="step")
+        )
         called: list[Any] = []
         handle.add_done_callback(called.append)
         assert isinstance(handle, concurrent.futures.Future)
@@ -109,9 +111,11 @@ def test_handle_can_be_awaited(disk: Path) -> None:
 @pytest.mark.parametrize("durable", [True, False])
 def test_clocks_are_ordered(disk: Path, fence: str, durable: bool) -> None:
     begin = time.perf_counter()
-    stats = fastckpt.save(filled(1, 20 << 20), disk / "a.pt", fence=fence, durable=durable).result(
-        WAIT_S
-    )
+    stats = fastckpt.save(
+        filled(1, 20 << 20),
+        disk / "a.pt",
+        options=fastckpt.SaveOptions(fence=fence, durable=durable),
+    ).result(WAIT_S)
     elapsed = time.perf_counter() - begin
     clocks = (0.0, stats.staged_s, stats.written_s, stats.committed_s, elapsed)
     assert None not in clocks and list(clocks) == sorted(clocks)  # type: ignore[type-var]
@@ -132,7 +136,7 @@ def test_clocks_of_a_failed_save_stop_where_it_failed(disk: Path) -> None:
 def test_a_wait_that_timed_out_has_not_asked_for_the_error(disk: Path) -> None:
     with HeldTensor() as held:
         state = {"w": held.tensor}
-        handle = fastckpt.save(state, disk / "a.pt", fence="step")
+        handle = fastckpt.save(state, disk / "a.pt", options=fastckpt.SaveOptions(fence="step"))
         held.wait_reached()
         held.tensor[0] = 0
         with pytest.raises(TimeoutError):
@@ -176,7 +180,7 @@ def test_call_fence_saves_the_values_of_the_call(disk: Path) -> None:
         for tensor in tensors:
             tensor.fill_(turn)
         path = disk / f"{turn % 4}.pt"
-        handles[turn] = fastckpt.save(tensors, path, durable=False)
+        handles[turn] = fastckpt.save(tensors, path, options=fastckpt.SaveOptions(durable=False))
         for tensor in tensors:
             tensor.fill_(-1)
         # Half of the turns let the next saves overlap this one's writing.
@@ -228,7 +232,11 @@ def test_step_fence_returns_at_once_and_the_optimizer_waits(disk: Path) -> None:
     optimizer = torch.optim.SGD([weight], lr=1.0)
     stepped = threading.Event()
     with HeldTensor() as held:
-        handle = fastckpt.save({"held": held.tensor, "w": weight}, disk / "a.pt", fence="step")
+        handle = fastckpt.save(
+            {"held": held.tensor, "w": weight},
+            disk / "a.pt",
+            options=fastckpt.SaveOptions(fence="step"),
+        )
         held.wait_reached()
         assert handle.stats.staged_s is None and not handle.done()
         with pytest.raises(TimeoutError):
@@ -259,7 +267,9 @@ def test_step_fence_of_a_state_larger_than_its_staging(disk: Path) -> None:
         before = [weight.detach().clone() for weight in weights]
         state = {"w": weights, "optimizers": [each.state_dict() for each in optimizers]}
         path = disk / f"{turn}.pt"
-        handle = fastckpt.save(state, path, fence="step", staging_bytes=BLOCK)
+        handle = fastckpt.save(
+            state, path, options=fastckpt.SaveOptions(fence="step", staging_bytes=BLOCK)
+        )
         for optimizer in optimizers:
             optimizer.step()
         assert handle.stats.staged_s is not None, "a step was taken before staging had ended"
@@ -272,7 +282,7 @@ def test_step_fence_of_a_state_larger_than_its_staging(disk: Path) -> None:
 def test_step_fence_asks_nothing_of_an_optimizer_once_staged(disk: Path) -> None:
     (weight,) = parameters(1, 1 << 12, 5.0)
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    handle = fastckpt.save({"w": weight}, disk / "a.pt", fence="step")
+    handle = fastckpt.save({"w": weight}, disk / "a.pt", options=fastckpt.SaveOptions(fence="step"))
     handle.wait_staged(WAIT_S)
     with torch.no_grad():
         weight.add_(1)  # allowed: it was copied
@@ -321,7 +331,9 @@ def test_change_before_staging_is_a_conflict_that_names_the_tensor(disk: Path, c
     fastckpt.save(filled(1), path).result(WAIT_S)
     with HeldTensor() as held:
         state = make(torch.zeros(20_000))  # above what is copied at the call
-        handle = fastckpt.save([held.tensor, state], path, fence="step")
+        handle = fastckpt.save(
+            [held.tensor, state], path, options=fastckpt.SaveOptions(fence="step")
+        )
         held.wait_reached()
         with torch.no_grad():
             pick(state).add_(1)
@@ -342,7 +354,7 @@ def test_small_tensors_may_change_at_once(disk: Path) -> None:
     net = torch.nn.BatchNorm1d(4)
     with HeldTensor() as held:
         state = {"held": held.tensor, "net": net.state_dict()}
-        handle = fastckpt.save(state, disk / "a.pt", fence="step")
+        handle = fastckpt.save(state, disk / "a.pt", options=fastckpt.SaveOptions(fence="step"))
         held.wait_reached()
         net(torch.ones(3, 4))
         held.release()
@@ -355,7 +367,7 @@ def test_conflict_is_found_through_an_alias_and_across_state_dict(disk: Path) ->
     net = torch.nn.Linear(200, 200)
     with HeldTensor() as held:
         state = {"held": held.tensor, "net": net.state_dict()}
-        handle = fastckpt.save(state, disk / "a.pt", fence="step")
+        handle = fastckpt.save(state, disk / "a.pt", options=fastckpt.SaveOptions(fence="step"))
         held.wait_reached()
         with torch.no_grad():
             net.weight[0].zero_()  # neither this view nor the parameter itself was handed to save
@@ -374,7 +386,7 @@ def test_saves_to_several_paths_are_in_flight_together(disk: Path) -> None:
             fastckpt.save(
                 {"held": held.tensor, "w": torch.full((1000,), float(i))},
                 disk / f"{i}.pt",
-                fence="step",
+                options=fastckpt.SaveOptions(fence="step"),
             )
             for i in range(10)
         ]
@@ -390,9 +402,9 @@ def test_saves_to_several_paths_are_in_flight_together(disk: Path) -> None:
 def test_saves_to_one_path_commit_in_order_when_the_first_is_slow(disk: Path) -> None:
     path = disk / "a.pt"
     with HeldTensor() as held:
-        slow = fastckpt.save({"w": held.tensor}, path, fence="step")
+        slow = fastckpt.save({"w": held.tensor}, path, options=fastckpt.SaveOptions(fence="step"))
         held.wait_reached()
-        fast = fastckpt.save(filled(9), path, fence="step")
+        fast = fastckpt.save(filled(9), path, options=fastckpt.SaveOptions(fence="step"))
         fast.wait_staged(WAIT_S)
         wait_until(lambda: fast.stats.written_s is not None, "the second save is written")
         assert not slow.done() and not fast.done() and not path.exists()
@@ -407,11 +419,13 @@ def test_saves_to_one_path_commit_in_order_when_the_first_is_slow(disk: Path) ->
 def test_a_save_that_fails_early_lets_none_after_it_overtake_one_before(disk: Path) -> None:
     path = disk / "a.pt"
     with HeldTensor() as held, HeldTensor() as other:
-        slow = fastckpt.save({"w": held.tensor}, path, fence="step")
+        slow = fastckpt.save({"w": held.tensor}, path, options=fastckpt.SaveOptions(fence="step"))
         held.wait_reached()
-        failing = fastckpt.save({"w": other.tensor}, path, fence="step")
+        failing = fastckpt.save(
+            {"w": other.tensor}, path, options=fastckpt.SaveOptions(fence="step")
+        )
         other.wait_reached()
-        last = fastckpt.save(filled(9), path, fence="step")
+        last = fastckpt.save(filled(9), path, options=fastckpt.SaveOptions(fence="step"))
         other.tensor[0] = 0
         other.release()
         assert isinstance(failing.exception(WAIT_S), fastckpt.StagingConflict)
@@ -426,8 +440,10 @@ def test_a_save_that_fails_early_lets_none_after_it_overtake_one_before(disk: Pa
 def test_failed_save_leaves_what_the_one_before_it_to_the_same_path_wrote(disk: Path) -> None:
     path = disk / "a.pt"
     with HeldTensor() as held:
-        first = fastckpt.save(filled(6), path, fence="step")
-        failing = fastckpt.save({"w": held.tensor}, path, fence="step")
+        first = fastckpt.save(filled(6), path, options=fastckpt.SaveOptions(fence="step"))
+        failing = fastckpt.save(
+            {"w": held.tensor}, path, options=fastckpt.SaveOptions(fence="step")
+        )
         held.wait_reached()
         held.tensor[0] = 0
         held.release()
@@ -445,7 +461,9 @@ def test_load_waits_for_the_save_in_flight_to_its_path(disk: Path) -> None:
     for name in (path, link):
         with HeldTensor() as held:
             loaded: list[float] = []
-            handle = fastckpt.save({"w": held.tensor}, path, fence="step")
+            handle = fastckpt.save(
+                {"w": held.tensor}, path, options=fastckpt.SaveOptions(fence="step")
+            )
             held.wait_reached()
             with running(lambda n=name, out=loaded: out.append(value_of(n))) as thread:
                 wait_until(lambda t=thread: stands_in(t, "wait_done"), "the load waits")
@@ -461,7 +479,7 @@ def test_load_after_a_failed_save_in_flight_returns_the_old_object(disk: Path) -
     path = disk / "a.pt"
     fastckpt.save(filled(1), path).result(WAIT_S)
     with HeldTensor() as held:
-        handle = fastckpt.save({"w": held.tensor}, path, fence="step")
+        handle = fastckpt.save({"w": held.tensor}, path, options=fastckpt.SaveOptions(fence="step"))
         held.wait_reached()
         held.tensor[0] = 0
         held.release()
@@ -478,7 +496,10 @@ def test_many_threads_save_at_once(disk: Path) -> None:
         for turn in range(20):
             w.fill_(100 * number + turn)
             own = disk / f"{number}-{turn % 3}.pt"
-            handles = [fastckpt.save({"w": w}, path, durable=False) for path in (own, shared)]
+            handles = [
+                fastckpt.save({"w": w}, path, options=fastckpt.SaveOptions(durable=False))
+                for path in (own, shared)
+            ]
             w.fill_(-1)
             if turn % 4 == 0:
                 assert value_of(own) == 100 * number + turn
@@ -514,7 +535,9 @@ def copy(handle):
 with HeldTensor() as held:
     state = {"w": held.tensor}
     for i in range(count):
-        fastckpt.save(state, f"{folder}/{i}.pt", fence="step").add_done_callback(copy)
+        fastckpt.save(
+            state, f"{folder}/{i}.pt", options=fastckpt.SaveOptions(fence="step")
+        ).add_done_callback(copy)
 assert done.wait(60), f"only {len(copies)} of {count} callbacks could save"
 for handle in copies:
     handle.result(60)
@@ -536,7 +559,9 @@ def test_done_callbacks_may_save(disk: Path) -> None:
 def test_staging_budget_is_obeyed(disk: Path, blocks: int, fence: str) -> None:
     state = [torch.arange(5 * BLOCK // 8 + i) for i in range(2)]
     budget = blocks * BLOCK + 4096
-    stats = fastckpt.save(state, disk / "a.pt", fence=fence, staging_bytes=budget).result(WAIT_S)
+    stats = fastckpt.save(
+        state, disk / "a.pt", options=fastckpt.SaveOptions(fence=fence, staging_bytes=budget)
+    ).result(WAIT_S)
     assert stats.nbytes > 9 * BLOCK and stats.staged_bytes_max > 0
     if blocks > 1:
         assert stats.staged_bytes_max <= budget
@@ -545,7 +570,9 @@ def test_staging_budget_is_obeyed(disk: Path, blocks: int, fence: str) -> None:
 
 def test_staging_below_one_block_gets_one_block(disk: Path) -> None:
     state = torch.arange(2 * BLOCK // 8)
-    fastckpt.save(state, disk / "a.pt", staging_bytes=1).result(WAIT_S)
+    fastckpt.save(state, disk / "a.pt", options=fastckpt.SaveOptions(staging_bytes=1)).result(
+        WAIT_S
+    )
     assert torch.equal(fastckpt.load(disk / "a.pt"), state)
 
 
@@ -576,7 +603,7 @@ def test_budget_variable_is_validated(disk: Path) -> None:
 def test_memory_of_the_state_is_free_once_staged(disk: Path, fence: str) -> None:
     path = disk / "a.pt"
     with HeldTensor() as held:
-        slow = fastckpt.save({"w": held.tensor}, path, fence="step")
+        slow = fastckpt.save({"w": held.tensor}, path, options=fastckpt.SaveOptions(fence="step"))
         held.wait_reached()
         memory = Octets(1 << 20)
         freed = weakref.ref(memory)
@@ -584,7 +611,7 @@ def test_memory_of_the_state_is_free_once_staged(disk: Path, fence: str) -> None
         del memory
         if len(os.sched_getaffinity(0)) < 2:
             held.release()
-        handle = fastckpt.save(state, path, fence=fence)
+        handle = fastckpt.save(state, path, options=fastckpt.SaveOptions(fence=fence))
         del state
         handle.wait_staged(WAIT_S)
         alive, committed = freed() is not None, handle.done()
@@ -602,7 +629,7 @@ def test_failed_save_does_not_keep_the_state_alive(disk: Path, fence: str) -> No
     freed = weakref.ref(memory)
     state = {"w": torch.frombuffer(memory, dtype=torch.float32)}
     del memory
-    handle = fastckpt.save(state, disk / TOO_LONG, fence=fence)
+    handle = fastckpt.save(state, disk / TOO_LONG, options=fastckpt.SaveOptions(fence=fence))
     del state
     assert isinstance(handle.exception(WAIT_S), fastckpt.StorageError)
     gc.collect()
@@ -616,7 +643,7 @@ def test_conflict_does_not_keep_the_state_alive(disk: Path) -> None:
     with HeldTensor() as held:
         state = [held.tensor, torch.frombuffer(memory, dtype=torch.float32)]
         del memory
-        handle = fastckpt.save(state, disk / "a.pt", fence="step")
+        handle = fastckpt.save(state, disk / "a.pt", options=fastckpt.SaveOptions(fence="step"))
         held.wait_reached()
         state[1].add_(1)
         held.release()
@@ -630,11 +657,13 @@ def test_conflict_does_not_keep_the_state_alive(disk: Path) -> None:
 def test_handles_of_step_saves_are_not_collected_without_an_optimizer(disk: Path) -> None:
     gone = []
     for i in range(3):
-        handle = fastckpt.save(filled(i), disk / "a.pt", fence="step")
+        handle = fastckpt.save(filled(i), disk / "a.pt", options=fastckpt.SaveOptions(fence="step"))
         handle.result(WAIT_S)
         gone.append(weakref.ref(handle))
         del handle
-    fastckpt.save(filled(9), disk / "a.pt", fence="step").result(WAIT_S)
+    fastckpt.save(filled(9), disk / "a.pt", options=fastckpt.SaveOptions(fence="step")).result(
+        WAIT_S
+    )
 
     def are_gone() -> bool:
         gc.collect()
@@ -659,7 +688,9 @@ folder = sys.argv[1]
 state = {"w": torch.ones(1 << 20), "small": [torch.ones(10) for _ in range(50)]}
 
 def turn(i):
-    handle = fastckpt.save(state, f"{folder}/{i % 3}.pt", fence=("call", "step")[i % 2])
+    handle = fastckpt.save(
+        state, f"{folder}/{i % 3}.pt", options=fastckpt.SaveOptions(fence=("call", "step")[i % 2])
+    )
     handle.result(60)
     if i % 5 == 0:
         fastckpt.load(handle.path)
@@ -706,7 +737,7 @@ def test_stats_are_plain_data() -> None:
 def test_a_handle_shows_its_path_and_how_far_it_is(disk: Path) -> None:
     path = disk / "a.pt"
     with HeldTensor() as held:
-        handle = fastckpt.save({"w": held.tensor}, path, fence="step")
+        handle = fastckpt.save({"w": held.tensor}, path, options=fastckpt.SaveOptions(fence="step"))
         assert repr(handle) == f"<SaveHandle {str(path)!r}: copying>"
         held.release()
     stats = handle.result(WAIT_S)

@@ -105,7 +105,7 @@ def test_a_save_whose_writes_do_not_return_fails(
     double, current = hanging(8 * MIB)
     monkeypatch.setattr(bound, "_LOG_S", 0.6)
     caplog.set_level(logging.WARNING, "fastckpt")
-    handle = fastckpt.save(state_of(2), path, timeout_s=1.5)
+    handle = fastckpt.save(state_of(2), path, options=fastckpt.SaveOptions(timeout_s=1.5))
     error = handle.exception(WAIT_S)
     assert isinstance(error, StorageError) and not error.visible
     assert (error.op, error.path, error.errno) == ("write", str(path), errno.ETIMEDOUT)
@@ -133,9 +133,9 @@ def test_the_bound_of_a_save_by_dcp_holds_for_its_writes(
     double, _ = hanging()
     monkeypatch.setattr(pipeline_module, "SERVER_S", math.inf)
     monkeypatch.setattr(double, "remove", lambda _path: double.await_release())
-    error = dcp.async_save({"w": torch.ones(9)}, checkpoint_id=disk, timeout_s=0.2).exception(
-        WAIT_S
-    )
+    error = dcp.async_save(
+        {"w": torch.ones(9)}, checkpoint_id=disk, options=fastckpt.SaveOptions(timeout_s=0.2)
+    ).exception(WAIT_S)
     assert isinstance(error, StorageError) and (error.op, error.errno) == ("write", errno.ETIMEDOUT)
 
 
@@ -154,7 +154,7 @@ def test_a_cancelled_save_does_not_wait_for_writes_that_hang(
 def test_closing_waits_for_no_write_that_hangs(disk: Path, hanging: Any) -> None:
     """close() leaves to the kernel what it has; nothing of it is used for anything else."""
     double, current = hanging()
-    handle = fastckpt.save(state_of(1), disk / "a.pt", timeout_s=0.6)
+    handle = fastckpt.save(state_of(1), disk / "a.pt", options=fastckpt.SaveOptions(timeout_s=0.6))
     assert isinstance(handle.exception(WAIT_S), StorageError)
     engine = current.staging.engine()
     current.close()
@@ -176,7 +176,9 @@ class Hanging(Recorder):
         threading.Event().wait()
 
 pipeline._current = pipeline.Pipeline(storage=Hanging())
-handle = fastckpt.save({"w": torch.ones(3 << 20)}, sys.argv[1], timeout_s=0.6)
+handle = fastckpt.save(
+    {"w": torch.ones(3 << 20)}, sys.argv[1], options=fastckpt.SaveOptions(timeout_s=0.6)
+)
 """
 
 
@@ -202,7 +204,9 @@ class Stuck(Recorder):
         threading.Event().wait()
 
 pipeline._current = pipeline.Pipeline(storage=Stuck())
-handle = fastckpt.save({"w": torch.ones(3 << 20)}, sys.argv[1], timeout_s=0.6)
+handle = fastckpt.save(
+    {"w": torch.ones(3 << 20)}, sys.argv[1], options=fastckpt.SaveOptions(timeout_s=0.6)
+)
 """
 
 
@@ -246,7 +250,9 @@ def test_a_save_fails_whose_server_does_not_answer(
             if request == "remove":  # of a save that fails by itself
                 monkeypatch.setattr(fastckpt.saving.image_file, "settle", refuse)
             with silent(mount, request):
-                handle = fastckpt.save(state_of(9), path, timeout_s=0.6)
+                handle = fastckpt.save(
+                    state_of(9), path, options=fastckpt.SaveOptions(timeout_s=0.6)
+                )
                 error = handle.exception(WAIT_S)
                 assert isinstance(error, StorageError), request
                 told = (errno.EIO, "sync") if request == "remove" else (errno.ETIMEDOUT, request)
@@ -268,14 +274,16 @@ def refuse(*_: object) -> None:
 def test_a_root_whose_server_does_not_answer_holds_up_no_caller(disk: Path) -> None:
     with ExitStack() as stack:
         mount = stack.enter_context(mounted_fuse(disk, "through"))
-        checkpointer = stack.enter_context(Checkpointer(mount.point / "run", timeout_s=0.6))
+        checkpointer = stack.enter_context(
+            Checkpointer(mount.point / "run", options=fastckpt.SaveOptions(timeout_s=0.6))
+        )
         with silent(mount, "create"):  # of the lease
             error = checkpointer.save(1, state_of(1)).exception(WAIT_S)
             assert isinstance(error, StorageError) and error.path.endswith("lease.json")
             with pytest.raises(StorageError):  # it waits for the first one's thread
                 checkpointer.save(2, state_of(2)).result(WAIT_S)
         with silent(mount, "status"), pytest.raises(StorageError, match="nothing was begun"):
-            Checkpointer(mount.point / "other", timeout_s=0.6)
+            Checkpointer(mount.point / "other", options=fastckpt.SaveOptions(timeout_s=0.6))
         checkpointer.save(3, state_of(3)).result(WAIT_S)
         assert checkpointer.latest() == 3
 
@@ -286,7 +294,9 @@ def test_a_step_that_is_named_after_it_was_given_up_makes_no_room(disk: Path) ->
     with ExitStack() as stack:
         mount = stack.enter_context(mounted_fuse(disk, "through"))
         run = mount.point / "run"
-        checkpointer = stack.enter_context(Checkpointer(run, keep_last=2, timeout_s=0.6))
+        checkpointer = stack.enter_context(
+            Checkpointer(run, keep_last=2, options=fastckpt.SaveOptions(timeout_s=0.6))
+        )
         for step in (1, 2):
             checkpointer.save(step, state_of(step)).result(WAIT_S)
         with silent(mount, "rename"):
@@ -305,7 +315,10 @@ def test_an_export_to_a_server_that_does_not_answer_holds_up_no_caller(disk: Pat
     with mounted_fuse(disk, "through") as mount:
         path, state = mount.point / "hf", {"w": torch.ones(9)}
         with silent(mount, "mkdir"):
-            handle = within(WAIT_S, lambda: fastckpt.export(state, path, timeout_s=0.6))
+            handle = within(
+                WAIT_S,
+                lambda: fastckpt.export(state, path, options=fastckpt.SaveOptions(timeout_s=0.6)),
+            )
             error = handle.exception(WAIT_S)
             assert isinstance(error, StorageError) and error.op == "make directory"
             assert error.errno == errno.ETIMEDOUT
@@ -326,7 +339,9 @@ def test_a_directory_stays_whole_whose_replacement_hangs(
             if not exchanges:
                 monkeypatch.setattr(Storage, "exchange", cannot)
             with silent(mount, "rename"):
-                error = save_directory(path, filling("new"), timeout_s=0.6).exception(WAIT_S)
+                error = save_directory(
+                    path, filling("new"), options=fastckpt.SaveOptions(timeout_s=0.6)
+                ).exception(WAIT_S)
                 assert isinstance(error, StorageError) and error.in_doubt
             assert (mount.files / "tag" / "x").read_text() == ("new" if exchanges else "old")
             assert os.listdir(mount.files) == ["tag"]
@@ -348,9 +363,11 @@ def test_save_itself_waits_no_longer_for_a_server(
         path = mount.point / "a.pt"
         with silent(mount, "status"):
             with pytest.raises(StorageError, match="nothing was begun") as raised:
-                fastckpt.save(state_of(1), path, timeout_s=0.6)
+                fastckpt.save(state_of(1), path, options=fastckpt.SaveOptions(timeout_s=0.6))
             assert raised.value.errno == errno.ETIMEDOUT
-            handle = fastckpt.save(state_of(1), path, timeout_s=0.6, on_error="warn")
+            handle = fastckpt.save(
+                state_of(1), path, options=fastckpt.SaveOptions(timeout_s=0.6, on_error="warn")
+            )
             assert "nothing was begun" in caplog.text
             assert isinstance(handle.exception(WAIT_S), StorageError)
         fastckpt.save(state_of(1), path).result(WAIT_S)
@@ -392,7 +409,10 @@ def test_a_number_of_a_closed_file_is_another_ones(
     double, lease = LateClose(), disk / "run" / "lease.json"
     current = Pipeline(storage=double, budget_bytes=64 * MIB)
     monkeypatch.setattr(pipeline_module, "_current", current)
-    with Checkpointer(disk / "run", timeout_s=0.6) as checkpointer, ExitStack() as mine:
+    with (
+        Checkpointer(disk / "run", options=fastckpt.SaveOptions(timeout_s=0.6)) as checkpointer,
+        ExitStack() as mine,
+    ):
         checkpointer.save(1, state_of(1)).result(WAIT_S)
         lease.unlink()  # so that the next save lets go of it
         double.name = f"{lease} (deleted)"
@@ -504,5 +524,9 @@ def test_an_export_whose_server_hangs_is_told(disk: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(os.path, "realpath", hanging)
     with pytest.raises(StorageError, match="look-up"):
-        fastckpt.export({"w": torch.ones(9)}, disk / "exports" / "1", timeout_s=0.5)
+        fastckpt.export(
+            {"w": torch.ones(9)},
+            disk / "exports" / "1",
+            options=fastckpt.SaveOptions(timeout_s=0.5),
+        )
     answers.set()

@@ -29,6 +29,7 @@ from fastckpt.saving import pipeline
 from fastckpt.saving.pacing import chain_of, turns_before
 from tests.crews import pacing_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
+from tests.kit.options import gathered
 
 RANKS_IMPORT = "tests.crews.pacing_bodies"
 
@@ -176,7 +177,7 @@ def test_file_at_a_rate(disk: Path) -> None:
 )
 def test_pace_with_other_options(disk: Path, options: dict[str, Any]) -> None:
     state = state_of(20 * MIB)
-    with Checkpointer(disk, drain_rate=60e6, **options) as checkpointer:
+    with Checkpointer(disk, drain_rate=60e6, **gathered(**options)) as checkpointer:
         stats = checkpointer.save(1, state).result()
         restored = {"w": torch.zeros_like(state["w"])}
         assert checkpointer.restore(restored) == 1

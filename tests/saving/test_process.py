@@ -30,7 +30,7 @@ EXIT = """
 import sys
 import torch, fastckpt
 path, fence, way = sys.argv[1:]
-fastckpt.save(torch.ones(6 << 20), path, fence=fence)
+fastckpt.save(torch.ones(6 << 20), path, options=fastckpt.SaveOptions(fence=fence))
 if way == "exit":
     sys.exit(3)
 if way == "raise":
@@ -65,7 +65,9 @@ fastckpt.save(torch.ones(9), f"{folder}/good.pt").result(60)
 asked = fastckpt.save(torch.ones(9), f"{folder}/good.pt/asked.pt")
 assert isinstance(asked.exception(60), fastckpt.StorageError)
 if status != "none":
-    fastckpt.save(torch.ones(9), f"{folder}/good.pt/forgotten.pt", fence="step")
+    fastckpt.save(
+        torch.ones(9), f"{folder}/good.pt/forgotten.pt", options=fastckpt.SaveOptions(fence="step")
+    )
     sys.exit(int(status))
 """
 
@@ -95,7 +97,7 @@ path, order, fence = sys.argv[1:4]
 
 def last_save():
     import torch, fastckpt
-    fastckpt.save(torch.ones(6 << 20), path, fence=fence)
+    fastckpt.save(torch.ones(6 << 20), path, options=fastckpt.SaveOptions(fence=fence))
 
 if order == "before":
     atexit.register(last_save)
@@ -158,7 +160,7 @@ def save():
 threading.Thread(target=save, daemon=True).start()
 assert saved.wait(60)
 held = HeldTensor(value=1.0)
-handle = fastckpt.save(held.tensor, waits_path, fence="step")
+handle = fastckpt.save(held.tensor, waits_path, options=fastckpt.SaveOptions(fence="step"))
 waiting = threading.Thread(target=handle.result, daemon=True)
 waiting.start()
 wait_until(lambda: stands_in(waiting, "result"), "the thread waits for the save")
@@ -181,7 +183,7 @@ state = torch.ones(6 << 20)  # once: a daemon that is inside torch when Python e
 
 def save():
     while True:
-        fastckpt.save(state, sys.argv[1], fence="step")
+        fastckpt.save(state, sys.argv[1], options=fastckpt.SaveOptions(fence="step"))
         saved.set()
 
 threading.excepthook = lambda raised: None  # that no more saves begin is told to the daemon
@@ -201,7 +203,11 @@ import torch, fastckpt
 folder = sys.argv[1]
 for fence in ("call", "step"):
     for target in ("a", "b"):
-        last = fastckpt.save({"w": torch.ones(5 << 20)}, f"{folder}/{target}.pt", fence=fence)
+        last = fastckpt.save(
+            {"w": torch.ones(5 << 20)},
+            f"{folder}/{target}.pt",
+            options=fastckpt.SaveOptions(fence=fence),
+        )
 fastckpt.load(f"{folder}/a.pt")
 fastckpt.load(f"{folder}/a.pt", mmap=True)
 with open(f"{folder}/a.pt", "rb") as file:
@@ -261,7 +267,9 @@ weight = torch.nn.Parameter(torch.ones(10))
 weight.grad = torch.ones(10)
 optimizer = torch.optim.SGD([weight], lr=1.0)
 with HeldTensor(value=1.0) as held:
-    handle = fastckpt.save([held.tensor, weight], f"{folder}/parent.pt", fence="step")
+    handle = fastckpt.save(
+        [held.tensor, weight], f"{folder}/parent.pt", options=fastckpt.SaveOptions(fence="step")
+    )
     held.wait_reached()
     pid = os.fork()
     if pid == 0:
@@ -276,7 +284,9 @@ with HeldTensor(value=1.0) as held:
             except fastckpt.CheckpointError as error:
                 assert "parent.pt" in str(error), error
         assert fastckpt.load(f"{folder}/before.pt").numel() == 3 << 20
-        mine = fastckpt.save(torch.ones(5 << 20), f"{folder}/child.pt", fence="step")
+        mine = fastckpt.save(
+            torch.ones(5 << 20), f"{folder}/child.pt", options=fastckpt.SaveOptions(fence="step")
+        )
         optimizer.step()
         assert mine.stats.staged_s is not None
         assert mine.result(30).committed_s
@@ -324,7 +334,9 @@ handles = []
 
 def save(name):
     while not stop.is_set():
-        handles.append(fastckpt.save(state, f"{folder}/{name}.pt", durable=False))
+        handles.append(
+            fastckpt.save(state, f"{folder}/{name}.pt", options=fastckpt.SaveOptions(durable=False))
+        )
 
 threads = [threading.Thread(target=save, args=(name,)) for name in "ab"]
 for thread in threads:
@@ -341,7 +353,9 @@ try:
                     handle.result(40)
                 except fastckpt.CheckpointError:
                     pass
-            fastckpt.save(state, f"{folder}/child.pt", durable=False).result(40)
+            fastckpt.save(
+                state, f"{folder}/child.pt", options=fastckpt.SaveOptions(durable=False)
+            ).result(40)
             fastckpt.load(f"{folder}/child.pt")
             os._exit(0)
         _, status = os.waitpid(pid, 0)
@@ -375,7 +389,7 @@ def hold_lock():
         forked.wait(60)
 
 with HeldTensor() as held:
-    handle = fastckpt.save(held.tensor, sys.argv[1], fence="step")
+    handle = fastckpt.save(held.tensor, sys.argv[1], options=fastckpt.SaveOptions(fence="step"))
     held.wait_reached()
     threading.Thread(target=hold_lock).start()
     assert taken.wait(60)
@@ -414,7 +428,9 @@ if __name__ == "__main__":
     for i in range(3):
         fastckpt.save(torch.ones(3 << 20), f"{folder}/{i}.pt").result(60)
     with HeldTensor(value=1.0) as held:
-        handle = fastckpt.save(held.tensor, f"{folder}/held.pt", fence="step")
+        handle = fastckpt.save(
+            held.tensor, f"{folder}/held.pt", options=fastckpt.SaveOptions(fence="step")
+        )
         held.wait_reached()
         workers = 2 if method == "fork" else 1  # a spawned one takes seconds to import torch
         loader = torch.utils.data.DataLoader(

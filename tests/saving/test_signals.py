@@ -60,7 +60,11 @@ def test_a_handler_that_raises_at_any_moment(
         interruption = Interruption(at)
         try:
             with interruption:
-                wait(fastckpt.save(state, path, fence=fence, durable=False))
+                wait(
+                    fastckpt.save(
+                        state, path, options=fastckpt.SaveOptions(fence=fence, durable=False)
+                    )
+                )
         except (Signalled, RuntimeError):
             # The latter by a Condition of concurrent.futures' own that is left in a wrong state.
             pass
@@ -68,7 +72,9 @@ def test_a_handler_that_raises_at_any_moment(
     assert moments > 50, "nothing was interrupted"
     assert_nothing_is_held()
     for turn in range(pipeline.IN_FLIGHT_MAX + 1):
-        fastckpt.save({"turn": turn}, path, fence=fence, durable=False)
+        fastckpt.save(
+            {"turn": turn}, path, options=fastckpt.SaveOptions(fence=fence, durable=False)
+        )
     assert fastckpt.load(path) == {"turn": pipeline.IN_FLIGHT_MAX}
 
 
@@ -91,7 +97,9 @@ def late():
         state["n"] += 1
         try:
             with interruption:
-                fastckpt.save(state, path, durable=False, on_error="warn")
+                fastckpt.save(
+                    state, path, options=fastckpt.SaveOptions(durable=False, on_error="warn")
+                )
         except Signalled:
             raised = True
         assert signal.getsignal(signal.SIGUSR1) is handler
@@ -104,7 +112,7 @@ def late():
         raised += save(1 + moments * turn // count)[1]
         assert fastckpt.load(path)["n"] in (state["n"], state["n"] - 1)
         assert os.listdir(folder) == ["a.pt"], "a temporary stayed"
-        fastckpt.save(state, path, durable=False)
+        fastckpt.save(state, path, options=fastckpt.SaveOptions(durable=False))
         assert len(os.listdir("/proc/self/fd")) == descriptors, "a file stayed open"
     print(moments, raised, state["n"])
 
@@ -151,7 +159,9 @@ def handler(*_):
 def turn(number):
     how = chosen.randrange(7)
     handle = fastckpt.save(
-        state, f"{folder}/{number % 3}.pt", fence=("call", "step")[number % 2], durable=False
+        state,
+        f"{folder}/{number % 3}.pt",
+        options=fastckpt.SaveOptions(fence=("call", "step")[number % 2], durable=False),
     )
     if how == 0:
         handle.result()
@@ -193,7 +203,11 @@ armed = False
 for number in range(3 * pipeline.IN_FLIGHT_MAX):
     while True:
         try:
-            handle = fastckpt.save({"n": number}, f"{folder}/after.pt", fence="step", durable=False)
+            handle = fastckpt.save(
+                {"n": number},
+                f"{folder}/after.pt",
+                options=fastckpt.SaveOptions(fence="step", durable=False),
+            )
             break
         except fastckpt.CheckpointError:  # of a save that was begun when the handler raised
             pass

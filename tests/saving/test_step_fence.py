@@ -59,15 +59,22 @@ read_unnamed, poll_unnamed = ctypes.CDLL(None).read, ctypes.CDLL(None).poll
 
 
 def as_file(state: Any, directory: Path) -> fastckpt.SaveHandle:
-    return fastckpt.save(state, directory / "a.pt", fence="step")
+    return fastckpt.save(state, directory / "a.pt", options=fastckpt.SaveOptions(fence="step"))
 
 
 def as_step(state: Any, directory: Path) -> fastckpt.SaveHandle:
-    return fastckpt.Checkpointer(directory / "run", fence="step").save(1, state)
+    return fastckpt.Checkpointer(
+        directory / "run", options=fastckpt.SaveOptions(fence="step")
+    ).save(1, state)
 
 
 def as_dcp(state: Any, directory: Path) -> Any:
-    return dcp.async_save(state, checkpoint_id=str(directory / "dcp"), fence="step", no_dist=True)
+    return dcp.async_save(
+        state,
+        checkpoint_id=str(directory / "dcp"),
+        options=fastckpt.SaveOptions(fence="step"),
+        no_dist=True,
+    )
 
 
 SAVES = [as_file, as_step, pytest.param(as_dcp, marks=needs_dcp)]

@@ -57,7 +57,9 @@ def test_files(disk: Path, default: str) -> None:
     path, tensors = disk / "a.pt", disk / "a.safetensors"
     with defaulting(default):
         for fence in ("call", "step"):
-            fastckpt.save(state_of(3), path, fence=fence).result(WAIT_S)
+            fastckpt.save(state_of(3), path, options=fastckpt.SaveOptions(fence=fence)).result(
+                WAIT_S
+            )
             assert_is_state_of(3, fastckpt.load(path))
         assert_is_state_of(3, fastckpt.load(path, mmap=True))
         assert fastckpt.load(path, map_location="meta")["large"].device.type == "meta"
@@ -98,7 +100,9 @@ def test_directories_of_dcp(disk: Path, default: str) -> None:
     with defaulting(default):
         state = state_of(3)
         dcp.save(state, checkpoint_id=disk / "a")
-        dcp.async_save(state, checkpoint_id=disk / "b", fence="step").result(WAIT_S)
+        dcp.async_save(
+            state, checkpoint_id=disk / "b", options=fastckpt.SaveOptions(fence="step")
+        ).result(WAIT_S)
         for name, dtype in (("a", torch.float64), ("b", None)):
             read = {k: v if k == "n" else v.to(dtype or v.dtype) for k, v in state_of(0).items()}
             torch_dcp.load(read, storage_reader=dcp.Reader(disk / name))

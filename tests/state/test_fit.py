@@ -41,7 +41,9 @@ def restore(disk: Path) -> Restore:
     """Returns a function that saves a state, and restores another one from that."""
 
     def run(saved: Any, state: Any, **how: Any) -> fastckpt.Differences:
-        with fastckpt.Checkpointer(disk / "run", durable=False) as checkpointer:
+        with fastckpt.Checkpointer(
+            disk / "run", options=fastckpt.SaveOptions(durable=False)
+        ) as checkpointer:
             checkpointer.save(7, saved).result(60)
             assert checkpointer.restore(state, **how) == 7
             return checkpointer.differences

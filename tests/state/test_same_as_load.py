@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.optim import lr_scheduler
 
-from fastckpt import Checkpointer, PerRank
+from fastckpt import Checkpointer, PerRank, SaveOptions
 from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.state.tree import ESCAPED, PER_RANK, TENSOR
 from tests.kit.storm import Chance
@@ -41,7 +41,7 @@ class Kept:
 @pytest.fixture
 def restored(disk: Path) -> Iterator[Restored]:
     """`restored(saved, state)`: restores the one into the other; returns what load() gives."""
-    with Checkpointer(disk / "run", durable=False) as checkpointer:
+    with Checkpointer(disk / "run", options=SaveOptions(durable=False)) as checkpointer:
 
         def run(saved: Any, state: Any, **how: Any) -> Any:
             checkpointer.save(1, saved).result(60)
@@ -327,7 +327,7 @@ def test_a_restore_gives_what_a_load_gives(
         return {key: make(each, number, is_used=is_used) for key, each in spec.items()}
 
     root = tmp_path_factory.mktemp("run")
-    with Checkpointer(root, durable=False) as checkpointer:
+    with Checkpointer(root, options=SaveOptions(durable=False)) as checkpointer:
         checkpointer.save(1, state(1, is_used=False)).result(60)
         target = state(2, is_used=is_used)
         checkpointer.restore(target, weights_only=False)

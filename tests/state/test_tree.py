@@ -304,7 +304,7 @@ LOOKALIKES: list[Any] = [
 def test_what_looks_like_a_placeholder_comes_back(disk: Path, value: Any) -> None:
     state = {"value": value, "in a list": [value, (value,)], "weight": big()}
     assert put_together(taken_apart(value)) == value
-    with Checkpointer(disk / "run", durable=False) as checkpointer:
+    with Checkpointer(disk / "run", options=fastckpt.SaveOptions(durable=False)) as checkpointer:
         checkpointer.save(1, state)
         loaded = checkpointer.load()
         assert loaded["value"] == value and loaded["in a list"] == [value, (value,)]
@@ -404,7 +404,7 @@ def test_ranks_describe_a_tensor_of_some_ranks_alike_whether_they_hold_it_or_not
 @pytest.fixture
 def run(disk: Path) -> Iterator[Callable[..., Any]]:
     """`run(state, target)`: saves state, restores it into target, returns what load() gives."""
-    with Checkpointer(disk / "run", durable=False) as checkpointer:
+    with Checkpointer(disk / "run", options=fastckpt.SaveOptions(durable=False)) as checkpointer:
 
         def save_and_restore(state: Any, *targets: Any, weights_only: bool = True) -> Any:
             checkpointer.save(1, state).result(WAIT_S)
@@ -659,7 +659,7 @@ def test_nothing_changes_where_something_does_not_fit(disk: Path) -> None:
         "text": "a",
         "items": [torch.zeros(1), {"weight": 0}],
     }
-    with Checkpointer(disk / "run", durable=False) as checkpointer:
+    with Checkpointer(disk / "run", options=fastckpt.SaveOptions(durable=False)) as checkpointer:
         checkpointer.save(1, saved | extra)
         before = frozen(made(2))
         for name, wrong, message in changes:
@@ -747,7 +747,7 @@ def test_nested_tensors_come_back(disk: Path, layout: torch.layout, rows: int, f
     parts = [torch.randn(rows, 40), torch.randn(rows + 2, 40)]
     nested = torch.nested.nested_tensor(parts, layout=layout)
     other = torch.nested.nested_tensor([torch.zeros(1, 40)], layout=layout)
-    with Checkpointer(disk / "run", fence=fence) as checkpointer:
+    with Checkpointer(disk / "run", options=fastckpt.SaveOptions(fence=fence)) as checkpointer:
         checkpointer.save(1, {"t": nested, "l": [nested, 1], "plain": torch.ones(3)}).result(60)
         target = {"t": other, "l": [other, 0], "plain": torch.zeros(3)}
         assert checkpointer.restore(target) == 1
@@ -869,7 +869,7 @@ def beside(disk: Path) -> Iterator[Checkpointer]:
         "nest": {"out": [disk, 5], "n": 7, "small": torch.ones(3)},
         "optimizer": torch.optim.SGD(model.parameters(), lr=numpy.float64(0.5)),
     }
-    with Checkpointer(disk / "run", durable=False) as checkpointer:
+    with Checkpointer(disk / "run", options=fastckpt.SaveOptions(durable=False)) as checkpointer:
         checkpointer.save(1, state).result(WAIT_S)
         yield checkpointer
     assert not (disk / "trace").exists()
@@ -933,7 +933,7 @@ def test_what_torch_cannot_be_made_to_load_is_told(
         torch.load(disk / "by torch", weights_only=True)
         pytest.skip(f"this torch can be made to load a {type(value).__name__}")
     monkeypatch.setattr("fastckpt.steps.plan._met", set())
-    with Checkpointer(disk / "run", durable=False) as checkpointer:
+    with Checkpointer(disk / "run", options=fastckpt.SaveOptions(durable=False)) as checkpointer:
         checkpointer.save(1, {"a": value}).result(WAIT_S)
         allowed = torch.serialization.safe_globals([type(value), list])
         with allowed, pytest.raises(pickle.UnpicklingError) as caught:
@@ -965,7 +965,7 @@ def test_a_save_names_what_its_restore_will_refuse(
         "array": numpy.array([None]),
         "range": range(3),
     }
-    with Checkpointer(disk / "run", durable=False) as checkpointer:
+    with Checkpointer(disk / "run", options=fastckpt.SaveOptions(durable=False)) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, state).result(WAIT_S)
         dates = {"plain": numpy.arange(3), "date": numpy.datetime64("2026-01-01")}

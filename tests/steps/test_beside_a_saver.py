@@ -17,9 +17,9 @@ from tests.kit.programs import program, told
 SAVER = """
 import itertools, sys
 import torch
-from fastckpt import Checkpointer
+from fastckpt import Checkpointer, SaveOptions
 
-with Checkpointer(sys.argv[1], keep_last=1, durable=False) as checkpointer:
+with Checkpointer(sys.argv[1], keep_last=1, options=SaveOptions(durable=False)) as checkpointer:
     for step in itertools.count(1):
         checkpointer.save(step, {"w": torch.full((1000,), float(step))}).result()
         if step == 1:

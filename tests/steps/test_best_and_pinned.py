@@ -39,6 +39,7 @@ from tests.kit.doubles import (
     power_cuts,
     process_on,
 )
+from tests.kit.options import gathered
 from tests.kit.steps import directories, place_of_commit
 
 WAIT_S, SEED = 60.0, 20261126
@@ -51,7 +52,9 @@ def state(step: int) -> dict[str, Any]:
 
 def saved(root: Path, losses: dict[int, Any], **options: Any) -> list[int]:
     """Saves steps with these metrics, by a job of its own; the steps there are then."""
-    with Checkpointer(root, **{"keep_last": 1, "keep_best": BEST, **options}) as checkpointer:
+    with Checkpointer(
+        root, **gathered(**{"keep_last": 1, "keep_best": BEST, **options})
+    ) as checkpointer:
         for step, loss in losses.items():
             metrics = None if loss is None else {"val_loss": loss}
             checkpointer.save(step, state(step), metrics=metrics).result(WAIT_S)

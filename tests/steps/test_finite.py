@@ -121,7 +121,9 @@ def test_what_was_copied_counts(disk: Path, fence: Any) -> None:
     """Not what became of it; and not what lies between the elements of a view."""
     between = with_one(math.nan, (1 << 20,), 1, torch.float32)
     held = state(between=between[::2])
-    with Checkpointer(disk, check_finite=True, fence=fence) as checkpointer:
+    with Checkpointer(
+        disk, check_finite=True, options=fastckpt.SaveOptions(fence=fence)
+    ) as checkpointer:
         handle = checkpointer.save(1, held)
         handle.wait_staged(WAIT_S)
         for value in held["model"].values():

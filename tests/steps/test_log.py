@@ -75,7 +75,9 @@ def test_writes_are_counted_by_their_size(disk: Path) -> None:
 
 def test_a_copy_that_waits_for_memory_is_told(disk: Path) -> None:
     big = torch.ones(6 * BLOCK_BYTES, dtype=torch.uint8)
-    stats = fastckpt.save(big, disk / "a.pt", staging_bytes=BLOCK_BYTES).result(60)
+    stats = fastckpt.save(
+        big, disk / "a.pt", options=fastckpt.SaveOptions(staging_bytes=BLOCK_BYTES)
+    ).result(60)
     assert stats.committed_s is not None and 0 < stats.memory_waited_s < stats.committed_s
 
 
@@ -109,13 +111,17 @@ def test_the_total_is_known_before_any_file_is_made(
         assert go_on.wait(60)
         return create(self, *given, **how)
 
-    with fastckpt.Checkpointer(disk / "run", fence="step", durable=False) as checkpointer:
+    with fastckpt.Checkpointer(
+        disk / "run", options=fastckpt.SaveOptions(fence="step", durable=False)
+    ) as checkpointer:
         monkeypatch.setattr(Storage, "create", wait)
         values = state(20 << 20)
         if is_step:
             handle = checkpointer.save(1, values)
         else:
-            handle = fastckpt.save(values, disk / "a.pt", fence="step")
+            handle = fastckpt.save(
+                values, disk / "a.pt", options=fastckpt.SaveOptions(fence="step")
+            )
         assert making.wait(60)
         early = handle.progress()
         go_on.set()

@@ -39,7 +39,12 @@ def weights(elements: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def saved(root: Path, state: dict[str, Any]) -> Path:
-    with small_shards(), Checkpointer(root, codec="planes", durable=False) as checkpointer:
+    with (
+        small_shards(),
+        Checkpointer(
+            root, codec="planes", options=fastckpt.SaveOptions(durable=False)
+        ) as checkpointer,
+    ):
         checkpointer.save(5, state).result(WAIT_S)
     return root / "step-00000005"
 

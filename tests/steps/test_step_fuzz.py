@@ -26,7 +26,7 @@ import pytest
 import torch
 import zstandard
 
-from fastckpt import Checkpointer, PerRank
+from fastckpt import Checkpointer, PerRank, SaveOptions
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError
 from fastckpt.formats.shard_index import shard_name
 from fastckpt.state.tree import ESCAPED, PER_RANK, TENSOR
@@ -59,7 +59,10 @@ EXPECTED = {number: shown(state(number)) for number in (1, 2, 3)}
 
 
 def saved(root: Path, number: int, step: int = 5, **options: Any) -> Path:
-    with small_shards(), Checkpointer(root, durable=False, **options) as checkpointer:
+    with (
+        small_shards(),
+        Checkpointer(root, options=SaveOptions(durable=False), **options) as checkpointer,
+    ):
         checkpointer.save(step, state(number)).result(WAIT_S)
     return root / f"step-{step:08d}"
 

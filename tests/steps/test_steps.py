@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from fastckpt import Checkpointer
+from fastckpt import Checkpointer, SaveOptions
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -64,7 +64,7 @@ def root(disk: Path) -> Path:
 
 def saved(root: Path, *steps: int, **options: Any) -> list[str]:
     """Saves steps one after the other, with a new Checkpointer; the directories there are then."""
-    with Checkpointer(root, durable=False, **options) as checkpointer:
+    with Checkpointer(root, options=SaveOptions(durable=False), **options) as checkpointer:
         for step in steps:
             checkpointer.save(step, state(step)).result(WAIT_S)
     return directories(root)
@@ -846,7 +846,7 @@ LOST: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 def with_damage_in(root: Path, value: float, *states: dict[str, Any]) -> Checkpointer:
     """Saves these states as steps 1, 2 and so on; the last one's tensors of a value are damaged."""
-    checkpointer = Checkpointer(root, durable=False)
+    checkpointer = Checkpointer(root, options=SaveOptions(durable=False))
     for step, each in enumerate(states, 1):
         checkpointer.save(step, each).result(WAIT_S)
     shard = root / name(len(states)) / "rank-00000.safetensors"

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from fastckpt import Checkpointer
+from fastckpt import Checkpointer, SaveOptions
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.plan.image import BLOCK_BYTES, Image
@@ -54,7 +54,9 @@ def test_a_step_is_copied_once(disk: Path, local: Path, fence: Any) -> None:
     storage, inodes = Recorder(), list[int]()
     with (
         process_on(storage),
-        Checkpointer(disk / "run", local=memory(local), fence=fence) as checkpointer,
+        Checkpointer(
+            disk / "run", local=memory(local), options=SaveOptions(fence=fence)
+        ) as checkpointer,
     ):
         for step in range(1, 8):
             storage.log.clear()

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from fastckpt import Checkpointer, SaveCancelled
+from fastckpt import Checkpointer, SaveCancelled, SaveOptions
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.engine.codec import FrameWriter
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
@@ -37,6 +37,7 @@ from fastckpt.tiers.drain import Drain
 from tests.kit.doubles import FailAt, Operation, Recorder, dead_pid, process_on
 from tests.kit.mounts import leave_free, mounted
 from tests.kit.noise import flip
+from tests.kit.options import gathered
 from tests.kit.programs import run_python
 from tests.kit.saves import interrupted_in, wait_until
 from tests.kit.steps import assert_holds, directories, state
@@ -50,7 +51,7 @@ MIB = 1 << 20
 def content(root: Path, local: Path | None, **options: Any) -> tuple[int | None, dict[str, str]]:
     """What a new job restores, every value of which was looked at, and where it was taken from."""
     found = state(999)
-    with Checkpointer(root, local=local, **options) as checkpointer:
+    with Checkpointer(root, local=local, **gathered(**options)) as checkpointer:
         step = checkpointer.restore(found)
         taken = dict(checkpointer.restored_from)
     assert_holds(found, 999 if step is None else step) if step is not None else None
@@ -138,7 +139,10 @@ def test_a_slow_root_holds_up_neither_staging_nor_local_commits(disk: Path, loca
 
 def test_a_save_that_waits_for_drains_can_be_cancelled(disk: Path, local: Path) -> None:
     root = disk / "run"
-    with doors() as storage, Checkpointer(root, local=(local, 1), fence="step") as checkpointer:
+    with (
+        doors() as storage,
+        Checkpointer(root, local=(local, 1), options=SaveOptions(fence="step")) as checkpointer,
+    ):
         storage.closed.append(root)
         handles = [checkpointer.save(step, state(step)) for step in (1, 2)]
         assert all(handle.wait_local(WAIT_S) for handle in handles)
@@ -338,9 +342,9 @@ def test_who_waits_for_a_job_beside_takes_a_newer_step_that_came_instead(
     disk: Path, local: Path
 ) -> None:
     """As when that job could not copy the step to the root, and then copied the next one."""
-    with Checkpointer(disk, timeout_s=2) as beside:
+    with Checkpointer(disk, options=SaveOptions(timeout_s=2)) as beside:
         beside.save(1, state(1)).result(WAIT_S)
-        with Checkpointer(disk, local=local, timeout_s=2) as checkpointer:
+        with Checkpointer(disk, local=local, options=SaveOptions(timeout_s=2)) as checkpointer:
             assert checkpointer.restore(state(999)) == 1
             tier, nonce = checkpointer._tier, "ab" * 16
             assert tier is not None
@@ -363,7 +367,7 @@ def test_steps_that_never_came_to_the_root_do_not_outrank_those_of_a_later_job(
 
     with monkeypatch.context() as patch:
         patch.setattr(Drain, "write", fails)
-        with Checkpointer(disk, local=local, on_error="warn") as checkpointer:
+        with Checkpointer(disk, local=local, options=SaveOptions(on_error="warn")) as checkpointer:
             for step in (1, 2, 3):
                 handle = checkpointer.save(step, state(step))
                 assert handle.wait_local(WAIT_S)
@@ -527,7 +531,7 @@ def test_a_slow_tier_is_used_no_more(
 
     monkeypatch.setattr(node_place, "SLOW_S", 0.2)
     options = {"local": local, "durable": False}  # a sync of the root may be slow, too
-    with process_on(Slow()), Checkpointer(disk / "run", **options) as checkpointer:
+    with process_on(Slow()), Checkpointer(disk / "run", **gathered(**options)) as checkpointer:
         assert checkpointer.save(1, state(1)).result(WAIT_S).local_committed_s is not None
         stats = checkpointer.save(2, state(2)).result(WAIT_S)
         assert stats.local_committed_s is None and "is slow" in stats.local_why
@@ -708,7 +712,7 @@ def life(base: tuple[Path, Path], storage: Storage | None, step: int, **options:
     """A job that restores and saves one step; what became of that, as (handle, error)."""
     handle: Any = None
     with process_on(storage):
-        checkpointer = Checkpointer(base[0] / "run", local=(base[1], 1), **options)
+        checkpointer = Checkpointer(base[0] / "run", local=(base[1], 1), **gathered(**options))
         try:
             handle = checkpointer.save(step, state(step))
             handle.wait_done()
@@ -864,7 +868,9 @@ def test_what_goes_past_the_tier_is_paced(disk: Path, codec: str | None) -> None
     paced: dict[str, Any] = {"drain_rate": rate, "max_writers": 1}
     with mounted("tmpfs", disk, 64 * MIB) as local:
         leave_free(local, MIB)
-        with Checkpointer(disk / "run", local=local, codec=codec, **paced) as checkpointer:
+        with Checkpointer(
+            disk / "run", local=local, codec=codec, **gathered(**paced)
+        ) as checkpointer:
             stats = checkpointer.save(1, state(1, nbytes // 4)).result(WAIT_S)
             found = state(999, nbytes // 4)
             assert checkpointer.restore(found) == 1

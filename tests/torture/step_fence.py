@@ -85,7 +85,9 @@ OPERATIONS: dict[str, Callable[[Trial], object]] = {
 
 
 def saved_file(state: dict[str, torch.Tensor], root: Path) -> fastckpt.SaveHandle:
-    return fastckpt.save(state, root / "a.pt", fence="step", durable=False)
+    return fastckpt.save(
+        state, root / "a.pt", options=fastckpt.SaveOptions(fence="step", durable=False)
+    )
 
 
 def loaded_file(root: Path) -> dict[str, torch.Tensor]:
@@ -94,7 +96,9 @@ def loaded_file(root: Path) -> dict[str, torch.Tensor]:
 
 
 def saved_step(state: dict[str, torch.Tensor], root: Path) -> fastckpt.SaveHandle:
-    checkpointer = fastckpt.Checkpointer(root, fence="step", durable=False, keep_last=1)
+    checkpointer = fastckpt.Checkpointer(
+        root, options=fastckpt.SaveOptions(fence="step", durable=False), keep_last=1
+    )
     return checkpointer.save(1, state)
 
 
@@ -108,8 +112,10 @@ def loaded_step(root: Path) -> dict[str, torch.Tensor]:
 def saved_dcp(state: dict[str, torch.Tensor], root: Path) -> fastckpt.SaveHandle:
     from fastckpt.integrations import dcp
 
-    writer = dcp.Writer(root, durable=False)
-    handle = dcp.async_save(state, storage_writer=writer, fence="step", no_dist=True)
+    writer = dcp.Writer(root, options=fastckpt.SaveOptions(durable=False))
+    handle = dcp.async_save(
+        state, storage_writer=writer, options=fastckpt.SaveOptions(fence="step"), no_dist=True
+    )
     assert isinstance(handle, fastckpt.SaveHandle)
     return handle
 

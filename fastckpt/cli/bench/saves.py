@@ -184,7 +184,7 @@ def by_safetensors(state: State, path: Path) -> Save:
 
 
 def by_fastckpt(state: State, path: Path, fence: Literal["call", "step"] = "call") -> Save:
-    handle = fastckpt.save(state, path, fence=fence)
+    handle = fastckpt.save(state, path, options=fastckpt.SaveOptions(fence=fence))
     return Save(handle.wait_staged, handle.result, lambda: asdict(handle.stats))
 
 

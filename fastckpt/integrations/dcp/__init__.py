@@ -29,15 +29,8 @@ from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStage
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter
 
-from fastckpt.arguments.checks import (
-    ON_ERROR,
-    Fence,
-    OnError,
-    check_choice,
-    check_fence,
-    check_flag,
-)
 from fastckpt.arguments.environment import launched_rank
+from fastckpt.arguments.options import SaveOptions
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.items_place import ItemsPlace
@@ -49,7 +42,6 @@ from fastckpt.integrations.dcp.writer import Writer, results_of
 from fastckpt.latch import SignalSafeFuture
 from fastckpt.ranks.coordinator import Coordinator, warn_of_unknown_ranks
 from fastckpt.ranks.per_group import PerGroup
-from fastckpt.ranks.round import TIMEOUT_S
 from fastckpt.ranks.same_state import Apart, Records
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle, SaveHandle
@@ -171,10 +163,7 @@ def async_save(
     async_stager: AsyncStager | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-    fence: Fence = "call",
-    durable: bool = True,
-    on_error: OnError = "raise",
-    timeout_s: float = TIMEOUT_S,
+    options: SaveOptions | None = None,
 ) -> Any:
     """Saves a state as torch.distributed.checkpoint.async_save does, with fastckpt's staging and in
     one pass from the tensors to the file.
@@ -186,17 +175,12 @@ def async_save(
 
     Args:
         state_dict, checkpoint_id, planner, process_group, no_dist, use_collectives: as torch's.
-        storage_writer: a Writer; default: Writer(checkpoint_id, durable=durable).
+        storage_writer: a Writer; default: Writer(checkpoint_id).
         async_checkpointer_type: not used: fastckpt's threads need neither a process nor the GIL.
         async_stager: not used, but with one that stages asynchronously the result is an
             AsyncSaveResponse, as torch's is since torch 2.9.
-        fence: "call": the state may change when this returns. "step": this returns before all is
-            copied, and the next step() of any torch optimizer waits (see fastckpt.save).
-        durable: as fastckpt.save's.
-        on_error: "raise": a failure that nobody asked for by result() or exception() is raised by
-            the next save. "warn": it is logged when it happens, and a CheckpointError met within
-            this call is the result's. The checkpoint before stays.
-        timeout_s: the longest that ranks wait for each other, in seconds.
+        options: for this save, in the place of the Writer's (see SaveOptions); None: those. With
+            on_error="warn", a CheckpointError met within this call is the result's.
 
     Returns:
         A Saving: a Future whose result is the Metadata.
@@ -210,10 +194,8 @@ def async_save(
             another argument is unknown.
     """
     started = time.perf_counter()
-    check_fence(fence)
-    check_choice("on_error", on_error, ON_ERROR)
-    check_flag("durable", durable)
-    writer = _writer(storage_writer, checkpoint_id, durable)
+    writer = _writer(storage_writer, checkpoint_id, options)
+    on_error, timeout_s = writer.options.on_error, writer.options.timeout_s
     group, rank = _group(process_group, no_dist)
     if group is None and not no_dist:
         warn_of_unknown_ranks(f"the save to {writer.path!r}", launched_rank())
@@ -229,7 +211,7 @@ def async_save(
             planner = DefaultSavePlanner() if planner is None else planner
             planning = _planned(shared.plans, agreement, writer, planner, state)
             conclusion = _Conclusion(writer, planning, handle)
-            job = writer.save(handle, agreement, planning.staged, planner, conclusion, fence)
+            job = writer.save(handle, agreement, planning.staged, planner, conclusion)
         pipeline.current().save(job)
     except CheckpointError as error:
         if on_error == "raise":
@@ -252,10 +234,11 @@ def save(
     process_group: Any = None,
     no_dist: bool = False,
     use_collectives: bool = True,
-    durable: bool = True,
-    timeout_s: float = TIMEOUT_S,
+    options: SaveOptions | None = None,
 ) -> Metadata:
-    """Saves as torch.distributed.checkpoint.save does; the same as async_save(...).result()."""
+    """Saves as torch.distributed.checkpoint.save does; the same as async_save(...).result(), so
+    the fence of `options` has no effect.
+    """
     saving = async_save(
         state_dict,
         checkpoint_id=checkpoint_id,
@@ -264,18 +247,17 @@ def save(
         process_group=process_group,
         no_dist=no_dist,
         use_collectives=use_collectives,
-        durable=durable,
-        timeout_s=timeout_s,
+        options=options,
     )
     metadata: Metadata = saving.result()
     return metadata
 
 
-def _writer(storage_writer: Any, checkpoint_id: Any, durable: bool) -> Writer:
+def _writer(storage_writer: Any, checkpoint_id: Any, options: SaveOptions | None) -> Writer:
     if storage_writer is None:
         if not checkpoint_id:
             raise ValueError("checkpoint_id is needed where no storage_writer is given")
-        return Writer(checkpoint_id, durable=durable)
+        return Writer(checkpoint_id, options=SaveOptions() if options is None else options)
     if not isinstance(storage_writer, Writer):
         raise TypeError(
             f"storage_writer is a {type(storage_writer).__name__}, must be a "
@@ -283,7 +265,8 @@ def _writer(storage_writer: Any, checkpoint_id: Any, durable: bool) -> Writer:
         )
     if checkpoint_id is None:
         checkpoint_id = storage_writer.path
-    writer = copy.copy(storage_writer)  # it may be used again while this save runs
+    # Another one, since it may be used again while this save runs.
+    writer = storage_writer.with_options(storage_writer.options if options is None else options)
     writer.reset(checkpoint_id)
     storage_writer.path, storage_writer.save_id = writer.path, writer.save_id
     return writer
@@ -302,8 +285,6 @@ def add_to(
     name: str,
     state_dict: dict[str, Any],
     planner: SavePlanner | None = None,
-    *,
-    durable: bool = True,
 ) -> None:
     """Adds a checkpoint of torch.distributed.checkpoint to the draft of a directory that all ranks
     of the job save; it is planned and captured now, as by async_save(), and commits with that.
@@ -312,11 +293,10 @@ def add_to(
         name: of the checkpoint's directory in that one. All ranks add the same ones in the same
             order.
         state_dict, planner: as async_save's.
-        durable: as the directory's.
     """
     group, rank = _group(None, draft.agreement.world_size == 1)
     agreement = Apart(draft.agreement, name)
-    writer = Writer(os.path.join(draft.path, name), durable=durable)
+    writer = Writer(os.path.join(draft.path, name), options=draft.options)
     writer.set_up_storage_writer(rank == 0, rank=rank)
     planner = DefaultSavePlanner() if planner is None else planner
     state = _stated(state_dict)
@@ -329,8 +309,8 @@ def add_to(
     planning = _planned(plans, agreement, writer, planner, state, agree_before)
     conclusion = _Conclusion(writer, planning)
     storage, directory = pipeline.current().storage, os.path.join(draft.directory, name)
-    place = ItemsPlace(storage, directory, draft.agreement, durable)
-    draft.add_items(writer.items(planning.staged, planner, conclusion, draft.fence, place))
+    place = ItemsPlace(storage, directory, draft.agreement, draft.options.durable)
+    draft.add_items(writer.items(planning.staged, planner, conclusion, place))
 
 
 def _stated(state_dict: dict[str, Any]) -> dict[str, Any]:

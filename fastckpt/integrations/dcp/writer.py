@@ -6,11 +6,13 @@ asks for.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 
-from fastckpt.arguments.checks import BackendName, Fence, StagingWay, check_flag, check_path
-from fastckpt.arguments.options import WriteOptions
+from fastckpt.arguments.checks import check_path
+from fastckpt.arguments.options import SaveOptions, WriteOptions, check_options
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_capture import captured_items
 from fastckpt.directories.items_place import ItemsPlace
@@ -54,12 +56,13 @@ class Writer(StorageBase, StorageWriter):
 
     Args:
         path: the checkpoint's directory, made if it is missing; a checkpoint_id replaces it.
-        sync_files: False is the same as durable=False.
+        sync_files: False is the same as durable=False in the options.
         overwrite: False: a save to a directory that holds a checkpoint fails, and changes nothing.
         single_file_per_rank, thread_count, per_thread_copy_ahead, cache_staged_state_dict: not
             used, which is logged: each rank writes one file, by fastckpt's threads, block by block.
         _extensions, serialization_format: must be empty and TORCH_SAVE: nothing else is supported.
-        backend, durable, staging_bytes, staging: as fastckpt.save's.
+        options: of its saves (see SaveOptions). For torch's own save and async_save, neither
+            `fence` nor `on_error` has an effect.
 
     Attributes:
         save_id: of the last save that was begun with this writer; also in the storage_meta of the
@@ -81,14 +84,11 @@ class Writer(StorageBase, StorageWriter):
         _extensions: Sequence[Any] | None = None,
         serialization_format: Any = None,
         *,
-        backend: BackendName = "auto",
-        durable: bool = True,
-        staging_bytes: int | str | None = None,
-        staging: StagingWay = "host",
+        options: SaveOptions = SaveOptions(),
     ) -> None:
         super().__init__()
-        durable = check_flag("durable", durable) and bool(sync_files)
-        self.options = WriteOptions(backend, durable, staging_bytes, staging)
+        durable = check_options(options).durable and bool(sync_files)
+        self.options = WriteOptions.of(replace(options, durable=durable))
         self.overwrite = overwrite
         self.rank: int | None = None
         self.use_collectives = True
@@ -107,6 +107,12 @@ class Writer(StorageBase, StorageWriter):
         if unused := ", ".join(name for name, differs in given.items() if differs):
             log.info("the Writer for %r does not use %s: fastckpt has no need of it", path, unused)
         self.reset(check_path("path", path))
+
+    def with_options(self, options: SaveOptions) -> Writer:
+        """Returns a writer that differs in its options."""
+        other = copy.copy(self)
+        other.options = WriteOptions.of(check_options(options))
+        return other
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._go_to(checkpoint_id)
@@ -148,10 +154,12 @@ class Writer(StorageBase, StorageWriter):
             else:
                 future.set_exception(error)
 
-        agreement = together(None).coordinator.begin(f"dcp file in {self.path!r}")
+        label, timeout_s = f"dcp file in {self.path!r}", self.options.timeout_s
+        agreement = together(None).coordinator.begin(label, timeout_s)
         with agreement.failing():
             kept = _Kept(plan, results)
-            save = self.save(handle, agreement, plan, planner, kept, "call")
+            waiting = self.with_options(replace(self.options, fence="call"))
+            save = waiting.save(handle, agreement, plan, planner, kept)
         handle.add_done_callback(tell)
         pipeline.current().save(save)
         written: torch.futures.Future[list[WriteResult]] = future
@@ -224,25 +232,23 @@ class Writer(StorageBase, StorageWriter):
         plan: SavePlan,
         planner: SavePlanner,
         conclusion: ItemsConclusion,
-        fence: Fence,
     ) -> Save:
         options, path = self.options, handle.path
         place = self._place(pipeline.current().storage, path, agreement)
-        items = self.items(plan, planner, conclusion, fence, place)
+        items = self.items(plan, planner, conclusion, place)
         lane = path if self.lane is None else self.lane
-        return Save(handle, agreement, items, place, options, fence=fence, lane=lane)
+        return Save(handle, agreement, items, place, options, lane=lane)
 
     def items(
         self,
         plan: SavePlan,
         planner: SavePlanner,
         conclusion: ItemsConclusion,
-        fence: Fence,
         place: ItemsPlace,
     ) -> ItemsPlan:
         """Returns the file of this rank, with the items of a plan as they are now."""
         devices = pipeline.current().staging.devices
-        content = captured_items(plan, planner, devices, fence == "step")
+        content = captured_items(plan, planner, devices, self.options.fence == "step")
         prefix = getattr(plan.storage_data, "prefix", f"__{self.rank or 0}_")
         return ItemsPlan(*content, int(prefix.strip("_")), place, self.options, conclusion)
 

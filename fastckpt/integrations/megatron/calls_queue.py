@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from fastckpt.arguments.options import SaveOptions
 from fastckpt.errors import CheckpointError, PeerFailed
 from fastckpt.latch import Latch
 from fastckpt.ranks.coordinator import Coordinator
@@ -127,17 +128,15 @@ class Queue:
 
     Args:
         others: makes the queue for requests of others, when the first of them comes.
-        on_error: "warn": a save that has failed is not finalized, and training goes on. "raise":
-            the call that would finalize it raises its error, on all ranks.
-        timeout_s: the longest that ranks wait for each other, in seconds.
+        options: of the saves. With on_error="warn", a save that has failed is not finalized, and
+            training goes on; with "raise" the call that would finalize it raises its error, on all
+            ranks.
     """
 
-    def __init__(
-        self, others: Callable[[], Any], *, on_error: str = "warn", timeout_s: float = 600.0
-    ) -> None:
+    def __init__(self, others: Callable[[], Any], options: SaveOptions) -> None:
         self._make_others = others
         self._others: Any = None
-        self._on_error, self._timeout_s = on_error, timeout_s
+        self._options = options
         self._lock = threading.Lock()
         self._made = self._scheduled = 0  # calls that have begun, guarded by the lock; requests
         self._calls: deque[_Call] = deque()
@@ -154,7 +153,7 @@ class Queue:
         self._scheduled += 1
         handle = awaited.handle
         agreement = _coordinators.of(group_of_job()).begin(
-            f"end of the save to {handle.path!r}", self._timeout_s, "it is not finalized"
+            f"end of the save to {handle.path!r}", self._options.timeout_s, "it is not finalized"
         )
         call = _Call(self._scheduled - 1, handle, functions, agreement)
         self._calls.append(call)
@@ -177,7 +176,7 @@ class Queue:
         ended = []
         while self._calls and (blocking or self._calls[0].is_due(number)):
             call = self._calls.popleft()
-            if call.finalize(self._on_error):
+            if call.finalize(self._options.on_error):
                 ended.append(call.number)
         if self._others is not None:
             ended += self._others.maybe_finalize_async_calls(blocking, no_dist=no_dist)

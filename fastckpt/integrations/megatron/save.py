@@ -18,7 +18,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.utils import unwrap_model
 
-from fastckpt.arguments.checks import Fence, OnError, check_path
+from fastckpt.arguments.checks import check_path
+from fastckpt.arguments.options import SaveOptions
 from fastckpt.directories import iterations
 from fastckpt.directories.iterations import Retention
 from fastckpt.integrations.megatron.optimizer import CONTENT, SHARDING, saved_maps
@@ -140,9 +141,7 @@ def save_checkpoint(
     distrib_optim_fully_reshardable_mem_efficient: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
-    on_error: OnError = "raise",
-    fence: Fence = "call",
-    timeout_s: float = 600.0,
+    options: SaveOptions = SaveOptions(),
 ) -> SaveHandle:
     """Begins to save an iteration, and returns when the model may change. All ranks call it.
 
@@ -176,11 +175,8 @@ def save_checkpoint(
             rank alone.
         keep_last: how many iterations are kept, at least 1, with room for one more; None: all.
         keep_every: with keep_last, multiples of this are kept too.
-        on_error: "raise": an earlier save's failure is raised here, on all ranks, and nothing is
-            saved. "warn": it is logged, and training goes on.
-        fence: "call": returns when everything is copied. "step": returns at once, and the next
-            optimizer step waits for the copies.
-        timeout_s: the longest that ranks wait for each other, in seconds.
+        options: the fence, what becomes of errors, and how files are written (see SaveOptions). An
+            earlier save's failure is raised on all ranks.
 
     Returns:
         A SaveHandle; result() returns when the iteration is committed and the tracker moved.
@@ -216,7 +212,7 @@ def save_checkpoint(
     state |= {"iteration": iteration, "checkpoint_version": 3.0}
     state["num_floating_point_operations_so_far"] = num_floating_point_operations_so_far
     state |= {} if args is None else {"args": args}
-    strategy = SaveStrategy(fence=fence, timeout_s=timeout_s, on_error=on_error)
+    strategy = SaveStrategy(options=options)
     is_first = saves.is_first(root)
 
     def begin(afterwards: Afterwards) -> InnerHandle:

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint
-from fastckpt.arguments.checks import Fence, OnError
+from fastckpt.arguments.options import SaveOptions, check_options
 from fastckpt.directories.items_place import ItemsPlace, SwapItemsPlace
 from fastckpt.directories.iterations import COMMON, CONFIG, METADATA, is_part
 from fastckpt.directories.verify import COMMON_CRC, check_common
@@ -79,6 +79,7 @@ class Writer(dcp.Writer):
         is_common_new: whether Megatron has written common.pt, and so has broken a checkpoint that
             was there.
         afterwards: what is to be done after the commit.
+        options: as dcp.Writer's.
     """
 
     def __init__(
@@ -87,8 +88,9 @@ class Writer(dcp.Writer):
         common: bytes | None = None,
         is_common_new: bool = False,
         afterwards: Afterwards | None = None,
+        options: SaveOptions = SaveOptions(),
     ) -> None:
-        super().__init__(path)
+        super().__init__(path, options=options)
         self._common, self._is_common_new = common, is_common_new
         self._afterwards = afterwards
         self.lane = None if afterwards is None else afterwards.lane
@@ -143,21 +145,12 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
     runs no collective. Data parallel replicas each write a part of what they all hold.
 
     Args:
-        fence: as fastckpt.save's: "call" or "step".
-        timeout_s: the longest that ranks wait for each other, in seconds.
-        on_error: "raise": a save's failure that nobody asked for is raised by the next save.
-            "warn": it is logged.
+        options: the fence, what becomes of errors, and how files are written (see SaveOptions).
     """
 
-    def __init__(
-        self, *, fence: Fence = "call", timeout_s: float = 600.0, on_error: OnError = "raise"
-    ) -> None:
+    def __init__(self, *, options: SaveOptions = SaveOptions()) -> None:
         super().__init__(BACKEND, VERSION)
-        self._options: dict[str, Any] = {
-            "fence": fence,
-            "timeout_s": timeout_s,
-            "on_error": on_error,
-        }
+        self._options = check_options(options)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -191,9 +184,10 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         is_common_new = common is None and _COMMON_KEY not in held  # Megatron's own save() calls
         handle: InnerHandle = dcp.async_save(
             held,
-            storage_writer=Writer(directory, common, is_common_new, afterwards),
+            storage_writer=Writer(
+                directory, common, is_common_new, afterwards, options=self._options
+            ),
             planner=DividingSavePlanner(),
-            **self._options,
         )
         return handle
 

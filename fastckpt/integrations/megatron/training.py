@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
-from fastckpt.arguments.checks import Fence, OnError
+from fastckpt.arguments.options import SaveOptions, check_options
 from fastckpt.integrations.megatron.calls_queue import Queue
 from fastckpt.integrations.megatron.megatron_loads import AgreeingLoadStrategy, MegatronLoads
 from fastckpt.integrations.megatron.strategies import SaveStrategy
@@ -34,10 +34,8 @@ _QUEUES, _QUEUE = ("get_async_strategy", "AsyncCallsQueue"), "_async_calls_queue
 
 def install(
     *,
-    on_error: OnError = "warn",
-    fence: Fence = "call",
+    options: SaveOptions = SaveOptions(on_error="warn"),
     weights_only: bool = True,
-    timeout_s: float = 600.0,
 ) -> None:
     """Makes Megatron's pretrain() save and load by fastckpt. Call it before pretrain().
 
@@ -45,14 +43,13 @@ def install(
     committed in the background, by no process and without a collective in a training step.
 
     Args:
-        on_error: "warn": after a failed asynchronous save the tracker stays as it was, and training
-            goes on. "raise": the failure ends training, on all ranks. That of a synchronous save
-            always does.
-        fence: as save_checkpoint's, for asynchronous saves.
+        options: the fence, what becomes of errors, and how files are written (see SaveOptions), for
+            asynchronous saves. With on_error="warn", the tracker stays as it was after a failed
+            save, and training goes on; with "raise" the failure ends training, on all ranks, as
+            that of a synchronous save always does. Loads use `timeout_s`.
         weights_only: whether objects in checkpoints are loaded as by torch.load(weights_only=True),
             with the classes allowed that Megatron allows. False runs code from the files, as
             Megatron itself does.
-        timeout_s: the longest that ranks wait for each other, in seconds.
 
     Raises:
         ImportError: megatron.training cannot be imported or lacks a name that is put in place. The
@@ -77,7 +74,8 @@ def install(
             f"fastckpt.integrations.megatron.install() does not fit this Megatron: it has no "
             f"{' and no '.join(missing)}"
         )
-    save = partial(_save_strategy, {"fence": fence, "timeout_s": timeout_s, "on_error": on_error})
+    timeout_s = check_options(options).timeout_s
+    save = partial(_save_strategy, options)
     reading = partial(AgreeingLoadStrategy, weights_only=weights_only, timeout_s=timeout_s)
     loads = MegatronLoads(checkpointing, weights_only, timeout_s)
     in_place: list[tuple[ModuleType, str, Any]] = [
@@ -89,7 +87,7 @@ def install(
         ),
         (checkpointing, "_load_base_checkpoint", loads.load_base_checkpoint),
         (checkpointing, "generate_state_dict", loads.generate_state_dict),
-        *_queue_names(queues, queue, {"on_error": on_error, "timeout_s": timeout_s}),
+        *_queue_names(queues, queue, options),
     ]
     for module, name, value in in_place:
         setattr(module, name, value)
@@ -107,9 +105,9 @@ def _module(name: str) -> ModuleType:
         ) from error
 
 
-def _save_strategy(options: dict[str, Any], *_given: Any, **_named: Any) -> SaveStrategy:
+def _save_strategy(options: SaveOptions, *_given: Any, **_named: Any) -> SaveStrategy:
     """Stands in for Megatron's class or function, whose arguments are about its own writer."""
-    return SaveStrategy(**options)
+    return SaveStrategy(options=options)
 
 
 def _load_strategy(megatrons: Any, ours: Any, *given: Any, **named: Any) -> Any:
@@ -120,9 +118,7 @@ def _load_strategy(megatrons: Any, ours: Any, *given: Any, **named: Any) -> Any:
     return ours() if isinstance(found, TorchDistLoadShardedStrategy) else found
 
 
-def _queue_names(
-    queues: Any, name: str, options: dict[str, Any]
-) -> list[tuple[ModuleType, str, Any]]:
+def _queue_names(queues: Any, name: str, options: SaveOptions) -> list[tuple[ModuleType, str, Any]]:
     """Returns what makes Megatron use our queue: its class, or from 0.17 on the function that finds
     the class; and in place of a queue that is there already, one of ours.
     """
@@ -134,7 +130,7 @@ def _queue_names(
         def __init__(
             self, persistent: bool = False, cpu_shm_mode: Any = None, **_others: Any
         ) -> None:
-            super().__init__(lambda: class_of_others()(persistent=persistent), **options)
+            super().__init__(lambda: class_of_others()(persistent=persistent), options)
 
     if inspect.isclass(megatrons):
 
