@@ -25,7 +25,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt.saving import pipeline
+from fastckpt.saving import lease, pipeline
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.objects import PathStorage
 from tests.crews.group_crew import Crew, Nursery
@@ -342,9 +342,11 @@ def only_torch_is_safe() -> None:
 @pytest.fixture(autouse=True)
 def process_as_it_was() -> Iterator[None]:
     """Tests give back the process's own pipeline, with a storage whose methods are its class's: in
-    another test a change of the class would be without effect.
+    another test a change of the class would be without effect. They keep the lease of no directory.
     """
     yield
+    for directory in [*lease._of_directories]:
+        lease.give_up(directory)
     here = pipeline._current
     if here is not None:
         assert type(here.storage) is PathStorage, here.storage

@@ -34,10 +34,10 @@ from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.parser import CONVERT_DTYPES
 from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import is_directory, is_there, parts, shown_name, shown_others
+from fastckpt.directories.directory_plan import tell_lossy
 from fastckpt.directories.draft import Draft
 from fastckpt.directories.export import add_files, chosen, take_name, write_file
 from fastckpt.directories.save import save_directory, wait_for_directories
-from fastckpt.directories.swap_plan import tell_lossy
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageError, telling
 from fastckpt.formats import safetensors
 from fastckpt.formats.conversion import put_converted

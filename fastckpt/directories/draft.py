@@ -96,6 +96,24 @@ class _Content(CapturedFile):
         self._content = bytearray()
 
 
+class Failure(CapturedFile):
+    """What stands for the files of a rank that could not be captured."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(os.curdir)
+        self._error: BaseException | None = error
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        return []
+
+    def layout(self) -> Image:
+        assert self._error is not None
+        raise self._error
+
+    def forget(self) -> None:
+        self._error = None
+
+
 class Draft(HiddenDirectory):
     """A hidden directory, and the files of it that are written later.
 

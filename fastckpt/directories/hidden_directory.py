@@ -10,15 +10,18 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from fastckpt.errors import CheckpointError, Telling
+from fastckpt.formats import file_list
 from fastckpt.ranks.round import Round
 from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly
+from fastckpt.storage.calls import Call
 from fastckpt.storage.file_system import Storage, is_directory, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.owners import divided
 
 _REMOVALS_MAX = 3  # tries to remove a directory to which other ranks may still add files
 _COPY_BYTES = 1 << 24  # of a file that cannot be linked, at a time
@@ -124,11 +127,7 @@ class HiddenDirectory:
         path, storage = os.path.join(self.directory, name), self._storage
         with reported("open", path):
             make_directories_of(storage, self.directory, name)
-            try:
-                fd = storage.create(path, 0o666, purpose)
-            except FileExistsError:  # another rank has written it, too: one of them counts
-                storage.remove(path)
-                fd = storage.create(path, 0o666, purpose)
+            fd = new_file(storage, path, purpose)
         try:
             yield fd, path
         except BaseException:
@@ -138,22 +137,18 @@ class HiddenDirectory:
         finally:
             close_quietly(storage, fd)
 
-    def replace(
-        self, durable: bool, is_replaced: Callable[[str], bool] = lambda name: False
-    ) -> None:
-        """Commits as take_name() does, with what else there is in the directory before it.
-
-        Args:
-            is_replaced: whether a file of this name there is not needed any more.
+    def link(self, names: Sequence[str], durable: bool) -> None:
+        """Adds files of the directory that has the name, by links; copies those that cannot be
+        linked.
         """
-        storage, path = self._storage, self._path
-        with reported("open", path):
-            before = storage.status(path)
-        if before is not None:
-            with reported("link", path):
-                _link_others(storage, path, self.directory, durable, is_replaced)
-        self.settle(durable)
-        self.take_name(durable)
+        storage = self._storage
+        for name in names:
+            old, new = os.path.join(self._path, name), os.path.join(self.directory, name)
+            make_directories_of(storage, self.directory, name)
+            try:
+                storage.link(old, new)
+            except OSError:  # some file systems give no file two names, or none in two directories
+                _copy(storage, old, new, durable)
 
     def settle(self, durable: bool) -> None:
         """Gives files the permissions of those that they replace, and makes all entries durable."""
@@ -229,22 +224,42 @@ def make_directories_of(storage: Storage, directory: str, name: str) -> None:
             storage.make_directory(os.path.join(directory, above))
 
 
-def _link_others(
-    storage: Storage, source: str, target: str, durable: bool, is_replaced: Callable[[str], bool]
-) -> None:
-    """Links the files below one directory into another, but for hidden, replaced and existing
-    ones; copies those that cannot be linked.
+def new_file(storage: Storage, path: str, purpose: Purpose) -> int:
+    """Makes a file, in the place of one that has the path: it was made before, where there was no
+    room for it, or by another rank, and one of them counts.
     """
-    for name in storage.names(source):
-        old, new = os.path.join(source, name), os.path.join(target, name)
-        if is_directory(storage, old):
-            storage.make_directory(new, parents=True)
-            _link_others(storage, old, new, durable, is_replaced)
-        elif name[0] != "." and not is_replaced(name) and storage.status(new) is None:
-            try:
-                storage.link(old, new)
-            except OSError:  # some file systems give no file two names, or none in two directories
-                _copy(storage, old, new, durable)
+    try:
+        return storage.create(path, 0o666, purpose)
+    except FileExistsError:
+        storage.remove(path)
+        return storage.create(path, 0o666, purpose)
+
+
+def names_in(
+    storage: Storage, directory: str, under: str = "", *, links: bool = False
+) -> Iterator[str]:
+    """Yields the files of a directory and below, by relative names, but for the list, and for what
+    processes have made for a moment; with `links` symbolic links, too.
+    """
+    for name in sorted(storage.names(os.path.join(directory, under))):
+        relative = f"{under}/{name}" if under else name
+        path = os.path.join(directory, relative)
+        if is_directory(storage, path):
+            yield from names_in(storage, directory, relative, links=links)
+        elif not (relative == file_list.NAME or _is_passing(name)) and (
+            links or not _is_link(path)
+        ):
+            yield relative
+
+
+def _is_passing(name: str) -> bool:
+    """Whether a name is that of a temporary, or of what a client of NFS has yet to remove."""
+    return name.startswith(".nfs") or divided(name)[1] is not None
+
+
+def _is_link(path: str) -> bool:
+    with Call("status", path):
+        return os.path.islink(path)
 
 
 def _keep_permissions(storage: Storage, before: str, directory: str, durable: bool) -> None:

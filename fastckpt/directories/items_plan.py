@@ -5,14 +5,14 @@ commits them.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol
 
 import torch
 
 from fastckpt.arguments.options import WriteOptions
-from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.formats import distcp
 from fastckpt.saving.mutation_check import WatchedTensors
@@ -22,6 +22,7 @@ from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.owners import new_token
 
 Places = list[tuple[int, int]]  # offset and size of each item
+MakeItems = Callable[[str, Purpose], AbstractContextManager[tuple[int, str]]]
 
 
 class ItemsConclusion(Protocol):
@@ -37,7 +38,7 @@ class ItemsConclusion(Protocol):
         items) and the places of its items there.
         """
 
-    def publish(self, place: ItemsPlace, records: list[bytes]) -> None:
+    def publish(self, records: list[bytes]) -> None:
         """Commits, on the first rank, with the records of all."""
 
 
@@ -49,7 +50,9 @@ class ItemsPlan(Plan):
             without any, no file is made.
         reads, watched: as Plan's.
         rank: the number in the file's name, "__RANK_TOKEN.distcp".
-        place, options, conclusion: the directory, how the file is written, and how it commits.
+        directory: the directory that the file is in, for messages.
+        made: makes the file, given its name, as (descriptor, path).
+        options, conclusion: how the file is written, and how it commits.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class ItemsPlan(Plan):
         reads: DeviceSources,
         watched: Sequence[WatchedTensors],
         rank: int,
-        place: ItemsPlace,
+        directory: str,
+        made: MakeItems,
         options: WriteOptions,
         conclusion: ItemsConclusion,
     ) -> None:
@@ -67,7 +71,7 @@ class ItemsPlan(Plan):
         self._items = items
         self._sources: list[object] = []
         self._places: Places = []
-        self._place = place
+        self._directory, self._made = directory, made
         self._options = options
         self._conclusion: ItemsConclusion | None = conclusion
 
@@ -81,8 +85,8 @@ class ItemsPlan(Plan):
         image, self._places = distcp.layout(self._items)
         self._sources, image.sources = image.sources, []
         purpose = Purpose(image.nbytes, 1, self._options.striping)
-        path = os.path.join(self._place.directory, self._name)
-        return [WholeFile(image, path, partial(self._place.made, self._name), purpose)]
+        path = os.path.join(self._directory, self._name)
+        return [WholeFile(image, path, partial(self._made, self._name), purpose)]
 
     def agree(self, pace: Pace, nbytes: int) -> None:
         super().agree(pace, nbytes)
@@ -99,7 +103,7 @@ class ItemsPlan(Plan):
 
     def publish(self, records: list[bytes]) -> None:
         assert self._conclusion is not None
-        self._conclusion.publish(self._place, records)
+        self._conclusion.publish(records)
 
     def forget(self) -> None:
         self._items.clear()

@@ -54,6 +54,13 @@ def directory_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
+def root_of(directory: str) -> str:
+    """Returns the directory of the run that an iteration's directory is of; that itself if it has
+    another name.
+    """
+    return os.path.dirname(directory) if _NAME.match(os.path.basename(directory)) else directory
+
+
 def is_complete(directory: str) -> bool:
     """Whether a save to this directory has committed: `.metadata` is written last."""
     return os.path.isfile(os.path.join(directory, METADATA))

@@ -15,9 +15,9 @@ from typing import Any
 
 from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.options import SaveOptions, WriteOptions, check_options
+from fastckpt.directories.directory_plan import DirectoryPlan
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.swap_place import SwapPlace
-from fastckpt.directories.swap_plan import SwapPlan
+from fastckpt.directories.place import DirectoryPlace
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.ranks import per_group
 from fastckpt.ranks.round import Round
@@ -43,6 +43,7 @@ def save_directory(
     retain: Callable[[], None] | None = None,
     replaces: bool = True,
     later: bool = False,
+    lease: str = "",
 ) -> InnerHandle:
     """Saves a directory in the background and commits it atomically.
 
@@ -50,8 +51,9 @@ def save_directory(
     part of one. Directories with the same parent commit in the order of these calls.
 
     Args:
-        path: the path of the directory. An old one there is replaced as a whole, if each of its
-            files is in the list there or has the name of a file that is saved.
+        path: the path of the directory. A checkpoint there is replaced as a whole, by its list; all
+            other files stay, and one of them that has the name of a file that is saved fails the
+            save.
         fill: called before this returns, with the Draft to put files into.
         group: a torch.distributed process group whose ranks all call this with the same path, each
             with files of its own; of files with the same name the lowest rank's counts. Ranks talk
@@ -64,6 +66,8 @@ def save_directory(
             that are no longer needed.
         replaces: whether an old directory is replaced; if not, and there is one, the save fails.
         later: whether the directory is made in the background, since fill() writes nothing at once.
+        lease: a directory to which no other job may save from now on, as to a Checkpointer's root;
+            "": there is none.
 
     Returns:
         A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
@@ -92,7 +96,7 @@ def save_directory(
     agreement = per_group.together(group).coordinator.begin(f"save of {path!r}", timeout_s)
     try:
         how = WriteOptions.of(options)
-        job = _begun(handle, agreement, fill, beside, how, retain, replaces, later)
+        job = _begun(handle, agreement, fill, beside, how, retain, replaces, later, lease)
     except Exception as error:
         if on_error == "raise":
             raise
@@ -110,6 +114,7 @@ def _begun(
     retain: Callable[[], None] | None,
     replaces: bool,
     later: bool,
+    lease: str,
 ) -> Save:
     """Captures the state before the caller may go on to change it, and returns the save."""
     with agreement.failing():
@@ -130,10 +135,17 @@ def _begun(
             if not later and not is_directory(current.storage, draft.directory):
                 raise CheckpointError(f"fill() has put nothing into {draft.directory!r}")
             path = handle.path
-            place = SwapPlace(
-                current.storage, path, agreement, draft, options.durable, retain, replaces
+            place = DirectoryPlace(
+                current.storage,
+                path,
+                agreement,
+                options.durable,
+                draft=draft,
+                lease=lease and os.path.realpath(lease),
+                retain=retain,
+                replaces=replaces,
             )
-            plan = SwapPlan(handle, agreement, draft, place, options)
+            plan = DirectoryPlan(handle, agreement, draft, place, options)
             lane = os.path.dirname(path)
             return Save(handle, agreement, plan, place, options, lane=lane)
         except BaseException:

@@ -25,6 +25,7 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.in_flight import InFlight
+from fastckpt.saving.lease import give_up
 from fastckpt.saving.pipeline import FREEING_S
 from fastckpt.storage.atomic import make_directory
 from fastckpt.storage.file_system import reported
@@ -134,6 +135,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._saves = InFlight()
         self._coordinator: Coordinator | None = None
         self._open: Tag | None = None
+        self._root = ""  # the directory of the tag saved last
         self._unmade: StorageError | None = None  # of a directory whose tag is not created yet
         self._earlier: CheckpointError | None = None  # of the tag before, for which this one fails
 
@@ -153,7 +155,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         directory = os.path.realpath(check_path("save_dir", info.save_dir))
         path = os.path.realpath(os.path.join(directory, info.tag))
         latest = os.path.join(directory, "latest") if info.save_latest else ""
-        self._open = Tag(path, latest, info.tag, self._options)
+        self._root = directory
+        self._open = Tag(path, latest, info.tag, self._options, directory)
         with self._open.keeping():
             try:
                 self._saves.raise_first(not_begun=path)
@@ -258,6 +261,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
             coordinator.close()
+        give_up(self._root)
         self._saves.raise_first()
 
     @contextmanager

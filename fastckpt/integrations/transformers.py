@@ -31,6 +31,7 @@ from fastckpt.integrations._fsdp import replaced
 from fastckpt.ranks.per_group import group_of_job
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.in_flight import InFlight
+from fastckpt.saving.lease import give_up
 from fastckpt.saving.pipeline import FREEING_S
 
 require("transformers", "4.52", "6", __name__)
@@ -97,6 +98,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         # The save for which on_save is to be called when it is committed, and the state for that.
         self._announced: tuple[InnerHandle, Any] | None = None
         self._verify = verify
+        self._leased = ""  # the directory that no other job may save to
         super().__init__(*args, **kwargs)
         self._refuse_others()
         # Trainer calls this right after _save_checkpoint(), and there is no method of its own.
@@ -161,6 +163,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             resume_from_checkpoint = self._whole(resume_from_checkpoint)
         output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         self.wait_for_checkpoints()
+        give_up(self._leased)
         return output
 
     def _parents(self, resume_from: str | bool | None) -> list[str]:
@@ -204,8 +207,14 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             _rotate(path, self.args.save_total_limit, best)
 
         self._call_on_save(wait=True)  # rotate() may remove the checkpoint before this one
+        self._leased = os.path.realpath(run_dir)
         handle = save_directory(
-            path, fill, group=group_of_job(), options=self._options, retain=rotate
+            path,
+            fill,
+            group=group_of_job(),
+            options=self._options,
+            retain=rotate,
+            lease=run_dir,
         )
         self._saves.add(handle)
         self._begun = handle

@@ -445,6 +445,44 @@ class Lease:
                 storage.flush(fd)  # so that other hosts see it
 
 
+# Leases of directories to which a process saves with no object that stands for them, by path; and
+# the last of those that were asked for alone.
+_of_directories: dict[str, Lease] = {}
+_last = ""
+
+
+def lease_of(storage: Storage, directory: str, *, alone: bool = False) -> Lease:
+    """Returns the lease that this process has of a directory, or is to take, until it exits or
+    give_up() is called.
+
+    Args:
+        alone: whether the directory is one of many: then the last one of these is given up, so that
+            no more than one has a file that is open.
+    """
+    global _last
+    if alone and _last != directory:
+        give_up(_last)
+        _last = directory
+    lease = _of_directories.get(directory)
+    if lease is not None and lease._storage is not storage:
+        give_up(directory)
+        lease = None
+    return lease or _of_directories.setdefault(directory, Lease(storage, directory))
+
+
+def is_registered(lease: Lease) -> bool:
+    """Whether lease_of() returns this lease; else whoever has taken it gives it up."""
+    return lease in _of_directories.values()
+
+
+def give_up(directory: str) -> None:
+    """Gives up the lease that lease_of() has returned, if there is one: no more saves of this
+    process are expected there. One that is still running, or comes later, takes it anew.
+    """
+    if (lease := _of_directories.pop(directory, None)) is not None:
+        lease.release()
+
+
 def _nonce() -> str:
     """Returns what tells the leases of this process from all others."""
     global _process

@@ -423,7 +423,13 @@ def naming_in(
 
 
 def replace_file(
-    storage: Storage, path: str, content: bytes, durable: bool, *, commits: bool = True
+    storage: Storage,
+    path: str,
+    content: bytes,
+    durable: bool,
+    *,
+    commits: bool = True,
+    names_are_durable: bool = False,
 ) -> int | None:
     """Replaces a file's content in one step: after a crash it has the old or the new one, whole.
 
@@ -431,6 +437,7 @@ def replace_file(
         durable: whether the content is synced before the rename.
         commits: whether this file makes a checkpoint visible. If so, and `durable`, the directory
             is synced before and after the rename.
+        names_are_durable: whether the directory need not be synced before.
 
     Returns:
         A descriptor of the replaced file, or None, as publish() does.
@@ -445,7 +452,9 @@ def replace_file(
             patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
         take_permissions(storage, fd, name, path)
         settle(storage, fd, path, durable)
-        if durable and commits:  # a commit record may name only files whose names are durable
+        if (
+            durable and commits and not names_are_durable
+        ):  # a commit record may name only files whose names are durable
             with reported("sync directory", directory):
                 storage.sync_directory(directory)
         return publish(storage, name, path, durable and commits, fd)

@@ -26,9 +26,9 @@ import torch.distributed as dist
 import fastckpt
 from fastckpt.directories import iterations
 from fastckpt.directories.draft import Draft
+from fastckpt.directories.place import DirectoryPlace
 from fastckpt.directories.save import remove_directory, save_directory, wait_for_directories
 from fastckpt.directories.shelf import numbered
-from fastckpt.directories.swap_place import SwapPlace
 from fastckpt.directories.verify import check, newest_whole
 from fastckpt.engine.staging import Allowance
 from fastckpt.errors import (
@@ -322,26 +322,52 @@ def test_without_exchange_it_is_replaced_by_two_renames(disk: Path) -> None:
     assert os.listdir(disk) == ["a"]
 
 
-@pytest.mark.parametrize("name", ["mine.txt", "deep/mine.txt", "link"])
-def test_files_of_others_are_not_replaced(disk: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["mine.txt", ".mine", "deep/mine.txt", "link"])
+def test_files_of_others_stay(disk: Path, name: str) -> None:
     path, mine = disk / "a", disk / "a" / name
+
+    def fill(draft: Draft) -> None:
+        fill_with(1)(draft)
+        draft.add_content(b"", "of the first alone/1")
+
     with through(Storage()) as pipeline:
-        save_directory(str(path), fill_with(1)).result(WAIT_S)
+        save_directory(str(path), fill).result(WAIT_S)
         mine.parent.mkdir(exist_ok=True)
         if name == "link":
             mine.symlink_to("notes.txt")
         else:
             mine.write_text("mine")
-        handle = save_directory(str(path), fill_with(2))
-        with pytest.raises(CheckpointError, match=f"of no checkpoint \\({name}\\)"):
-            handle.result(WAIT_S)
+        save_directory(str(path), fill_with(2)).result(WAIT_S)
         pipeline.drain()
-        assert mine.exists() and os.listdir(disk) == ["a"]
-        mine.unlink()
-        assert step_in(path) == 1
-        (path / "fastckpt.json").unlink()  # as others write the same files
-        save_directory(str(path), fill_with(3)).result(WAIT_S)
-        assert step_in(path) == 3
+    assert mine.read_text() == ("step 2" if name == "link" else "mine")
+    mine.unlink()
+    assert step_in(path) == 2 and not (path / "of the first alone").exists()
+    assert os.listdir(disk) == ["a"]
+
+
+@pytest.mark.parametrize("way", ["at once", "later", "as a directory", "in place of a directory"])
+def test_files_of_others_whose_names_are_needed_are_refused(disk: Path, way: str) -> None:
+    """Before anything is written; those of a damaged checkpoint of fastckpt are replaced."""
+    name = {"at once": "notes.txt", "in place of a directory": "sub"}.get(way, "optimizer.pt")
+    mine = disk / "a" / name
+    if way == "as a directory":
+        (mine / "deep").mkdir(parents=True)
+    else:
+        mine.parent.mkdir()
+        mine.write_text("mine")
+    with through(storage := Recorder()) as pipeline:
+        shown = re.escape({"sub": "sub/more.txt"}.get(name, name))
+        with pytest.raises(CheckpointError, match=f"did not save, .* needs \\({shown}\\)"):
+            save_directory(str(disk / "a"), fill_with(2)).result(WAIT_S)
+        pipeline.drain()
+        assert not storage.numbers_of("write")
+        assert os.listdir(disk / "a") == [name] and os.listdir(disk) == ["a"]
+        assert mine.is_dir() or mine.read_text() == "mine"
+        shutil.rmtree(disk / "a")
+        save_directory(str(disk / "a"), fill_with(1)).result(WAIT_S)
+        (disk / "a" / "fastckpt.json").write_text("damaged")
+        save_directory(str(disk / "a"), fill_with(3)).result(WAIT_S)
+    assert step_in(disk / "a") == 3
 
 
 @pytest.mark.parametrize("mode", [0o750, 0o777])
@@ -559,10 +585,11 @@ def test_a_draft_that_the_first_rank_has_removed_is_not_made_again(disk: Path) -
         first, second = (Draft(*made, agreement) for agreement in rounds)
         Path(second.directory, "sub").mkdir()
         Path(second.directory, "sub", "x").touch()
-        SwapPlace(storage, path, rounds[0], first, True, None).bring({})
+        pace: Any = None
+        DirectoryPlace(storage, path, rounds[0], True, draft=first).open([], pace)
         with pytest.raises(PeerFailed, match="Input/output error"):
             files = {"sub/x": file_list.File(0, 0)}
-            SwapPlace(storage, path, rounds[1], second, True, None).bring(files)
+            DirectoryPlace(storage, path, rounds[1], True, draft=second).bring(files)
         second.discard()
     assert os.listdir(disk) == []
 

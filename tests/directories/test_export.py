@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 import fastckpt
-from fastckpt.directories import export, swap_plan
+from fastckpt.directories import directory_plan, export
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.shared_files import SharedFile, SharedTensor
 from fastckpt.directories.verify import check
@@ -297,7 +297,7 @@ def test_numbers_that_do_not_stay_finite_are_told_once(
     large: float,
 ) -> None:
     """Whether they are converted when they are copied, or when they are written."""
-    monkeypatch.setattr(swap_plan, "_lossy_told", set())
+    monkeypatch.setattr(directory_plan, "_lossy_told", set())
     state = {name: torch.ones(20_000, dtype=held) for name in ("fits", "masked", "lost", "last")}
     state["masked"][7] = -math.inf
     state["masked"][9] = math.nan
@@ -400,12 +400,16 @@ def test_a_file_with_bytes_missing_is_not_committed() -> None:
         shared.joined([File(7, 0)])
 
 
-def test_what_is_not_an_export_is_not_replaced(disk: Path) -> None:
+def test_what_is_not_of_an_export_stays(disk: Path) -> None:
+    """A file that has the name of one of the export prevents it."""
     fastckpt.export({"a": torch.ones(1)}, disk / "a").result(WAIT_S)
     (disk / "a" / "mine.txt").write_text("mine")
-    with pytest.raises(CheckpointError, match="of no checkpoint"):
-        fastckpt.export({"a": torch.zeros(1)}, disk / "a").result(WAIT_S)
-    assert bool(safetensors.torch.load_file(disk / "a" / "model.safetensors")["a"])
+    fastckpt.export({"a": torch.zeros(1)}, disk / "a").result(WAIT_S)
+    assert (disk / "a" / "mine.txt").read_text() == "mine"
+    (disk / "a" / "fastckpt.json").unlink()  # as another program writes it
+    with pytest.raises(CheckpointError, match=r"needs \(model.safetensors\)"):
+        fastckpt.export({"a": torch.ones(1)}, disk / "a").result(WAIT_S)
+    assert not bool(safetensors.torch.load_file(disk / "a" / "model.safetensors")["a"])
 
 
 def test_a_negated_view_is_not_the_tensor_that_it_views(disk: Path) -> None:

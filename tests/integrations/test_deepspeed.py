@@ -33,6 +33,7 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 import fastckpt
 from fastckpt import CheckpointError, PeerFailed, StorageError
 from fastckpt.arguments.options import WriteOptions
+from fastckpt.directories.verify import check
 from fastckpt.integrations._tag import Tag
 from fastckpt.integrations.deepspeed import FastckptCheckpointEngine
 from fastckpt.ranks import round as round_module
@@ -93,7 +94,7 @@ def test_files_are_those_of_stock_deepspeed_and_either_reads_the_others(
             for saved in ("ours", "stock"):
                 assert seen[f"{saved} loaded by {way}"] == unbroken, (saved, way)
         assert seen["stats"].nbytes > 0 or stage == 0
-    assert names(disk / "ours") == names(disk / "stock")
+    assert names(disk / "ours") == sorted(["global_step2/fastckpt.json", *names(disk / "stock")])
     assert (disk / "ours/latest").read_bytes() == (disk / "stock/latest").read_bytes()
     files = sorted((disk / "ours").rglob("*.pt"))
     assert len(files) == {0: 1, 1: 3, 2: 3, 3: 4}[stage]
@@ -134,7 +135,7 @@ def test_a_tag_counts_when_every_rank_is_done_though_nobody_steps(
     for each in seen:
         assert each["meanwhile"] == ("a", [])
         assert not each["done"]
-        assert len(each["then"]) == 3
+        assert len(each["then"]) == 4
     assert not list(disk.rglob(".*"))
 
 
@@ -315,7 +316,8 @@ def test_ranks_on_disks_of_their_own_replace_their_directories_when_all_are_dura
             assert fastckpt.load(run / f"a/rank_{rank}.pt")["step"] == found
             (run / "a" / "mine.txt").write_text("mine")
     assert [sorted(os.listdir(run)) for run in runs] == [["a", "latest"], ["a"]]
-    assert sorted(os.listdir(runs[1] / "a")) == ["mine.txt", "rank_1.pt"]
+    assert sorted(os.listdir(runs[1] / "a")) == ["fastckpt.json", "mine.txt", "rank_1.pt"]
+    assert check(str(runs[1] / "a"))
     fresh = disk / "fresh"
     fresh.touch()
     assert (runs[0] / "latest").stat().st_mode == fresh.stat().st_mode
@@ -525,7 +527,7 @@ def test_a_tag_that_is_saved_again_is_replaced_but_for_what_others_keep_there(
     way: str, call: Callable[..., list[Any]], disk: Path
 ) -> None:
     files, _ = call(bodies.save_again, str(disk), way)
-    assert len(files) == 4 and "deep" in files
+    assert len(files) == 5 and "deep" in files
     assert (disk / "a/deep/mine.txt").read_text() == "mine"
     assert not list(disk.rglob(".*"))
     assert [first for first, _losses in call(bodies.resume, str(disk))] == [2] * RANKS

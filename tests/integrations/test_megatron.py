@@ -25,6 +25,7 @@ from torch.torch_version import TorchVersion
 from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.integrations import dcp
 from fastckpt.integrations.megatron import strategies
+from fastckpt.saving.lease import LEASE_FILE
 from tests.crews import megatron_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.kit import jobs
@@ -167,7 +168,7 @@ def test_what_megatron_saves_by_our_strategy_is_ours(
         assert found["ours"] == found["stock"] == expected_small(rank, 2.0)
         data = [name for name in names if name.endswith(".distcp")]
         assert data and all(re.fullmatch(r"__\d+_[0-9a-f]{40}\.distcp", name) for name in data)
-        assert {".metadata", "metadata.json", *COMMON} == {*names} - {*data}
+        assert {".metadata", "metadata.json", *COMMON} == {*names} - {*data, LEASE_FILE}
 
 
 def test_async_request_needs_no_process_and_commits_unfinalized(crew: Crew, disk: Path) -> None:

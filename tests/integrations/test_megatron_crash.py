@@ -35,7 +35,16 @@ from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
-from tests.kit.doubles import Crash, FailAlways, FailAt, LostStore, Recorder, dead_pid, plant
+from tests.kit.doubles import (
+    Crash,
+    FailAlways,
+    FailAt,
+    LostStore,
+    Recorder,
+    dead_pid,
+    end_leases,
+    plant,
+)
 from tests.kit.storm import SUITE_SEED
 
 RANKS, ROWS = 2, 3000
@@ -85,6 +94,7 @@ class Ranks:
             assert not thread.is_alive()
         for each in self._pipelines:
             each.close()
+        end_leases(self._pipelines[0].storage)
         return told
 
 

@@ -346,12 +346,24 @@ def process_on(storage: Storage | None, budget_bytes: int | None = None) -> Iter
         pipeline_module._current = before
         mine.close()
         _wait_for(others, lambda thread: thread.name != lease_module.BEATING)
+        end_leases(mine.storage)
         if isinstance(storage, Crash):
-            # The process of a machine that is gone neither renews nor releases its leases.
-            for lease in [*lease_module._held]:
-                if lease._storage is storage:
-                    lease._let_go()
             _wait_for(others, lambda thread: True)
+
+
+def end_leases(storage: Storage) -> None:
+    """Ends what this process has of leases on a storage that saves to directories took, as its exit
+    does; the process of a machine that is gone neither renews nor releases any.
+    """
+    registered = lease_module._of_directories
+    for lease in [each for each in registered.values() if each._storage is storage]:
+        del registered[os.path.dirname(lease.path)]
+        if not isinstance(storage, Crash):
+            lease._storage = Storage()
+            lease.release()
+    for lease in [*lease_module._held]:
+        if lease._storage is storage and isinstance(storage, Crash):
+            lease._let_go()
 
 
 def _wait_for(others: set[threading.Thread], which: Callable[[threading.Thread], bool]) -> None:

@@ -189,7 +189,7 @@ def save_tags(stage: Stage, number: int, variant: Variant) -> None:
     run.mkdir(exist_ok=True)
     coordinator = Coordinator.of_group(stage.group, "tags")
     options = WriteOptions(durable=variant.durable)
-    tag = Tag(str(run / "tag"), str(run / "latest"), "tag", options)
+    tag = Tag(str(run / "tag"), str(run / "latest"), "tag", options, lease=str(run))
     tag.add(state(number), f"rank-{stage.rank}.pt")
     tag.conclude(coordinator.begin("tag", WAIT_S), None)
     pipeline.current().wait_for(tag.handle.path, ended=True)

@@ -29,6 +29,7 @@ from fastckpt.saving import pipeline
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage import file_system as storage
 from tests.crews.group_crew import Member
+from tests.kit.doubles import end_leases
 from tests.recordings.recorder import Naming, StageStorage, lines_of
 
 BUDGET_BYTES = 8 * BLOCK_BYTES
@@ -102,6 +103,7 @@ class Stage:
             self.meet()
         finally:
             own.close()
+            end_leases(double)
             pipeline._current = before
         self.meet()
 

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -33,8 +34,8 @@ from fastckpt.arguments.environment import launched_rank
 from fastckpt.arguments.options import SaveOptions
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.items_place import ItemsPlace
 from fastckpt.directories.items_plan import Places
+from fastckpt.directories.place import Write
 from fastckpt.errors import CheckpointError
 from fastckpt.integrations.dcp import plan_exchange as dcp_plans
 from fastckpt.integrations.dcp.reader import Reader
@@ -45,6 +46,7 @@ from fastckpt.ranks.per_group import PerGroup
 from fastckpt.ranks.same_state import Apart, Records
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle, SaveHandle
+from fastckpt.storage.lustre_layout import Purpose
 
 __all__ = ["Reader", "Saving", "Writer", "async_save", "save"]
 
@@ -210,8 +212,9 @@ def async_save(
             writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=use_collectives)
             planner = DefaultSavePlanner() if planner is None else planner
             planning = _planned(shared.plans, agreement, writer, planner, state)
-            conclusion = _Conclusion(writer, planning, handle)
-            job = writer.save(handle, agreement, planning.staged, planner, conclusion)
+            place = writer.place(agreement)
+            conclusion = _Conclusion(writer, planning, place.publish, handle)
+            job = writer.save(handle, agreement, place, planning.staged, planner, conclusion)
         pipeline.current().save(job)
     except CheckpointError as error:
         if on_error == "raise":
@@ -307,10 +310,13 @@ def add_to(
 
     plans = _shared.of(group).plans
     planning = _planned(plans, agreement, writer, planner, state, agree_before)
-    conclusion = _Conclusion(writer, planning)
-    storage, directory = pipeline.current().storage, os.path.join(draft.directory, name)
-    place = ItemsPlace(storage, directory, draft.agreement, draft.options.durable)
-    draft.add_items(writer.items(planning.staged, planner, conclusion, place))
+    directory = os.path.join(draft.directory, name)
+
+    def made(file: str, purpose: Purpose) -> AbstractContextManager[tuple[int, str]]:
+        return draft.made(os.path.normpath(os.path.join(name, file)), purpose)
+
+    conclusion = _Conclusion(writer, planning, lambda write: write(directory))
+    draft.add_items(writer.items(planning.staged, planner, conclusion, directory, made))
 
 
 def _stated(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -332,6 +338,7 @@ def _planned(
         agree_before: called before this waits for other ranks, to agree with them on all that comes
             before it: one of them may be waiting for that.
     """
+    writer.by_torch = False
     settings = dcp_plans.settings_of(planner)
     dcp_plans.set_up(planner, state, writer.storage_meta(), agreement.rank == 0)
     local = writer.prepare_local_plan(planner.create_local_plan())
@@ -395,11 +402,18 @@ class _Planning:
 
 class _Conclusion:
     """The commit by async_save(): results of all ranks come to the first one in their records.
-    `handle` is told of the outcome, if there is one.
+    `publish` is DirectoryPlace's; `handle` is told of the outcome, if there is one.
     """
 
-    def __init__(self, writer: Writer, planning: _Planning, handle: _Saving | None = None) -> None:
+    def __init__(
+        self,
+        writer: Writer,
+        planning: _Planning,
+        publish: Callable[[Write], object],
+        handle: _Saving | None = None,
+    ) -> None:
         self._handle, self._writer, self._planning = handle, writer, planning
+        self._publish = publish
 
     def agree(self) -> None:
         self._planning.agree()
@@ -413,11 +427,12 @@ class _Conclusion:
         results = results_of(final, name, [at[item.index] for item in final.items])
         return dcp_plans.packed(results)
 
-    def publish(self, place: ItemsPlace, records: list[bytes]) -> None:
+    def publish(self, records: list[bytes]) -> None:
         metadata = copy.copy(self._planning.metadata)  # kept as it is: it may serve later saves too
         assert metadata is not None
         results = [dcp_plans.unpacked(record) for record in records]
-        place.publish(partial(self._writer.commit, place.storage, metadata, results))
+        storage = pipeline.current().storage
+        self._publish(partial(self._writer.commit, storage, metadata, results))
         if self._handle is not None:
             self._handle._metadata = metadata
         self._writer.committed()

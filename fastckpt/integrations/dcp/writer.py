@@ -26,17 +26,18 @@ from fastckpt.arguments.checks import check_path
 from fastckpt.arguments.options import SaveOptions, WriteOptions, check_options
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_capture import captured_items
-from fastckpt.directories.items_place import ItemsPlace
-from fastckpt.directories.items_plan import ItemsConclusion, ItemsPlan, Places
+from fastckpt.directories.items_plan import ItemsConclusion, ItemsPlan, MakeItems, Places
+from fastckpt.directories.place import DirectoryPlace
 from fastckpt.errors import CheckpointError
 from fastckpt.integrations.dcp.plan_exchange import StorageBase, with_member
 from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
+from fastckpt.saving.lease import lease_of
 from fastckpt.saving.save import Save
 from fastckpt.storage import atomic
-from fastckpt.storage.file_system import Storage, is_directory, reported
+from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")
 
@@ -94,6 +95,7 @@ class Writer(StorageBase, StorageWriter):
         self.use_collectives = True
         self.lane: str | None = None  # saves of one lane commit in order; None: those to one path
         self._commits = True  # whether this rank does
+        self.by_torch = True  # who leads this rank through a save
         if _extensions:
             raise ValueError(f"_extensions is {_extensions}, must be empty: none are applied here")
         if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
@@ -127,9 +129,23 @@ class Writer(StorageBase, StorageWriter):
         self._commits = is_coordinator or not self.use_collectives
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        storage = pipeline.current().storage
         if self._commits:
-            self._check_may_commit(pipeline.current().storage)
+            self._check_may_commit(storage)
+        if self.by_torch and self.leases:
+            with reported("open", self.path):
+                is_there = storage.status(self.path) is not None
+            if not is_there:
+                atomic.make_directory(storage, self.path, self.options.durable)
+            lease = lease_of(storage, self.path, alone=True)
+            lease.take()
+            lease.renew()  # torch removes no data file, should the commit be refused
         return plan
+
+    @property
+    def leases(self) -> str:
+        """The directory of which this rank takes the lease; "" if another rank does."""
+        return self.path if self._commits and not self.rank else ""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         first = 0 if self.use_collectives else self.rank or 0
@@ -157,9 +173,9 @@ class Writer(StorageBase, StorageWriter):
         label, timeout_s = f"dcp file in {self.path!r}", self.options.timeout_s
         agreement = together(None).coordinator.begin(label, timeout_s)
         with agreement.failing():
-            kept = _Kept(plan, results)
+            place, kept = self.place(agreement), _Kept(plan, results)
             waiting = self.with_options(replace(self.options, fence="call"))
-            save = waiting.save(handle, agreement, plan, planner, kept)
+            save = waiting.save(handle, agreement, place, plan, planner, kept)
         handle.add_done_callback(tell)
         pipeline.current().save(save)
         written: torch.futures.Future[list[WriteResult]] = future
@@ -168,6 +184,8 @@ class Writer(StorageBase, StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commits, on the first rank."""
         storage = pipeline.current().storage
+        if self.leases:
+            lease_of(storage, self.path, alone=True).renew()
         replaced, unneeded = self.commit(storage, metadata, results, self.path)
         if replaced is not None:
             storage.close(replaced)
@@ -193,10 +211,9 @@ class Writer(StorageBase, StorageWriter):
         metadata.storage_meta = self.storage_meta()
         rank, durable = self._metadata_rank(), self.options.durable
         self._check_may_commit(storage)  # again: another save may have committed meanwhile
-        with reported("open", directory):
-            is_there = is_directory(storage, os.path.realpath(directory))
-        if not is_there:  # no rank had anything to write
-            atomic.make_directory(storage, directory, durable)
+        if directory != self.path:  # of a draft, for which no rank may have had anything to write
+            with reported("make directory", directory):
+                storage.make_directory(directory, parents=True)
         content = dcp_metadata.encode(metadata)
         path, commits = self._metadata_path(directory), directory == self.path
         before = dcp_metadata.files_named_by(storage, path)
@@ -229,13 +246,13 @@ class Writer(StorageBase, StorageWriter):
         self,
         handle: InnerHandle,
         agreement: Round,
+        place: DirectoryPlace,
         plan: SavePlan,
         planner: SavePlanner,
         conclusion: ItemsConclusion,
     ) -> Save:
         options, path = self.options, handle.path
-        place = self._place(pipeline.current().storage, path, agreement)
-        items = self.items(plan, planner, conclusion, place)
+        items = self.items(plan, planner, conclusion, path, place.made)
         lane = path if self.lane is None else self.lane
         return Save(handle, agreement, items, place, options, lane=lane)
 
@@ -244,16 +261,23 @@ class Writer(StorageBase, StorageWriter):
         plan: SavePlan,
         planner: SavePlanner,
         conclusion: ItemsConclusion,
-        place: ItemsPlace,
+        directory: str,
+        made: MakeItems,
     ) -> ItemsPlan:
         """Returns the file of this rank, with the items of a plan as they are now."""
         devices = pipeline.current().staging.devices
         content = captured_items(plan, planner, devices, self.options.fence == "step")
         prefix = getattr(plan.storage_data, "prefix", f"__{self.rank or 0}_")
-        return ItemsPlan(*content, int(prefix.strip("_")), place, self.options, conclusion)
+        rank = int(prefix.strip("_"))
+        return ItemsPlan(*content, rank, directory, made, self.options, conclusion)
 
-    def _place(self, storage: Storage, path: str, agreement: Round) -> ItemsPlace:
-        return ItemsPlace(storage, path, agreement, self.options.durable)
+    def place(self, agreement: Round, **options: Any) -> DirectoryPlace:
+        """Returns the directory; options are DirectoryPlace's."""
+        storage, durable = pipeline.current().storage, self.options.durable
+        options = {"record": (dcp_metadata.NAME,), **options}
+        if not self.by_torch:
+            options.setdefault("lease", self.leases)
+        return DirectoryPlace(storage, self.path, agreement, durable, **options)
 
 
 class _Kept:
@@ -269,7 +293,7 @@ class _Kept:
         self._results += results_of(self._plan, name, places)
         return b""
 
-    def publish(self, place: ItemsPlace, records: list[bytes]) -> None:
+    def publish(self, records: list[bytes]) -> None:
         """Leaves the commit to finish()."""
 
 

@@ -17,6 +17,7 @@ from fastckpt.integrations.megatron.strategies import Afterwards
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.in_flight import InFlight
+from fastckpt.saving.lease import give_up
 
 
 class Saves:
@@ -37,14 +38,19 @@ class Saves:
         Raises:
             CheckpointError: a save failed with on_error="raise", and nobody asked for why.
         """
-        self._saves.wait(inf)
+        self._wait()
         self._saves.raise_first()
+
+    def _wait(self) -> None:
+        self._saves.wait(inf)
+        for root in self._runs:
+            give_up(root)
 
     def __enter__(self) -> Saves:
         return self
 
     def __exit__(self, kind: object, _error: object, _trace: object) -> None:
-        self._saves.wait(inf)
+        self._wait()
         if kind is None:
             self._saves.raise_first()
 

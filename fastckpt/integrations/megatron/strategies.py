@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from fastckpt import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.arguments.options import SaveOptions, check_options
-from fastckpt.directories.items_place import ItemsPlace, SwapItemsPlace
-from fastckpt.directories.iterations import COMMON, CONFIG, METADATA, is_part
+from fastckpt.directories.iterations import COMMON, CONFIG, METADATA, is_part, root_of
+from fastckpt.directories.place import DirectoryPlace
 from fastckpt.directories.verify import COMMON_CRC, check_common
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.integrations import dcp
@@ -95,23 +95,18 @@ class Writer(dcp.Writer):
         self._afterwards = afterwards
         self.lane = None if afterwards is None else afterwards.lane
 
-    def _place(self, storage: Storage, path: str, agreement: Round) -> ItemsPlace:
-        retain = None if self._afterwards is None else self._afterwards.retain
-        return SwapItemsPlace(
-            storage,
-            path,
+    def place(self, agreement: Round, **options: Any) -> DirectoryPlace:
+        return super().place(
             agreement,
-            self.options.durable,
-            METADATA,
-            is_part,
-            self._is_common_new,
-            retain,
+            record=(METADATA, COMMON, CONFIG),
+            is_part=is_part,
+            is_broken=self._is_common_new,
+            retain=None if self._afterwards is None else self._afterwards.retain,
+            lease=self.leases and root_of(self.path),
         )
 
     def commit(self, storage: Storage, metadata: Metadata, results: Any, directory: str) -> Any:
         """Commits, on the first rank in the background, when all data is durable."""
-        # If no rank had data to write, there is no directory yet.
-        atomic.make_directory(storage, directory, self.options.durable)
         written, common = os.path.join(self.path, COMMON), self._common
         if _COMMON_KEY in metadata.state_dict_metadata:
             with reported("remove", directory), contextlib.suppress(FileNotFoundError):

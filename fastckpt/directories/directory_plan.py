@@ -9,19 +9,17 @@ import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import chain
 
 from fastckpt.arguments.checks import Striping
 from fastckpt.arguments.names import listed
 from fastckpt.arguments.options import WriteOptions
-from fastckpt.directories.draft import CapturedFile, Draft
+from fastckpt.directories.draft import Draft
+from fastckpt.directories.hidden_directory import names_in
+from fastckpt.directories.place import DirectoryPlace
 from fastckpt.directories.shared_files import SharedFile
-from fastckpt.directories.swap_place import SwapPlace, names_in
 from fastckpt.directories.verify import crc32_of
-from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.staging import combine_crcs
 from fastckpt.formats import file_list
 from fastckpt.formats.file_list import File
@@ -29,7 +27,6 @@ from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.same_state import Description, compare
 from fastckpt.saving.handle import InnerHandle
-from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.plan import Output, Plan, WholeFile
 from fastckpt.storage.atomic import close_quietly, settle
@@ -55,55 +52,14 @@ def tell_lossy(path: str, names: set[str]) -> None:
         )
 
 
-class CapturedPlan(Plan):
-    """One rank's plan of files whose content was captured.
-
-    Args:
-        files: these.
-        reads, watched: as Plan's.
-        directory: the directory that they are in, for messages.
-        made: makes one of them, given its name, as (descriptor, path).
-        options: the save's.
-    """
-
-    def __init__(
-        self,
-        files: list[CapturedFile],
-        reads: DeviceSources,
-        watched: Sequence[WatchedTensors],
-        directory: str,
-        made: Callable[[str, Purpose], AbstractContextManager[tuple[int, str]]],
-        options: WriteOptions,
-    ) -> None:
-        super().__init__(reads, watched)
-        self._pending = files
-        self._directory = directory
-        self._made = made
-        self._options = options
-        self._outputs: dict[str, WholeFile] = {}  # by name
-
-    def lay_out(self, pace: Pace) -> list[Output]:
-        for pending in self._pending:
-            image, make = pending.layout(), partial(self._made, pending.name)
-            path = os.path.join(self._directory, pending.name)
-            purpose = Purpose(image.nbytes, 1, self._options.striping)
-            self._outputs[pending.name] = WholeFile(image, path, make, purpose)
-        return [*self._outputs.values()]
-
-    def forget(self) -> None:
-        for pending in self._pending:
-            pending.forget()
-        for output in self._outputs.values():
-            output.image.sources.clear()
-
-    def release(self) -> None:
-        self.forget()
-        self._pending, self._outputs = [], {}
-
-
-class SwapPlan(CapturedPlan):
+class DirectoryPlan(Plan):
     """One rank's plan of a directory: it writes the files that are pending in the draft, and its
     part of those that are shared.
+
+    Args:
+        handle, agreement: of the save.
+        draft: the files of this rank.
+        place, options: the directory, and how its files are written.
     """
 
     def __init__(
@@ -111,28 +67,36 @@ class SwapPlan(CapturedPlan):
         handle: InnerHandle,
         agreement: Round,
         draft: Draft,
-        place: SwapPlace,
+        place: DirectoryPlace,
         options: WriteOptions,
     ) -> None:
-        super().__init__(
-            draft.pending, draft.reads(), draft.watched, draft.directory, draft.made, options
-        )
+        super().__init__(draft.reads(), draft.watched)
         self._handle = handle
         self._agreement = agreement
-        self._listed = draft.listed
+        self._pending = draft.pending
         self._items = draft.items
         self._shared = draft.shared
+        self._listed = draft.listed
+        self._directory = draft.directory
+        self._is_filled = draft.is_own  # by any means, at once
         self._place = place
+        self._options = options
+        self._outputs: dict[str, WholeFile] = {}  # by name
         self._parts: dict[str, _SharedOutput] = {}  # by name
         self._files: dict[str, File] = {}  # of this rank
 
     def lay_out(self, pace: Pace) -> list[Output]:
-        super().lay_out(pace)
+        striping = self._options.striping
+        for pending in self._pending:
+            image, make = pending.layout(), partial(self._place.made, pending.name)
+            path = os.path.join(self._directory, pending.name)
+            purpose = Purpose(image.nbytes, 1, striping)
+            self._outputs[pending.name] = WholeFile(image, path, make, purpose)
         for items in self._items:
             for output in items.lay_out(pace):
                 self._outputs[os.path.relpath(output.path, self._directory)] = output
         if self._shared is not None:
-            agreement, striping = self._agreement, self._options.striping
+            agreement = self._agreement
             seed = zlib.crc32(agreement.name.encode())
             for file in self._shared.lay_out(agreement.rank, agreement.world_size, seed):
                 path = os.path.join(self._directory, file.name)
@@ -173,6 +137,8 @@ class SwapPlan(CapturedPlan):
 
     def _list_others(self, known: set[str]) -> None:
         """Makes the files durable that are in the draft already, and adds them to the list."""
+        if not self._is_filled:
+            return
         with reported("list", self._directory):
             names = [*names_in(self._place.storage, self._directory)]
         for name in names:
@@ -201,28 +167,38 @@ class SwapPlan(CapturedPlan):
             items.publish(self._agreement.gather(f"items {number}"))
         if self._items:
             self._list_others({*self._files}.union(*brought))
-        self._place.publish(self._files, brought[1:])
+        for found in brought[1:]:  # of files with the same name the lowest rank's counts
+            self._files = {**found, **self._files}
+        self._place.publish_listed(self._files)
 
     def forget(self) -> None:
-        super().forget()
+        for pending in self._pending:
+            pending.forget()
         for items in self._items:
             items.forget()
+        for output in self._outputs.values():
+            output.image.sources.clear()
         if self._shared is not None:
             self._shared.forget()
 
     def release(self) -> None:
-        super().release()
+        self.forget()
         for items in self._items:
             items.release()
-        self._items = []
-        self._shared, self._parts = None, {}
+        self._pending, self._items, self._shared = [], [], None
+        self._outputs, self._parts = {}, {}
 
 
 class _SharedOutput(Output):
     """This rank's part of a file that the first rank makes."""
 
     def __init__(
-        self, file: SharedFile, path: str, place: SwapPlace, agreement: Round, striping: Striping
+        self,
+        file: SharedFile,
+        path: str,
+        place: DirectoryPlace,
+        agreement: Round,
+        striping: Striping,
     ) -> None:
         super().__init__(file.image, path)
         self.scatterer = file.scatterer()
