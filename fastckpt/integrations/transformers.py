@@ -62,9 +62,9 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
     checkpoint, with a warning, for the one before; a damaged one that was named is refused.
 
     train() returns when all checkpoints are committed. Callbacks' `on_save` is called by the first
-    step, save or end of training after `checkpoint-N` has its name, with the state that the Trainer
-    had at the save; not for a save that failed. With a callback that has an `on_save`, a save waits
-    for the one before it; without one, none does.
+    step, save or end of training after `checkpoint-N` has its name (with several ranks, save or
+    end), with the state that the Trainer had at the save; not for a save that failed. With a
+    callback that has an `on_save`, a save waits for the one before it; without one, none does.
 
     Args:
         args, kwargs: as Trainer's.
@@ -135,7 +135,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             CheckpointError: with on_error="raise", the first failure that was not raised before.
         """
         self._saves.wait(FREEING_S)
-        self._call_on_save()
+        self._call_on_save(wait=True)
         best, self._best = self._best, None
         if best is not None and best.failure() is not None:
             path = self.state.best_model_checkpoint
@@ -250,7 +250,8 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             self.control = handler.call_event("on_save", self.args, state, self.control)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self._call_on_save()  # at each step
+        if self.args.world_size == 1:  # several ranks hear of a commit in different steps
+            self._call_on_save()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:

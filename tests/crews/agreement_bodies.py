@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from fastckpt import SaveOptions
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
+from fastckpt.saving.handle import InnerHandle
 from tests.crews.group_crew import Member, attempt
 from tests.kit.doubles import FailAt, file_size_limit, process_on
 
@@ -324,25 +325,30 @@ def _lightning(root: str) -> Save:
     return begin
 
 
+def steps_of_calls(member: Member, root: str) -> list[int]:
+    """The steps in which a Trainer calls on_save, where rank 1 hears late that saves have ended."""
+    from transformers import TrainerCallback
+
+    called: list[int] = []
+
+    class Notes(TrainerCallback):  # type: ignore[misc]
+        def on_save(self, *_args: Any, **_named: Any) -> None:
+            called.append(trainer.state.global_step)
+
+        def on_step_end(self, *_args: Any, **_named: Any) -> None:
+            for save in trainer._saves:
+                save.wait_done()
+
+    _launch(member)
+    trainer = _trainer(root, max_steps=6, save_steps=2, callbacks=[Notes()])
+    late = mock.patch.object(InnerHandle, "done", lambda _handle: False)
+    with late if member.rank else contextlib.nullcontext():
+        trainer.train()
+    return called
+
+
 def _transformers(root: str) -> Save:
-    import tqdm
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
-
-    from fastckpt.integrations.transformers import AsyncTrainer
-
-    tqdm.tqdm.monitor_interval = 0  # else it has a thread that never ends
-    sizes = {"vocab_size": 80, "n_positions": 8, "n_embd": 32, "n_layer": 1, "n_head": 2}
-    arguments = TrainingArguments(
-        output_dir=root, report_to=[], disable_tqdm=True, use_cpu=True, save_steps=1, max_steps=1
-    )
-    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
-    trainer = AsyncTrainer(
-        model=GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)),
-        args=arguments,
-        train_dataset=rows,
-        options=SaveOptions(timeout_s=TIMEOUT_S),
-    )
-    trainer.args.save_strategy = "no"
+    trainer = _trainer(root, max_steps=1, save_strategy="no")
     trainer.train()
     trainer.state.best_global_step = 1
 
@@ -353,6 +359,27 @@ def _transformers(root: str) -> Save:
         return trainer.wait_for_checkpoints
 
     return begin
+
+
+def _trainer(root: str, callbacks: Any = (), **arguments: Any) -> Any:
+    import tqdm
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+    from fastckpt.integrations.transformers import AsyncTrainer
+
+    tqdm.tqdm.monitor_interval = 0  # else it has a thread that never ends
+    sizes = {"vocab_size": 80, "n_positions": 8, "n_embd": 32, "n_layer": 1, "n_head": 2}
+    how = TrainingArguments(
+        output_dir=root, report_to=[], disable_tqdm=True, use_cpu=True, **arguments
+    )
+    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
+    return AsyncTrainer(
+        model=GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)),
+        args=how,
+        train_dataset=rows,
+        callbacks=[*callbacks],
+        options=SaveOptions(timeout_s=TIMEOUT_S),
+    )
 
 
 def _deepspeed(_root: str) -> Save:

@@ -79,3 +79,10 @@ def test_the_first_rank_says_whether_an_automatic_directory_is_there(
     with nursery.crew(2) as crew:
         assert crew(bodies.save_where_one_rank_sees_it, str(disk)) == [None, None]
         (disk / "checkpoints" / "checkpoint_0" / "random_states_0.pkl").read_bytes()
+
+
+def test_callbacks_of_all_ranks_are_called_in_the_same_steps(nursery: Nursery, disk: Path) -> None:
+    pytest.importorskip("transformers")
+    with nursery.crew(2) as crew:
+        first, second = crew(bodies.steps_of_calls, str(disk))
+        assert first == second and len(first) == 3
