@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, cast
 
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
@@ -119,12 +118,16 @@ class BackgroundCheckpointIO:
         options = replace(self._options, staging="host")
 
         def begin() -> tuple[SaveHandle, bool]:
-            # Errors of one rank are raised in fill(), from where all ranks hear of them.
-            unlinking = _kept(partial(_unlink_softly, local))
+            problem: OSError | None = None
+            try:
+                _unlink_softly(local)
+            except OSError as error:
+                problem = error
             has_links = list[bool]()
 
             def fill(draft: Draft) -> None:
-                unlinking()
+                if problem is not None:  # it is raised here, so that all ranks hear of it
+                    raise problem
                 agreement = draft.agreement
                 if agreement.rank == 0:  # which makes the links
                     draft.add(others, _OTHERS)
@@ -376,21 +379,6 @@ def _on_file_system(path: str | os.PathLike[str]) -> str:
     if local is None:
         raise ValueError(f"{path!r} is not on a file system: give the path of a mounted one")
     return local
-
-
-def _kept(act: Callable[[], None]) -> Callable[[], None]:
-    """Acts, and returns a function that raises the error of this, if there was one."""
-    error: OSError | None = None
-    try:
-        act()
-    except OSError as failure:
-        error = failure
-
-    def raise_error() -> None:
-        if error is not None:
-            raise error
-
-    return raise_error
 
 
 def _has_links(directory: str) -> bool:

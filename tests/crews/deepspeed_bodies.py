@@ -221,6 +221,27 @@ def fail_once(member: Member, root: str, tags: list[str], on_error: str) -> dict
     return seen
 
 
+def fail_and_tell_one_rank(member: Member, root: str) -> list[BaseException | None]:
+    """What two saves raise after one that failed, of which rank 0 has asked for the error; and how
+    the first of them ended.
+    """
+    engine, saving = installed(1, timeout_s=30)
+    with file_size_limit(16 << 10 if member.rank == 1 else None):
+        engine.save_checkpoint(root, "a")
+        saving.drain()
+    if member.rank == 0:
+        assert saving.handle.exception() is not None
+    dist.barrier()
+    told = [attempt(lambda: engine.save_checkpoint(root, "b")).error]
+    saving.drain()
+    told.append(saving.handle.exception())
+    dist.barrier()
+    told.append(attempt(lambda: engine.save_checkpoint(root, "c")).error)
+    saving.wait()
+    engine.destroy()
+    return told
+
+
 def save_where_no_directory_is(member: Member, root: str, on_error: str) -> list[Any]:
     """What saves raise: to a path below a file, where no directory can be made, then elsewhere."""
     engine, _saving = installed(1, on_error=on_error, timeout_s=30)

@@ -195,6 +195,16 @@ def test_a_directory_that_cannot_be_made_fails_the_tag_on_all_ranks(
             assert told is None
 
 
+def test_an_error_that_one_rank_has_been_told_holds_up_nobody(
+    call: Callable[..., list[Any]], disk: Path
+) -> None:
+    """DeepSpeed's collectives come after the moment at which the other rank could raise it."""
+    (first, ended, then), (raised, also, after) = call(bodies.fail_and_tell_one_rank, str(disk))
+    assert first is None and "an earlier save" in str(raised)
+    assert "rank 1 failed" in str(ended) and "an earlier save" in str(also)
+    assert then is None and after is None
+
+
 def test_destroy_waits_and_raises(call: Callable[..., list[Any]], disk: Path) -> None:
     first, second = call(bodies.destroy_after_failure, str(disk))
     assert isinstance(first, OSError) and isinstance(second, PeerFailed)
