@@ -336,8 +336,7 @@ def steps_of_calls(member: Member, root: str) -> list[int]:
             called.append(trainer.state.global_step)
 
         def on_step_end(self, *_args: Any, **_named: Any) -> None:
-            for save in trainer._saves:
-                save.wait_done()
+            pipeline.current().drain()
 
     _launch(member)
     trainer = _trainer(root, max_steps=6, save_steps=2, callbacks=[Notes()])
