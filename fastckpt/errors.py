@@ -286,9 +286,9 @@ class SaveCancelled(_NamesRanks, CheckpointError):
 
 
 class RootInUse(_NamesRanks, CheckpointError):
-    """Another job saves to the root or the directory on a node, or has taken it over from this one.
-    Every rank raises this; nothing was committed. The message says which job that is, and what to
-    do.
+    """Another job saves to the root, to the directory on a node, or to that of a framework's
+    checkpoints, or has taken it over from this one. Every rank raises this; nothing was committed.
+    The message says which job that is, and what to do.
 
     Attributes:
         ranks: the rank that found it out.

@@ -156,7 +156,7 @@ def export(
             without what torch.compile() puts into them ("_orig_mod.") and, where all begin so,
             DataParallel and DistributedDataParallel ("module.").
         directory: the path to write. An old export there is replaced as a whole; other files there
-            are not, and the export fails.
+            stay, and the export fails if one of them has the name of a file that it needs.
         dtype: the dtype of tensors of floating-point numbers in the files; None: their own. A
             warning names, once, those whose finite numbers do not stay finite in it.
         rename: gives tensors other names: as load_into()'s, applied to the keys joined by "/".

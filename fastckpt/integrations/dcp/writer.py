@@ -52,6 +52,7 @@ class Writer(StorageBase, StorageWriter):
     block; the first rank then replaces `.metadata`. Until that moment, and if anything fails, an
     older checkpoint in the same directory stays loadable; afterwards its data files
     (`__*_*.distcp`, of fastckpt or torch) are removed, and those of saves that are surely over.
+    A save to a directory to which another job saves raises RootInUse.
 
     The positional arguments are those of torch's FileSystemWriter, in its order.
 
