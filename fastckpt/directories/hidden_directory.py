@@ -147,6 +147,8 @@ class HiddenDirectory:
             make_directories_of(storage, self.directory, name)
             try:
                 storage.link(old, new)
+            except FileNotFoundError:
+                continue  # somebody has removed it
             except OSError:  # some file systems give no file two names, or none in two directories
                 _copy(storage, old, new, durable)
 

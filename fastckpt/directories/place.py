@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly, settle
 from fastckpt.storage.file_system import Storage, is_directory, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
+
+log = logging.getLogger("fastckpt")
 
 _LOOKS_MAX = 10  # at a directory that other processes replace meanwhile
 _CLASHES_SHOWN = 5
@@ -106,6 +109,7 @@ class DirectoryPlace(Place):
         self._made: list[str] = []  # files outside of a hidden directory of this rank
         self._replaced: int | None = None  # keeps what the commit replaced, until the save ends
         self._unneeded: list[str] = []
+        self._seen = set[str]()  # files in the directory that is replaced
 
     def awaited(self, previous: Sequence[InnerHandle], pipeline: Pipeline) -> Sequence[InnerHandle]:
         # Until those to the same directory end, nobody knows which files they leave.
@@ -348,7 +352,7 @@ class DirectoryPlace(Place):
                 return []
             try:
                 is_part = self._parts_beside(names)
-                found = [each for each in names_in(storage, path, links=True) if not is_part(each)]
+                self._seen = {*names_in(storage, path, links=True)}
             except FileNotFoundError:
                 continue  # a directory in the one before is gone
             except CheckpointError:
@@ -356,9 +360,19 @@ class DirectoryPlace(Place):
                     raise
                 continue
             if self._version() == before:
-                return found
+                return sorted(name for name in self._seen if not is_part(name))
         detail = f"other processes have replaced it {_LOOKS_MAX} times while it was looked at"
         raise StorageError("list", path, errno.EBUSY, detail=detail)
+
+    def _keep_late(self, hidden: HiddenDirectory) -> None:
+        """Brings files of others that have come to the old directory since it was looked at."""
+        storage, old = self.storage, hidden.directory
+        if not is_directory(storage, old):
+            old = os.path.join(hidden.root, atomic.REPLACED)
+        for name in names_in(storage, old, links=True):
+            if name not in self._seen and not self._is_there(name):
+                make_directories_of(storage, self._path, name)
+                storage.rename(os.path.join(old, name), os.path.join(self._path, name))
 
     def _version(self) -> tuple[int, int, int] | None:
         """Returns what tells directories that have had the name apart; None if none has it now."""
@@ -440,8 +454,14 @@ class DirectoryPlace(Place):
         if replaced is not None:
             close_quietly(self.storage, replaced)
         atomic.remove_files(self.storage, self._unneeded)
-        if self._hidden is not None:
-            self._hidden.discard()
+        if (hidden := self._hidden) is not None:
+            try:
+                if self._is_committed and self._seen and not hidden.is_kept:
+                    self._keep_late(hidden)
+            except OSError as error:
+                log.warning("files that came to %r last may be lost: %s", self._path, error)
+            finally:
+                hidden.discard()
         if self._lease is not None and not is_registered(self._lease):
             self._lease.release()
         if self._is_committed and self._retain is not None:

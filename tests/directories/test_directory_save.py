@@ -345,6 +345,31 @@ def test_files_of_others_stay(disk: Path, name: str) -> None:
     assert os.listdir(disk) == ["a"]
 
 
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_file_that_comes_last_stays(disk: Path, exchanges: bool) -> None:
+    """And one that goes meanwhile prevents nothing."""
+    path = disk / "a"
+
+    class Late(Recorder):
+        def perform(self, number: int, operation: Operation, real: Callable[[], Any]) -> Any:
+            if operation.name == "link":
+                (path / "mine.txt").unlink()
+            if operation.name == "exchange":
+                (path / "deep").mkdir()
+                (path / "deep" / "mine.txt").write_text("late")
+                if not exchanges:
+                    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            return real()
+
+    with through(Storage()):
+        save_directory(str(path), fill_with(1)).result(WAIT_S)
+        (path / "mine.txt").write_text("mine")
+    with through(Late()):
+        save_directory(str(path), fill_with(2)).result(WAIT_S)
+    (path / "deep" / "mine.txt").unlink()
+    assert step_in(path) == 2 and os.listdir(disk) == ["a"]
+
+
 @pytest.mark.parametrize("way", ["at once", "later", "as a directory", "in place of a directory"])
 def test_files_of_others_whose_names_are_needed_are_refused(disk: Path, way: str) -> None:
     """Before anything is written; those of a damaged checkpoint of fastckpt are replaced."""
