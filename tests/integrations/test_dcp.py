@@ -43,6 +43,7 @@ from fastckpt import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint,
 from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_load import ItemsFile
 from fastckpt.engine.staging import Allowance
+from fastckpt.errors import RootInUse
 from fastckpt.formats import distcp
 from fastckpt.integrations.dcp import Reader, Saving, Writer, async_save, save
 from fastckpt.ranks import coordinator
@@ -1245,6 +1246,22 @@ def test_ranks_killed_in_an_overwrite_leave_the_old_or_the_new(
     while len(names_in(tmp_path)) > 3 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert len(names_in(tmp_path)) == 3  # one file of each rank, and what commits them
+
+
+@pytest.mark.multiprocess
+def test_all_ranks_of_a_second_job_are_refused(
+    nursery: Nursery, crew: Callable[[int], Crew], tmp_path: Path
+) -> None:
+    how, path = "async call", str(tmp_path)
+    with nursery.crew(2) as first:
+        for seed in (1, 2):
+            values(first(bodies.saved, how, seed, path))
+        before = {*names_in(tmp_path)}
+        for outcome in crew(2)(bodies.saved, how, 3, path):
+            assert isinstance(outcome.error, RootInUse), repr(outcome.error)
+        assert {*names_in(tmp_path)} <= before
+    values(crew(2)(bodies.saved, how, 4, path))
+    assert values(crew(2)(bodies.loaded, "torch", 4, path)) == [True, True]
 
 
 @pytest.mark.multiprocess
