@@ -128,7 +128,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
                 LR_SCHEDULER: lr_schedulers,
             }
         )
-        self._stages = Stages.found(self.states[MODEL].cached_state_dict, config.timeout_s)
+        self._stages = Stages.found(self.states[MODEL].cached_state_dict, config.options.timeout_s)
         if self._stages is not None and config.last_save_in_hf:
             raise ValueError(
                 "checkpoint.last_save_in_hf is True, but with pipeline parallelism no rank has all "
