@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import zlib
+from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
@@ -84,8 +85,11 @@ class DirectoryPlan(Plan):
         self._outputs: dict[str, WholeFile] = {}  # by name
         self._parts: dict[str, _SharedOutput] = {}  # by name
         self._files: dict[str, File] = {}  # of this rank
+        self._filled: list[str] = []  # names of files that were there before this rank's outputs
 
     def lay_out(self, pace: Pace) -> list[Output]:
+        # Listed before place.begin() tells other ranks where to bring their files.
+        self._filled = self._listing() if self._is_filled else []
         striping = self._options.striping
         for pending in self._pending:
             image, make = pending.layout(), partial(self._place.made, pending.name)
@@ -125,7 +129,7 @@ class DirectoryPlan(Plan):
         for number, items in enumerate(self._items):
             self._agreement.put(f"items {number}", items.record())
         self._files = {name: _listed(output) for name, output in self._outputs.items()}
-        self._list_others({*self._files, *self._parts})
+        self._list_others(self._filled, {*self._files, *self._parts})
         own = self._place.bring(self._files)
         parts = {name: File(*output.scatterer.written()) for name, output in self._parts.items()}
         written = [*own.values(), *parts.values()]
@@ -135,12 +139,12 @@ class DirectoryPlan(Plan):
             self._agreement.put("lossy", json.dumps([*chain(*lossy)]).encode())
         return file_list.to_record(parts if self._agreement.rank == 0 else {**own, **parts})
 
-    def _list_others(self, known: set[str]) -> None:
-        """Makes the files durable that are in the draft already, and adds them to the list."""
-        if not self._is_filled:
-            return
+    def _listing(self) -> list[str]:
         with reported("list", self._directory):
-            names = [*names_in(self._place.storage, self._directory)]
+            return [*names_in(self._place.storage, self._directory)]
+
+    def _list_others(self, names: Sequence[str], known: set[str]) -> None:
+        """Makes the files durable that nothing here has written, and adds them to the list."""
         for name in names:
             if name not in known:
                 self._files[name] = self._settled(name)
@@ -165,8 +169,8 @@ class DirectoryPlan(Plan):
             tell_lossy(self._handle.path, {*chain.from_iterable(gathered)})
         for number, items in enumerate(self._items):
             items.publish(self._agreement.gather(f"items {number}"))
-        if self._items:
-            self._list_others({*self._files}.union(*brought))
+        if self._items and self._is_filled:
+            self._list_others(self._listing(), {*self._files}.union(*brought))
         for found in brought[1:]:  # of files with the same name the lowest rank's counts
             self._files = {**found, **self._files}
         self._place.publish_listed(self._files)

@@ -113,7 +113,7 @@ def lightning(root: str) -> Save:
 
     def save(number: int) -> None:
         saving.save_shards(state(number), {"epoch": number}, os.path.join(root, "shards"))
-        saving._handles[-1].result(WAIT_S)
+        saving._saves.last.result(WAIT_S)
 
     return save
 
@@ -122,7 +122,7 @@ def deepspeed(root: str) -> Save:
     from fastckpt.integrations.deepspeed import CheckpointCommitInfo, FastckptCheckpointEngine
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine = FastckptCheckpointEngine("raise", True, "host", None, WAIT_S)
+    engine = FastckptCheckpointEngine(fastckpt.SaveOptions(timeout_s=WAIT_S))
 
     def save(number: int) -> None:
         with engine.whole_tag():

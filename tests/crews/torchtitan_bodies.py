@@ -84,7 +84,8 @@ def pipeline(member: Member, disk: str, schedule: str, **settings: Any) -> Itera
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)["fsdp"]
         for part in parts:
             fully_shard(part, mesh=mesh)
-    run = Run(Path(disk), parts=parts, timeout_s=20, **settings)
+    options = SaveOptions(fence="step", timeout_s=20)
+    run = Run(Path(disk), parts=parts, options=options, **settings)
     with contextlib.closing(run.checkpointer):
         yield run
 
