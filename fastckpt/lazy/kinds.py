@@ -52,6 +52,7 @@ from fastckpt.lazy.source import Source
 from fastckpt.lazy.torch_file import torch_file
 from fastckpt.reading.verified import Body, open_verified, opened_regular
 from fastckpt.saving import pipeline
+from fastckpt.saving.lease import Lease
 from fastckpt.steps.no_steps import is_step, what_is_there
 from fastckpt.steps.root import Steps
 from fastckpt.storage import atomic
@@ -365,6 +366,7 @@ def _remove_unnamed(storage: Storage, directory: str, files: list[str]) -> bool:
         path = os.path.join(directory, name)
         with reported("remove", path), suppress(FileNotFoundError):  # somebody else removed it
             storage.remove(path)
+    Lease(storage, directory).remove_left()
     with suppress(OSError):  # it may hold other files
         storage.remove_directory(directory)
     return True

@@ -22,6 +22,7 @@ import torch
 import fastckpt
 from fastckpt.cli import main
 from fastckpt.formats.step_names import tier_name
+from fastckpt.saving.lease import give_up
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from tests.kit.doubles import FailAlways, process_on
@@ -226,6 +227,7 @@ def test_data_files_of_a_dcp_save_that_was_killed(
         pytest.skip(NEEDS_DCP)
     for name in ("whole", "begun"):
         fast_dcp.save({"w": torch.ones(300_000)}, checkpoint_id=str(disk / name))
+    give_up(str(disk / "begun"))
     (disk / "begun" / ".metadata").unlink()
     (file,) = (disk / "begun").iterdir()
     assert repaired(capsys, disk, *OTHERS, status=0) == []  # this process may commit it yet
@@ -287,6 +289,7 @@ def test_data_files_of_a_dcp_save_that_was_killed_here(
     if fast_dcp is None:
         pytest.skip(NEEDS_DCP)
     fast_dcp.save({"w": torch.ones(9)}, checkpoint_id=str(disk / "whole"))
+    give_up(str(disk / "whole"))
     before = sorted(disk.rglob("*"))
     with Program(LEAVES, "dcp", disk, "dies") as program:
         assert program.stdout.readline() == "there\n"
