@@ -231,7 +231,10 @@ def _torchtitan(_root: str) -> Save:
 
     def begin(path: str) -> Wait:
         checkpointer = FastckptCheckpointer.Config(
-            enable=True, interval=1, folder=path, options=SaveOptions(timeout_s=TIMEOUT_S)
+            enable=True,
+            interval=1,
+            folder=path,
+            options=SaveOptions(fence="step", timeout_s=TIMEOUT_S),
         ).build(
             dataloader=None,
             model_parts=[model],
