@@ -25,7 +25,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt.saving import lease, pipeline
+from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.objects import PathStorage
 from tests.crews.group_crew import Crew, Nursery
@@ -36,7 +36,7 @@ from tests.kit.cufile_stub import CufileStub
 from tests.kit.mounts import file_system
 from tests.kit.options import gathered
 from tests.kit.paths import ROOT
-from tests.kit.saves import saving_threads
+from tests.kit.saves import give_up_leases, saving_threads
 from tests.kit.storm import SUITE_SEED, Chance, Storm
 
 BUILD = ROOT / "build"
@@ -345,8 +345,7 @@ def process_as_it_was() -> Iterator[None]:
     another test a change of the class would be without effect. They keep the lease of no directory.
     """
     yield
-    for directory in [*lease._of_directories]:
-        lease.give_up(directory)
+    give_up_leases()
     here = pipeline._current
     if here is not None:
         assert type(here.storage) is PathStorage, here.storage

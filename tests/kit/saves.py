@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt.saving import lease
 
 PAGE = mmap.PAGESIZE
 WAIT_S = 60.0
@@ -183,6 +184,12 @@ def saving_threads() -> list[str]:
     return [name for name in names if "fastckpt" in name and name != "fastckpt-store"]
 
 
+def give_up_leases() -> None:
+    """Gives up the leases of directories that this process has, each of which has a thread."""
+    for directory in [*lease._of_directories]:
+        lease.give_up(directory)
+
+
 def let_others_end() -> None:
     """Waits for the saves of earlier tests, and frees what they left: memory is measured next."""
     wait_until(lambda: not saving_threads(), "the saves of other tests are over")
@@ -193,6 +200,7 @@ def let_others_end() -> None:
 def every_test_settles(disk: Path) -> Iterator[None]:
     """No save outlives its test, and no failure that nobody asked for meets the next one."""
     yield
+    give_up_leases()
     wait_until(lambda: not saving_threads(), "the saves of the test are over")
     for _ in range(100):
         try:
