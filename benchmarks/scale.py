@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 import harness
 from harness import Line, Row, at_most, holds, middle, progress, told
@@ -34,7 +33,8 @@ from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.plan import Shard
-from fastckpt.steps.root import Steps
+from fastckpt.steps.posix import PosixSteps
+from fastckpt.steps.store import Draft
 
 AGAIN = 5  # times that an unchanged plan is made
 DIGEST_BYTES = len(Description([]).digest())
@@ -118,7 +118,7 @@ def planned_again(job: Job, sample: Sequence[int]) -> list[float]:
     return medians
 
 
-def published(steps: Steps, begun: Any, job: Job, saved: Saved, nonce: str) -> int:
+def published(steps: PosixSteps, begun: Draft, job: Job, saved: Saved, nonce: str) -> int:
     """Commit the step as the first rank does; returns the bytes of its manifest."""
     manifest = Manifest(
         step=0,
@@ -129,12 +129,12 @@ def published(steps: Steps, begun: Any, job: Job, saved: Saved, nonce: str) -> i
         objects=ObjectsFile("objects.pt", 4096, 0),
         writers=tuple(map(Writer.from_bytes, saved.writers)),
     )
-    steps.publish(begun, manifest, durable=True)
-    steps.storage.close(begun.manifest_fd)
+    begun.commit(manifest, durable=True)
+    begun.close()
     return Path(steps.path(begun.name, MANIFEST)).stat().st_size
 
 
-def restored(pipeline: Pipeline, steps: Steps, name: str, job: Job, rank: int) -> Row:
+def restored(pipeline: Pipeline, steps: PosixSteps, name: str, job: Job, rank: int) -> Row:
     """Plan the restore of one rank: which indexes it reads, and what it copies from where."""
     leaves = job.leaves(rank)
     places = [(leaf.key, leaf.local.dtype, leaf.shape, leaf.box) for leaf in leaves]
@@ -204,7 +204,7 @@ def main() -> int:
     pipeline, nonce = Pipeline(budget_bytes=STAGING_BYTES), secrets.token_hex(16)
     with harness.place("scale", options.dir) as directory:
         environment = harness.environment(directory)
-        steps = Steps(pipeline.storage, str(directory / "run"))
+        steps = PosixSteps(pipeline.storage, str(directory / "run"))
         begun = steps.begin(0)
         saved = Saved(job, directory / "run" / begun.name, nonce)
         again = planned_again(job, job.sample(options.sample))

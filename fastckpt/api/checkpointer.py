@@ -57,7 +57,7 @@ from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.no_steps import is_step, it_is_a_step, real_path
 from fastckpt.steps.options import Local, StepOptions, common_terms
 from fastckpt.steps.plan import StepPlace, StepPlan
-from fastckpt.steps.root import Steps
+from fastckpt.steps.root import store_at
 from fastckpt.steps.shared_reads import Spread
 from fastckpt.tiers.local_tier import LocalTier
 from fastckpt.tiers.place import NodePlace
@@ -192,7 +192,7 @@ class Checkpointer:
             refuse_for_url(local or self._root, staging=options.staging, backend=options.backend)
             storage = pipeline.current().storage
             self._lease = Lease(storage, self._root)
-            self._steps = Steps(storage, self._root, self._lease)
+            self._steps = store_at(storage, self._root, self._lease)
             self._lease.release_with(self._steps)
             with suppress(StorageError):  # a save or restore will raise it again
                 self._steps.is_step = is_step(self._root, timeout_s)

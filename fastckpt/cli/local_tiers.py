@@ -11,13 +11,14 @@ import fastckpt
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.step_names import tier_name
 from fastckpt.saving import pipeline
-from fastckpt.steps.root import Committed, Steps, in_order
+from fastckpt.steps.root import store_at
+from fastckpt.steps.store import Committed, StepStore, in_order
 from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")
 
 
-def tiers_of(storage: Storage, root: str, directories: Sequence[str]) -> Iterator[Steps]:
+def tiers_of(storage: Storage, root: str, directories: Sequence[str]) -> Iterator[StepStore]:
     """Yields the steps of a root, given by its real path, that lie in some local tiers, each given
     as a Checkpointer's `local`, or as the directory in it that is this root's.
 
@@ -35,7 +36,7 @@ def tiers_of(storage: Storage, root: str, directories: Sequence[str]) -> Iterato
         if own != given and name not in names and (others := roots_in(storage, given)):
             told = ", ".join(sorted(map(os.path.basename, others)))
             log.warning("%r has no step of %r, but of other roots: %s", given, root, told)
-        yield Steps(storage, own)
+        yield store_at(storage, own)
 
 
 def roots_in(storage: Storage, directory: str) -> list[str]:
@@ -44,12 +45,12 @@ def roots_in(storage: Storage, directory: str) -> list[str]:
     Raises:
         StorageError: it cannot be listed.
     """
-    if Steps(storage, directory).names():
+    if store_at(storage, directory).names():
         return [directory]
     with reported("list", directory):
         below = sorted(storage.names(directory, directories=True))
     paths = (os.path.join(directory, name) for name in below)
-    return [path for path in paths if Steps(storage, path).names()]
+    return [path for path in paths if store_at(storage, path).names()]
 
 
 def opened(
@@ -59,7 +60,7 @@ def opened(
     all its files, in one of these local tiers; `rename` as fastckpt.open's.
     """
     storage, root = pipeline.current().storage, os.path.realpath(path)
-    shelves = [Steps(storage, root), *tiers_of(storage, root, directories)]
+    shelves = [store_at(storage, root), *tiers_of(storage, root, directories)]
     if not any(steps.names() for steps in shelves[1:]):
         return fastckpt.open(path, rename=rename)
     found: list[tuple[tuple[int, int], str]] = []

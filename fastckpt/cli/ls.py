@@ -18,7 +18,8 @@ from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline
 from fastckpt.steps.no_steps import holds_export, steps_at, what_is_there
 from fastckpt.steps.pins import is_pinned
-from fastckpt.steps.root import Steps
+from fastckpt.steps.root import store_at
+from fastckpt.steps.store import StepStore
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     for tier in tiers_of(storage, root, arguments.local):
         rows += _rows(tier, is_local=True)
     if not rows:
-        raise CheckpointError(f"{root!r} holds no step: {what_is_there(Steps(storage, root))}")
+        raise CheckpointError(f"{root!r} holds no step: {what_is_there(store_at(storage, root))}")
     if arguments.json:
         print(json.dumps({"root": root, "steps": rows}, indent=1))
     else:
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(any(row["state"] in ("damaged", "unreadable") for row in rows))
 
 
-def _rows(steps: Steps, *, is_local: bool) -> Iterator[dict[str, Any]]:
+def _rows(steps: StepStore, *, is_local: bool) -> Iterator[dict[str, Any]]:
     found, faults = steps.committed()
     for name, manifest in found:
         wrong = _wrong(steps, name, manifest, is_local)
@@ -60,7 +61,7 @@ def _rows(steps: Steps, *, is_local: bool) -> Iterator[dict[str, Any]]:
         yield {**_row(steps, name, is_local), "state": "not committed", "why": ""}
 
 
-def _row(steps: Steps, name: str, is_local: bool) -> dict[str, Any]:
+def _row(steps: StepStore, name: str, is_local: bool) -> dict[str, Any]:
     path = steps.path(name)
     return {"path": path, "name": os.path.basename(path), "where": "local" if is_local else "root"}
 
@@ -69,7 +70,7 @@ def _nbytes(manifest: Manifest) -> int:
     return manifest.objects.nbytes + sum(its.nbytes + its.index_nbytes for its in manifest.writers)
 
 
-def _wrong(steps: Steps, name: str, manifest: Manifest, is_local: bool) -> str:
+def _wrong(steps: StepStore, name: str, manifest: Manifest, is_local: bool) -> str:
     """Returns what is wrong about the files of a step, as far as their sizes tell; or ""."""
     sizes = {manifest.objects.file: manifest.objects.nbytes}
     for writer in manifest.writers:

@@ -33,11 +33,10 @@ from fastckpt.saving.lease import Lease
 from fastckpt.state.targets import Target
 from fastckpt.state.tree import Stored as Placeholder
 from fastckpt.steps.copies import StepCopies
-from fastckpt.steps.dead import left_in
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.no_steps import is_step, what_is_there
-from fastckpt.steps.root import Steps
-from fastckpt.storage import atomic
+from fastckpt.steps.root import store_at
+from fastckpt.steps.store import StepStore
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.vanishing import listed_anew
 
@@ -58,7 +57,12 @@ class StepSource:
     kind, is_verified, has_paths = "a step of fastckpt", True, True
 
     def __init__(
-        self, storage: Storage, staging: Staging, steps: Steps, name: str, close: Callable[[], None]
+        self,
+        storage: Storage,
+        staging: Staging,
+        steps: StepStore,
+        name: str,
+        close: Callable[[], None],
     ) -> None:
         manifest, path = steps.read(name), steps.path(name)
         self._files = ExitStack()
@@ -194,11 +198,11 @@ class Step(Kind):
         return OBJECTS in place.names or is_named or is_step(place.path)
 
     def open(self, place: Place) -> tuple[str, Source]:
-        return place.path, _opened(place, Steps(place.storage, place.path), "")
+        return place.path, _opened(place, store_at(place.storage, place.path), "")
 
     def verify(self, place: Place) -> Iterator[Part]:
         if place.has(MANIFEST, link=True):
-            steps = Steps(place.storage, place.path)
+            steps = store_at(place.storage, place.path)
             yield Part(place.path, partial(_verify, place, steps, "", False))
 
 
@@ -236,13 +240,13 @@ class Run(Kind):
         return any(map(NAME.match, place.names))
 
     def open(self, place: Place) -> tuple[str, Source]:
-        return _newest(place, Steps(place.storage, place.path))
+        return _newest(place, store_at(place.storage, place.path))
 
     def verify(self, place: Place, *, is_local: bool = False) -> Iterator[Part]:
         """Yields also those that were not committed, first. `is_local`: the directory is in a local
         tier, and has the files of a node alone.
         """
-        steps = Steps(place.storage, place.path)
+        steps = store_at(place.storage, place.path)
         begun = [name for name in steps.incomplete() if not _has(place, name, MANIFEST)]
         for name in begun:
             if not is_export(place, name):
@@ -252,15 +256,10 @@ class Run(Kind):
                 yield Part(steps.path(name), partial(_verify, place, steps, name, is_local))
 
     def debris(self, place: Place) -> Iterator[Debris]:
-        steps = Steps(place.storage, place.path)
-        for name in steps.incomplete():
-            path = steps.path(name)
-            if left_in(place.storage, path, 0.0, set()) is not None:
-                left = atomic.temporaries(place.storage, steps.path(name, MANIFEST))
-                is_ours = all(map(atomic.is_of_this_host, left))
-                what = "a step that was never committed" + ("" if is_ours else OF_ANOTHER)
-                remove = partial(steps.remove_if_dead, name, others_after_s=0.0)
-                yield place.debris([name], path, what, is_ours, remove)
+        steps = store_at(place.storage, place.path)
+        for name, is_ours, remove in steps.debris():
+            what = "a step that was never committed" + ("" if is_ours else OF_ANOTHER)
+            yield place.debris([name], steps.path(name), what, is_ours, remove)
         lease = Lease(place.storage, place.path)
         if lease.is_left():
             name = os.path.basename(lease.path)
@@ -281,7 +280,7 @@ def _has(place: Place, name: str, file: str) -> bool:
     return place.has(os.path.join(name, file), link=True)
 
 
-def _opened(place: Place, steps: Steps, name: str) -> StepSource:
+def _opened(place: Place, steps: StepStore, name: str) -> StepSource:
     with ExitStack() as holding:
         holding.enter_context(steps.hold(name))
         closing = ExitStack()
@@ -290,7 +289,7 @@ def _opened(place: Place, steps: Steps, name: str) -> StepSource:
         return source
 
 
-def _newest(place: Place, steps: Steps) -> tuple[str, Source]:
+def _newest(place: Place, steps: StepStore) -> tuple[str, Source]:
     root = steps.root
     problems: list[CheckpointError] = []
 
@@ -328,7 +327,7 @@ def mention() -> int:
     raise NotCommitted(f"it has no {MANIFEST}: it was never committed, or is being saved")
 
 
-def _verify(place: Place, steps: Steps, name: str, is_local: bool) -> int:
+def _verify(place: Place, steps: StepStore, name: str, is_local: bool) -> int:
     """Verifies every file that the manifest names, while nobody may remove the step; with is_local
     only the files of writers that have one there, which are this node's.
     """
@@ -362,7 +361,7 @@ def _verify(place: Place, steps: Steps, name: str, is_local: bool) -> int:
 
 def verify_file_of_step(place: Place, directory: str, file: str) -> int:
     """Verifies one file of a step, with the manifest and index that tell its checksums."""
-    steps = Steps(place.storage, directory)
+    steps = store_at(place.storage, directory)
     if not Place(place.storage, place.staging, directory).has(MANIFEST):
         raise CheckpointError(
             f"{file!r} is of a step that was never committed: {directory!r} has no {MANIFEST}, "

@@ -54,7 +54,7 @@ from fastckpt.reading.verified import Body, open_verified, opened_regular
 from fastckpt.saving import pipeline
 from fastckpt.saving.lease import Lease
 from fastckpt.steps.no_steps import is_step, what_is_there
-from fastckpt.steps.root import Steps
+from fastckpt.steps.root import store_at
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, is_directory, reported
 from fastckpt.storage.object_botocore import stale_uploads
@@ -453,7 +453,7 @@ def parts_at(place: Place) -> Iterator[Part]:
         is_empty = is_empty and part.check is mention
         yield part
     if is_empty:
-        what = what_is_there(Steps(place.storage, place.path))
+        what = what_is_there(store_at(place.storage, place.path))
         why = f"{place.path!r} holds no committed step and no {distcp.SUFFIX} file: {what}"
         yield refused(place.path, why)
 

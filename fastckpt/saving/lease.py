@@ -131,11 +131,17 @@ class Lease:
         self._may_come_back = False  # whether a job that had it before may still live
         self._is_of_use = True
         self._is_kept, self._passing = False, 0  # by whom take() was called
+        self._takings = 0
 
     @property
     def is_held(self) -> bool:
         """Whether this process has it, or needs none since files are objects here."""
         return not self._is_of_use or (self._fd >= 0 and self._pid == os.getpid())
+
+    @property
+    def tenure(self) -> int:
+        """A number that is another one whenever the lease was taken anew; 0 if it is not held."""
+        return self._takings if self._is_of_use and self.is_held else 0
 
     def take(self, passing: bool = False) -> None:
         """Takes the lease, if this process does not have it.
@@ -404,6 +410,7 @@ class Lease:
 
     def _keep(self, fd: int) -> None:
         self._fd, self._pid, self._began = fd, os.getpid(), now_text()
+        self._takings += 1
         _held.add(self)
         self._holding = holding = _thread.allocate_lock()
         holding.acquire()

@@ -27,10 +27,9 @@ from fastckpt.ranks.round import Round
 from fastckpt.ranks.search import COMING, GONE, Candidate, Search, Trial
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.copies import Fetch, StepCopies
-from fastckpt.steps.dead import may_be_committed
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.no_steps import holds_export, no_directories, warn_once, what_is_there
-from fastckpt.steps.root import Committed, Steps, in_order
+from fastckpt.steps.store import BEGUN, DONE, Committed, StepStore, in_order
 from fastckpt.storage.file_system import OWN_SHORTAGES, persistently
 from fastckpt.storage.vanishing import listed_anew
 
@@ -80,7 +79,7 @@ class Elsewhere(Protocol):
 def first_whole(
     agreement: Round,
     current: Pipeline,
-    shelves: Sequence[Steps],
+    shelves: Sequence[StepStore],
     step: int | None,
     read: Callable[[StepReader], T],
     near: Near | None = None,
@@ -149,7 +148,7 @@ class _StepTrial(Trial[tuple[int, T]]):
     def __init__(
         self,
         current: Pipeline,
-        steps: Steps,
+        steps: StepStore,
         name: str,
         read: Callable[[StepReader], T],
         near: Near | None,
@@ -177,7 +176,7 @@ class _StepTrial(Trial[tuple[int, T]]):
         hosts do not see it may be removed while it is read, which looks like damage.
         """
         if self._manifest is None:
-            return not may_be_committed(self._steps.storage, self.path)
+            return not self._steps.may_be_committed(self._name)
         try:
             return self._steps.read(self._name).nonce != self._manifest.nonce
         except Vanished:
@@ -197,11 +196,13 @@ class _StepTrial(Trial[tuple[int, T]]):
 
     def end(self, error: BaseException | None) -> None:
         self._holding.close()
-        known, damaged = self._steps.known(self._name), [*self._damaged.values()]
-        if error is None and self.verdict not in (GONE, COMING):
-            known.note_read(is_whole=not self.verdict)
+        verdicts, damaged = self._steps.verdicts, [*self._damaged.values()]
+        manifest = self._manifest
+        if error is None and self.verdict not in (GONE, COMING) and manifest is not None:
+            item = Committed(self._name, manifest)
+            verdicts.note_read(item, is_whole=not self.verdict)
         if isinstance(error, StorageError | PeerFailed | MemoryError):
-            known.is_unread = True
+            verdicts.unread.add(self._name if manifest is None else manifest.nonce)
         if isinstance(error, StorageError):
             raise _may_be_whole(error) from error
         if isinstance(error, IncompatibleCheckpoint) and damaged:
@@ -241,7 +242,7 @@ def _may_be_whole(error: StorageError) -> StorageError:
 
 
 def candidates(
-    shelves: Sequence[Steps],
+    shelves: Sequence[StepStore],
     step: int | None,
     required: bool = False,
     warn: bool = True,
@@ -290,8 +291,7 @@ def candidates(
         if warn:
             log.warning("skipping a step: %s", fault.error)
     for name in persistently(steps.incomplete, steps.root) if warn else ():
-        save = steps.known(name)
-        if save.is_begun or save.manifest is not None:  # a drain writes it or has written it by now
+        if steps.attempts.get(name) in (BEGUN, DONE):  # a drain writes it or has written it by now
             continue
         if not holds_export(steps, name):
             log.warning("skipping %s: its save was not committed", steps.path(name))
@@ -311,7 +311,7 @@ def candidates(
     return [place for _order, place in ordered]
 
 
-def survey_of_copy(steps: Steps) -> list[Committed]:
+def survey_of_copy(steps: StepStore) -> list[Committed]:
     """Returns the committed steps of a directory that may be lost, as survey() does, but leaves out
     those that are damaged or cannot be read, with a warning.
 
@@ -330,7 +330,7 @@ def survey_of_copy(steps: Steps) -> list[Committed]:
     return readable(steps)
 
 
-def readable(steps: Steps) -> list[Committed]:
+def readable(steps: StepStore) -> list[Committed]:
     """Returns the committed steps that can be read now; none, with a warning, if the root cannot be
     listed.
     """

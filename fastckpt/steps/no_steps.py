@@ -19,7 +19,8 @@ from fastckpt.formats.manifest import MANIFEST, is_manifest
 from fastckpt.formats.step_names import DELETED, NAME
 from fastckpt.saving import pipeline
 from fastckpt.saving.lease import LEASE_FILE
-from fastckpt.steps.root import Steps
+from fastckpt.steps.root import store_at
+from fastckpt.steps.store import StepStore
 from fastckpt.storage.calls import looked_up
 from fastckpt.storage.calls import real_path as real_path
 from fastckpt.storage.file_system import Storage, reported
@@ -31,7 +32,7 @@ _HEAD_BYTES = 64  # of a manifest, which tell that it is one
 _ENTRIES_TRIED = 50  # entries of a directory without steps that are searched for steps
 
 
-def what_is_there(steps: Steps) -> str:
+def what_is_there(steps: StepStore) -> str:
     """Returns what a root without a committed step holds. Raises StorageError if it cannot be
     listed.
     """
@@ -47,18 +48,18 @@ def what_is_there(steps: Steps) -> str:
     if not entries:
         return "the directory is empty"
     below = entries[:_ENTRIES_TRIED]
-    roots = [entry for entry in below if _has_steps(Steps(storage, steps.path(entry)))]
+    roots = [entry for entry in below if _has_steps(store_at(storage, steps.path(entry)))]
     if roots:
         return f"there are steps further down, in {_listed(roots)}"
     return f"there is no step, but {_listed(entries)}"
 
 
-def holds_export(steps: Steps, name: str) -> bool:
+def holds_export(steps: StepStore, name: str) -> bool:
     """Returns whether a directory without a manifest has a list of its files, as exports do."""
     return steps.storage.status(steps.path(name, file_list.NAME), link=True) is not None
 
 
-def no_directories(steps: Steps, known: Collection[str]) -> list[str]:
+def no_directories(steps: StepStore, known: Collection[str]) -> list[str]:
     """Returns what is named as a step, but is a link or a file: no step, since this root may not
     remove what a link leads to. `known` are names of directories. Raises StorageError if the root
     cannot be listed.
@@ -76,7 +77,7 @@ def no_directories(steps: Steps, known: Collection[str]) -> list[str]:
     return [name for name in named if name not in there and _is_there(steps, name)]
 
 
-def _is_there(steps: Steps, name: str) -> bool:
+def _is_there(steps: StepStore, name: str) -> bool:
     """Returns whether a name that was listed is still there: a save may have removed its step."""
     return steps.storage.status(steps.path(name), link=True) is not None
 
@@ -88,9 +89,9 @@ def it_is_a_step(root: str) -> str:
     return f"it is a step itself: give {meant}"
 
 
-def steps_at(storage: Storage, root: str) -> Steps:
+def steps_at(storage: Storage, root: str) -> StepStore:
     """Returns the steps under a root, or the one that it is itself. Raises as is_step()."""
-    steps = Steps(storage, root)
+    steps = store_at(storage, root)
     steps.is_step = is_step(root)
     return steps
 
@@ -112,14 +113,14 @@ def is_step(root: str, timeout_s: float = inf) -> bool:
         return False
 
 
-def warn_once(steps: Steps) -> None:
+def warn_once(steps: StepStore) -> None:
     """Warns, the first time, that no step is committed, and says what the root holds."""
     if not steps.told_empty:
         steps.told_empty = True
         log.warning("%r holds no committed step: %s", steps.root, what_is_there(steps))
 
 
-def _has_steps(steps: Steps) -> bool:
+def _has_steps(steps: StepStore) -> bool:
     try:
         return bool(steps.names())
     except StorageError:

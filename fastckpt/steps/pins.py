@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.step_names import DELETED, PINNED
-from fastckpt.steps.root import Committed, Steps
+from fastckpt.steps.store import Committed, StepStore
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import NEW_MODE, reported
 from fastckpt.storage.vanishing import listed_anew
@@ -19,7 +19,7 @@ from fastckpt.storage.vanishing import listed_anew
 _NOTES_MAX = 1000  # of deleted steps, in a root
 
 
-def pin(steps: Steps, step: int) -> None:
+def pin(steps: StepStore, step: int) -> None:
     """Keeps a step from being removed, durably.
 
     Raises:
@@ -32,7 +32,7 @@ def pin(steps: Steps, step: int) -> None:
     _change(steps, step, change, 1)
 
 
-def unpin(steps: Steps, step: int) -> None:
+def unpin(steps: StepStore, step: int) -> None:
     """Ends that, also for attempts at the step that others have replaced. Raises as pin()."""
 
     def change(path: str) -> None:
@@ -42,14 +42,14 @@ def unpin(steps: Steps, step: int) -> None:
     _change(steps, step, change, None)
 
 
-def is_pinned(steps: Steps, name: str) -> bool:
+def is_pinned(steps: StepStore, name: str) -> bool:
     """Returns whether a step is pinned, by whatever has that name. Raises StorageError."""
     path = steps.path(name, PINNED)
     with reported("open", path):
         return steps.storage.status(path, link=True) is not None
 
 
-def delete(shelves: Sequence[Steps], step: int) -> None:
+def delete(shelves: Sequence[StepStore], step: int) -> None:
     """Removes a step, with attempts at it that others have replaced, from a root and from other
     directories that have copies of its steps.
 
@@ -69,7 +69,7 @@ def delete(shelves: Sequence[Steps], step: int) -> None:
     try:
         _note_deleted(root, nonces)
         for steps, (name, manifest) in found:
-            is_gone = steps.remove_unread(name, manifest.nonce)
+            is_gone = steps.remove(name, manifest.nonce)
             if not is_gone and name in [item.name for item in _attempts(steps, step)]:
                 raise CheckpointError(f"{steps.path(name)!r} is being read, and was not removed")
     except BaseException:
@@ -79,7 +79,7 @@ def delete(shelves: Sequence[Steps], step: int) -> None:
         raise
 
 
-def deleted(root: Steps) -> set[str]:
+def deleted(root: StepStore) -> set[str]:
     """Returns the nonces of the steps that were deleted while nodes had copies. Raises
     StorageError.
     """
@@ -89,7 +89,7 @@ def deleted(root: Steps) -> set[str]:
     return set()
 
 
-def _note_deleted(root: Steps, nonces: set[str]) -> None:
+def _note_deleted(root: StepStore, nonces: set[str]) -> None:
     if nonces:
         root.make_root()
         for nonce in nonces:
@@ -100,7 +100,7 @@ def _note_deleted(root: Steps, nonces: set[str]) -> None:
         root.sync_grown()
 
 
-def _forget_deleted(root: Steps, noted: set[str]) -> None:
+def _forget_deleted(root: StepStore, noted: set[str]) -> None:
     """Removes the older half of very many notes: nodes keep few steps, and have removed those."""
     old = [root.path(DELETED + nonce) for nonce in deleted(root) - noted]
     if len(old) < _NOTES_MAX:
@@ -112,7 +112,7 @@ def _forget_deleted(root: Steps, noted: set[str]) -> None:
             root.storage.remove(path)
 
 
-def _make(steps: Steps, path: str) -> None:
+def _make(steps: StepStore, path: str) -> None:
     """Makes an empty file, if it is not there: it may be, but not durably."""
     with reported("open", path), suppress(FileExistsError):  # it is there
         fd = steps.storage.create(path, NEW_MODE)
@@ -122,7 +122,7 @@ def _make(steps: Steps, path: str) -> None:
             atomic.close_quietly(steps.storage, fd)
 
 
-def _change(steps: Steps, step: int, change: Callable[[str], None], count: int | None) -> None:
+def _change(steps: StepStore, step: int, change: Callable[[str], None], count: int | None) -> None:
     """Changes the pins of the last `count` attempts at a step (None: of all)."""
 
     def changed() -> bool:
@@ -131,18 +131,19 @@ def _change(steps: Steps, step: int, change: Callable[[str], None], count: int |
             with steps.hold(name), reported("pin", steps.path(name)):
                 change(steps.path(name, PINNED))
                 steps.storage.sync_directory(steps.path(name))
+                steps.confirm(name)
         return bool(attempts)
 
     if not listed_anew(changed):  # retention may remove it meanwhile
         raise _none([steps], step)
 
 
-def _attempts(steps: Steps, step: int) -> list[Committed]:
+def _attempts(steps: StepStore, step: int) -> list[Committed]:
     """Returns the committed attempts at a step, the last first."""
     return [item for item in steps.survey(step)[0] if item.manifest.step == step]
 
 
-def _none(shelves: Sequence[Steps], step: int) -> CheckpointError:
+def _none(shelves: Sequence[StepStore], step: int) -> CheckpointError:
     known = sorted({item.manifest.step for steps in shelves for item in steps.survey()[0]})
     told = f"{shelves[0].root!r} holds no committed step {step}: there are {known[-10:]}"
     if len(shelves) > 1:

@@ -44,8 +44,7 @@ from fastckpt.state.tree import Leaf, comparable
 from fastckpt.steps.capture import Content
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
-from fastckpt.steps.root import Steps
-from fastckpt.steps.uncommitted_step import UncommittedStep
+from fastckpt.steps.store import Draft, StepStore
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
 
@@ -61,7 +60,7 @@ class AnyStepPlace(Protocol):
     """
 
     @property
-    def step(self) -> UncommittedStep: ...
+    def step(self) -> Draft: ...
     @property
     def directory(self) -> str: ...
     def agree(self, meets: bool) -> tuple[str, bool]:
@@ -78,8 +77,10 @@ class AnyStepPlace(Protocol):
 class StepPlace(Place):
     """The root, as one rank of a save sees it; `number` is the step's."""
 
-    def __init__(self, steps: Steps, agreement: Round, number: int, options: StepOptions) -> None:
-        self.step = UncommittedStep(steps, agreement)
+    def __init__(
+        self, steps: StepStore, agreement: Round, number: int, options: StepOptions
+    ) -> None:
+        self.step = steps.draft(agreement.check)
         self.directory = steps.root
         self._steps = steps
         self._agreement = agreement
@@ -102,7 +103,7 @@ class StepPlace(Place):
         return str(told["nonce"]), bool(told["meet"])
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:
-        self.step.publish(manifest(self._steps.next_sequence()), self._options.durable)
+        self.step.commit(manifest(self._steps.next_sequence()), self._options.durable)
 
     def abandon(self) -> None:
         self.step.abandon()

@@ -10,21 +10,22 @@ from fastckpt.errors import StorageError
 from fastckpt.formats.manifest import validate_metrics
 from fastckpt.formats.step_names import step_of
 from fastckpt.steps.options import StepOptions
-from fastckpt.steps.root import Committed, Steps
+from fastckpt.steps.store import Committed, StepStore
 from fastckpt.storage.keep import Entry, Policy, best_first, victims
 
 log = logging.getLogger("fastckpt")
 
 
-def tidy(steps: Steps, keep: str, options: StepOptions) -> None:
+def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
     """Removes steps that a commit has made superfluous, after the result was told. One that
     somebody reads (see Steps.hold) stays until a later call.
     `steps` and `keep` are as superfluous()'s; `options` say which steps stay.
     """
-    # Listing takes time on network file systems: not unless there may be something to remove.
-    if options.keep_last is None and not steps.has_another(keep):
-        return
     try:
+        steps.after_commit()
+        # Listing takes time on network file systems: not unless there may be something to remove.
+        if options.keep_last is None and not steps.has_another(keep):
+            return
         found, _faults = steps.committed()
         nonces = {item.name: item.manifest.nonce for item in found}
         left: set[int] = set()  # of which an older attempt stays: it would come back
@@ -36,18 +37,17 @@ def tidy(steps: Steps, keep: str, options: StepOptions) -> None:
             _warn_of_no_best(steps, found, options.keep_best)
         for name in reversed(going):
             try:
-                is_gone = step_of(name) not in left and steps.remove_unread(name, nonces[name])
+                is_gone = step_of(name) not in left and steps.remove(name, nonces[name])
             except StorageError as error:  # others may go all the same
                 log.warning("an old step could not be removed: %s", error)
                 is_gone = False
             if not is_gone:
                 left.add(step_of(name))
-        steps.remove_left()
     except (StorageError, OSError) as error:
         log.warning("old steps could not be removed: %s", error)
 
 
-def _warn_of_no_best(steps: Steps, found: list[Committed], by: KeepBest) -> None:
+def _warn_of_no_best(steps: StepStore, found: list[Committed], by: KeepBest) -> None:
     """Warns once, before steps are removed, if none of all has the metric of keep_best."""
     scores = [_entry(steps, item, by).score for item in found]
     if scores.count(None) == len(scores) and not steps.told_metric:
@@ -61,7 +61,9 @@ def _warn_of_no_best(steps: Steps, found: list[Committed], by: KeepBest) -> None
         )
 
 
-def superfluous(steps: Steps, found: list[Committed], keep: str, options: StepOptions) -> list[str]:
+def superfluous(
+    steps: StepStore, found: list[Committed], keep: str, options: StepOptions
+) -> list[str]:
     """Returns the names of the committed steps that need not stay: what is beyond keep_last, and
     all attempts at the step just committed but the newest, which is not `keep` if that was drained
     late. A step that is damaged or may not be durable, as far as is known, does not count. Nor does
@@ -104,7 +106,7 @@ def asked(kept: KeepBest | None, metric: str | None, mode: Mode | None) -> KeepB
     return (str(metric), mode or "min", 1)
 
 
-def best(steps: Steps, by: KeepBest) -> int | None:
+def best(steps: StepStore, by: KeepBest) -> int | None:
     """Returns the best of the committed steps, as far as is known; None if none has the metric.
     Raises StorageError.
     """
@@ -113,7 +115,7 @@ def best(steps: Steps, by: KeepBest) -> int | None:
 
 
 def checked_metrics(
-    steps: Steps, step: int, metrics: object, by: KeepBest | None
+    steps: StepStore, step: int, metrics: object, by: KeepBest | None
 ) -> dict[str, float | str]:
     """Returns what a manifest is to hold of metrics, which may be None. Warns once if they lack the
     one by which steps are kept. Raises ValueError, TypeError.
@@ -134,10 +136,10 @@ def checked_metrics(
     return found
 
 
-def _entry(steps: Steps, item: Committed, by: KeepBest | None) -> Entry:
+def _entry(steps: StepStore, item: Committed, by: KeepBest | None) -> Entry:
     """Returns a step as the rule of retention sees it. A pin is looked at when it is removed."""
-    known, score = steps.known(item.name), None
+    verdicts, score = steps.verdicts, None
     if by and not isinstance(value := item.manifest.metrics.get(by[0]), str | None):
         score = -value if by[1] == "min" else value
-    counts = known.may_stay_alone()
-    return Entry(item.name, item.manifest.step, counts, known.is_unread, score)
+    counts = verdicts.may_stay_alone(item)
+    return Entry(item.name, item.manifest.step, counts, verdicts.is_unread(item), score)

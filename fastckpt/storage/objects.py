@@ -157,6 +157,17 @@ class ObjectStorage:
             found = self._get(path).meta
         return _of_a_store("open", path, found)
 
+    def put(self, path: str, content: bytes) -> Any:
+        """Puts a small object, whatever there was; returns what the store says of it."""
+        return self._put("write", path, content)
+
+    def put_new(self, path: str, content: bytes) -> Any:
+        """Puts a small object on the condition that there is none; returns what the store says of
+        it. Raises FileExistsError: there is one, by another put.
+        """
+        self._probe(path)
+        return self._put("create", path, content, mode="create")
+
     def _put(
         self, op: str, path: str, content: Any, marks: list[str] | None = None, **how: Any
     ) -> Any:
@@ -342,9 +353,9 @@ class ObjectStorage:
     def _status(self, path: str, found: Any) -> os.stat_result:
         digest = hashlib.blake2b(str(found["e_tag"]).encode(), digest_size=7).digest()
         mode, number = stat.S_IFREG | 0o644, int.from_bytes(digest, "big")
-        return _result(mode, number, found["size"], self._made_at(path, found))
+        return _result(mode, number, found["size"], self.made_at(path, found))
 
-    def _made_at(self, path: str, found: Any) -> float:
+    def made_at(self, path: str, found: Any) -> float:
         """Returns when an object was made, by our clock if the store's is known."""
         return float(found["last_modified"].timestamp()) + self._clocks_s.get(
             divided(path)[:2], 0.0
@@ -404,35 +415,33 @@ class ObjectStorage:
     def names(self, directory: str, *, directories: bool = False) -> list[str]:
         """As Storage's."""
         if directories:
-            return self._prefixes(directory)
+            return [*self.below(directory)]
         objects, below = self._listed(directory)
         if not objects and not below:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory)
         return [*objects, *below]
 
-    def _prefixes(self, path: str) -> list[str]:
-        """Returns the names of the directories that hold objects, of which each page of a listing
-        may hold many. A listing by prefixes would do, but SeaweedFS tells of empty ones, too. What
-        it tells of an object is the answer to the next question for its status.
+    def below(self, path: str, file: str = "") -> dict[str, dict[str, Any] | None]:
+        """Returns the directories that hold objects, with what the store says of the object `file`
+        in each, None if there is none. A listing by prefixes would not do: it tells nothing of what
+        is in them, and SeaweedFS tells of empty ones, too.
         """
-        self._listed_now.clear()
-        key, found = _key(path), dict[str, None]()
+        key, found = _key(path), dict[str, dict[str, Any] | None]()
         cut = len(key) + 1 if key else 0
         after: str | None = None
         while True:
             page, last = self._page(path, after)
             if not page and last is None and after is None:
                 self._confirm_nothing(path)
-            inner = [each["path"][cut:].partition("/") for each in page]
-            found.update((name, None) for name, slash, _rest in inner if slash)
-            now, base = time.monotonic(), path.rstrip("/")
-            self._listed_now.update(
-                (f"{base}/{each['path'][cut:]}", (each, now)) for each in page if each["size"]
-            )  # an object of no bytes may mark a folder
+            for each in page:
+                name, slash, rest = each["path"][cut:].partition("/")
+                if slash and (found.setdefault(name) is None) and rest == file:
+                    found[name] = each
             if last is None:
-                return [*found]
-            name, slash, _rest = last[cut:].partition("/")
-            after = last[:cut] + name + (slash and "0")  # "0" follows "/"
+                return found
+            name, slash, rest = last[cut:].partition("/")
+            # The rest of a directory is passed over; "0" follows "/".
+            after = last[:cut] + name + "0" if slash and rest >= file else last
 
     def make_directory(self, path: str, *, parents: bool = False) -> None:
         """Does nothing, since prefixes need not be made: who names one has to know that it is
@@ -519,21 +528,21 @@ class ObjectStorage:
         return Refusal(f"{parts} in {time.monotonic() - upload.since:.1f} s; {why}", None)
 
 
-calls.note(ObjectStorage, Storage)
+calls.note(ObjectStorage, ObjectStorage)
 
 
 class PathStorage(Storage):
     """The seam for every path and descriptor: of a file system, or of an object store."""
 
     def __init__(self) -> None:
-        self._objects = ObjectStorage()
+        self.objects = ObjectStorage()
 
 
 def _either(name: str) -> Callable[..., Any]:
     theirs = getattr(ObjectStorage, name, None)
 
     def call(self: PathStorage, subject: str | int, *args: Any, **options: Any) -> Any:
-        objects = self._objects
+        objects = self.objects
         if subject in objects.open_now if isinstance(subject, int) else is_mounted(subject):
             if theirs is not None:
                 return theirs(objects, subject, *args, **options)

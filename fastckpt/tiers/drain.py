@@ -21,8 +21,7 @@ from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
-from fastckpt.steps.root import Committed
-from fastckpt.steps.uncommitted_step import UncommittedStep
+from fastckpt.steps.store import Committed
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.tiers.local_tier import LocalTier
@@ -66,7 +65,7 @@ class Drain(Job):
         self._options = options
         self._names = names
         self._parts = parts
-        self._place = UncommittedStep(tier.root, agreement)
+        self._place = tier.root.draft(agreement.check)
         self._is_resumed, self._passing = is_resumed, ExitStack()
         self.deed = "drained" if is_resumed else "saved"
         agreement.is_cancelled = handle.is_given_up
@@ -190,7 +189,7 @@ class Drain(Job):
 
     def _publish(self, manifest: Manifest | None) -> None:
         assert manifest is not None
-        self._place.publish(manifest, self._options.durable)
+        self._place.commit(manifest, self._options.durable)
 
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)

@@ -28,7 +28,8 @@ from fastckpt.saving.spares import Spares
 from fastckpt.steps.copies import Fetch
 from fastckpt.steps.newest_whole import Apart, readable, survey_of_copy
 from fastckpt.steps.pins import deleted
-from fastckpt.steps.root import Committed, Steps
+from fastckpt.steps.posix import PosixSteps
+from fastckpt.steps.store import Committed, StepStore
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, Policy, victims
 from fastckpt.storage.machine import this_machine
@@ -90,7 +91,7 @@ class LocalTier:
         directory: str,
         keep: int,
         memory: Memory | None,
-        root: Steps,
+        root: StepStore,
         coordinator: Coordinator,
         timeout_s: float,
     ) -> None:
@@ -105,7 +106,7 @@ class LocalTier:
         # Of its own: it may be long until a step goes to the root, or that may be out of reach.
         self._lease = Lease(storage, path, of_node=True)
         self._lease.release_with(self)
-        self.steps = Steps(storage, path, self._lease)
+        self.steps = PosixSteps(storage, path, self._lease)
         self.root, self.keep, self.memory = root, keep, memory
         self._budget: MemoryBudget | None = None
         try:
@@ -317,7 +318,7 @@ class LocalTier:
         self._told = why
         log.log(level, "step %d goes straight to %s: the local tier %s", step, self.root.root, why)
 
-    def next_sequence(self, steps: Steps) -> int:
+    def next_sequence(self, steps: StepStore) -> int:
         """Returns the sequence number of the next commit, above those in all tiers; on rank 0."""
         if self._sequence is None:  # asked once: a commit to the local tier must not wait for it
             self._sequence = self.root.next_sequence()
@@ -355,7 +356,7 @@ class LocalTier:
 
     def gathered(
         self, agreement: Round, found: list[Undrained], number: int = 0
-    ) -> tuple[list[Steps], list[Apart]]:
+    ) -> tuple[list[StepStore], list[Apart]]:
         """Has every node take part in steps that only some hold, where its budget allows that. All
         ranks call it, after survey(), with the same number.
 
@@ -463,7 +464,7 @@ class LocalTier:
             if item.manifest.nonce in self._incomplete:
                 # Nodes that are not of this job may have the rest: a newer step has to be here.
                 is_needed, is_useless = is_awaited or not of_use, True
-            is_useless = is_useless or self.steps.known(item.name).is_damaged
+            is_useless = is_useless or item.manifest.nonce in self.steps.verdicts.damaged
             entries.append(Entry(item.name, is_pinned=is_needed, is_useless=is_useless))
             if not is_useless:
                 of_use.append(entries[-1])
@@ -494,7 +495,7 @@ class LocalTier:
 
     def _remove(self, name: str, nonce: str) -> None:
         try:
-            self.steps.remove_unread(name, nonce)
+            self.steps.remove(name, nonce)
         except (StorageError, OSError) as error:
             log.warning("%s could not be removed: %s", name, error)
 

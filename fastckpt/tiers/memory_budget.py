@@ -14,7 +14,7 @@ from contextlib import suppress
 from fastckpt.arguments.environment import Memory
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.formats.step_names import SPARES
-from fastckpt.steps.root import Steps
+from fastckpt.steps.store import StepStore
 from fastckpt.storage.machine import memory_left_bytes
 from fastckpt.storage.policies import magic_of, recognised
 
@@ -36,7 +36,7 @@ class MemoryBudget:
         ValueError: the directory is not on a tmpfs, or there is less memory than the budget.
     """
 
-    def __init__(self, memory: Memory, steps: Steps) -> None:
+    def __init__(self, memory: Memory, steps: StepStore) -> None:
         self._steps = steps
         self._promised: dict[str, int] = {}  # bytes of steps that are being written, by name
         self._lock = threading.Lock()  # held where they are looked at and changed

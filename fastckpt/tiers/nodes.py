@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastckpt.formats.manifest import Manifest
-from fastckpt.steps.known import Known
-from fastckpt.steps.root import Steps
+from fastckpt.steps.posix import PosixSteps
 
 log = logging.getLogger("fastckpt")
 
@@ -41,7 +40,7 @@ class RanksByNode:
         return [other for other, first in enumerate(self._first) if first == self._first[rank]]
 
 
-class NodesSteps(Steps):
+class NodesSteps(PosixSteps):
     """The steps of the nodes that each rank can read, by the names that the first rank's node has.
 
     Args:
@@ -50,15 +49,13 @@ class NodesSteps(Steps):
         nonces: the steps' nonces.
     """
 
-    def __init__(self, steps: Steps, names: dict[str, str], nonces: set[str]) -> None:
+    def __init__(self, steps: PosixSteps, names: dict[str, str], nonces: set[str]) -> None:
         super().__init__(steps.storage, steps.root)
         self._steps, self._own, self.nonces = steps, names, nonces
+        self.verdicts = steps.verdicts
 
     def names(self) -> list[str]:
         return [*self._own]
-
-    def known(self, name: str) -> Known:
-        return self._steps.known(self._own.get(name, name))
 
     def path(self, name: str, *parts: str) -> str:
         return self._steps.path(self._own.get(name, name), *parts)

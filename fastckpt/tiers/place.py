@@ -24,7 +24,7 @@ from fastckpt.saving.plan import Output, Place
 from fastckpt.saving.spares import Landing, Spares
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.plan import StepPlace
-from fastckpt.steps.uncommitted_step import UncommittedStep
+from fastckpt.steps.store import Draft
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.tiers.local_tier import SLOW_S, LocalTier
 from fastckpt.tiers.nodes import OBJECTS_PART, parts_of
@@ -65,7 +65,7 @@ class NodePlace(Place):
         # holds more than `keep` undrained steps beside it.
         self._awaited = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
         self._deadline_s = deadline_s
-        self._own = UncommittedStep(tier.steps, agreement)
+        self._own: Draft = tier.steps.draft(agreement.check)
         self._past: StepPlace | None = None  # the root's, once the step goes past the tier
         self._trouble = self._lands_as = ""
         self._opened_s = 0.0
@@ -75,7 +75,7 @@ class NodePlace(Place):
         self._is_due = tier.is_due(number) or deadline_s is not None
 
     @property
-    def step(self) -> UncommittedStep:
+    def step(self) -> Draft:
         """The directory that is written to."""
         return self._own if self._past is None else self._past.step
 
@@ -227,7 +227,7 @@ class NodePlace(Place):
         """
         if self._past is not None:  # numbered after all commits of any tier, as always
             sequence = self._tier.next_sequence(self._tier.root)
-            self._past.step.publish(manifest(sequence), self._options.durable)
+            self._past.step.commit(manifest(sequence), self._options.durable)
             return
         agreement = self._agreement
         others = [rank for rank in self._tier.nodes().firsts if rank]
@@ -249,7 +249,7 @@ class NodePlace(Place):
 
     def _publish_here(self, manifest: Manifest) -> None:
         try:
-            self._own.publish(manifest, self._options.durable)
+            self._own.commit(manifest, self._options.durable)
         except StorageError as error:
             # A visible step is what the tier promises: it outlives a process. If it may not be
             # durable, it is drained as ever, and the tier is not used again.

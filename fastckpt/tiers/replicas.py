@@ -25,7 +25,8 @@ from fastckpt.saving.pipeline import current
 from fastckpt.saving.spares import Spares
 from fastckpt.steps.copies import StepCopies, write_parts
 from fastckpt.steps.newest_whole import readable
-from fastckpt.steps.root import Committed, Steps
+from fastckpt.steps.posix import PosixSteps
+from fastckpt.steps.store import Committed
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import reported
 from fastckpt.tiers.nodes import RanksByNode, sizes_of
@@ -52,7 +53,13 @@ class Replicas:
     """
 
     def __init__(
-        self, memory: Memory, steps: Steps, spares: Spares, rank: int, host: str, timeout_s: float
+        self,
+        memory: Memory,
+        steps: PosixSteps,
+        spares: Spares,
+        rank: int,
+        host: str,
+        timeout_s: float,
     ) -> None:
         self._memory, self._steps, self._spares, self._rank = memory, steps, spares, rank
         self._within_s = timeout_s / _PART_OF_TIMEOUT
@@ -298,14 +305,15 @@ class Replicas:
                 if (manifest.step, manifest.nonce) != (step, nonce):
                     raise CheckpointError(f"its manifest is of another step, {manifest.step}")
                 with self._steps.in_passing():
-                    begun = self._steps.begin(step, passing=True)
+                    draft = self._steps.begin(step, passing=True)
                     try:
-                        self._steps.publish(begun, manifest, durable=False)
+                        draft.commit(manifest, durable=False)
                     except BaseException:
-                        self._steps.abandon(begun)
+                        draft.abandon()
                         raise
-                atomic.close_quietly(self._steps.storage, begun.manifest_fd)
-                return begun.name
+                    finally:
+                        draft.close()
+                return draft.name
             except (OSError, CheckpointError) as error:
                 troubles.append(f"{self._named(rank)}: {str(error) or type(error).__name__}")
                 log.warning("step %d was not taken from %s", step, troubles[-1])

@@ -19,7 +19,7 @@ from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import Apart, first_whole
 from fastckpt.steps.options import StepOptions
-from fastckpt.steps.root import Steps
+from fastckpt.steps.store import StepStore
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.tiers.local_tier import LocalTier, Undrained
 
@@ -78,7 +78,7 @@ class _Nodes:
     ) -> None:
         self._agreement, self._tier, self._looks = agreement, tier, 0
         is_able = current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN
-        self.shelves: list[Steps] = [tier.root]
+        self.shelves: list[StepStore] = [tier.root]
         self.apart: list[Apart] = []
         begun = _resumed(agreement, current, tier, options, self._look(is_able))
         self._coming = {each.nonce: handle for each, handle in begun}

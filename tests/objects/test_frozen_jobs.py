@@ -17,6 +17,7 @@ import torch
 import fastckpt
 from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline
+from fastckpt.saving.lease import LASTS_S
 from tests.kit.frozen import (
     FIRST,
     KEEP,
@@ -125,8 +126,18 @@ def test_a_job_that_is_frozen_as_it_takes_over(
     assert at > 20, "a restore, a save and a removal make more requests"
 
 
-def test_a_commit_whose_directory_was_taken_for_dead(proxy: Proxy, root: str, bare: Any) -> None:
-    """It fails at once: what was removed does not come back, so the manifest is made only once."""
+def names(bare: Any, root: str) -> list[str]:
+    """Objects below a root, by their names without the root's."""
+    prefix = root.partition(f"{BUCKET}/")[2] + "/"
+    return sorted(each["path"].removeprefix(prefix) for each in bare.list(prefix).collect())
+
+
+def of_steps(bare: Any, root: str) -> list[str]:
+    return [each for each in names(bare, root) if each.startswith("step-")]
+
+
+def test_a_commit_whose_attempt_was_taken_for_dead(proxy: Proxy, root: str, bare: Any) -> None:
+    """It fails at once: what was removed does not come back, so the manifest is put only once."""
     way = FrozenWay()
     with fastckpt.Checkpointer(root, storage_options=options(proxy.port)) as saver:
         saver.save(1, state_of(1)).result(WAIT_S)
@@ -135,15 +146,71 @@ def test_a_commit_whose_directory_was_taken_for_dead(proxy: Proxy, root: str, ba
         proxy.on("create", way, key="/manifest.json")
         handle = saver.save(2, state_of(2))
         assert way.reached.wait(WAIT_S)
-        for each in bare.list(root.partition(f"{BUCKET}/")[2]).collect():
-            if each["path"].endswith(".tmp"):
-                bare.delete(each["path"])
+        attempt = next(each.split("/")[0] for each in of_steps(bare, root) if "00002" in each)
+        bare.put(f"{root.partition(f'{BUCKET}/')[2]}/{attempt}/manifest.json", b"")
+        assert saver.steps() == [1], "an empty manifest is no step"
         way.go_on.set()
         error = handle.exception(WAIT_S)
-        assert isinstance(error, StorageError) and error.errno == errno.ENOENT, error
+        assert isinstance(error, StorageError) and error.errno == errno.EEXIST, error
+        assert "another process took the directory" in str(error) and not error.visible
         assert saver.steps() == [1]
     made = [key for kind, key in proxy.asked if kind == "create" and key.endswith("/manifest.json")]
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_commit_that_took_longer_than_a_lease_lasts(
+    proxy: Proxy, root: str, bare: Any, is_removed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is acknowledged if the objects are all there: others may have removed the attempt, and the
+    mark that it is over, too.
+    """
+    clock = itertools.count(0.0, LASTS_S)
+    told = {"storage_options": options(proxy.port)}
+    with fastckpt.Checkpointer(root, **told) as saver:
+        saver.save(1, state_of(1)).result(WAIT_S)
+
+        def removed(passage: Passage) -> None:
+            prefix = root.partition(f"{BUCKET}/")[2]
+            going = [each for each in of_steps(bare, root) if "00002" in each]
+            bare.delete([f"{prefix}/{each}" for each in going if is_removed])
+            status, headers, body = passage.ask()
+            passage.answer(status, body, headers)
+
+        proxy.on("create", removed, key="/manifest.json")
+        monkeypatch.setattr("fastckpt.steps.bucket._now_s", lambda: next(clock))
+        error = saver.save(2, state_of(2)).exception(WAIT_S)
+        assert isinstance(error, StorageError) == is_removed, error
+        assert saver.steps() == ([1] if is_removed else [1, 2])
+    assert is_removed != any("00002" in each for each in of_steps(bare, root))
+
+
+def test_what_a_dead_job_has_left_is_removed_by_the_next_one(
+    weed: Weed, root: str, bare: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it ran, and what comes there afterwards by the one after that. The mark that the
+    attempt is over stays for a day; what no save has made stays.
+    """
+    told = {"storage_options": options(weed.port)}
+    prefix = root.partition(f"{BUCKET}/")[2]
+    dead, others = "step-00000007-0123456789ab", "step-00000008-0123456789ab"
+    for name in (f"{dead}/objects.pt", f"{dead}/rank-00000.json", f"{others}/notes.txt"):
+        bare.put(f"{prefix}/{name}", b"x")
+
+    def live(step: int) -> list[str]:
+        with fastckpt.Checkpointer(root, **told) as saver:
+            saver.save(step, state_of(step)).result(WAIT_S)
+            pipeline.current().drain()
+            assert saver.steps()[-1] == step
+        left = of_steps(bare, root)
+        return [name for name in left if name.startswith((dead, others))]
+
+    over = [f"{dead}/manifest.json", f"{others}/notes.txt"]
+    assert live(1) == over
+    bare.put(f"{prefix}/{dead}/rank-00001.safetensors", b"late")
+    assert live(2) == over
+    monkeypatch.setattr("fastckpt.steps.bucket.DEAD_AFTER_S", -60.0)
+    assert live(3) == over[1:]
 
 
 @needs_root

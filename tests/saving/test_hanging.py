@@ -28,7 +28,7 @@ from fastckpt.integrations import dcp
 from fastckpt.latch import within
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.pipeline import Job, Pipeline
-from fastckpt.steps.root import Steps
+from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage import bound
 from fastckpt.storage.calls import Call
 from fastckpt.storage.file_system import Storage
@@ -504,7 +504,7 @@ class SlowList(Storage):
 
 def test_a_listing_that_hangs_holds_no_lock(disk: Path) -> None:
     double = SlowList()
-    steps = Steps(double, str(disk))
+    steps = PosixSteps(double, str(disk))
     thread = threading.Thread(target=steps.next_sequence)
     thread.start()
     assert double.begun.wait(WAIT_S)

@@ -24,7 +24,7 @@ from fastckpt import Checkpointer
 from fastckpt.cli import main
 from fastckpt.errors import CheckpointError, StorageError
 from fastckpt.steps.pins import is_pinned, pin, unpin
-from fastckpt.steps.root import Steps
+from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage.file_system import Storage
 from tests.kit.doubles import (
     Crash,
@@ -284,7 +284,7 @@ def test_a_step_is_deleted_unless_it_is_read(memory: Path) -> None:
         checkpointer.delete(3)
         assert (checkpointer.latest(), left(root)) == (2, [1, 2])
         with (
-            Steps(Storage(), str(root)).hold("step-00000001"),
+            PosixSteps(Storage(), str(root)).hold("step-00000001"),
             pytest.raises(CheckpointError, match=r"step-00000001.* is being read"),
         ):
             checkpointer.delete(1)
@@ -324,7 +324,7 @@ def test_a_pin_beside_the_retention_of_another_process(memory: Path, is_before: 
 
     def pinned() -> None:
         try:
-            pin(Steps(Storage(), str(root)), 1)
+            pin(PosixSteps(Storage(), str(root)), 1)
             told.append(None)
         except CheckpointError as error:
             told.append(error)
@@ -351,21 +351,21 @@ def test_a_pin_beside_the_retention_of_another_process(memory: Path, is_before: 
 
 @pytest.mark.parametrize("change", [pin, unpin])
 def test_any_operation_of_a_pin_may_be_the_last(
-    memory: Path, change: Callable[[Steps, int], None]
+    memory: Path, change: Callable[[PosixSteps, int], None]
 ) -> None:
     """The step is there in any case; once the call has returned, so is the change."""
     before = memory / "before"
     saved(before / "run", {1: None})
     if change is unpin:
-        pin(Steps(Storage(), str(before / "run")), 1)
+        pin(PosixSteps(Storage(), str(before / "run")), 1)
 
     def call(storage: Crash, live: Path) -> bool:
-        change(Steps(storage, str(live / "run")), 1)
+        change(PosixSteps(storage, str(live / "run")), 1)
         return True
 
     def find(after: Path) -> bool:
         assert whole(after / "run") == [1]
-        return is_pinned(Steps(Storage(), str(after / "run")), "step-00000001")
+        return is_pinned(PosixSteps(Storage(), str(after / "run")), "step-00000001")
 
     assert_old_or_new(power_cuts(before, call, find), change is unpin, change is pin, 2)
 
@@ -376,7 +376,7 @@ def test_any_operation_of_a_removal_may_be_the_last(memory: Path) -> None:
     """Whatever is lost, the best steps, the pinned one and the newest are whole."""
     before, live = memory / "before", memory / "live"
     saved(before / "run", {1: 0.2, 2: 0.1, 3: 0.3, 4: None}, keep_last=9)
-    pin(Steps(Storage(), str(before / "run")), 1)
+    pin(PosixSteps(Storage(), str(before / "run")), 1)
     seen, count = set(), 10**6
     while True:
         shutil.copytree(before, live)
@@ -407,7 +407,7 @@ def test_a_pin_that_fails_is_an_error(memory: Path) -> None:
     for number in itertools.count():
         storage = FailAt(number, errno.EIO)
         try:
-            pin(Steps(storage, str(memory / "run")), 1)
+            pin(PosixSteps(storage, str(memory / "run")), 1)
             swallowed |= {operation.name for operation in storage.log[number : number + 1]}
         except StorageError:
             failed.add(storage.log[number].name)

@@ -39,11 +39,10 @@ from fastckpt.formats.step_names import STEP_MAX, step_name
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.saving import pipeline
 from fastckpt.saving.lease import Lease
-from fastckpt.steps.known import Begun
 from fastckpt.steps.options import StepOptions
+from fastckpt.steps.posix import PosixSteps
 from fastckpt.steps.retention import superfluous
-from fastckpt.steps.root import Steps
-from fastckpt.steps.uncommitted_step import UncommittedStep
+from fastckpt.steps.store import Draft
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage
 from tests.kit.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid, process_on
@@ -137,7 +136,7 @@ def test_a_name_on_what_several_hosts_see_is_one_attempt_s_alone(root: Path) -> 
 
 
 def test_a_number_of_names_is_tried(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fastckpt.steps.root.secrets.token_hex", lambda _nbytes: "0a")
+    monkeypatch.setattr("fastckpt.steps.posix.secrets.token_hex", lambda _nbytes: "0a")
     root.mkdir()
     for taken in (name(1), f"{name(1)}-0a"):
         (root / taken).write_bytes(b"")
@@ -288,8 +287,8 @@ def test_a_step_that_is_removed_before_it_is_held(root: Path) -> None:
             assert checkpointer.restore(found) == 1
             assert_holds(found, 1)
         saved(root, 2)
-    steps = Steps(Storage(), str(root))
-    late = Steps(Remover("lock shared"), str(root))
+    steps = PosixSteps(Storage(), str(root))
+    late = PosixSteps(Remover("lock shared"), str(root))
     for held in (steps.hold(name(9)), late.hold(name(2))):
         with pytest.raises(Vanished), held:
             raise AssertionError("held what is not there")
@@ -317,11 +316,11 @@ def test_what_is_known_of_a_step_is_not_held_against_the_next_of_that_name(root:
         with pytest.raises(CorruptCheckpoint):
             checkpointer.restore(state(0), 5)
         shutil.rmtree(root / name(5))
-        other = Steps(Storage(), str(root))
+        other = PosixSteps(Storage(), str(root))
         begun, manifest = other.begin(5), other.read(name(6))
         again = replace(manifest, step=5, nonce="ab" * 16, sequence=manifest.sequence + 1)
-        other.publish(begun, again, durable=False)
-        atomic.close_quietly(other.storage, begun.manifest_fd)
+        begun.commit(again, durable=False)
+        begun.close()
         steps = checkpointer._steps
         steps.note_seen(steps.committed()[0])  # as a restore does
         checkpointer.save(7, state(7)).result(WAIT_S)
@@ -331,9 +330,9 @@ def test_what_is_known_of_a_step_is_not_held_against_the_next_of_that_name(root:
 def test_what_was_committed_later_is_not_removed(root: Path) -> None:
     """As a save does that was held up while another job went on."""
     saved(root, 1, 2, 3)
-    steps = Steps(Storage(), str(root))
+    steps = PosixSteps(Storage(), str(root))
     assert superfluous(steps, steps.committed()[0], name(2), StepOptions(keep_last=1)) == [name(1)]
-    steps.remove_unread(name(1), steps.read(name(1)).nonce)
+    steps.remove(name(1), steps.read(name(1)).nonce)
     with Checkpointer(root) as checkpointer:
         with steps.hold(name(3)):
             checkpointer.save(3, state(33)).result(WAIT_S)
@@ -349,13 +348,13 @@ def test_what_was_committed_later_is_not_removed(root: Path) -> None:
 
 def test_what_another_job_has_committed_meanwhile_stays_until_a_restore(root: Path) -> None:
     saved(root, 1)
-    steps, options = Steps(Storage(), str(root)), StepOptions(keep_last=1)
+    steps, options = PosixSteps(Storage(), str(root)), StepOptions(keep_last=1)
     manifest = steps.committed()[0][0].manifest
     saved(root, 2)
     begun = steps.begin(3)
     own = replace(manifest, step=3, nonce="ab" * 16, sequence=steps.next_sequence())
-    steps.publish(begun, own, durable=False)
-    atomic.close_quietly(steps.storage, begun.manifest_fd)
+    begun.commit(own, durable=False)
+    begun.close()
     found = steps.committed()[0]
     assert superfluous(steps, found, name(3), options) == [name(1)]
     steps.note_seen(found)
@@ -549,7 +548,7 @@ def test_a_directory_that_comes_to_life_while_it_is_looked_at(
     if committing:
         temporary.write_bytes(b"")
         (directory / "objects.pt").write_bytes(b"")
-    assert not Steps(Late(), str(root)).remove_if_dead(name(5))
+    assert not PosixSteps(Late(), str(root)).remove_if_dead(name(5))
     expected = ["manifest.json", "objects.pt"] if committing else [temporary.name]
     assert sorted(os.listdir(directory)) == expected
     shutil.rmtree(directory)
@@ -561,7 +560,7 @@ def test_a_directory_that_is_taken_for_dead_while_it_is_empty(root: Path) -> Non
     class Taken(Recorder):
         def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
             if operation.name == "create" and len(self.numbers_of("make_directory")) == 1:
-                assert Steps(Storage(), str(root)).remove_dead() == [name(5)]
+                assert PosixSteps(Storage(), str(root)).remove_dead() == [name(5)]
             return real()
 
     storage = Taken()
@@ -578,14 +577,14 @@ def test_two_processes_clean_up_at_once(root: Path, is_shared: bool) -> None:
     class Second(NetworkClient):
         def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
             if operation.name == "remove" and len(self.numbers_of("remove")) == 1:
-                removed = Steps(Storage(), str(root)).remove_dead()
+                removed = PosixSteps(Storage(), str(root)).remove_dead()
                 assert removed == ([name(5)] if is_shared else [])
             return super().perform(number, operation, real)
 
     unfinished(root, 5, None)
     double = Second()
     with double.mounted() if is_shared else nullcontext():
-        assert Steps(double, str(root)).remove_dead() == ([] if is_shared else [name(5)])
+        assert PosixSteps(double, str(root)).remove_dead() == ([] if is_shared else [name(5)])
     assert directories(root) == []
 
 
@@ -599,8 +598,8 @@ def test_a_file_that_comes_while_a_failed_step_is_removed(root: Path) -> None:
             return real()
 
     agreement = Coordinator.alone().begin("step 1")
-    first = UncommittedStep(Steps(Between(), str(root)), agreement)
-    late = UncommittedStep(Steps(Storage(), str(root)), agreement)
+    first = PosixSteps(Between(), str(root)).draft(agreement.check)
+    late = PosixSteps(Storage(), str(root)).draft(agreement.check)
     late.name = first.begin(1)
     first.abandon()
     late.abandon()
@@ -948,24 +947,24 @@ def test_a_save_that_has_taken_the_name_is_not_removed(root: Path) -> None:
         checkpointer.save(1, state(1)).result(WAIT_S)
         steps = checkpointer._steps
         (replaced,), _faults = steps.committed()
-        assert steps.remove_unread(replaced.name, replaced.manifest.nonce)
-        assert steps.remove_unread(replaced.name, replaced.manifest.nonce), "it is gone"
+        assert steps.remove(replaced.name, replaced.manifest.nonce)
+        assert steps.remove(replaced.name, replaced.manifest.nonce), "it is gone"
         checkpointer.save(1, state(1)).result(WAIT_S)
-        assert steps.remove_unread(replaced.name, replaced.manifest.nonce), "it is gone"
+        assert steps.remove(replaced.name, replaced.manifest.nonce), "it is gone"
     assert directories(root) == [replaced.name] and restored(root) == 1
 
 
 def test_a_save_keeps_its_directory_while_an_old_one_of_that_name_is_removed(root: Path) -> None:
     saved(root, 1)
     storage, begun = BeginsWhileRemoved(), []
-    steps = Steps(storage, str(root))
-    steps._cleaned = True
+    steps = PosixSteps(storage, str(root))
+    steps._is_clean = True
     storage.begin = lambda: begun.append(steps.begin(1))
-    assert steps.remove_unread(name(1), steps.read(name(1)).nonce)
+    assert steps.remove(name(1), steps.read(name(1)).nonce)
     assert storage.thread is not None
     storage.thread.join(WAIT_S)
-    assert begun[0].name == name(1) and os.path.exists(begun[0].temporary)
-    steps.abandon(begun[0])
+    assert begun[0].name == name(1) and os.path.exists(begun[0]._temporary)
+    begun[0].abandon()
 
 
 READ_ONLY = """
@@ -1145,16 +1144,15 @@ def test_steps_that_vanish_while_they_are_listed(root: Path, count: int) -> None
             assert ask() == storage.step
 
 
-class Abandoning(Steps):
+class Abandoning(PosixSteps):
     """A save that has begun, here or elsewhere, fails after the next listing of the root."""
 
-    failing: Begun | None = None
-    saver: Steps | None = None
+    failing: Draft | None = None
 
     def names(self) -> list[str]:
         names, failing, self.failing = super().names(), self.failing, None
         if failing is not None:
-            (self.saver or self).abandon(failing)
+            failing.abandon()
         return names
 
 
@@ -1164,10 +1162,10 @@ def test_a_save_that_fails_here_was_no_step(root: Path, at_once: None) -> None:
     first, steps.failing = steps.begin(1), steps.begin(2)
     steps.next_sequence()
     assert steps.failing is None and directories(root) == [first.name]
-    steps.abandon(first)
+    first.abandon()
     again = steps.begin(1)
     assert again.name != first.name, "a late rank may still write there"
-    steps.abandon(again)
+    again.abandon()
 
 
 def test_a_save_that_fails_elsewhere_leaves_an_empty_root(
@@ -1176,8 +1174,7 @@ def test_a_save_that_fails_elsewhere_leaves_an_empty_root(
     """Nobody waits there for a step that never was."""
     monkeypatch.setattr("fastckpt.storage.vanishing.LISTING_PAUSES_S", (0.0,) * 5)
     steps = Abandoning(Storage(), str(root))
-    steps.saver = Steps(Storage(), str(root))
-    steps.failing = steps.saver.begin(1)
+    steps.failing = PosixSteps(Storage(), str(root)).begin(1)
     assert steps.survey() == ([], []) and steps.failing is None and directories(root) == []
 
 

@@ -16,7 +16,7 @@ import torch
 import fastckpt
 from fastckpt import Checkpointer
 from fastckpt.errors import StorageError
-from fastckpt.steps.root import Steps
+from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage import atomic
 from fastckpt.storage import file_system as storage
 from fastckpt.storage.file_system import Storage
@@ -69,7 +69,7 @@ def test_a_step_that_is_read_is_not_removed(root: Path, client: type[NetworkClie
     double = client()
     with double.mounted(), process_on(double), Checkpointer(root, keep_last=1) as checkpointer:
         checkpointer.save(1, state(1)).result(WAIT_S)
-        with Steps(double, str(root)).hold(attempt(root, 1).name):
+        with PosixSteps(double, str(root)).hold(attempt(root, 1).name):
             checkpointer.save(2, state(2)).result(WAIT_S)
             fastckpt.saving.pipeline.current().drain()
             assert directories(root) == ["step-00000001-again", "step-00000002-again"]
@@ -90,8 +90,8 @@ def test_a_step_that_was_removed_is_found_gone_by_who_waited_for_it(
         path = str(attempt(root, 1) / "manifest.json")
         fd = double.open(path)
         assert not is_removed(double, fd, path)
-        steps, name = Steps(double, str(root)), attempt(root, 1).name
-        assert steps.remove_unread(name, steps.read(name).nonce)
+        steps, name = PosixSteps(double, str(root)), attempt(root, 1).name
+        assert steps.remove(name, steps.read(name).nonce)
         assert os.fstat(fd).st_nlink == 1 and is_removed(double, fd, path)
         double.close(fd)
 
@@ -206,7 +206,7 @@ def test_what_another_machine_made_is_looked_for_again(root: Path) -> None:
         checkpointer.save(1, state(1)).result(WAIT_S)
     path = root / "step-00000001" / "manifest.json"
     double = RemembersAbsence(path, 1)
-    with double.mounted(), Steps(double, str(root)).hold("step-00000001"):
+    with double.mounted(), PosixSteps(double, str(root)).hold("step-00000001"):
         assert double.numbers_of("look_again")
 
 

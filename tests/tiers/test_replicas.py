@@ -23,7 +23,7 @@ from fastckpt.formats.manifest import Manifest
 from fastckpt.formats.step_names import SPARES
 from fastckpt.ranks.peer_link import _UNPROVEN_MAX, PART_BYTES, PeerLink, connected
 from fastckpt.saving.spares import Spares
-from fastckpt.steps.root import Steps
+from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.nodes import RanksByNode, sizes_of
 from fastckpt.tiers.replicas import Replicas
@@ -47,7 +47,7 @@ class Node:
         self, rank: int, root: Path, timeout_s: float = 30.0, memory: Memory | None = None
     ) -> None:
         self.path = root / NAME
-        self.steps = Steps(Storage(), str(root))
+        self.steps = PosixSteps(Storage(), str(root))
         self.spares = Spares(self.steps.storage, str(root / SPARES))
         self.replicas = Replicas(
             memory or Memory(), self.steps, self.spares, rank, "127.0.0.1", timeout_s
@@ -138,7 +138,7 @@ def test_what_comes_is_written_to_the_file_of_a_removed_step(
         b.steps.keep_files = b.spares.keep
         with shard.open("rb") if reads else nullcontext() as reader:
             damaged = shard.read_bytes()
-            assert b.steps.remove_unread(NAME, b.manifest.nonce)
+            assert b.steps.remove(NAME, b.manifest.nonce)
             assert b.replicas.adopt(3, a.manifest.nonce, [0]) == NAME
             assert a.send() == ""
             assert reader is None or reader.read() == damaged
@@ -256,9 +256,9 @@ def test_a_step_stays_until_who_was_sent_a_file_has_it(pair: tuple[Node, Node]) 
         link.send({"get": "objects.pt", "nonce": nonce})
         nbytes = link.receive()["nbytes"]
         assert link.receive_bytes(nbytes) == (a.path / "objects.pt").read_bytes()
-        assert not a.steps.remove_unread(NAME, nonce)
+        assert not a.steps.remove(NAME, nonce)
         link.send({})
-        wait_until(lambda: a.steps.remove_unread(NAME, nonce))
+        wait_until(lambda: a.steps.remove(NAME, nonce))
 
 
 def test_a_file_is_sent_when_the_other_side_says_so(disk: Path) -> None:
@@ -315,7 +315,7 @@ def test_who_stops_in_the_midst_of_a_file_is_not_waited_for() -> None:
 
 @pytest.mark.parametrize("host", ["\0", "\ud800", "host name", "192.0.2.1"], ids=ascii)
 def test_an_address_that_is_none_of_this_node_is_named(host: str, disk: Path) -> None:
-    steps = Steps(Storage(), str(disk))
+    steps = PosixSteps(Storage(), str(disk))
     with pytest.raises(ValueError, match=r"^Memory\(address=.* cannot be listened at"):
         Replicas(Memory(), steps, Spares(steps.storage, str(disk / SPARES)), 0, host, 3.0)
 

@@ -30,7 +30,7 @@ from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.saving import pipeline
 from fastckpt.steps import pins
 from fastckpt.steps.newest_whole import candidates
-from fastckpt.steps.root import Steps
+from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import place as node_place
 from fastckpt.tiers.drain import Drain
@@ -226,13 +226,13 @@ def test_a_step_on_its_way_to_the_root_is_not_told_to_be_skipped(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is the very one that is read from the tier meanwhile."""
-    steps = Steps(Storage(), str(disk / "run"))
+    steps = PosixSteps(Storage(), str(disk / "run"))
     begun = steps.begin(5)
     assert candidates([steps], None) == [] and "its save was not" not in caplog.text
-    assert candidates([Steps(Storage(), steps.root)], None) == []
+    assert candidates([PosixSteps(Storage(), steps.root)], None) == []
     assert "step-00000005: its save was not committed" in caplog.text
     caplog.clear()
-    steps.abandon(begun)
+    begun.abandon()
     os.mkdir(steps.path(begun.name))
     assert candidates([steps], None) == [] and "its save was not committed" in caplog.text
 
@@ -316,13 +316,13 @@ def test_a_step_that_this_process_commits_meanwhile_is_not_called_uncommitted(
     """As a drain does, while a restore lists the root."""
     with Checkpointer(disk / "a") as checkpointer:
         checkpointer.save(3, state(3))
-    steps = Steps(Storage(), str(disk / "b"))
+    steps = PosixSteps(Storage(), str(disk / "b"))
     begun = steps.begin(3)
     listed = steps.incomplete()
     monkeypatch.setattr(steps, "incomplete", lambda: listed)
-    manifest = Steps(Storage(), str(disk / "a")).read(begun.name)
-    steps.publish(begun, manifest, durable=False)
-    os.close(begun.manifest_fd)
+    manifest = PosixSteps(Storage(), str(disk / "a")).read(begun.name)
+    begun.commit(manifest, durable=False)
+    begun.close()
     assert listed == [begun.name] and candidates([steps], None, False, warn=True)
     assert "was not committed" not in caplog.text
 

@@ -1,0 +1,262 @@
+"""Steps in a bucket: a step is committed by one put of its manifest, on the condition that there is
+none, which names objects under a prefix with a random number. No other attempt ever has that
+prefix, so nothing has to be claimed, locked or renamed.
+
+Who takes an attempt for dead puts an empty manifest first, on the same condition. So one key
+decides between the two: either the attempt is committed, or it never will be.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
+from typing import Any
+
+from fastckpt.errors import CheckpointError, StorageError, Vanished
+from fastckpt.formats.manifest import MANIFEST, Manifest
+from fastckpt.formats.step_names import ATTEMPT_BYTES, NAME, OURS, PINNED, step_name
+from fastckpt.saving.lease import LASTS_S, Lease
+from fastckpt.steps.store import (
+    FAILED,
+    GONE,
+    TAKEN,
+    Committed,
+    Draft,
+    Fault,
+    Look,
+    StepStore,
+    in_order,
+)
+from fastckpt.storage.atomic import DEAD_AFTER_S
+from fastckpt.storage.file_system import reported
+from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.objects import ObjectStorage, PathStorage
+
+_under_way = set[str]()  # paths of this process's attempts
+
+
+class BucketSteps(StepStore):
+    """The steps below a URL. Arguments and attributes are StepStore's."""
+
+    SHOWS_ALL = EMPTY_IS_NONE = True
+
+    def __init__(self, storage: PathStorage, root: str, lease: Lease | None = None) -> None:
+        super().__init__(storage, root, lease)
+        self.objects: ObjectStorage = storage.objects
+
+    # ---- what is there
+
+    def _listed(self) -> dict[str, dict[str, Any] | None]:
+        """Returns what the store says of the manifest of each attempt; None if there is none."""
+        with reported("list", self.root):
+            found = self.objects.below(self.root, MANIFEST)
+        return {name: found[name] for name in sorted(found) if NAME.match(name)}
+
+    def names(self) -> list[str]:
+        if self.is_step:
+            return [""]
+        return [name for name, its in self._listed().items() if its is None or its["size"]]
+
+    def look(self) -> Look:
+        look = Look([], [], {})
+        listed = {"": None} if self.is_step else self._listed()
+        for name, its in listed.items():
+            if name and (its is None or not its["size"]):
+                continue
+            try:
+                manifest = self.manifest_of(name, None if its is None else its["e_tag"])
+                look.found.append(Committed(name, manifest))
+            except Vanished:
+                look.marks[name] = GONE
+            except CheckpointError as error:
+                look.faults.append(Fault(name, error))
+        look.found.sort(key=in_order, reverse=True)
+        return look
+
+    def incomplete(self) -> list[str]:
+        if self.is_step:
+            return [] if self.may_be_committed("") else [""]
+        return [name for name, its in self._listed().items() if its is None]
+
+    def may_be_committed(self, name: str) -> bool:
+        try:
+            return bool(self.storage.read_file(self.path(name, MANIFEST), 1))
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+
+    def hold(self, name: str) -> AbstractContextManager[None]:
+        """Does nothing: a bucket has no locks."""
+        return nullcontext()
+
+    def confirm(self, name: str) -> None:
+        if not self.may_be_committed(name):
+            raise Vanished(self.path(name, MANIFEST))
+
+    # ---- attempts
+
+    def draft(self, check: Callable[[], object]) -> BucketDraft:
+        return BucketDraft(self, check)
+
+    def _is_dead(self, name: str) -> bool:
+        """Returns whether an attempt without a manifest is over, given that no other job saves."""
+        return self.path(name) not in _under_way
+
+    def after_commit(self) -> None:
+        """Removes what dead saves have left, once, and again after a save has failed here: while
+        this process has the lease no other job's attempt lives.
+        """
+        if self._is_clean or self.lease is None or self.lease.is_lost():
+            return
+        self._is_clean = True
+        self.remove_dead()
+
+    def remove_dead(self) -> list[str]:
+        listed = self._listed()
+        for name, its in listed.items():
+            if its is not None and not its["size"]:
+                self._sweep(name, its)
+        return [name for name, its in listed.items() if its is None and self.remove_if_dead(name)]
+
+    def remove_if_dead(self, name: str) -> bool:
+        """Removes an attempt that no process of this host is known to be at, unless it is committed
+        meanwhile; returns whether it did. It may hold nothing that no save makes.
+        """
+        with suppress(OSError):  # it is left to a later call
+            entries = self._entries(name)
+            if not self._is_dead(name) or not all(map(OURS.fullmatch, entries)):
+                return False
+            self.objects.put_new(self.path(name, MANIFEST), b"")
+            self._remove(name, entries)
+            return True
+        return False
+
+    def _sweep(self, name: str, mark: dict[str, Any]) -> None:
+        """Removes what came to an attempt after it was removed; and if nothing did for a day, the
+        mark that it is over. If it comes back then, it finds that it is late: see BucketDraft.
+        """
+        with suppress(OSError):  # as above
+            late = [each for each in self._entries(name) if each != MANIFEST]
+            if late and all(map(OURS.fullmatch, late)):
+                self._remove(name, late)
+            path = self.path(name, MANIFEST)
+            if not late and time.time() - self.objects.made_at(path, mark) >= DEAD_AFTER_S:
+                self._remove(name, [MANIFEST])
+
+    def _entries(self, name: str) -> list[str]:
+        try:
+            return self.storage.names(self.path(name))
+        except FileNotFoundError:
+            return []
+
+    def _remove(self, name: str, entries: list[str]) -> None:
+        if entries:
+            self.storage.remove_all(self.path(name), entries)
+
+    def debris(self) -> Iterator[tuple[str, bool, Callable[[], bool]]]:
+        """Yields nothing while a job has the lease, which alone tells whether its attempts live."""
+        if not Lease(self.storage, self.root).is_of_another():
+            for name in self.incomplete():
+                yield name, True, partial(self.remove_if_dead, name)
+
+    def remove(self, name: str, nonce: str) -> bool:
+        path = self.path(name)
+        try:
+            if self.read(name).nonce != nonce:
+                return True
+            with reported("remove", path):
+                entries = self._entries(name)
+                if PINNED in entries:
+                    return False
+                self._remove(name, [MANIFEST])
+                self._manifests.pop(name, None)
+        except Vanished:
+            return True
+        except StorageError:
+            raise
+        except CheckpointError:
+            return False  # it is damaged by now
+        with suppress(OSError):  # what stays is an attempt without a manifest
+            self._remove(name, [entry for entry in entries if OURS.fullmatch(entry)])
+            self.forget(name)
+        return True
+
+
+class BucketDraft(Draft):
+    """The prefix that a rank puts objects under."""
+
+    steps: BucketSteps
+
+    def _begun(self, step: int) -> str:
+        name = step_name(step, secrets.token_hex(ATTEMPT_BYTES))
+        _under_way.add(self.steps.path(name))
+        return name
+
+    def create(self, name: str, purpose: Purpose | None = None) -> int:
+        path = self.path(name)
+        with reported("open", path):
+            fd = self._storage.create(path, 0o666, purpose or Purpose(0))
+        self._made.append(path)
+        return fd
+
+    def write(self, name: str, content: bytes, beside: int | None, durable: bool) -> None:
+        path = self.path(name)
+        with reported("write", path):
+            self.steps.objects.put(path, content)
+        self._made.append(path)
+
+    def commit(self, manifest: Manifest, durable: bool) -> None:
+        steps, path, content = self.steps, self.path(MANIFEST), manifest.to_bytes()
+        since = _now_s()
+        if steps.lease is not None:
+            steps.lease.renew()
+        steps.verdicts.doubtful.add(manifest.nonce)
+        with reported("create", path):
+            try:
+                found = steps.objects.put_new(path, content)
+            except FileExistsError:
+                raise StorageError("create", path, errno.EEXIST, detail=TAKEN) from None
+        if _now_s() - since >= LASTS_S / 2:
+            self._check_whole(manifest)
+        steps.note_committed(self.name, manifest, found["e_tag"])
+        steps.verdicts.doubtful.discard(manifest.nonce)
+        self._made.clear()
+
+    def _check_whole(self, manifest: Manifest) -> None:
+        """Takes a commit back, before it is acknowledged, if objects that it names were removed: it
+        took so long that another job may have the lease, and have removed the attempt before.
+        """
+        named = {manifest.objects.file, *(its.file for its in manifest.writers)}
+        named |= {its.index for its in manifest.writers}
+        path = self.path(MANIFEST)
+        with reported("list", self.path()):
+            if named <= {*self._storage.names(self.path())}:
+                return
+        with reported("remove", path):
+            self._storage.remove(path)
+        raise StorageError("create", path, errno.ENOENT, detail=TAKEN)
+
+    def abandon(self) -> None:
+        steps, path = self.steps, self.path()
+        made, self._made = [*map(os.path.basename, self._made)], []
+        with suppress(OSError):  # what stays is an attempt without a manifest
+            if self.is_begun:
+                steps.attempts[self.name], steps._is_clean = FAILED, False
+                made = [MANIFEST, *(each for each in steps._entries(self.name) if each != MANIFEST)]
+            if made:
+                self._storage.remove_all(path, made)
+        self.is_begun = False
+
+    def close(self) -> None:
+        _under_way.discard(self.path())
+
+
+def _now_s() -> float:
+    """Returns a time that goes on while the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)

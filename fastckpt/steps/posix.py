@@ -1,0 +1,581 @@
+"""Steps in directories of a file system: a step is begun by making its directory, committed by the
+rename of its manifest, and removed by whoever has locked that.
+
+A plain name, on a local file system, may be taken again by a later attempt, so there the proof of
+whose a directory is are inodes that are held open, and locks. Elsewhere hosts may not see each
+other's locks: the name of an attempt is random, never used again, and proof enough.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from functools import partial
+
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
+from fastckpt.formats.manifest import MANIFEST, Manifest
+from fastckpt.formats.step_names import ATTEMPT_BYTES, NAME, OURS, PINNED, is_unique, step_name
+from fastckpt.saving.lease import Lease
+from fastckpt.steps.store import (
+    BARE,
+    BEGUN,
+    FAILED,
+    GONE,
+    TAKEN,
+    UNSEEN,
+    Committed,
+    Draft,
+    Fault,
+    Look,
+    StepStore,
+    in_order,
+    unreadable,
+)
+from fastckpt.storage import atomic, calls
+from fastckpt.storage.file_system import NEW_MODE, Storage, is_directory, patiently, reported
+from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.vanishing import is_unlocked, kept, leads_nowhere
+
+log = logging.getLogger("fastckpt")
+
+_CREATES_MAX = 5  # directories that are made for one save, and names that are tried for each
+_ALONE_S, _LOCK_POLL_S = 5.0, 0.01  # for how long ranks of a failed save wait for each other
+
+
+class PosixSteps(StepStore):
+    """The steps under a directory. Arguments and attributes are StepStore's.
+
+    Attributes:
+        keep_files: takes files out of a directory that is being removed, and returns the names that
+            it leaves.
+        removal: held while a directory is emptied.
+    """
+
+    def __init__(self, storage: Storage, root: str, lease: Lease | None = None) -> None:
+        super().__init__(storage, root, lease)
+        self._is_shared: bool | None = None  # see may_be_taken_again(); None: not known yet
+        # Held while a directory is removed. It has no manifest then and seems dead, so a save that
+        # began meanwhile would take its name and lose the files it made there.
+        self.removal = calls.NotedLock("removal", root)
+        self.keep_files: Callable[[str, list[str]], list[str]] | None = None
+        self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
+
+    # ---- what is there
+
+    def names(self) -> list[str]:
+        """As StepStore's; symbolic links are left out, since this root may not remove what they
+        lead to.
+        """
+        if self.is_step:
+            return [""]
+        try:
+            return [
+                name for name in self.storage.names(self.root, directories=True) if NAME.match(name)
+            ]
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError("list", self.root, error.errno or errno.EIO) from error
+
+    def look(self) -> Look:
+        look = Look([], [], {})
+        # Older steps first: the newer one, committed before one of them was removed, is seen then.
+        for name in sorted(self.names()):
+            try:
+                manifest = self._manifest(name)
+                if manifest is not None:
+                    look.found.append(Committed(name, manifest))
+                elif mark := self._mark(name):
+                    look.marks[name] = mark
+            except Vanished:
+                look.marks[name] = GONE
+            except CheckpointError as error:
+                look.faults.append(Fault(name, error))
+        look.found.sort(key=in_order, reverse=True)
+        return look
+
+    def _manifest(self, name: str) -> Manifest | None:
+        path = self.path(name, MANIFEST)
+        try:
+            status = self.storage.status(path)
+        except OSError as error:
+            raise unreadable("open", path, error) from error
+        if status is None:
+            return None
+        return self.manifest_of(name, (status.st_ino, status.st_mtime_ns, status.st_size))
+
+    def _mark(self, name: str) -> str:
+        """Returns what a directory is in which no manifest was found: GONE also if it has one now
+        or is a step known here; "" if a save is writing there, or one of this process has failed.
+        """
+        path = self.path(name, MANIFEST)
+        try:
+            names = self.storage.names(self.path(name))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                return BARE
+            has_failed = self.attempts.get(name) == FAILED
+            return GONE if name in self._manifests else UNSEEN * (not has_failed)
+        if MANIFEST in names and leads_nowhere(self.storage, path):
+            raise CorruptCheckpoint(f"{path!r} is a link that leads nowhere")
+        if MANIFEST in names:
+            return GONE
+        return "" if atomic.temporaries_among(names, path) else BARE
+
+    def incomplete(self) -> list[str]:
+        return sorted(name for name in self.names() if not self.may_be_committed(name))
+
+    def may_be_committed(self, name: str) -> bool:
+        try:
+            return self.storage.status(self.path(name, MANIFEST)) is not None
+        except OSError:
+            return True
+
+    def hold(self, name: str) -> AbstractContextManager[None]:
+        return kept(self.storage, self.path(name, MANIFEST))
+
+    # ---- the root
+
+    def make_root(self) -> None:
+        with reported("make directory", self.root):
+            path, grown = self.root, []
+            while (status := self.storage.status(path)) is None:
+                path = os.path.dirname(path)
+                grown.append(path)
+            if grown:
+                self.storage.make_directory(self.root, parents=True)
+                self._grown += grown
+            elif not stat.S_ISDIR(status.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+
+    def sync_grown(self) -> None:
+        for path in [*self._grown]:
+            with reported("sync directory", path):
+                self.storage.sync_directory(path)
+            with suppress(ValueError):  # another save of this rank has done so, too
+                self._grown.remove(path)
+
+    # ---- whose a directory is
+
+    def draft(self, check: Callable[[], object]) -> PosixDraft:
+        return PosixDraft(self, check)
+
+    def may_be_taken_again(self, name: str) -> bool:
+        """Returns whether a later attempt may have this name, which then proves nothing: that holds
+        for plain names on a local file system, where everybody sees everybody's locks. A job of
+        another host might come back at any time to a directory that it takes for its own.
+        """
+        if is_unique(name):
+            return False
+        if self._is_shared is None:
+            with reported("open directory", self.root):
+                try:
+                    fd = self.storage.open(self.root, "directory")
+                except FileNotFoundError:
+                    self.make_root()
+                    fd = self.storage.open(self.root, "directory")
+                try:
+                    self._is_shared = self.storage.policy(fd)[1].remote
+                finally:
+                    atomic.close_quietly(self.storage, fd)
+        return not self._is_shared
+
+    @contextmanager
+    def alone(self, name: str, within_s: float = 0.0) -> Iterator[bool]:
+        """Yields whether this process alone may empty a directory while the body runs.
+
+        A directory whose name may be taken again is locked for that: else another process might
+        find it half emptied and take it for dead, a save take the name, and lose its files here.
+
+        Args:
+            within_s: for how long to wait for others who have the lock, such as ranks of one save.
+        """
+        if not self.may_be_taken_again(name):
+            yield True
+            return
+        fd = self.storage.open(self.path(name), "directory")
+        try:
+            until = time.monotonic() + within_s
+            while not (is_locked := self.storage.lock(fd)) and time.monotonic() < until:
+                time.sleep(_LOCK_POLL_S)
+            now = self.storage.status(self.path(name))
+            yield is_locked and now is not None and os.path.samestat(now, self.storage.fstat(fd))
+        finally:
+            atomic.close_quietly(self.storage, fd)
+
+    def make_attempt(self, step: int) -> str:
+        """Makes the directory of a new attempt at a step; returns its name: the plain one if that
+        may be taken again and is free, or its directory is dead.
+
+        Nor is it that of an attempt that failed here, since a late rank may still write there.
+        """
+        name = step_name(step)
+        if not self.may_be_taken_again(name) or self.attempts.get(name) == FAILED:
+            name = _unique_name(step)
+        with self.removal:
+            for _ in range(_CREATES_MAX):
+                try:
+                    with reported("make directory", self.path(name)):
+                        self.storage.make_directory(self.path(name))
+                    return name
+                except StorageError as error:
+                    if error.errno == errno.ENOENT:
+                        self.make_root()
+                    elif error.errno != errno.EEXIST:
+                        raise
+                    elif is_unique(name) or not self.remove_if_dead(name):
+                        name = _unique_name(step)
+        raise StorageError("make directory", self.path(name), errno.EEXIST)
+
+    # ---- removal
+
+    def remove_manifest(self, name: str) -> None:
+        self._manifests.pop(name, None)
+        with suppress(FileNotFoundError):  # gone already
+            self.storage.remove(self.path(name, MANIFEST))
+            # A power cut must not bring the manifest back once the files it names are removed.
+            self.storage.sync_directory(self.path(name))
+
+    def empty(self, name: str, entries: list[str]) -> None:
+        """Removes those of the entries that a save makes, and then the directory."""
+        # Temporary manifests last: they tell who owns the directory.
+        ours = sorted(filter(OURS.fullmatch, entries), key=lambda entry: entry.startswith("."))
+        if ours and self.keep_files is not None:
+            ours = self.keep_files(self.path(name), ours)
+        if ours:
+            self.storage.remove_all(self.path(name), ours)
+        try:
+            self.storage.remove_directory(self.path(name))
+        except OSError:
+            # A network client keeps a removed file that is open (policies.LINGERING), and with it
+            # the directory, which is then removed before the next save.
+            self._is_clean = False
+            raise
+        self.forget(name)
+
+    def clean(self) -> None:
+        """Removes what dead saves have left, once, and again after a save has failed here or left
+        something: earlier jobs, or ranks that were late, may have filled the disk.
+        """
+        with self.removal:  # a save that begins meanwhile sees no half-removed directory
+            if not self._is_clean or FAILED in [*self.attempts.values()]:
+                self._is_clean = True
+                self.remove_dead()
+
+    def remove_dead(self) -> list[str]:
+        with self.removal:
+            return [name for name in self.incomplete() if self.remove_if_dead(name)]
+
+    def remove_if_dead(self, name: str, others_after_s: float = atomic.DEAD_AFTER_S) -> bool:
+        """Removes a directory without a manifest if its save is surely over; returns whether.
+
+        Should that save come back, either it commits or its directory is removed, whatever happens
+        when: this removes the temporary manifest first, which is there no more if it was renamed
+        before.
+        """
+        storage, path = self.storage, self.path(name)
+        with suppress(OSError), self.alone(name) as is_alone:  # it is left to a later call
+            entries = self._left_in(name, others_after_s) if is_alone else None
+            if entries is None:
+                return False
+            temporaries = atomic.temporaries_among(entries, MANIFEST)
+            for temporary in temporaries:
+                storage.remove(os.path.join(path, temporary))
+            if self.may_be_committed(name):
+                return False
+            self.empty(name, [entry for entry in entries if entry not in temporaries])
+            return True
+        return False
+
+    def _left_in(self, name: str, others_after_s: float) -> list[str] | None:
+        """Returns what is in a directory without a manifest if its save is surely over; else None.
+
+        That is so if no temporary manifest is left, which a save removes last, or none whose owner
+        may live: its process on this host is gone, or another host wrote it `others_after_s` ago,
+        and nobody is seen to have locked it. A directory that holds anything that no save makes
+        stays.
+        """
+        storage, directory = self.storage, self.path(name)
+        with suppress(OSError):  # removed meanwhile, or not to be read
+            # Only what is there now is removed, so a save that begins meanwhile keeps its files.
+            if not is_directory(storage, directory) or self.may_be_committed(name):
+                return None
+            entries = storage.names(directory)
+            if MANIFEST in entries or not all(map(OURS.fullmatch, entries)):
+                return None
+            for left in atomic.temporaries_among(entries, MANIFEST):
+                path = os.path.join(directory, left)
+                is_dead = atomic.is_of_dead(storage, path) and is_unlocked(storage, path)
+                if not is_dead and not self._is_of_other_dead(path, others_after_s):
+                    return None
+            if not self.may_be_committed(name):  # nor has it committed meanwhile
+                return entries
+        return None
+
+    def _is_of_other_dead(self, temporary: str, after_s: float) -> bool:
+        """Returns whether a temporary manifest is another host's, so old, and not locked."""
+        status = self.storage.status(temporary)
+        if status is None or atomic.is_of_this_host(temporary):
+            return False
+        if not after_s or time.time() - status.st_mtime >= after_s:  # clocks may differ
+            return is_unlocked(self.storage, temporary)
+        log.warning(
+            "%s was begun on another host and not committed: it is removed a day after that, or by "
+            "you",
+            os.path.dirname(temporary),
+        )
+        return False
+
+    def debris(self) -> Iterator[tuple[str, bool, Callable[[], bool]]]:
+        for name in self.incomplete():
+            if self._left_in(name, 0.0) is not None:
+                left = atomic.temporaries(self.storage, self.path(name, MANIFEST))
+                is_ours = all(map(atomic.is_of_this_host, left))
+                yield name, is_ours, partial(self.remove_if_dead, name, others_after_s=0.0)
+
+    def remove(self, name: str, nonce: str) -> bool:
+        path = self.path(name, MANIFEST)
+        # Held until the directory is empty, so that no save that begins takes its name before.
+        with self.removal, ExitStack() as alone:
+            try:
+                fd = self.storage.open(path, "lock")
+            except FileNotFoundError:
+                return True  # removed by somebody else
+            except OSError:
+                return False
+            try:
+                with reported("lock", path):
+                    if not self.storage.lock(fd):
+                        return False
+                if self.read(name).nonce != nonce:
+                    return True
+                if not alone.enter_context(self.alone(name)):
+                    return False
+                entries = self.storage.names(self.path(name))
+                if PINNED in entries:
+                    return False
+                self.remove_manifest(name)
+            except Vanished:
+                return True
+            except StorageError:
+                raise
+            except CheckpointError:
+                return False  # it is damaged by now
+            except OSError as error:
+                raise StorageError("remove", path, error.errno or errno.EIO) from error
+            finally:
+                # Closed, and so unlocked, only now: a reader that waits for the lock finds the step
+                # gone. Closed before empty(): a network client keeps open files, see abandon().
+                atomic.close_quietly(self.storage, fd)
+            with suppress(OSError):  # what stays is left to the next removal
+                self.empty(name, [entry for entry in entries if entry != MANIFEST])
+            return True
+
+
+def _unique_name(step: int) -> str:
+    return step_name(step, secrets.token_hex(ATTEMPT_BYTES))
+
+
+class PosixDraft(Draft):
+    """A directory that a rank writes to; it makes that, too, if it sees another file system than
+    the first rank.
+    """
+
+    steps: PosixSteps
+
+    def __init__(self, steps: PosixSteps, check: Callable[[], object]) -> None:
+        super().__init__(steps, check)
+        # The manifest under a temporary name; its lock says that the save is alive.
+        self._manifest_fd, self._temporary = -1, ""
+        # The directory, open where its name may be taken again: then that proves whose it is.
+        self._directory = -1
+        self._has_own_directory = False
+
+    def _begun(self, step: int) -> str:
+        steps, storage = self.steps, self._storage
+        steps.clean()
+        for _ in range(_CREATES_MAX):
+            name = steps.make_attempt(step)
+            temporary = atomic.temporary_path(steps.path(name, MANIFEST))
+            with reported("open", temporary):
+                try:
+                    fd = storage.create(temporary, NEW_MODE)
+                except FileNotFoundError:
+                    continue  # another save found the directory empty and removed it as dead
+            self.name, self._manifest_fd, self._temporary = name, fd, temporary
+            self.is_begun, steps.attempts[name] = True, BEGUN
+            try:
+                atomic.claim(storage, fd, temporary)
+            except BaseException:
+                self.abandon()
+                raise
+            return name
+        raise StorageError("make directory", steps.plain_path(step), errno.EEXIST)
+
+    # ---- files
+
+    def create(self, name: str, purpose: Purpose | None = None) -> int:
+        path, storage = self.path(name), self._storage
+        with reported("open", path):
+            try:
+                fd = storage.create(path, 0o666, purpose)
+            except FileNotFoundError:
+                self._check()  # the directory is gone if the save has failed meanwhile
+                storage.make_directory(os.path.dirname(path), parents=True)
+                self._has_own_directory = True
+                fd = storage.create(path, 0o666, purpose)
+            except FileExistsError:
+                if path not in self._made:  # it is a rank's that was late for an earlier save
+                    raise
+                storage.remove(path)  # of a first try, for which there was no room
+                fd = storage.create(path, 0o666, purpose)
+            return self._noted(path, fd)
+
+    def _noted(self, path: str, fd: int) -> int:
+        """Notes a file as made here; returns its descriptor."""
+        try:
+            proves_it = self._directory >= 0 or self.is_begun
+            if not proves_it and self.steps.may_be_taken_again(self.name):
+                self._directory = self._storage.open(self.path(), "directory")
+            self._made.append(path)
+        except BaseException:
+            atomic.close_quietly(self._storage, fd)
+            raise
+        return fd
+
+    def adopt(self, name: str, source: str) -> int:
+        path, storage = self.path(name), self._storage
+        with reported("rename", path):
+            if path in self._made:
+                storage.remove(path)
+            storage.rename(source, path, replaces=False)
+        with reported("open", path):
+            return self._noted(path, storage.open(path, "write"))
+
+    def write(self, name: str, content: bytes, beside: int | None, durable: bool) -> None:
+        path, storage = self.path(name), self._storage
+        small = Purpose(0, stripe="keep", directory=self.steps.root)
+        create = partial(self.create, name, small)
+        fd = create() if beside is None else patiently(storage, beside, create)
+        try:
+            with reported("write", path):
+                patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
+            atomic.settle(storage, fd, path, durable)
+        finally:
+            atomic.close_quietly(storage, fd)
+
+    def sync_own_directory(self) -> None:
+        if self._has_own_directory:
+            for path in (self.path(), self.steps.root):
+                with reported("sync directory", path):
+                    self._storage.sync_directory(path)
+
+    # ---- the end
+
+    def commit(self, manifest: Manifest, durable: bool) -> None:
+        storage, steps, directory = self._storage, self.steps, self.path()
+        fd, temporary, doubtful = self._manifest_fd, self._temporary, steps.verdicts.doubtful
+        with reported("write", temporary):
+            content = manifest.to_bytes()
+            patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
+        if durable:
+            with reported("sync", temporary):
+                storage.sync(fd)
+            # A manifest that survives a crash must find its files: their names, and those of the
+            # directories they are in, become durable before it is renamed.
+            for path in (directory, steps.root):
+                with reported("sync directory", path):
+                    storage.sync_directory(path)
+            steps.sync_grown()
+        if steps.lease is not None:
+            steps.lease.renew()
+        name = self.path(MANIFEST)
+        with atomic.naming_in(storage, [directory] if durable else [], name) as make_durable:
+            # Until the rename is durable a crash may undo it, so retention does not count this step
+            # among those that stay: nor does it if the rename is given up, and happens later.
+            doubtful.add(manifest.nonce)
+            with reported("rename", name):
+                try:
+                    patiently(storage, fd, lambda: storage.rename(temporary, name, replaces=False))
+                except FileNotFoundError:
+                    raise StorageError("rename", name, errno.ENOENT, detail=TAKEN) from None
+            steps.note_committed(self.name, manifest, None)
+            make_durable()
+            doubtful.discard(manifest.nonce)
+        self._made.clear()
+
+    def abandon(self) -> None:
+        if self.is_begun:
+            self.is_begun = False
+            self._abandon_directory()
+        elif self._made:
+            with suppress(OSError):  # it is gone, or left to remove_dead()
+                self._remove_made()
+
+    def _abandon_directory(self) -> None:
+        """Closes the manifest, and removes the directory if that is still its own. The name is not
+        used again here.
+        """
+        name, steps = self.name, self.steps
+        with ExitStack() as closing:
+            closing.callback(self._close_manifest)
+            steps.attempts[name] = FAILED  # before it vanishes
+            with steps.removal, ExitStack() as alone:
+                is_own = False
+                with suppress(OSError):  # it is gone, or is left to the next removal
+                    is_own = alone.enter_context(steps.alone(name, _ALONE_S)) and self._is_own()
+                # Before empty(): a network client keeps an open file, and so its directory.
+                closing.close()
+                if is_own:
+                    with suppress(OSError):  # as above
+                        entries = self._storage.names(self.path())
+                        if MANIFEST in entries:
+                            steps.remove_manifest(name)
+                        steps.empty(name, [entry for entry in entries if entry != MANIFEST])
+
+    def _is_own(self) -> bool:
+        """Returns whether the directory is the one that this has made: others may have taken it for
+        dead, and its name. The inode that is open here is nobody else's, whichever name it has: the
+        manifest is committed if the save failed after that, on another node.
+        """
+        if not self.steps.may_be_taken_again(self.name):
+            return True
+        own = self._storage.fstat(self._manifest_fd)
+        paths = (self._temporary, self.path(MANIFEST))
+        found = (self._storage.status(path) for path in paths)
+        return any(status is not None and os.path.samestat(status, own) for status in found)
+
+    def _remove_made(self) -> None:
+        """Removes this rank's files. It may be late, and the directory another save's by now."""
+        with self.steps.alone(self.name, _ALONE_S) as is_alone:
+            if is_alone and (self._directory < 0 or self._is_own_directory()):
+                self._storage.remove_all(self.path(), [*map(os.path.basename, self._made)])
+                # It has a file that another rank is to remove, or the first rank could not remove
+                # it since it had one of these.
+                self._storage.remove_directory(self.path())
+
+    def _is_own_directory(self) -> bool:
+        status = self._storage.status(self.path())
+        return status is not None and os.path.samestat(status, self._storage.fstat(self._directory))
+
+    def share(self) -> None:
+        if self._manifest_fd >= 0:
+            with suppress(OSError):  # as when it was claimed
+                self._storage.lock(self._manifest_fd, shared=True)
+
+    def _close_manifest(self) -> None:
+        fd, self._manifest_fd = self._manifest_fd, -1
+        if fd >= 0:
+            atomic.close_quietly(self._storage, fd)
+
+    def close(self) -> None:
+        self._close_manifest()
+        directory, self._directory = self._directory, -1
+        if directory >= 0:
+            atomic.close_quietly(self._storage, directory)

@@ -1,0 +1,484 @@
+"""StepStore: the steps under one root, as every store of them has them; and Draft, a step that one
+rank is writing. The two stores are posix.py's and bucket.py's; root.py chooses.
+
+The module reads what is committed, gives commits their order, and keeps what this process has
+learnt of steps. It must not know how a step is made, committed or removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import NamedTuple
+
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
+from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
+from fastckpt.formats.step_names import step_name, step_of
+from fastckpt.latch import SERVER_S, within
+from fastckpt.saving.lease import Lease
+from fastckpt.storage import atomic
+from fastckpt.storage.file_system import (
+    NoRegularFile,
+    Storage,
+    naming,
+    persistently,
+)
+from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.vanishing import listed_anew
+
+_LOOKS_MAX = 5  # listings of a root in which some steps, but not all, vanish while they are read
+TAKEN = "another process took the directory for one that was left behind: save again"
+
+
+class Committed(NamedTuple):
+    """A step whose manifest is valid."""
+
+    name: str
+    manifest: Manifest
+
+
+class Fault(NamedTuple):
+    """A directory whose manifest is invalid or cannot be read, and the error that says why."""
+
+    name: str
+    error: CheckpointError
+
+    @property
+    def step(self) -> int | None:
+        """The step that it would be; None if its name does not tell."""
+        return step_of(self.name) if self.name else None
+
+
+# Why no manifest was found in a directory:
+GONE = "gone"  # it was seen, now or earlier, and has vanished
+UNSEEN = "unseen"  # the directory had vanished when it was looked at
+BARE = "bare"  # there is not even a temporary one: it is being removed, or has just been made
+
+
+class Look(NamedTuple):
+    """One listing of a root: what committed() returns, and why other names are no steps."""
+
+    found: list[Committed]
+    faults: list[Fault]
+    marks: dict[str, str]
+
+
+def in_order(item: Committed) -> tuple[int, int]:
+    """Returns the key that sorts steps in the order of their commits."""
+    return item.manifest.sequence, item.manifest.step
+
+
+class Verdicts:
+    """The steps that need care, by the nonces of their manifests.
+
+    Attributes:
+        damaged: those that were read and found damaged.
+        unread: those that may be whole, but could last not be read; by name, if that holds for the
+            manifest.
+        doubtful: those that were committed here, but perhaps not durably.
+    """
+
+    def __init__(self) -> None:
+        self.damaged, self.unread, self.doubtful = set[str](), set[str](), set[str]()
+
+    def note_read(self, item: Committed, *, is_whole: bool) -> None:
+        """Remembers that a step was read, and what was found."""
+        nonce = item.manifest.nonce
+        self.unread -= {item.name, nonce}
+        (self.damaged.discard if is_whole else self.damaged.add)(nonce)
+
+    def is_unread(self, item: Committed) -> bool:
+        return not self.unread.isdisjoint((item.name, item.manifest.nonce))
+
+    def may_stay_alone(self, item: Committed) -> bool:
+        """Returns whether older steps may be removed on the account of this one."""
+        is_bad = item.manifest.nonce in self.damaged | self.doubtful
+        return not (is_bad or self.is_unread(item))
+
+
+BEGUN, DONE, FAILED = "begun", "done", "failed"  # what became of an attempt of this process
+
+
+class StepStore:
+    """The steps under one root.
+
+    Args:
+        storage: the seam to the file system.
+        root: the root's path; it is made when a step is begun.
+        lease: without which nothing is begun or committed; None: several jobs may.
+
+    Attributes:
+        is_step: whether the root is itself a step, of whatever name, and so holds that one alone.
+        verdicts: what was learnt of steps.
+        attempts: what became of this process's attempts, by name.
+        told_empty, told_metric: whether it was told that there are no steps, and that metrics lack
+            the one of keep_best.
+    """
+
+    SHOWS_ALL = False  # whether a listing shows all that was committed before it
+    EMPTY_IS_NONE = False  # whether an empty manifest says that there will never be one
+
+    def __init__(self, storage: Storage, root: str, lease: Lease | None = None) -> None:
+        self.storage = storage
+        self.root, self.lease, self.is_step = root, lease, False
+        self.verdicts, self.attempts = Verdicts(), dict[str, str]()
+        self.told_empty = self.told_metric = False
+        self._manifests: dict[str, tuple[Hashable, Manifest]] = {}  # with the version of the file
+        self._seen: set[str] | None = None  # see note_seen(); None: nobody has looked yet
+        self._lock = threading.Lock()
+        self._sequence = 0  # of the last commit that was begun here
+        self._tenure = 0  # of the lease, when steps were last listed for a number
+        self._is_clean = False  # whether what dead saves have left was removed
+
+    # ---- what each store does in its own way
+
+    def names(self) -> list[str]:
+        """Returns the directories named as steps, committed or not, in no order. The step that the
+        root itself is has the name "". Raises StorageError.
+        """
+        raise NotImplementedError
+
+    def look(self) -> Look:
+        """Lists the root once, and reads the manifests that are not known. Raises StorageError."""
+        raise NotImplementedError
+
+    def incomplete(self) -> list[str]:
+        """Returns the directories without a manifest: of saves that are running, or never ended."""
+        raise NotImplementedError
+
+    def may_be_committed(self, name: str) -> bool:
+        """Returns whether there is a manifest, or may be one that cannot be read now."""
+        raise NotImplementedError
+
+    def draft(self, check: Callable[[], object]) -> Draft:
+        """Returns a rank's view of a step that is to be written. `check` raises if the save has
+        failed meanwhile.
+        """
+        raise NotImplementedError
+
+    def hold(self, name: str) -> AbstractContextManager[None]:
+        """Keeps a committed step from being removed while the body reads it, where the store can
+        promise that. Raises Vanished, CorruptCheckpoint or StorageError.
+        """
+        raise NotImplementedError
+
+    def confirm(self, name: str) -> None:
+        """Raises Vanished if a step was removed although it is held."""
+
+    def remove(self, name: str, nonce: str) -> bool:
+        """Removes a committed step unless somebody holds it or it is pinned; returns whether it is
+        gone. Raises StorageError.
+
+        Args:
+            name, nonce: of the step: by now another one may have the name.
+        """
+        raise NotImplementedError
+
+    def remove_dead(self) -> list[str]:
+        """Removes what saves have left that are surely over; returns the names."""
+        raise NotImplementedError
+
+    def debris(self) -> Iterator[tuple[str, bool, Callable[[], bool]]]:
+        """Yields the names of what dead saves have left, each with whether their processes were of
+        this host and are gone, and what removes it and says whether it did. Raises StorageError.
+        """
+        raise NotImplementedError
+
+    def make_root(self) -> None:
+        """Makes the root, if it is missing. Raises StorageError."""
+
+    def sync_grown(self) -> None:
+        """Makes the names durable that make_root() has made here. Raises StorageError."""
+
+    def after_commit(self) -> None:
+        """Does what can wait until a commit was acknowledged. Raises StorageError."""
+
+    # ---- paths, and manifests
+
+    def path(self, name: str, *parts: str) -> str:
+        return os.path.join(self.root, *filter(None, (name, *parts)))
+
+    def plain_path(self, step: int) -> str:
+        """Returns the path that a step has unless another attempt has it."""
+        return self.path(step_name(step))
+
+    def read(self, name: str) -> Manifest:
+        """Returns the manifest of a step.
+
+        Raises:
+            Vanished: there is none.
+            CorruptCheckpoint: it is damaged, or of another step.
+            IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
+        """
+        path = self.path(name, MANIFEST)
+        try:
+            content = self.storage.read_file(path, MANIFEST_BYTES_MAX + 1)
+        except FileNotFoundError:
+            raise Vanished(path) from None
+        except OSError as error:
+            raise unreadable("read", path, error) from error
+        if not content and self.EMPTY_IS_NONE:
+            raise Vanished(path)
+        with naming(path):
+            manifest = Manifest.from_bytes(content)
+            if name and manifest.step != step_of(name):
+                raise CorruptCheckpoint(f"the manifest is of step {manifest.step}, not of {name!r}")
+        return manifest
+
+    def manifest_of(self, name: str, version: Hashable) -> Manifest:
+        """Returns the manifest of a step, whose file has this version: read anew if it is another
+        one than was read before. Raises as read().
+        """
+        known = self._manifests.get(name)
+        if known is None or known[0] != version:
+            known = self._manifests[name] = version, self.read(name)
+        return known[1]
+
+    def note_committed(self, name: str, manifest: Manifest, version: Hashable) -> None:
+        """Notes a commit of this process."""
+        self.attempts[name], self._manifests[name] = DONE, (version, manifest)
+        self._seen = (self._seen or set()) | {manifest.nonce}
+
+    def forget(self, name: str) -> None:
+        """Drops what is known of a name that is no more, but that it must not be used again."""
+        self._manifests.pop(name, None)
+        if self.attempts.get(name) != FAILED:
+            self.attempts.pop(name, None)
+
+    def has_another(self, name: str) -> bool:
+        """Returns whether this process knows another committed attempt at the step of `name`."""
+        own = self._manifests.get(name)
+        if own is None:
+            return True
+        known = [*self._manifests.values()]
+        return sum(manifest.step == own[1].step for _version, manifest in known) > 1
+
+    # ---- what is committed
+
+    def committed(self) -> tuple[list[Committed], list[Fault]]:
+        """Returns the committed steps, the one committed last first, and what is wrong with every
+        other directory that has a manifest.
+
+        If a step vanishes between the listing and the look at it, the save that removed it has
+        committed a newer one before, which the next listing shows (unless this machine has cached
+        the old one). So the root is listed again, up to a limit, until nothing new vanishes and a
+        step is found. A name that vanished unseen may be of a save that failed, after which there
+        is no step: there is none, either, if two listings in a row hold no such name any more. One
+        is not enough, since a slow listing may miss both the old and the new.
+
+        Raises:
+            StorageError: the root cannot be listed, or steps vanish however often it is.
+        """
+        looks: list[Look] = []
+
+        def settled() -> tuple[list[Committed], list[Fault]]:
+            look = self.look()
+            is_new = not look.marks.keys() <= (looks[-1].marks.keys() if looks else set())
+            looks.append(look)
+            again = is_new and len(looks) < _LOOKS_MAX
+            if not look.found:
+                ever, lately = (
+                    {mark for each in some for mark in each.marks.values()}
+                    for some in (looks, looks[-2:])
+                )
+                again = is_new or GONE in ever or UNSEEN in lately
+                again = again or not (look.faults or looks[1:] or self.SHOWS_ALL)
+            if again:
+                raise Vanished(self.root)
+            return look.found, look.faults
+
+        found = listed_anew(settled)
+        assert found is not None
+        if self._seen is None:
+            self.note_seen(found[0])
+        return found
+
+    def note_seen(self, found: list[Committed]) -> None:
+        """Notes the steps that were there when this process first looked, or restored. What comes
+        later, and is not its own, another job has committed that does not know of this one.
+        """
+        self._seen = (self._seen or set()) | {item.manifest.nonce for item in found}
+
+    def has_seen(self, item: Committed) -> bool:
+        """Returns whether a step was noted by note_seen(), or is this process's own."""
+        return item.manifest.nonce in (self._seen or ())
+
+    def survey(self, step: int | None = None) -> tuple[list[Committed], list[Fault]]:
+        """Does what committed() does, but tries for seconds to read every step, and then raises
+        StorageError: it may be the very step that is asked for.
+
+        Args:
+            step: the only step that has to be readable; None: all have to be.
+        """
+        failed: list[str] = []
+
+        def looked() -> tuple[list[Committed], list[Fault]]:
+            failed.clear()
+            found, faults = self.committed()
+            for fault in faults:
+                is_asked_for = step is None or fault.step in (None, step)
+                if isinstance(fault.error, StorageError) and is_asked_for:
+                    failed.append(fault.name)
+                    raise fault.error
+            return found, faults
+
+        try:
+            return persistently(looked, self.root)
+        finally:
+            self.verdicts.unread.update(failed)
+
+    # ---- commits of this process
+
+    def begin(self, step: int, passing: bool = False) -> Draft:
+        """Begins a new attempt at a step, of one rank alone; a committed one stays. Raises as
+        Draft.begin().
+        """
+        draft = self.draft(lambda: None)
+        draft.begin(step, passing)
+        return draft
+
+    @contextmanager
+    def in_passing(self) -> Iterator[None]:
+        """Has the lease while the body runs that copies a step here. Raises as Draft.begin()."""
+        if self.lease is None:
+            yield
+            return
+        self.make_root()
+        self.lease.take(passing=True)
+        try:
+            yield
+        finally:
+            self.lease.give_back()
+
+    def make_root_soon(self, timeout_s: float) -> None:
+        """Makes the root, if the server answers soon."""
+        with suppress(OSError):  # a save tries again, and fails if it has to
+            within(min(SERVER_S, timeout_s), self.make_root)
+
+    def next_sequence(self, above: int = 0) -> int:
+        """Returns the sequence number of the next commit: above that of any here, and `above`.
+
+        Steps are listed for it once while this process has the lease, since no other job commits
+        then. Other steps may exist whose numbers are unknown: damaged ones, and those of earlier
+        jobs on nodes. The clock puts the first number of this process above theirs.
+        """
+        tenure, last = 0 if self.lease is None else self.lease.tenure, 0
+        if not tenure or tenure != self._tenure:
+            found, faults = self.committed()
+            last = found[0].manifest.sequence if found else 0
+            if faults or not self._sequence:
+                last = max(last, int(time.time() * 1000))
+        with self._lock:
+            self._tenure = tenure
+            self._sequence = min(max(self._sequence, last, above) + 1, SEQUENCE_MAX)
+            return self._sequence
+
+
+class Draft:
+    """A step that is being written, as one rank sees it, before a manifest commits it.
+
+    Attributes:
+        steps: the store.
+        name: the directory's name; "" until it is known.
+        is_begun: whether this rank has begun the step, and so commits it.
+    """
+
+    def __init__(self, steps: StepStore, check: Callable[[], object]) -> None:
+        self.steps, self.name, self.is_begun = steps, "", False
+        self._storage, self._check = steps.storage, check
+        self._made = list[str]()  # paths of files
+
+    def begin(self, step: int, passing: bool = False) -> str:
+        """Begins a save of this step, of which a committed attempt stays; returns the name.
+
+        Args:
+            passing: it is no save of this job; in_passing() has the lease.
+
+        Raises:
+            StorageError: the root or the directory cannot be made.
+            RootInUse: another job saves to the root.
+        """
+        steps = self.steps
+        if steps.lease is not None and not passing:
+            if not steps.lease.is_held:
+                steps.make_root()
+            steps.lease.take()
+        self.name = self._begun(step)
+        self.is_begun, steps.attempts[self.name] = True, BEGUN
+        return self.name
+
+    def _begun(self, step: int) -> str:
+        raise NotImplementedError
+
+    def join(self, name: str) -> None:
+        """Learns the directory's name from the rank that has begun it."""
+        self.name = name
+
+    def path(self, *names: str) -> str:
+        return self.steps.path(self.name, *names)
+
+    def create(self, name: str, purpose: Purpose | None = None) -> int:
+        """Makes a file; returns its descriptor. Raises StorageError."""
+        raise NotImplementedError
+
+    @contextmanager
+    def made(self, name: str, purpose: Purpose | None = None) -> Iterator[tuple[int, str]]:
+        """Makes a file and yields (descriptor, path); the file is open while the body runs."""
+        fd = self.create(name, purpose)
+        try:
+            yield fd, self.path(name)
+        finally:
+            atomic.close_quietly(self._storage, fd)
+
+    def write(self, name: str, content: bytes, beside: int | None, durable: bool) -> None:
+        """Makes a small file with this content, synced if `durable`; `beside` is an open file of
+        the same file system, by which that tells whether to try again.
+        """
+        raise NotImplementedError
+
+    def has_beside(self, path: str) -> bool:
+        """Returns whether a file lies in the directory of the steps, and not of others."""
+        return path.startswith(os.path.join(self.steps.root, ""))
+
+    def adopt(self, name: str, source: str) -> int:
+        """Makes a file of what lies beside the step's directory; returns a new descriptor."""
+        raise NotImplementedError
+
+    def sync_own_directory(self) -> None:
+        """Makes the names durable on a file system that the first rank does not see."""
+
+    def commit(self, manifest: Manifest, durable: bool) -> None:
+        """Commits the step, whose files are all written, on the rank that has begun it.
+
+        Args:
+            manifest: names the files.
+            durable: sync the manifest and the directories.
+
+        Raises:
+            StorageError: the step is not committed, unless the error is `visible`: then it is, but
+                perhaps not durably. RootInUse: another job has taken the root over.
+        """
+        raise NotImplementedError
+
+    def abandon(self) -> None:
+        """Removes what this rank has made for a save that failed, although it was committed."""
+        raise NotImplementedError
+
+    def share(self) -> None:
+        """Lets others read the step from now on, which is committed; it is not removed before
+        close().
+        """
+
+    def close(self) -> None:
+        """Lets go of what tells others that the save is alive."""
+
+
+def unreadable(op: str, path: str, error: OSError) -> CheckpointError:
+    """Returns the error for a manifest that cannot be opened: it is corrupt if it is no file."""
+    if isinstance(error, NoRegularFile):
+        return CorruptCheckpoint(f"{path!r} is not a regular file")
+    return StorageError(op, path, error.errno or errno.EIO)
