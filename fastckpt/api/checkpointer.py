@@ -44,13 +44,13 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle, SaveHandle
 from fastckpt.saving.in_flight import InFlight
-from fastckpt.saving.lease import Lease
 from fastckpt.saving.save import Save, Veto
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.template import Template
 from fastckpt.state.tree import State
 from fastckpt.steps import log as save_log
 from fastckpt.steps import pins, retention
+from fastckpt.steps.bucket_lease import lease_at
 from fastckpt.steps.capture import captured
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
@@ -191,7 +191,7 @@ class Checkpointer:
             )
             refuse_for_url(local or self._root, staging=options.staging, backend=options.backend)
             storage = pipeline.current().storage
-            self._lease = Lease(storage, self._root)
+            self._lease = lease_at(storage, self._root)
             self._steps = store_at(storage, self._root, self._lease)
             self._lease.release_with(self._steps)
             with suppress(StorageError):  # a save or restore will raise it again

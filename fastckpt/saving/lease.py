@@ -96,7 +96,7 @@ def now_text() -> str:
 
 
 BEATING = "fastckpt-lease"  # the name of a thread
-_TRIES_MAX, _PAUSE_S = 50, 0.01
+TRIES_MAX, _PAUSE_S = 50, 0.01
 # How often a job renews its lease, and how long after that other hosts take it for held.
 BEAT_S, LASTS_S = 60.0, 900.0
 _UNWRITTEN_S = 60.0  # what says nothing may be a lease that is just being made
@@ -124,7 +124,7 @@ class Lease:
         self._takes_over = False
         self._storage, self._root = storage, root
         self._lock = NotedLock("lease", self.path)
-        self._fd, self._pid, self._began = -1, 0, ""
+        self._fd, self._has_it, self._pid, self._began = -1, False, 0, ""
         # Taken while the lease is held, by the thread that renews it: whoever releases it ends
         # that. A finalizer may, since it waits for nothing.
         self._holding: _thread.LockType | None = None
@@ -136,7 +136,7 @@ class Lease:
     @property
     def is_held(self) -> bool:
         """Whether this process has it, or needs none since files are objects here."""
-        return not self._is_of_use or (self._fd >= 0 and self._pid == os.getpid())
+        return not self._is_of_use or (self._has_it and self._pid == os.getpid())
 
     @property
     def tenure(self) -> int:
@@ -160,7 +160,7 @@ class Lease:
                 self._is_kept = True
 
     def _take(self) -> None:
-        for _ in range(_TRIES_MAX):
+        for _ in range(TRIES_MAX):
             if self.is_held or self._was_made():
                 return
             with reported("open", self.path):
@@ -219,7 +219,7 @@ class Lease:
             return
         try:
             record = LeaseRecord.from_bytes(storage.read_at(fd, NBYTES, 0))
-            if record is not None and record.nonce == _nonce() and not record.is_over:
+            if record is not None and record.nonce == own_nonce() and not record.is_over:
                 self._keep(fd)
                 kept = True
             elif self._takes_over or self._is_over(record, fd):
@@ -232,7 +232,7 @@ class Lease:
             else:
                 is_beside = record is not None and record.space == pid_space()
                 ends_by_age = self._storage.policy(fd)[1].remote and not is_beside
-                raise RootInUse(_refusal(self._root, record, self._age_s(), ends_by_age))
+                raise RootInUse(refusal(self._root, record, self._age_s(), ends_by_age))
         except OSError as error:
             # Where there are no locks, somebody else may have removed or replaced it meanwhile.
             if error.errno not in (errno.ENOENT, errno.ESTALE):
@@ -252,17 +252,11 @@ class Lease:
         if not policy.mandatory_locks and not self._is_unlocked(fd):
             return False
         # On a local file system everybody's locks are known. Elsewhere each host may have its own.
-        if not policy.remote or (record is not None and self._is_of_same_job(record)):
+        if not policy.remote or (record is not None and is_of_same_job(record)):
             return True
-        is_old = self._age_s() >= (_UNWRITTEN_S if record is None else record.lasts_s)
+        is_old = self._age_s() >= lasts_s(record)
         self._may_come_back |= is_old
         return is_old
-
-    @staticmethod
-    def _is_of_same_job(record: LeaseRecord) -> bool:
-        """Returns whether the scheduler has begun the job again, and so has ended it before."""
-        job, restarts = launched_job()
-        return record.job == job != "" and record.restarts < restarts
 
     def _age_s(self) -> float:
         status = self._storage.status(self.path)
@@ -289,9 +283,9 @@ class Lease:
                 record = None
             if record is None and not self._is_there():
                 self._let_go()  # somebody removed it by hand, or put what is no lease in its place
-            if record is not None and record.nonce != _nonce():
+            if record is not None and record.nonce != own_nonce():
                 self._let_go()
-                raise RootInUse(_loss(self._root, record))
+                raise RootInUse(loss(self._root, record))
             if self.is_held:
                 self._write(self._record())
             self._take()
@@ -305,7 +299,7 @@ class Lease:
                 record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
             except FileNotFoundError:
                 return False
-        return record is not None and record.nonce != _nonce()
+        return record is not None and record.nonce != own_nonce()
 
     def _keep_renewed(self, holding: _thread.LockType) -> None:
         """Renews it every BEAT_S, whether anything is saved or not, until it is given up. Once it
@@ -313,11 +307,15 @@ class Lease:
         """
         while not holding.acquire(timeout=BEAT_S):
             with self._lock, suppress(OSError):  # it is renewed at the next beat, or the next save
-                if self._holding is holding and self.is_held and not self.is_lost():
-                    self._write(self._record())
+                if self._holding is holding and self.is_held:
+                    self._beat()
         with self._lock:
             if self._holding is holding:  # who used it was collected
                 self._release()
+
+    def _beat(self) -> None:
+        if not self.is_lost():
+            self._write(self._record())
 
     def _is_there(self) -> bool:
         """Returns whether the file that is open here has the lease's name."""
@@ -358,20 +356,29 @@ class Lease:
             heirs = [each for each in _held.copy() if each is not self and each._is_of(self)]
             if heirs:  # another Checkpointer of this process has it, too
                 self._let_go()
-                heirs[0]._is_unlocked(heirs[0]._fd)
+                heirs[0]._inherit()
                 return
-            try:
-                record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
-                if record is not None and record.nonce == _nonce():
-                    # A job that comes back has to see that it was taken over meanwhile.
-                    if self._may_come_back:
-                        self._write(self._record(is_over=True))
-                    else:
-                        self._storage.remove(self.path)
-            except OSError:
-                pass  # it counts for nothing once this process has ended
-            finally:
-                self._let_go()
+            self._give_up()
+
+    def _inherit(self) -> None:
+        """Takes the lock, which another lease of this process had."""
+        self._is_unlocked(self._fd)
+
+    def _give_up(self) -> None:
+        """Removes the lease; or leaves word, if a job that comes back has to see that it was taken
+        over meanwhile.
+        """
+        try:
+            record = LeaseRecord.from_bytes(self._storage.read_file(self.path, NBYTES))
+            if record is not None and record.nonce == own_nonce():
+                if self._may_come_back:
+                    self._write(self._record(is_over=True))
+                else:
+                    self._storage.remove(self.path)
+        except OSError:
+            pass  # it counts for nothing once this process has ended
+        finally:
+            self._let_go()
 
     def _is_of(self, other: Lease) -> bool:
         return self.path == other.path and self._storage is other._storage
@@ -394,7 +401,7 @@ class Lease:
                 if alive and record is None:  # it may be being made: it is not to be locked
                     return self._age_s() < _UNWRITTEN_S
                 is_given_up = record is not None and record.is_over
-                is_own = alive and record is not None and record.nonce == _nonce()
+                is_own = alive and record is not None and record.nonce == own_nonce()
                 return not is_given_up and not is_own and self._is_over(record, fd) != alive
             finally:
                 close_quietly(self._storage, fd)
@@ -409,7 +416,7 @@ class Lease:
         return False
 
     def _keep(self, fd: int) -> None:
-        self._fd, self._pid, self._began = fd, os.getpid(), now_text()
+        self._fd, self._has_it, self._pid, self._began = fd, True, os.getpid(), now_text()
         self._takings += 1
         _held.add(self)
         self._holding = holding = _thread.allocate_lock()
@@ -426,13 +433,14 @@ class Lease:
         _held.discard(self)
         self._end_beats()
         self._holding = None
+        self._has_it = False
         fd, self._fd = self._fd, -1  # first: if it is not known how the call ends, it has no file
         if fd >= 0 and self._pid == os.getpid():  # a child of fork() has closed it
             close_quietly(self._storage, fd)
 
     def _record(self, *, is_over: bool = False) -> bytes:
         return LeaseRecord(
-            _nonce(),
+            own_nonce(),
             socket.gethostname(),
             pid_space(),
             os.getpid(),
@@ -490,7 +498,20 @@ def give_up(directory: str) -> None:
         lease.release()
 
 
-def _nonce() -> str:
+def is_of_same_job(record: LeaseRecord) -> bool:
+    """Returns whether the scheduler has begun the job again, and so has ended it before."""
+    job, restarts = launched_job()
+    return record.job == job != "" and record.restarts < restarts
+
+
+def lasts_s(record: LeaseRecord | None) -> float:
+    """Returns for how long a lease counts after it was written; without a record, which may just
+    be coming, for a short while.
+    """
+    return _UNWRITTEN_S if record is None else record.lasts_s
+
+
+def own_nonce() -> str:
     """Returns what tells the leases of this process from all others."""
     global _process
     if _process[0] != os.getpid():
@@ -505,15 +526,14 @@ def _holder(record: LeaseRecord | None) -> str:
     return f"process {record.pid} on host {record.host!r}{job}"
 
 
-def _refusal(root: str, record: LeaseRecord | None, age_s: float, ends_by_age: bool) -> str:
+def refusal(root: str, record: LeaseRecord | None, age_s: float, ends_by_age: bool) -> str:
     since = "" if record is None else f", since {record.began}"
-    lasts_s = int(_UNWRITTEN_S) if record is None else record.lasts_s
     command = f"`fastckpt repair {shlex.quote(root)} --takeover`"
     advice = f"If it hangs and cannot be ended, run {command}"
     if ends_by_age:
         advice = (
             f"If it is gone, because its host crashed or is cut off, run {command}, or wait: "
-            f"{lasts_s} s after the last renewal its lease counts as dead"
+            f"{lasts_s(record):.0f} s after the last renewal its lease counts as dead"
         )
     return (
         f"{root!r} is in use by another job: {_holder(record)} saves there{since}, and renewed its "
@@ -522,7 +542,7 @@ def _refusal(root: str, record: LeaseRecord | None, age_s: float, ends_by_age: b
     )
 
 
-def _loss(root: str, record: LeaseRecord) -> str:
+def loss(root: str, record: LeaseRecord) -> str:
     if record.is_over:
         return (
             f"{root!r} was taken over by another job or by `fastckpt repair --takeover`, "
@@ -547,6 +567,7 @@ def _forget_all() -> None:
     """
     for lease in _held:
         lease._lock, lease._fd, lease._holding = NotedLock("lease", lease.path), -1, None
+        lease._has_it = False
     _held.clear()
 
 

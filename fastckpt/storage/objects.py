@@ -168,6 +168,20 @@ class ObjectStorage:
         self._probe(path)
         return self._put("create", path, content, mode="create")
 
+    def put_over(self, path: str, content: bytes, found: Any) -> Any:
+        """Puts a small object in the place of the very version that `found` names; returns what the
+        store says of it. Raises OSError (ESTALE, ENOENT or EEXIST): another put has changed it.
+        """
+        return self._put("write", path, content, mode=_version(found))
+
+    def get(self, path: str, nbytes_max: int) -> tuple[bytes, Any]:
+        """Returns a small object, b"" if it is larger, and what the store says of it. Raises
+        FileNotFoundError.
+        """
+        found = self._get(path)
+        is_small = found.meta["size"] <= nbytes_max
+        return bytes(asked("read", path, found.bytes)) if is_small else b"", found.meta
+
     def _put(
         self, op: str, path: str, content: Any, marks: list[str] | None = None, **how: Any
     ) -> Any:

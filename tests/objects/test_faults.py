@@ -23,7 +23,6 @@ from fastckpt.cli import main
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, RootInUse, StorageError
 from fastckpt.latch import asked
 from fastckpt.saving import lease, pipeline
-from fastckpt.steps import lease
 from fastckpt.steps import store as steps_store
 from fastckpt.steps.root import store_at as steps_at
 from tests.kit.objects import proxy as faults
