@@ -25,6 +25,7 @@ from fastckpt.errors import BackendUnavailable, CheckpointError, StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.object_botocore import foreign_keys
+from fastckpt.storage.objects import new_object, objects_of
 
 _NAME = "fastckpt-doctor"
 _KEYS_TOLD = 10
@@ -69,19 +70,27 @@ def _directory(directory: str) -> Iterator[Row]:
     current = pipeline.current()
     path = os.path.join(directory, _NAME)
     try:
+        if is_mounted(directory):
+            objects_of(current.storage).probe(path)
+            with new_object(current.storage, path, 0) as fd:
+                yield from _ways(fd, path)
+            yield from _foreign(directory)
+            return
         with atomic.temporary(current.storage, path) as (fd, name):
             try:
-                kind, policy = current.storage.policy(fd)
-                yield Row("file system", f"{kind}: {policy.why}")
-                yield Row("backend", _told(current.staging.route(fd, path, "auto", writing=True)))
-                yield Row("io_uring", _ring(fd, path))
+                yield from _ways(fd, path)
             finally:
                 current.storage.remove(name)
     except (CheckpointError, OSError) as error:
         yield Row("saves", f"impossible: {error}", True)
-        return
-    if is_mounted(directory):
-        yield from _foreign(directory)
+
+
+def _ways(fd: int, path: str) -> Iterator[Row]:
+    current = pipeline.current()
+    kind, policy = current.storage.policy(fd)
+    yield Row("file system", f"{kind}: {policy.why}")
+    yield Row("backend", _told(current.staging.route(fd, path, "auto", writing=True)))
+    yield Row("io_uring", _ring(fd, path))
 
 
 def _foreign(root: str) -> Iterator[Row]:

@@ -15,8 +15,10 @@ from functools import partial
 from typing import IO, Any, NamedTuple
 
 from fastckpt.arguments.options import WriteOptions
+from fastckpt.arguments.urls import is_mounted
 from fastckpt.errors import StorageError
 from fastckpt.files.plan import FilePlace, FilePlan
+from fastckpt.files.url_place import UrlPlace, put_written
 from fastckpt.formats import torch_pickle
 from fastckpt.formats.torch_pickle import torch_save
 from fastckpt.ranks import per_group
@@ -45,6 +47,11 @@ def save_stock(
     """Lets `write` write the file at a path now, and commits it; raises what `write` raises."""
     storage = pipeline.storage
     pipeline.wait_for(path)
+    if is_mounted(path):
+        handle.stats.nbytes = put_written(storage, path, write)
+        handle.mark_staged()
+        handle.stats.written_s = handle.elapsed_s()
+        return finish_stock(handle)
     with atomic.temporary(storage, path) as (fd, name):
         with os.fdopen(os.dup(fd), "wb") as file:
             write(file)
@@ -182,7 +189,8 @@ def begin_save(
         if group is None:
             _warn_of_parts(captured, asked.obj, handle.path)
         agreed = None if group is None else shared
-        place = FilePlace(current.storage, real, agreement, options.durable)
+        kind = UrlPlace if is_mounted(real) else FilePlace
+        place = kind(current.storage, real, agreement, options.durable)
         plan = FilePlan(captured, asked.obj, agreed, devices, agreement, place, options)
         save = Save(
             handle, agreement, plan, place, options, before_commit, lane=real, payer=_PROCESS

@@ -181,7 +181,7 @@ class Lease:
         storage, content = self._storage, self._record()
         with reported("open", self.path):
             try:
-                fd = storage.create(self.path, NEW_MODE, first=content)
+                fd = storage.create(self.path, NEW_MODE)
             except FileExistsError:
                 return False
             try:

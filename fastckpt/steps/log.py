@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.arguments.urls import is_mounted
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.storage.file_system import (
@@ -30,6 +31,7 @@ log = logging.getLogger("fastckpt")
 
 NAME = "saves.jsonl"
 _LINE_BYTES_MAX, _BYTES_MAX = 64 << 20, 1 << 30
+_OBJECTS_MAX = 1000  # of a log in a bucket, since each takes a request
 _MEMBERS = ("step", "began", "ranks", "nbytes", "stall_s", "committed_s", "rate", "error")
 _SECONDS_END, _NUMBER_END = 1e9, 1 << 63
 _TOLD_MAX = 10  # lines that are no entries
@@ -70,13 +72,15 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
         CorruptCheckpoint: no line is an entry, or it is no regular file. StorageError: it cannot be
             read.
     """
+    is_url = is_mounted(path)
     with reported("read", path):
-        is_root = is_directory(storage, path)
+        is_root = is_directory(storage, path) and not (is_url and os.path.basename(path) == NAME)
     if is_root:
         path = os.path.join(path, NAME)
     try:
         with reported("read", path):
-            content = from_the_path(partial(_last_lines, storage, path))
+            read = _last_objects if is_url else _last_lines
+            content = from_the_path(partial(read, storage, path))
     except StorageError as error:
         if isinstance(error.__cause__, NoRegularFile):
             raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
@@ -121,6 +125,15 @@ def _last_lines(storage: Storage, path: str) -> bytes:
     told = "%r is too large: only its last %s are read, and lines are counted from there"
     log.warning(told, path, shown_size(_BYTES_MAX))
     return content[content.find(b"\n") + 1 :]
+
+
+def _last_objects(storage: Storage, path: str) -> bytes:
+    """Returns the lines of a log in a bucket, of which each is an object: the last _OBJECTS_MAX."""
+    names = sorted(storage.names(path))
+    if len(names) > _OBJECTS_MAX:
+        log.warning("%r: only the last %d of %d saves are read", path, _OBJECTS_MAX, len(names))
+    last = names[-_OBJECTS_MAX:]
+    return b"".join(storage.read_file(os.path.join(path, name), _LINE_BYTES_MAX) for name in last)
 
 
 def _no_number(text: str) -> None:

@@ -35,8 +35,7 @@ _CLOSED_S, _CLOSED_POLL_S = 0.5, 0.05
 
 def _prefix(path: str) -> str:
     name = os.path.basename(path)
-    # Nothing limits a part of an object's key, and its name tells where an upload goes.
-    if len(os.fsencode(name)) > _NAME_BYTES_MAX and not is_mounted(path):
+    if len(os.fsencode(name)) > _NAME_BYTES_MAX:
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
     return f".{name}"
 
@@ -67,11 +66,7 @@ def _is_of(name: str, prefix: str) -> bool:
 
 
 def others_at_work(storage: Storage, path: str) -> list[int]:
-    """Returns the pids of other live processes of this host that are saving to path; none for an
-    object, whose upload has no name.
-    """
-    if is_mounted(path):
-        return []
+    """Returns the pids of other live processes of this host that are saving to path."""
     owners = (divided(os.path.basename(name))[1] for name in temporaries(storage, path))
     beside = [owner for owner in owners if owner and owner.is_beside_this and not owner.is_gone]
     return sorted({owner.pid for owner in beside} - {os.getpid()})
@@ -180,12 +175,11 @@ def temporary(
         StorageError: path is a directory, or its directory is missing, full or not writable.
     """
     with reported("open", path):
-        replaced = _replaced(storage, path)
+        replaced = storage.status(path)
         is_file = replaced is None or stat.S_ISREG(replaced.st_mode)
         if not is_file or not os.path.basename(path):
             raise IsADirectoryError(errno.EISDIR, "not a regular file")
-        if purpose is None or not is_mounted(path):  # an upload is no object before its end
-            remove_debris(storage, path)
+        remove_debris(storage, path)
         name = temporary_path(path)
         # The file replaced may have another owner, group or mode: until the new one has them too,
         # only this user, as whom all ranks run, may open it.
@@ -204,16 +198,6 @@ def temporary(
         _remove_closed(storage, name, served)
         raise
     close_quietly(storage, fd)
-
-
-def _replaced(storage: Storage, path: str) -> os.stat_result | None:
-    """Returns the status of the file that a new one is to replace; None if there is none."""
-    try:
-        return storage.status(path)
-    except StorageError as error:
-        if error.errno != errno.EKEYREJECTED:
-            raise
-        return None  # of a store: who may not look or list may still put, and the put tells
 
 
 @telling
@@ -303,8 +287,6 @@ def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> No
     Raises:
         StorageError: of op "open" or "set mode".
     """
-    if is_mounted(path):  # objects have none
-        return
     with reported("open", path):
         replaced = storage.status(path)
     if replaced is None and _umask() & stat.S_IWOTH:

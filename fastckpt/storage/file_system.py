@@ -274,12 +274,9 @@ class Storage:
     def __init_subclass__(cls) -> None:
         calls.note(cls, Storage)
 
-    def create(
-        self, path: str, mode: int, purpose: Purpose | None = None, first: bytes = b""
-    ) -> int:
+    def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
         """Creates a file, which must not exist, for reading and writing; returns its descriptor.
-        The purpose decides the layout of a file that may be long. Where files come to be whole, it
-        begins with `first`, which is written next.
+        The purpose decides the layout of a file that may be long.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL follows no link
         if purpose is None or not lustre.is_lustre(os.path.dirname(path)):

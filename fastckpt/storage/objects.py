@@ -1,8 +1,9 @@
-"""ObjectStorage: the seam to file systems, for objects; and PathStorage, which serves both.
+"""ObjectStorage: objects by paths that stand for URLs, as the seam to file systems and beyond it;
+and PathStorage, which serves both.
 
-It gives the words of the seam the meaning that lets a commit be atomic where nothing is renamed: an
-upload is there when it is completed, a directory needs none to make it, and a manifest takes its
-name by a put that fails if the name is taken.
+Of the seam it has what readers and writers of files need. What makes a commit atomic is its own:
+an upload that is there when it is completed, and puts on the condition that there is no object, or
+still the version that was read.
 """
 
 from __future__ import annotations
@@ -15,36 +16,33 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
 from fastckpt import _engine
 from fastckpt.arguments.urls import divided, is_mounted
 from fastckpt.errors import StorageError
-from fastckpt.latch import items_of
 from fastckpt.storage import calls, object_botocore
 from fastckpt.storage.file_system import (
     Opening,
     Refusal,
     Storage,
     close_scratch,
+    reported,
     scratch,
 )
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.object_upload import CONCURRENCY, Upload
 from fastckpt.storage.object_urls import UNTOLD, asked, client, store_of
 from fastckpt.storage.owners import Owner
-from fastckpt.storage.owners import divided as owner_divided
 from fastckpt.storage.policies import Policy
 
 _STREAM_BYTES = 1 << 20  # what the client holds of one read at a time
-_LISTED_S = 1.0  # for how long a listing answers
 _ABSENT = ".absent"  # the name of no object
 _PAGE = 1000  # objects of a listing, as S3 has it
 _KEY_BYTES_MAX = 1024  # as S3, Google and Azure have it
-_APPENDED_BYTES_MAX = 8 << 20  # what append() keeps of the lines before, since it writes them anew
 _ANY = 1 << 62
 DROPPING = "fastckpt-drop"  # the name of a thread
 _MARK = "fastckpt"  # metadata of an object: which put has made it
@@ -67,59 +65,60 @@ class _Open:
 
     Attributes:
         path: its path.
-        found: what the store said of it, when it was opened or last written; None: nothing yet.
-        upload: what is written to it; None: its bytes lie in the descriptor until they are put.
-        target: the path that an upload will have.
-        is_new: whether its bytes have changed since they were put.
-        marks: of the puts that it was made and written by, see _MARK.
-        has: what it was made with, until something is put again.
+        found: what the store said of it when it was opened; None: it is new.
+        upload: what is written to it; None: it is read.
+        is_made_by_sync: whether a sync completes the upload.
     """
 
-    def __init__(self, path: str, found: Any = None, upload: Upload | None = None) -> None:
+    def __init__(
+        self,
+        path: str,
+        found: Any = None,
+        upload: Upload | None = None,
+        is_made_by_sync: bool = False,
+    ) -> None:
         self.path, self.found, self.upload = path, found, upload
-        self.target, self.is_new, self.has = path, False, b""
-        self.marks: list[str] = []
-        self.content, self.ends = -1, 1  # the descriptor with its bytes; how many it has in all
-        self.number = next(_numbers)
+        self.is_made_by_sync = is_made_by_sync
+        self.ends, self.number = 1, next(_numbers)  # the descriptors that it has
 
 
 class ObjectStorage:
-    """The seam, for paths that stand for URLs. Its descriptors are files in memory, so that they
-    are closed after fork() as others are; those of new small objects hold their bytes.
+    """The seam, for paths that stand for URLs. Its descriptors are empty files in memory, so that
+    they are closed after fork() as others are.
     """
 
     def __init__(self) -> None:
         self.open_now: dict[int, _Open] = {}
-        self._listed_now: dict[str, tuple[Any, float]] = {}  # with when they were
         self._clocks_s: dict[tuple[str, str], float] = {}  # by how much ours is ahead, by bucket
         self._policy = _POLICY._replace(
             transfer=self._transfer, writers=CONCURRENCY, sink=self._sink
         )
 
-    # Objects.
+    # Objects that are written and read by a descriptor.
 
-    def create(
-        self, path: str, mode: int, purpose: Purpose | None = None, first: bytes = b""
-    ) -> int:
+    def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
         """As Storage's. With a purpose the object is made when it is synced, whatever there was;
-        under a temporary name, when it is renamed, and only to the name that this was made of.
+        without one it is empty, and made now.
         """
-        name, owner = owner_divided(os.path.basename(path))
-        if purpose is None and owner is None:
-            self._probe(path)
-            opened = _Open(path)
-            opened.has = first or secrets.token_hex(16).encode()
-            marks = opened.marks
-            opened.found = self._put("create", path, opened.has, marks, mode="create")
-            return self._noted(opened)
         if purpose is None:
-            self._probe(path)
-            return self._noted(_Open(path, self._put("create", path, b"")))
-        target = path if owner is None else os.path.join(os.path.dirname(path), name[1:])
-        put = partial(self._put, "write", target)
-        opened = _Open(path, upload=Upload(put, purpose.nbytes))
-        opened.target = target
-        return self._noted(opened)
+            return self._noted(_Open(path, self.put_new(path, b"")))
+        return self._noted(
+            _Open(path, upload=self._upload(path, purpose.nbytes), is_made_by_sync=True)
+        )
+
+    def begin(self, path: str, nbytes: int) -> int:
+        """Begins an object of so many bytes, which complete() makes, whatever there was."""
+        return self._noted(_Open(path, upload=self._upload(path, nbytes)))
+
+    def _upload(self, path: str, nbytes: int) -> Upload:
+        _key(path)
+        return Upload(partial(self._put, "write", path), nbytes)
+
+    def complete(self, fd: int) -> None:
+        """Makes an object, all of which was written: readers find it from then on."""
+        opened = self.open_now[fd]
+        assert opened.upload is not None
+        opened.upload.finish()
 
     def open(self, file: str | int, how: Opening = "read") -> int:
         if isinstance(file, int):
@@ -134,9 +133,7 @@ class ObjectStorage:
 
     def _noted(self, opened: _Open) -> int:
         fd = scratch()
-        calls.names[fd] = opened.target
-        if opened.content < 0:
-            opened.content = fd
+        calls.names[fd] = opened.path
         self.open_now[fd] = opened
         return fd
 
@@ -182,20 +179,16 @@ class ObjectStorage:
         is_small = found.meta["size"] <= nbytes_max
         return bytes(asked("read", path, found.bytes)) if is_small else b"", found.meta
 
-    def _put(
-        self, op: str, path: str, content: Any, marks: list[str] | None = None, **how: Any
-    ) -> Any:
+    def _put(self, op: str, path: str, content: Any, **how: Any) -> Any:
         """Puts an object, and returns what the store says of it. A missing bucket is an error of
         its own, since a missing file is none.
         """
         store = store_of(path, how.get("chunk_size", 0))
         if "max_concurrency" not in how:
             how["use_multipart"] = False
-        mark, earlier = {_MARK: secrets.token_hex(8)}, [*(marks or [])]
-        if marks is not None:
-            marks.append(mark[_MARK])
+        mark = {_MARK: secrets.token_hex(8)}
         # Parts are there for one try: another one would complete an object without them.
-        for last in (False, False, True) if isinstance(content, bytes) else (True,):
+        for is_last in (False, False, True) if isinstance(content, bytes) else (True,):
             try:
                 put = client().put
                 return asked(op, path, put, store, _key(path), content, attributes=mark, **how)
@@ -205,17 +198,14 @@ class ObjectStorage:
                 with suppress(FileNotFoundError):  # none is there
                     there = self._get(path, head=True)
                     if there.attributes.get(_MARK) == mark[_MARK]:
-                        return _version(there.meta)
-                    if there.attributes.get(_MARK) in earlier and not last:
-                        how["mode"] = _version(there.meta)
-                        continue
+                        return there.meta
                     raise
                 if error.errno == errno.ENOENT:
                     detail = (
                         f"there is no bucket {divided(path)[1]!r}, or somebody ended the upload"
                     )
                     raise StorageError(op, path, errno.ENOENT, detail=detail) from None
-                if last or error.errno != errno.EEXIST:  # a conflict with what was not made at last
+                if is_last or error.errno != errno.EEXIST:  # a conflict with what was not made
                     raise
         raise AssertionError
 
@@ -244,21 +234,14 @@ class ObjectStorage:
         end = min(self._size(opened), offset + nbytes)
         if end <= offset:
             return b""
-        if opened.upload is not None or "size" not in opened.found:
-            return os.pread(opened.content, end - offset, offset)
         return asked(
             "read", opened.path, self._range, opened.path, opened.found["e_tag"], offset, end
         )
 
     def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-        opened, view = self.open_now[fd], memoryview(data).cast("B")
-        if opened.upload is not None:
-            opened.upload.write(view, offset)
-            return
-        opened.is_new = True
-        while view:
-            written = os.pwrite(opened.content, view, offset)
-            view, offset = view[written:], offset + written
+        upload, view = self.open_now[fd].upload, memoryview(data).cast("B")
+        assert upload is not None
+        upload.write(view, offset)
 
     def _transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
         """Moves a block for the engine, on one of its threads."""
@@ -282,57 +265,12 @@ class ObjectStorage:
             at += len(part)
 
     def sync(self, fd: int) -> None:
-        opened = self.open_now[fd]
-        is_temporary = owner_divided(os.path.basename(opened.path))[1] is not None
-        if is_temporary:  # it is there once it is renamed
-            return
-        if opened.upload is not None:
-            opened.found = opened.upload.finish()
-        elif opened.is_new:
-            content = self._content(opened)
-            if content != opened.has:
-                mode, marks = _version(opened.found), opened.marks
-                # Unless somebody else has replaced it.
-                opened.found = self._put("write", opened.path, content, marks, mode=mode)
-                opened.marks = marks[-1:]
-            opened.has, opened.is_new = b"", False
+        if self.open_now[fd].is_made_by_sync:
+            self.complete(fd)
 
     flush = sync
 
-    @staticmethod
-    def _content(opened: _Open) -> bytes:
-        return os.pread(opened.content, os.fstat(opened.content).st_size, 0)
-
-    def rename(self, source: str, target: str, *, replaces: bool = True) -> None:
-        """Gives a new object, which is open here, its name.
-
-        Without `replaces` it is made only where there is none, and stands only if its temporary
-        name is there after that. Whoever takes the name's directory for dead removes the temporary
-        name first and then looks for the other, so not both of them have their way.
-        """
-        opened = next((it for _fd, it in items_of(self.open_now) if it.path == source), None)
-        if opened is None:
-            raise OSError(errno.EOPNOTSUPP, "objects cannot be renamed", source)
-        if opened.upload is not None:
-            if opened.target != target:
-                raise OSError(errno.EOPNOTSUPP, "objects cannot be renamed", source)
-            opened.found, opened.path = opened.upload.finish(), target
-            return
-        content = self._content(opened)
-        if replaces:
-            opened.found = self._put("rename", target, content)
-        else:
-            opened.found = self._put("create", target, content, mode="create")
-            self._check_source(source, target)
-        opened.path, opened.is_new = target, False
-        self._drop(source)
-
     def remove(self, path: str) -> None:
-        self._listed_now.pop(path, None)
-        self._remove(path)
-
-    @staticmethod
-    def _remove(path: str) -> None:
         asked("remove", path, client().delete, store_of(path), _key(path))
 
     def _drop(self, path: str) -> None:
@@ -340,7 +278,7 @@ class ObjectStorage:
 
         def drop() -> None:
             with suppress(OSError):  # as said
-                self._remove(path)
+                self.remove(path)
 
         try:
             threading.Thread(target=drop, name=DROPPING).start()
@@ -356,9 +294,6 @@ class ObjectStorage:
     def status(self, path: str, *, link: bool = False) -> os.stat_result | None:
         key = _key(path)
         if key:
-            listed, when = self._listed_now.pop(path, (None, 0.0))
-            if listed is not None and time.monotonic() - when < _LISTED_S:
-                return self._status(path, listed)
             with suppress(FileNotFoundError):  # it may be a directory
                 return self._status(path, self._head(path))
             return _DIRECTORY if self._page(path, None)[0] else None
@@ -381,12 +316,11 @@ class ObjectStorage:
             return self._status(opened.path, opened.found)
         return _result(stat.S_IFREG | 0o644, opened.number, self._size(opened), time.time())
 
-    def _size(self, opened: _Open) -> int:
+    @staticmethod
+    def _size(opened: _Open) -> int:
         if opened.upload is not None:
             return opened.upload.nbytes
-        if opened.found is not None and "size" in opened.found:
-            return int(opened.found["size"])
-        return os.fstat(opened.content).st_size
+        return int((opened.found or {}).get("size", 0))
 
     def _listed(self, path: str) -> tuple[dict[str, Any], list[str]]:
         """Returns the objects in a directory, by name, and the names of the directories there."""
@@ -462,28 +396,14 @@ class ObjectStorage:
         nobody else's.
         """
 
-    def _check_source(self, source: str, target: str) -> None:
-        """Removes an object that was just made if its temporary name is there no more."""
-        try:
-            try:
-                self._head(source)
-                return
-            except FileNotFoundError:
-                self._remove(target)
-        except OSError as error:
-            detail = f"it was made, but whether it stands is not known: {error}"
-            raise StorageError("rename", target, errno.ETIMEDOUT, detail=detail) from error
-        detail = "another process took the directory for one that was left behind: save again"
-        # As a file system says that the source is gone; not ESTALE, after which callers try again.
-        raise StorageError("rename", target, errno.ENOENT, detail=detail)
-
     def _probe(self, path: str) -> None:
-        """Finds out, once for each bucket, that the store heeds conditions, and how late it is
-        there. Raises StorageError.
+        if divided(path)[:2] not in self._clocks_s:
+            self.probe(path)
+
+    def probe(self, path: str) -> None:
+        """Finds out that a store heeds conditions, and how late it is there, which is done once for
+        each bucket before the first conditional put. Raises StorageError.
         """
-        bucket = divided(path)[:2]
-        if bucket in self._clocks_s:
-            return
         nonce = os.path.join(os.path.dirname(path), ".probe" + Owner.this().suffix())
         try:
             self._put("create", nonce, b"", mode="create")
@@ -495,7 +415,7 @@ class ObjectStorage:
                 )
                 raise StorageError("probe", os.path.dirname(path), errno.EOPNOTSUPP, detail=detail)
             made = self._head(nonce)["last_modified"].timestamp()
-            self._clocks_s[bucket] = time.time() - made
+            self._clocks_s[divided(path)[:2]] = time.time() - made
         finally:
             self._drop(nonce)
 
@@ -515,24 +435,9 @@ class ObjectStorage:
         return "objects", self._policy
 
     def append(self, path: str, line: bytes) -> None:
-        """Writes the object anew, unless somebody else has done so meanwhile. If it has grown long,
-        its oldest lines go.
-        """
-        for last in (False, False, False, True):
-            mode: Any = "create"
-            content = b""
-            try:
-                with suppress(FileNotFoundError):  # it is made
-                    found = self._head(path)
-                    mode, end = _version(found), found["size"]
-                    begin = max(0, end - _APPENDED_BYTES_MAX)
-                    content = self._range(path, found["e_tag"], begin, end) if end else b""
-                    content = content[content.find(b"\n") + 1 if begin else 0 :]
-                self._put("append", path, content + line, mode=mode)
-                return
-            except OSError as error:
-                if last or error.errno not in (errno.EEXIST, errno.ESTALE):
-                    raise
+        """Puts a line as an object of its own, whose name sorts behind those of earlier ones."""
+        name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
+        self.put(os.path.join(path, name), line)
 
     def refusal(self, fd: int, number: int) -> Refusal:
         upload = self.open_now[fd].upload
@@ -545,11 +450,31 @@ class ObjectStorage:
 calls.note(ObjectStorage, ObjectStorage)
 
 
+@contextmanager
+def new_object(storage: Storage, path: str, nbytes: int) -> Iterator[int]:
+    """Begins an object of so many bytes at most; yields its descriptor, for ObjectStorage's
+    complete(), without which there will be none.
+    """
+    objects = objects_of(storage)
+    with reported("open", path):
+        fd = objects.begin(path, nbytes)
+    try:
+        yield fd
+    finally:
+        objects.close(fd)
+
+
 class PathStorage(Storage):
     """The seam for every path and descriptor: of a file system, or of an object store."""
 
     def __init__(self) -> None:
         self.objects = ObjectStorage()
+
+
+def objects_of(storage: Storage) -> ObjectStorage:
+    """Returns the storage of objects, of a seam that serves URLs, too."""
+    assert isinstance(storage, PathStorage)
+    return storage.objects
 
 
 def _either(name: str) -> Callable[..., Any]:

@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import re
-import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +19,6 @@ from fastckpt.cli import main
 from fastckpt.errors import StorageError
 from fastckpt.saving import pipeline
 from fastckpt.steps import log
-from fastckpt.storage.objects import ObjectStorage
 from tests.crews.group_crew import Crew, Member
 from tests.kit.objects.proxy import Passage, Proxy, error_text
 from tests.kit.objects.states import LARGE, SMALL, blank, state_of, step_of
@@ -265,49 +261,25 @@ def test_a_file_is_saved_by_who_may_only_put(
     assert proxy.count().requests["list"] == 0
 
 
-def test_the_log_of_saves_is_bounded(
-    weed: Weed, proxy: Proxy, root: str, monkeypatch: pytest.MonkeyPatch
+def test_the_log_of_saves_is_an_object_for_each(
+    weed: Weed, proxy: Proxy, root: str, bare: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An object is written anew with each line, so that of many lines the last ones stay."""
-    monkeypatch.setattr("fastckpt.storage.objects._APPENDED_BYTES_MAX", 4096)
-    told, steps = options(proxy.port), 12
+    """Which no other save reads or replaces; of many the last ones are reported."""
+    told, steps = options(proxy.port), 5
     with fastckpt.Checkpointer(root, storage_options=told, log=True, keep_last=1) as saver:
         for step in range(steps):
             saver.save(step, state_of(step)).result()
+    pipeline.current().drain()
     path = path_of("path", root, told)
+    for place in (path, f"{path}/{log.NAME}"):
+        found = [entry["step"] for entry in log.entries(pipeline.current().storage, place)]
+        assert found == [*range(steps)]
+    assert len(bare.list(f"{below(root)}/{log.NAME}").collect()) == steps
+    asked = [kind for kind, key in proxy.asked if f"{log.NAME}/" in key]
+    assert asked.count("put") == steps and "create" not in asked
+    monkeypatch.setattr("fastckpt.steps.log._OBJECTS_MAX", 2)
     found = [entry["step"] for entry in log.entries(pipeline.current().storage, path)]
-    assert found == [*range(steps - len(found), steps)]
-    nbytes = len(json.dumps(entry_of(path)))
-    assert 4096 // (2 * nbytes) <= len(found) <= 4096 // nbytes + 2
-
-
-def entry_of(path: str) -> Any:
-    return log.entries(pipeline.current().storage, path)[-1]
-
-
-def test_names_are_given_while_others_open_and_close(client: Any) -> None:
-    """A commit looks for its file among all that are open."""
-    storage, stops = ObjectStorage(), threading.Event()
-    kept = [storage.open("/s3:/bucket/kept", "directory") for _ in range(300)]
-
-    def open_and_close() -> None:
-        while not stops.is_set():
-            storage.close(storage.open("/s3:/bucket/run", "directory"))
-
-    others = threading.Thread(target=open_and_close)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    others.start()
-    try:
-        for _ in range(500):
-            with pytest.raises(OSError, match="objects cannot be renamed"):
-                storage.rename("/s3:/bucket/new", "/s3:/bucket/name")
-    finally:
-        sys.setswitchinterval(interval)
-        stops.set()
-        others.join()
-        for fd in kept:
-            storage.close(fd)
+    assert found == [steps - 2, steps - 1]
 
 
 def test_a_verdict_comes_before_what_others_keep_is_looked_at(
