@@ -50,14 +50,13 @@ from fastckpt.state.template import Template
 from fastckpt.state.tree import State
 from fastckpt.steps import log as save_log
 from fastckpt.steps import pins, retention
-from fastckpt.steps.bucket_lease import lease_at
 from fastckpt.steps.capture import captured
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.no_steps import is_step, it_is_a_step, real_path
 from fastckpt.steps.options import Local, StepOptions, common_terms
 from fastckpt.steps.plan import StepPlace, StepPlan
-from fastckpt.steps.root import store_at
+from fastckpt.steps.root import lease_at, store_at
 from fastckpt.steps.shared_reads import Spread
 from fastckpt.tiers.local_tier import LocalTier
 from fastckpt.tiers.place import NodePlace

@@ -87,7 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
     if is_step and is_directory(target):
         _check_root(target)
     shard_bytes = check_size("--shard-size", arguments.shard_size)
-    atomic.check_directory(pipeline.current().storage, target)
+    if not is_mounted(target):
+        atomic.check_directory(pipeline.current().storage, target)
     with opened(arguments.source, arguments.local, _rules(arguments.rename) or None) as tensors:
         copies = _chosen(tensors, arguments)
         if not is_dotted and tensors.has_paths:

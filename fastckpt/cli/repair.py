@@ -14,7 +14,7 @@ from fastckpt.cli.shared_arguments import is_there, real_root, shown_name
 from fastckpt.lazy.kind import Debris, Place
 from fastckpt.lazy.kinds import debris_at
 from fastckpt.saving import pipeline
-from fastckpt.steps.bucket_lease import lease_at
+from fastckpt.steps.root import lease_at
 from fastckpt.storage.file_system import reported
 
 

@@ -71,7 +71,12 @@ class FilePlace(Place):
         storage, path: the seam to the file system, and the path there.
         agreement: the save's round.
         durable: whether the rename is to outlast a crash of the machine.
+
+    Attributes:
+        is_shared: whether other ranks can write to the file, too; else the first writes all of it.
     """
+
+    is_shared = True
 
     def __init__(self, storage: Storage, path: str, agreement: Round, durable: bool) -> None:
         self.storage = storage
@@ -82,19 +87,10 @@ class FilePlace(Place):
         self._name = ""  # the temporary name
         self._fd, self._nbytes = -1, 0
         self._replaced: int | None = None
-        self._is_shared: bool | None = None
 
     def make(self, purpose: Purpose) -> AbstractContextManager[tuple[int, str]]:
         """Makes the file under a temporary name, as (descriptor, name); an error removes it."""
         return atomic.temporary(self.storage, self.path, purpose)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether other ranks can write to the file, too; else the first one writes all of it."""
-        if self._is_shared is None:
-            with reported("look at", self.path):
-                self._is_shared = self.storage.shares(self.path)
-        return self._is_shared
 
     def made(self, name: str) -> None:
         """Tells the other ranks the name of the file that this rank has made."""

@@ -226,7 +226,7 @@ def _look(storage: Storage, path: str, checks: bool) -> tuple[str, bool, Storage
     """
     real, through = real_path(path), is_written_through(path)
     try:
-        if checks and not through:
+        if checks and not through and not is_mounted(real):  # objects need no directory
             check_directory(storage, real)
     except StorageError as missing:
         return real, through, missing

@@ -20,14 +20,12 @@ from fastckpt.storage.objects import new_object, objects_of
 class UrlPlace(FilePlace):
     """A URL, which the first rank alone writes to. Arguments are FilePlace's."""
 
+    is_shared = False
+
     @contextmanager
     def make(self, purpose: Purpose) -> Iterator[tuple[int, str]]:
         with new_object(self.storage, self.path, purpose.nbytes) as fd:
             yield fd, self.path
-
-    @property
-    def is_shared(self) -> bool:
-        return False
 
     def made(self, name: str) -> None:
         """Does nothing: no other rank opens it."""

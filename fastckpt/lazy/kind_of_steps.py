@@ -31,11 +31,10 @@ from fastckpt.lazy.source import Shard, Source, Stored, Wanted
 from fastckpt.lazy.torch_file import zip_of_ours
 from fastckpt.state.targets import Target
 from fastckpt.state.tree import Stored as Placeholder
-from fastckpt.steps.bucket_lease import lease_at
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.no_steps import is_step, what_is_there
-from fastckpt.steps.root import store_at
+from fastckpt.steps.root import lease_at, store_at
 from fastckpt.steps.store import StepStore
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.vanishing import listed_anew

@@ -34,9 +34,9 @@ from fastckpt.steps.store import (
     in_order,
 )
 from fastckpt.storage.atomic import DEAD_AFTER_S
-from fastckpt.storage.file_system import reported
+from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.lustre_layout import Purpose
-from fastckpt.storage.objects import ObjectStorage, PathStorage
+from fastckpt.storage.objects import objects_of
 
 _under_way = set[str]()  # paths of this process's attempts
 
@@ -46,10 +46,9 @@ class BucketSteps(StepStore):
 
     SHOWS_ALL = EMPTY_IS_NONE = True
 
-    def __init__(self, storage: PathStorage, root: str, lease: Lease | None = None) -> None:
+    def __init__(self, storage: Storage, root: str, lease: Lease | None = None) -> None:
         super().__init__(storage, root, lease)
-        self.objects: ObjectStorage = storage.objects
-        self._paths = storage
+        self.objects = objects_of(storage)
 
     # ---- what is there
 
@@ -106,15 +105,12 @@ class BucketSteps(StepStore):
     def draft(self, check: Callable[[], object]) -> BucketDraft:
         return BucketDraft(self, check)
 
-    def _is_dead(self, name: str) -> bool:
-        """Returns whether an attempt without a manifest is over, given that no other job saves."""
-        return self.path(name) not in _under_way
-
     def after_commit(self) -> None:
         """Removes what dead saves have left, once, and again after a save has failed here: while
         this process has the lease no other job's attempt lives.
         """
-        if self._is_clean or self.lease is None or self.lease.is_lost():
+        lease = self.lease
+        if self._is_clean or lease is None or not lease.is_held or lease.is_lost():
             return
         self._is_clean = True
         self.remove_dead()
@@ -132,7 +128,7 @@ class BucketSteps(StepStore):
         """
         with suppress(OSError):  # it is left to a later call
             entries = self._entries(name)
-            if not self._is_dead(name) or not all(map(OURS.fullmatch, entries)):
+            if self.path(name) in _under_way or not all(map(OURS.fullmatch, entries)):
                 return False
             self.objects.put_new(self.path(name, MANIFEST), b"")
             self._remove(name, entries)
@@ -163,7 +159,7 @@ class BucketSteps(StepStore):
 
     def debris(self) -> Iterator[tuple[str, bool, Callable[[], bool]]]:
         """Yields nothing while a job has the lease, which alone tells whether its attempts live."""
-        if not BucketLease(self._paths, self.root).is_of_another():
+        if not BucketLease(self.storage, self.root).is_of_another():
             for name in self.incomplete():
                 yield name, True, partial(self.remove_if_dead, name)
 

@@ -10,7 +10,6 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from fastckpt.arguments.urls import is_mounted
 from fastckpt.errors import RootInUse
 from fastckpt.saving.lease import (
     NBYTES,
@@ -25,18 +24,10 @@ from fastckpt.saving.lease import (
 )
 from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.machine import pid_space, started
-from fastckpt.storage.objects import PathStorage
+from fastckpt.storage.objects import objects_of
 
 # What a store says of a put whose condition does not hold.
 _CHANGED = (errno.ESTALE, errno.EEXIST, errno.ENOENT)
-
-
-def lease_at(storage: Storage, root: str) -> Lease:
-    """Returns the lease of a root, by its path."""
-    if is_mounted(root):
-        assert isinstance(storage, PathStorage)
-        return BucketLease(storage, root)
-    return Lease(storage, root)
 
 
 class BucketLease(Lease):
@@ -44,9 +35,9 @@ class BucketLease(Lease):
     so. Arguments and attributes are Lease's.
     """
 
-    def __init__(self, storage: PathStorage, root: str) -> None:
+    def __init__(self, storage: Storage, root: str) -> None:
         super().__init__(storage, root)
-        self._objects = storage.objects
+        self._objects = objects_of(storage)
         self._version: Any = None  # what the store says of the own record
 
     def _found(self) -> tuple[LeaseRecord | None, Any] | None:

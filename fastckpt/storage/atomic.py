@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
-from fastckpt.arguments.urls import is_mounted
 from fastckpt.errors import StorageError, telling
 from fastckpt.storage.file_system import NEW_MODE, Storage, is_directory, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
@@ -260,8 +259,6 @@ def check_directory(storage: Storage, path: str) -> None:
     """Raises StorageError if a file's directory is missing, so that save() itself raises it. Other
     faults show when the file is opened, in the background.
     """
-    if is_mounted(path):  # objects need no directory
-        return
     try:
         is_missing = storage.status(os.path.dirname(path)) is None
     except OSError:  # this may pass; opening the file decides

@@ -328,10 +328,6 @@ class Storage:
             flags |= os.O_DIRECTORY
         return _noted(os.open(path, os.O_RDONLY | flags))
 
-    def shares(self, path: str) -> bool:
-        """Returns whether several processes can write to one file."""
-        return True
-
     def look_again(self, path: str) -> bool:
         """Makes this machine ask the server again what a path names; returns False where the file
         system caches no names.

@@ -52,8 +52,8 @@ _UNSURE = (errno.EEXIST, errno.ESTALE, errno.ENOENT, errno.EIO)
 # The other methods of the seam have these answers: an object has its size and durability at once,
 # and nobody locks it.
 _ANSWERS = {
-    **dict.fromkeys(("allocate", "truncate", "touch", "sync_directory", "set_permissions")),
-    **{"lock": True, "look_again": False, "shares": False, "free_bytes": _ANY},
+    **dict.fromkeys(("allocate", "truncate", "sync_directory")),
+    **{"lock": True, "look_again": False, "free_bytes": _ANY},
     "set_direct": "it is an object",
 }
 _POLICY = Policy("threads", False, "sent in parts", allocates=False, caches_names=False)
