@@ -223,6 +223,7 @@ class PosixSteps(StepStore):
                 try:
                     with reported("make directory", self.path(name)):
                         self.storage.make_directory(self.path(name))
+                    self.forget(name)
                     return name
                 except StorageError as error:
                     if error.errno == errno.ENOENT:

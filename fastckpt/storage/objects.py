@@ -391,11 +391,6 @@ class ObjectStorage:
             # The rest of a directory is passed over; "0" follows "/".
             after = last[:cut] + name + "0" if slash and rest >= file else last
 
-    def make_directory(self, path: str, *, parents: bool = False) -> None:
-        """Does nothing, since prefixes need not be made: who names one has to know that it is
-        nobody else's.
-        """
-
     def _probe(self, path: str) -> None:
         if divided(path)[:2] not in self._clocks_s:
             self.probe(path)
@@ -418,16 +413,6 @@ class ObjectStorage:
             self._clocks_s[divided(path)[:2]] = time.time() - made
         finally:
             self._drop(nonce)
-
-    def remove_directory(self, path: str, *, content: bool = False) -> None:
-        if content:
-            last: str | None = None
-            while True:
-                page, last = self._page(path, last)
-                if names := [each["path"] for each in page]:
-                    asked("remove", path, client().delete, store_of(path), names)
-                if last is None:
-                    return
 
     # Differences from a file system.
 

@@ -224,11 +224,20 @@ def test_ranks_load_an_object_of_torch_together(
         assert "there is no such object" in found and f"{root}/y.pt" in found
 
 
+@pytest.mark.parametrize("as_zip", [True, False])
 @pytest.mark.parametrize("elements", [SMALL, LARGE])
-def test_a_long_name_is_saved(weed: Weed, root: str, elements: int) -> None:
-    url, told = f"{root}/{'n' * 240}.pt", options(weed.port)
-    fastckpt.save(state_of(1, elements), url, storage_options=told).result()
+def test_a_long_name_is_saved(
+    weed: Weed, root: str, bare: Any, elements: int, as_zip: bool
+) -> None:
+    """As long as the server takes it, since nothing there gets another name; in parts, and by
+    torch.save itself.
+    """
+    url, told = f"{root}/{'n' * 252}.pt", options(weed.port)
+    how: dict[str, Any] = {"_use_new_zipfile_serialization": as_zip, "storage_options": told}
+    fastckpt.save(state_of(1, elements), url, **how).result()
     assert step_of(fastckpt.load(url, storage_options=told)) == 1
+    (found,) = bare.list(f"{below(root)}/").collect()
+    assert found["path"].endswith("n.pt")
 
 
 def test_a_key_that_no_store_takes_is_refused_before_the_upload(
