@@ -24,12 +24,11 @@ from fastckpt.saving.lease import LASTS_S, Lease
 from fastckpt.steps.bucket_lease import BucketLease
 from fastckpt.steps.store import (
     FAILED,
-    GONE,
     TAKEN,
     Committed,
     Draft,
     Fault,
-    Look,
+    Listed,
     StepStore,
     in_order,
 )
@@ -44,7 +43,7 @@ _under_way = set[str]()  # paths of this process's attempts
 class BucketSteps(StepStore):
     """The steps below a URL. Arguments and attributes are StepStore's."""
 
-    SHOWS_ALL = EMPTY_IS_NONE = True
+    EMPTY_IS_NONE = True
 
     def __init__(self, storage: Storage, root: str, lease: Lease | None = None) -> None:
         super().__init__(storage, root, lease)
@@ -63,21 +62,28 @@ class BucketSteps(StepStore):
             return [""]
         return [name for name, its in self._listed().items() if its is None or its["size"]]
 
-    def look(self) -> Look:
-        look = Look([], [], {})
+    def looks(self) -> Callable[[], Listed]:
+        return partial(self._look, set[str]())
+
+    def _look(self, gone: set[str]) -> Listed:
+        """Lists the root; `gone` gets the steps that vanished, for each of which it is listed anew
+        once.
+        """
+        found, faults = list[Committed](), list[Fault]()
         listed = {"": None} if self.is_step else self._listed()
         for name, its in listed.items():
             if name and (its is None or not its["size"]):
                 continue
             try:
                 manifest = self.manifest_of(name, None if its is None else its["e_tag"])
-                look.found.append(Committed(name, manifest))
+                found.append(Committed(name, manifest))
             except Vanished:
-                look.marks[name] = GONE
+                if name not in gone:
+                    gone.add(name)
+                    raise
             except CheckpointError as error:
-                look.faults.append(Fault(name, error))
-        look.found.sort(key=in_order, reverse=True)
-        return look
+                faults.append(Fault(name, error))
+        return sorted(found, key=in_order, reverse=True), faults
 
     def incomplete(self) -> list[str]:
         if self.is_step:

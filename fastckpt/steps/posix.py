@@ -17,22 +17,20 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from typing import NamedTuple
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
 from fastckpt.formats.manifest import MANIFEST, Manifest
 from fastckpt.formats.step_names import ATTEMPT_BYTES, NAME, OURS, PINNED, is_unique, step_name
 from fastckpt.saving.lease import Lease
 from fastckpt.steps.store import (
-    BARE,
     BEGUN,
     FAILED,
-    GONE,
     TAKEN,
-    UNSEEN,
     Committed,
     Draft,
     Fault,
-    Look,
+    Listed,
     StepStore,
     in_order,
     unreadable,
@@ -44,8 +42,23 @@ from fastckpt.storage.vanishing import is_unlocked, kept, leads_nowhere
 
 log = logging.getLogger("fastckpt")
 
+_LOOKS_MAX = 5  # listings of a root in which some steps, but not all, vanish while they are read
 _CREATES_MAX = 5  # directories that are made for one save, and names that are tried for each
 _ALONE_S, _LOCK_POLL_S = 5.0, 0.01  # for how long ranks of a failed save wait for each other
+
+
+# Why no manifest was found in a directory:
+_GONE = "gone"  # it was seen, now or earlier, and has vanished
+_UNSEEN = "unseen"  # the directory had vanished when it was looked at
+_BARE = "bare"  # there is not even a temporary one: it is being removed, or has just been made
+
+
+class _Look(NamedTuple):
+    """One listing of a root: what committed() returns, and why other names are no steps."""
+
+    found: list[Committed]
+    faults: list[Fault]
+    marks: dict[str, str]
 
 
 class PosixSteps(StepStore):
@@ -83,8 +96,36 @@ class PosixSteps(StepStore):
         except OSError as error:
             raise StorageError("list", self.root, error.errno or errno.EIO) from error
 
-    def look(self) -> Look:
-        look = Look([], [], {})
+    def looks(self) -> Callable[[], Listed]:
+        """Returns a function that is called until nothing new vanishes and a step is found, up to a
+        limit, since this machine may have cached an old listing.
+
+        A name that vanished unseen may be of a save that failed, after which there is no step:
+        there is none, either, if two listings in a row hold no such name any more. One is not
+        enough, since a slow listing may miss both the old and the new.
+        """
+        looks: list[_Look] = []
+
+        def settled() -> Listed:
+            look = self._look()
+            is_new = not look.marks.keys() <= (looks[-1].marks.keys() if looks else set())
+            looks.append(look)
+            again = is_new and len(looks) < _LOOKS_MAX
+            if not look.found:
+                ever, lately = (
+                    {mark for each in some for mark in each.marks.values()}
+                    for some in (looks, looks[-2:])
+                )
+                again = is_new or _GONE in ever or _UNSEEN in lately
+                again = again or not (look.faults or looks[1:])
+            if again:
+                raise Vanished(self.root)
+            return look.found, look.faults
+
+        return settled
+
+    def _look(self) -> _Look:
+        look = _Look([], [], {})
         # Older steps first: the newer one, committed before one of them was removed, is seen then.
         for name in sorted(self.names()):
             try:
@@ -94,7 +135,7 @@ class PosixSteps(StepStore):
                 elif mark := self._mark(name):
                     look.marks[name] = mark
             except Vanished:
-                look.marks[name] = GONE
+                look.marks[name] = _GONE
             except CheckpointError as error:
                 look.faults.append(Fault(name, error))
         look.found.sort(key=in_order, reverse=True)
@@ -111,7 +152,7 @@ class PosixSteps(StepStore):
         return self.manifest_of(name, (status.st_ino, status.st_mtime_ns, status.st_size))
 
     def _mark(self, name: str) -> str:
-        """Returns what a directory is in which no manifest was found: GONE also if it has one now
+        """Returns what a directory is in which no manifest was found: _GONE also if it has one now
         or is a step known here; "" if a save is writing there, or one of this process has failed.
         """
         path = self.path(name, MANIFEST)
@@ -119,14 +160,14 @@ class PosixSteps(StepStore):
             names = self.storage.names(self.path(name))
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
-                return BARE
+                return _BARE
             has_failed = self.attempts.get(name) == FAILED
-            return GONE if name in self._manifests else UNSEEN * (not has_failed)
+            return _GONE if name in self._manifests else _UNSEEN * (not has_failed)
         if MANIFEST in names and leads_nowhere(self.storage, path):
             raise CorruptCheckpoint(f"{path!r} is a link that leads nowhere")
         if MANIFEST in names:
-            return GONE
-        return "" if atomic.temporaries_among(names, path) else BARE
+            return _GONE
+        return "" if atomic.temporaries_among(names, path) else _BARE
 
     def incomplete(self) -> list[str]:
         return sorted(name for name in self.names() if not self.may_be_committed(name))

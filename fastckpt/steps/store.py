@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX, Manifest
@@ -30,7 +30,6 @@ from fastckpt.storage.file_system import (
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.vanishing import listed_anew
 
-_LOOKS_MAX = 5  # listings of a root in which some steps, but not all, vanish while they are read
 TAKEN = "another process took the directory for one that was left behind: save again"
 
 
@@ -53,18 +52,7 @@ class Fault(NamedTuple):
         return step_of(self.name) if self.name else None
 
 
-# Why no manifest was found in a directory:
-GONE = "gone"  # it was seen, now or earlier, and has vanished
-UNSEEN = "unseen"  # the directory had vanished when it was looked at
-BARE = "bare"  # there is not even a temporary one: it is being removed, or has just been made
-
-
-class Look(NamedTuple):
-    """One listing of a root: what committed() returns, and why other names are no steps."""
-
-    found: list[Committed]
-    faults: list[Fault]
-    marks: dict[str, str]
+Listed: TypeAlias = tuple[list[Committed], list[Fault]]  # the step committed last first
 
 
 def in_order(item: Committed) -> tuple[int, int]:
@@ -119,7 +107,6 @@ class StepStore:
             the one of keep_best.
     """
 
-    SHOWS_ALL = False  # whether a listing shows all that was committed before it
     EMPTY_IS_NONE = False  # whether an empty manifest says that there will never be one
 
     def __init__(self, storage: Storage, root: str, lease: Lease | None = None) -> None:
@@ -142,8 +129,11 @@ class StepStore:
         """
         raise NotImplementedError
 
-    def look(self) -> Look:
-        """Lists the root once, and reads the manifests that are not known. Raises StorageError."""
+    def looks(self) -> Callable[[], Listed]:
+        """Returns a function that lists the root, reads the manifests that are not known, and
+        returns what committed() does. It raises Vanished while steps are gone when they are looked
+        at, and StorageError.
+        """
         raise NotImplementedError
 
     def incomplete(self) -> list[str]:
@@ -259,39 +249,17 @@ class StepStore:
 
     # ---- what is committed
 
-    def committed(self) -> tuple[list[Committed], list[Fault]]:
+    def committed(self) -> Listed:
         """Returns the committed steps, the one committed last first, and what is wrong with every
         other directory that has a manifest.
 
         If a step vanishes between the listing and the look at it, the save that removed it has
-        committed a newer one before, which the next listing shows (unless this machine has cached
-        the old one). So the root is listed again, up to a limit, until nothing new vanishes and a
-        step is found. A name that vanished unseen may be of a save that failed, after which there
-        is no step: there is none, either, if two listings in a row hold no such name any more. One
-        is not enough, since a slow listing may miss both the old and the new.
+        committed a newer one before, which the next listing shows. So the root is listed again.
 
         Raises:
             StorageError: the root cannot be listed, or steps vanish however often it is.
         """
-        looks: list[Look] = []
-
-        def settled() -> tuple[list[Committed], list[Fault]]:
-            look = self.look()
-            is_new = not look.marks.keys() <= (looks[-1].marks.keys() if looks else set())
-            looks.append(look)
-            again = is_new and len(looks) < _LOOKS_MAX
-            if not look.found:
-                ever, lately = (
-                    {mark for each in some for mark in each.marks.values()}
-                    for some in (looks, looks[-2:])
-                )
-                again = is_new or GONE in ever or UNSEEN in lately
-                again = again or not (look.faults or looks[1:] or self.SHOWS_ALL)
-            if again:
-                raise Vanished(self.root)
-            return look.found, look.faults
-
-        found = listed_anew(settled)
+        found = listed_anew(self.looks())
         assert found is not None
         if self._seen is None:
             self.note_seen(found[0])
@@ -307,7 +275,7 @@ class StepStore:
         """Returns whether a step was noted by note_seen(), or is this process's own."""
         return item.manifest.nonce in (self._seen or ())
 
-    def survey(self, step: int | None = None) -> tuple[list[Committed], list[Fault]]:
+    def survey(self, step: int | None = None) -> Listed:
         """Does what committed() does, but tries for seconds to read every step, and then raises
         StorageError: it may be the very step that is asked for.
 
@@ -316,7 +284,7 @@ class StepStore:
         """
         failed: list[str] = []
 
-        def looked() -> tuple[list[Committed], list[Fault]]:
+        def looked() -> Listed:
             failed.clear()
             found, faults = self.committed()
             for fault in faults:
