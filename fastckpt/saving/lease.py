@@ -110,7 +110,7 @@ class Lease:
     """The lease of a root, as the first rank of a job sees it, or of a node.
 
     Args:
-        storage, root: as Steps'.
+        storage, root: as StepStore's.
         of_node: there is none on what several machines see: each has its own steps there.
 
     Attributes:

@@ -18,7 +18,7 @@ log = logging.getLogger("fastckpt")
 
 def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
     """Removes steps that a commit has made superfluous, after the result was told. One that
-    somebody reads (see Steps.hold) stays until a later call.
+    somebody reads (see StepStore.hold) stays until a later call.
     `steps` and `keep` are as superfluous()'s; `options` say which steps stay.
     """
     try:

@@ -17,7 +17,6 @@ from fastckpt.errors import RootInUse
 from fastckpt.saving import lease as lease_module
 from fastckpt.saving import pipeline
 from fastckpt.saving.lease import LASTS_S, Lease, LeaseRecord
-from fastckpt.steps.bucket_lease import lease_at
 from fastckpt.steps.root import lease_at
 from tests.kit.doubles import dead_pid
 from tests.kit.objects import proxy as faults

@@ -78,7 +78,7 @@ def test_a_job_that_is_frozen_in_a_save(
         proxy.heal()
         if not is_frozen:
             break
-    assert at > 10, "a save and a removal make more requests"
+    assert at > 7, "a save and a removal make more requests"
 
 
 def second_frozen(weed: Weed, proxy: Proxy, root: str, at: int, kind: str, key: str) -> bool:
@@ -123,7 +123,7 @@ def test_a_job_that_is_frozen_as_it_takes_over(
         proxy.heal()
         if not is_frozen:
             break
-    assert at > 20, "a restore, a save and a removal make more requests"
+    assert at > 12, "a restore, a save and a removal make more requests"
 
 
 def names(bare: Any, root: str) -> list[str]:
