@@ -1,7 +1,7 @@
 """The saves in flight of one process.
 
-Responsible for running each save on a thread of its own, for the order of saves, for their errors,
-and for what happens to them at exit and after a fork. It must not know what a save writes.
+Responsible for beginning and ending each save, for the order of saves, for their errors, and for
+what happens to them at exit and after a fork. It must not know what a save writes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from math import inf
 from queue import Empty, SimpleQueue
-from typing import Any
 
 from fastckpt.engine.devices import Devices, DeviceSources
 from fastckpt.engine.gds import Gds
@@ -25,17 +25,16 @@ from fastckpt.engine.save_stats import CLOCKS_BYTES, RankClocks
 from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, retold
-from fastckpt.latch import SERVER_S, Latch, items_of, start_thread, taken, within
+from fastckpt.latch import SERVER_S, items_of, start_thread, within
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.signal_handlers import DeferredErrors
-from fastckpt.saving.copy_completion import CopyCompletion
 from fastckpt.saving.ctrl_c import any_hangs, fail_exit, tell_lost, tell_lost_in_child, wait_at_exit
 from fastckpt.saving.handle import InnerHandle
+from fastckpt.saving.life import HungCall, Life, State
 from fastckpt.saving.mutation_check import WatchedTensors
-from fastckpt.saving.watch import RunningSave, Watch, drained
 from fastckpt.storage import calls
 from fastckpt.storage.atomic import remove_dead
-from fastckpt.storage.bound import Bound
+from fastckpt.storage.bound import LOOK_S
 from fastckpt.storage.file_system import Storage, close_inherited, shortage_told
 from fastckpt.storage.objects import PathStorage
 
@@ -71,42 +70,42 @@ class Pipeline:
         self._slots: SimpleQueue[None] = SimpleQueue()
         for _ in range(IN_FLIGHT_MAX):
             self._slots.put(None)
-        self._in_flight: dict[InnerHandle, RunningSave] = {}  # in the order of save()
-        self._watch = Watch(self._in_flight)
+        self._in_flight: dict[InnerHandle, Job] = {}  # in the order of save()
         # Their errors may not have been asked for; whether another kind of save has warned of them.
         self._failed: dict[InnerHandle, bool] = {}
         self._telling: set[int] = set()  # threads that tell a result, and so may run callbacks
         self._retention = calls.NotedLock("retention", "")
 
     def save(self, job: Job) -> InnerHandle:
-        """Begins a save on a thread of its own; returns when its fence allows."""
-        handle = job.handle
+        """Begins a save on threads of its own; returns when its fence allows."""
+        handle, life = job.handle, job.life
         with job.agreement.failing():
             if _comes_too_late():
                 raise CheckpointError(
                     f"the save to {handle.path!r} was refused: the interpreter is exiting, and "
                     "does not wait for this thread"
                 )
-        name = f"fastckpt-save-{os.path.basename(handle.path)}"
         try:
-            if _exited or not start_thread(partial(self._run, job), name, daemon=True):
+            # Python joins this thread, which ends even if the worker hangs.
+            if _exited or not start_thread(partial(self._run, job), f"{job.name}-life"):
                 self._run_here(job)
-            job.begun.wait()
+            life.begun.wait()
             if job.fence == "step":
                 self.staging.fence_next_step(handle)
             else:
                 handle.pass_fence()
         except BaseException as raised:  # the caller goes on, and may change what is not copied
             # This store comes first: a second signal may end this handler at its first call.
-            job.copying.interrupted = True
+            life.interrupted = True
             handle.note_reported()
-            if job.claim():  # no thread has begun the save, and none will
+            if life.claim():  # no thread has begun the save, and none will
                 error = CheckpointError(f"the save to {handle.path!r} was interrupted as it began")
                 job.agreement.fail(error)
                 self._finish(job, error)
+                job.end(self)
             elif isinstance(raised, KeyboardInterrupt):
-                job.copying.is_lost = job.copying.settle()
-                handle.tell_interrupted(job.copying.is_lost)
+                life.is_lost = life.settle()
+                handle.tell_interrupted(life.is_lost)
             raise
         handle.stats.stall_s = handle.elapsed_s()
         return handle
@@ -126,47 +125,72 @@ class Pipeline:
             job.handle.result()
 
     def _run(self, job: Job, on_caller: bool = False) -> None:
-        """Runs a save from its beginning to its end."""
-        if not job.claim():
+        """Runs a save from its beginning to its end, on the thread of its life."""
+        life = job.life
+        if not life.claim():
             return
+        error: BaseException | None
         try:
             job.has_slot = not on_caller and self._take_slot(job)
             try:
                 # It enters first and looks then, so that saves that begin at once agree on their
                 # order.
-                self._in_flight[job.handle] = self._entry(job)
+                self._in_flight[job.handle] = job
                 job.previous = self._pending(job.lane, before=job.handle)
-                self._watch.begin()
             finally:
-                job.begun.set()
-            self.staging.stranded.sweep()
-            if job.fence == "step" and not on_caller:
-                # Laying out an image holds the GIL, and the caller waits for nothing else.
-                time.sleep(_HEAD_START_S)
-            error = job.run(self)
+                life.begun.set()
+            error = self._outcome(job, on_caller)
         except BaseException as unforeseen:  # else whoever waits would wait for ever
             error = unforeseen
-        with suppress(calls.GivenUp):
-            if calls.is_given_up():  # others have told the result
+        try:
+            self._finish(job, error)
+            if life.worker is None:
                 job.end(self)
-            else:
-                self._finish(job, error)
-        with suppress(OSError):  # what stays is left to a later process
-            for path in calls.left_behind():
-                remove_dead(self.storage, path)
-        del job, error  # a traceback may keep this frame
+        finally:
+            life.wait_gone()
+            if life.permit.is_revoked:
+                self.staging.stranded.add(-threading.get_ident(), life.worker_is_gone)
+                if life.worker is not None:
+                    job.agreement.close()
+                life.permit.ended.set()
+            self._in_flight.pop(job.handle, None)
+            life.gone.set()
+            del job, life, error  # a traceback may keep this frame
 
-    def _entry(self, job: Job) -> RunningSave:
-        """Returns what is known of a save that runs on this thread."""
-        thread, give_up = threading.current_thread(), partial(self._give_up, job)
-        bound = Bound(job.agreement.timeout_s)
-        return RunningSave(job.lane, Latch(), thread, threading.get_ident(), bound, give_up)
+    def _outcome(self, job: Job, on_caller: bool) -> BaseException | None:
+        """Has the worker run the stages, or runs them where no other thread can be started; returns
+        the error with which they ended.
+        """
+        try:
+            if not on_caller:
+                return job.life.run(job.name, partial(self._work, job))
+        except HungCall as hung:
+            return job.give_up(hung.error)
+        except RuntimeError:
+            pass  # no thread can be started
+        with job.life.permit:
+            return job.run(self)
+
+    def _work(self, job: Job) -> None:
+        """Runs the stages, and does what is left to do after the result has been told."""
+        permit, error = job.life.permit, None
+        try:
+            with permit, suppress(calls.Revoked):  # the life has told the error
+                error = job.run(self)
+                if not permit.is_revoked:
+                    job.life.tell_ended(error)
+                job.end(self)
+        finally:
+            del job, error  # a traceback may keep this frame
+        with suppress(OSError):  # what stays is left to a later process
+            for path in permit.left:
+                remove_dead(self.storage, path)
 
     def _take_slot(self, job: Job) -> bool:
         """Waits for one of IN_FLIGHT_MAX slots. Returns False if the caller was interrupted, or has
         cancelled the save: then that fails without one.
         """
-        while not job.copying.interrupted and not job.agreement.is_cancelled():
+        while not job.life.interrupted and not job.agreement.is_cancelled():
             try:
                 self._slots.get(timeout=_LOOK_S)
                 return True
@@ -174,7 +198,8 @@ class Pipeline:
                 pass  # looks again whether the caller still waits
         return False
 
-    def _finish(self, job: Job, error: BaseException | None, *, hangs: bool = False) -> None:
+    def _finish(self, job: Job, error: BaseException | None) -> None:
+        """Tells the result."""
         handle = job.handle
         if job.has_slot:
             self._slots.put(None)  # before callbacks run, which may save, or raise
@@ -182,44 +207,39 @@ class Pipeline:
             self._failed[handle] = False
             handle.unkept = partial(self._failed.pop, handle, None)
         self._telling.add(threading.get_ident())
+        job.life.end(error)
+        job.release()
+        job.previous = []
         handle.mark_staged()
         if handle.stats.stall_s is None:  # save() has yet to return; callbacks see how long it took
             handle.stats.stall_s = handle.elapsed_s()
         try:
-            try:
-                if error is None:
-                    handle.stats.gpu_stall_s = job.reads.stall_s()
-                    handle.stats.committed_s = handle.elapsed_s()
-                    handle.set_result(handle.stats)
-                else:
-                    handle.set_exception(error)
-            finally:  # a callback may raise SystemExit
-                if hangs:  # the rest is left to its thread
-                    job.agreement.close()
-                else:
-                    job.end(self)
             if error is None:
-                # Logged after the result was told, so that a log that is stuck cannot delay it.
-                level = logging.DEBUG if job.agreement.rank else logging.INFO
-                log.log(level, "%s %r: %s", job.deed, handle.path, handle.stats)
-                self.staging.warm(job.staging_nbytes, job.reads)
-            elif isinstance(error, SaveCancelled):  # which no later save tells
-                known = job.agreement.rank or (handle.is_cancelled() and not handle.is_given_up())
-                log.log(logging.DEBUG if known else logging.WARNING, "%s", error)
-        finally:
-            job.reads = DeviceSources()  # whoever waits may close the devices
+                handle.stats.gpu_stall_s = job.reads.stall_s()
+                handle.stats.committed_s = handle.elapsed_s()
+                handle.set_result(handle.stats)
+            else:
+                handle.set_exception(error)
+        finally:  # a callback may raise SystemExit
+            job.life.told.set()
+            reads, job.reads = job.reads, DeviceSources()  # whoever waits may close the devices
             job.failure = None
             self._telling.discard(threading.get_ident())
-            ended = self._in_flight.pop(handle, None)
-            if ended is not None:
-                ended.gone.set()
+        if error is None:
+            # Logged after the result was told, so that a log that is stuck cannot delay it.
+            level = logging.DEBUG if job.agreement.rank else logging.INFO
+            log.log(level, "%s %r: %s", job.deed, handle.path, handle.stats)
+            self.staging.warm(job.staging_nbytes, reads)
+        elif isinstance(error, SaveCancelled):  # which no later save tells
+            known = job.agreement.rank or (handle.is_cancelled() and not handle.is_given_up())
+            log.log(logging.DEBUG if known else logging.WARNING, "%s", error)
 
     def _pending(self, lane: str, before: InnerHandle | None = None) -> list[InnerHandle]:
         pending = []
-        for handle, save in items_of(self._in_flight):
+        for handle, job in items_of(self._in_flight):
             if handle is before:
                 break
-            if save.lane == lane:
+            if job.lane == lane:
                 pending.append(handle)
         return pending
 
@@ -241,9 +261,9 @@ class Pipeline:
             return
         until = time.monotonic() + within_s
         for handle in handles:
-            save = self._in_flight.get(handle)
-            if save is not None:
-                save.gone.wait(max(0.0, until - time.monotonic()))
+            job = self._in_flight.get(handle)
+            if job is not None:
+                job.life.gone.wait(max(0.0, until - time.monotonic()))
 
     def refuse(self, handle: InnerHandle, error: Exception, handled: BaseException | None) -> None:
         """Ends a save that could not begin, with an error that result() or the next save raises.
@@ -329,25 +349,33 @@ class Pipeline:
         """Returns the saves of which something is left to do."""
         return [handle for handle, _ in items_of(self._in_flight)]
 
-    def drain(self, *how: Any) -> list[InnerHandle]:
-        """Waits for every save in flight, as watch.drained() does."""
-        return drained(self._in_flight, *how)
+    def drain(
+        self, still_s: float = inf, only: Sequence[InnerHandle] | None = None
+    ) -> list[InnerHandle]:
+        """Waits for every save in flight, and for what it does after its commit.
 
-    def _give_up(self, job: Job, error: StorageError) -> None:
-        """Ends a save whose own thread hangs, and stays in its call meanwhile."""
-        save = self._in_flight[job.handle]
-        self.staging.stranded.add(-save.ident, lambda: not save.thread.is_alive())
-        if not job.handle.done():
-            self._finish(job, job.give_up(error), hangs=True)
-        else:  # all is told, but for what comes after that
-            log.warning("%s", error)
-            self._in_flight.pop(job.handle, None)
-            save.gone.set()
+        Args:
+            only: no others than these.
+            still_s: for how long none of them may get on: what the caller's functions and objects
+                do has no bound of its own.
+
+        Returns:
+            The saves that have not ended.
+        """
+        seen, since = None, time.monotonic()
+        while saves := [it for it in items_of(self._in_flight) if only is None or it[0] in only]:
+            if saves[0][1].life.gone.wait(LOOK_S):
+                continue
+            now = [(handle, job.life.state, handle.progress()) for handle, job in saves]
+            if now != seen:
+                seen, since = now, time.monotonic()
+            if time.monotonic() - since >= still_s:
+                return [handle for handle, _ in saves]
+        return []
 
     def close(self) -> None:
         """Waits for every save in flight and frees the engine's memory and threads."""
         self.drain()
-        self._watch.join()
         self.staging.close()
 
 
@@ -377,11 +405,13 @@ class Job:
         reads: the memory of the state that lies on devices; None: there is none.
         watched: the tensors that must not change before they have been copied.
         fence: "call" or "step". The caller waits in Pipeline.save() for InnerHandle.pass_fence();
-            CopyCompletion lets it go.
+            the life lets it go.
         lane: saves of one lane commit in the order of their beginning.
 
     Attributes:
         deed: what it has done when it has ended well, for the log.
+        name: the name of its worker's thread.
+        life: its life; see there.
     """
 
     deed = "saved"
@@ -402,21 +432,14 @@ class Job:
         if handle.stats.captured_s is None:  # else another job began with this handle
             handle.stats.captured_s = handle.elapsed_s()
         self.reads = reads = DeviceSources() if reads is None else reads
-        self.copying = CopyCompletion(handle, reads, watched, self.forget, agreement.heed)
+        self.name = f"fastckpt-save-{os.path.basename(handle.path)}"
+        self.life = Life(handle, agreement, reads, watched, self.forget)
         self.fence = fence
         self.lane = lane
         self.previous: list[InnerHandle] = []  # all in flight: the last may fail before the others
-        self.begun = Latch()  # set when its thread has put it into its lane
-        self._claims = [None]
         self.has_slot = False
         self.failure: BaseException | None = None  # the first, from before it hung
         self.staging_nbytes = 0  # how much it would stage if all pages were there
-
-    def claim(self) -> bool:
-        """Returns True once: to the save's thread or an interrupted save(), which then carries the
-        save through.
-        """
-        return taken(self._claims)
 
     def commit(self, pipeline: Pipeline) -> None:
         """Writes and commits; on an error, removes what this rank made, and raises."""
@@ -431,24 +454,21 @@ class Job:
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks of the failure, and keeps the first."""
-        if calls.is_given_up():  # they were told
+        if calls.is_revoked():  # they were told
             return
         self.failure = self.failure or error
         self.agreement.fail(error)
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Ends, on another thread than the save's, what is under way in the engine and among ranks.
-        Returns the error that counts: an earlier one, if the save hangs as it cleans up.
+        """Ends, on another thread than the worker's, what is under way in the engine and among
+        ranks. Returns the error that counts: an earlier one, if the save hangs as it cleans up.
         """
         error = self.failure or error
-        self.fail(error)
-        for transfer in self.copying.transfers:
+        self.agreement.fail(error)
+        for transfer in self.life.transfers:
             transfer.cancel()
-        for transfer in [*self.copying.transfers]:
+        for transfer in self.life.transfers:
             transfer.__exit__()
-        self.copying.close()
-        self.release()
-        self.previous = []
         return error
 
     def _remove(self, storage: Storage, error: BaseException) -> None:
@@ -479,11 +499,15 @@ class Job:
         self.agreement.close()
 
     def run(self, pipeline: Pipeline) -> BaseException | None:
-        """Runs the whole save on this thread. Returns the error that prevented the commit."""
+        """Runs the stages on this thread. Returns the error that prevented the commit."""
         try:
-            if self.copying.interrupted:
+            if self.life.interrupted:
                 path = self.handle.path
                 raise CheckpointError(f"the save to {path!r} was interrupted as it began")
+            pipeline.staging.stranded.sweep()
+            if self.fence == "step" and self.life.worker is not None:
+                # Laying out an image holds the GIL, and the caller waits for nothing else.
+                time.sleep(_HEAD_START_S)
             self.commit(pipeline)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the state
@@ -492,10 +516,6 @@ class Job:
             self.reads = DeviceSources()
             self.fail(error)
             return error
-        finally:
-            self.copying.close()
-            self.release()
-            self.previous = []
         if self.agreement.rank:
             # This machine may still believe that the path does not exist, as when this rank looked.
             with suppress(OSError):  # then the path is seen later
@@ -519,11 +539,13 @@ class Job:
         stats = self.handle.stats
 
         def publish_all(records: list[bytes]) -> None:
+            self.life.reach(State.PUBLISHING)
             stats.by_rank = tuple(RankClocks.from_bytes(its[:CLOCKS_BYTES]) for its in records)
             stats.total_nbytes = sum(its.nbytes for its in stats.by_rank)
             publish([its[CLOCKS_BYTES:] for its in records])
 
         told = RankClocks.of(stats).to_bytes() + record
+        self.life.reach(State.AGREEING)
         self.agreement.conclude(told, publish_all, turn=self.wait_turn, follow=self.follow)
 
 

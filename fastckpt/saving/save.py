@@ -77,7 +77,7 @@ class Save(Job):
             self.payer,
             stats,
             whole=plan.whole,
-            heed=self.copying.heed,
+            heed=self.life.heed,
         )
         outputs = plan.lay_out(pace)
         nbytes = sum(output.image.nbytes for output in outputs)
@@ -87,7 +87,7 @@ class Save(Job):
             fetch = self._stage(pipeline, plan, outputs, moving)
             self.handle.mark_writing(partial(_progress, [*outputs]))
             place.begin()
-            self.copying.watch()  # from here on the caller may be let go at any time
+            self.life.placed()
             plan.agree(pace, nbytes)
             place.open(outputs, pace)
             stats.nbytes = sum(output.nbytes for output in outputs)
@@ -101,9 +101,9 @@ class Save(Job):
             pace.end(*(output.file.transfer for output in opened))
             # Small files are copied first, and synced while the others are copied and written.
             for output in filter(_is_small, opened):
-                self.copying.wait_for(output.file.transfer)
+                self.life.wait_for(output.file.transfer)
                 self._complete(output)
-            self.copying.wait()
+            self.life.wait_copied()
             fetch.fill()
             self._check_numbers(outputs)
             plan.compare()
@@ -129,7 +129,7 @@ class Save(Job):
         stagers = max(1, stager_count() - (self.fence == "step"))
         samples, path = plan.samples(), self.handle.path
         fetch = MemoryCopy(staging, pipeline.storage, samples, path, allowance, self.reads)
-        self.copying.transfers.append(moving.enter_context(fetch).transfer)
+        self.life.transfers.append(moving.enter_context(fetch).transfer)
         queue = self.reads.ranges[0].queue if self.reads.ranges else None
         direct, why = staging.gds.way(plan.way or options.staging, queue)
         if direct is None and why:
@@ -152,7 +152,7 @@ class Save(Job):
                 None if is_small else self.handle.stats,
                 None if is_small else landing,
             )
-            self.copying.transfers.append(moving.enter_context(output.file).transfer)
+            self.life.transfers.append(moving.enter_context(output.file).transfer)
         self.staging_nbytes = min(allowance.blocks, blocks) * BLOCK_BYTES
         return fetch
 

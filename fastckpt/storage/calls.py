@@ -1,11 +1,9 @@
-"""Calls of the file system that are under way, by thread: a server may never answer one, and its
-thread can do nothing about that. Responsible for telling others which call a thread is in and for
-how long, and for what a thread may still do that was given up.
+"""The permit of a save, to call the file system. A server may never answer a call, and the thread
+that is in it can do nothing about that: another one sees it, and revokes the permit.
 
-A thread that was given up goes on, if its call returns, as if its process had been killed in that
-call: every further one raises GivenUp, so that nothing is removed, renamed or written any more that
-others may have taken over by now. It only closes its files. What it closes under a temporary name
-is what a dead process leaves, see left_behind().
+From then on the thread goes on, if its call returns, as if its process had been killed in that
+call: nothing is removed, renamed or written any more that others may have taken over by now. It
+only closes its files. What it closes under a temporary name is what a dead process leaves.
 """
 
 from __future__ import annotations
@@ -21,88 +19,136 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from fastckpt.errors import StorageError
-from fastckpt.latch import Latch, TimedOut, asked, taken
+from fastckpt.latch import Latch, TimedOut, asked
 from fastckpt.storage.bound import Bound
 from fastckpt.storage.owners import divided
 
 T = TypeVar("T")
 
 _OPENING = ("open", "create")
-_under_way: dict[int, Call] = {}  # the innermost, by thread
 
 
 class _Thread(threading.local):
-    """The record of a thread that was given up: the descriptors that it has closed, and the
-    temporary names that these had.
-    """
-
-    is_given_up = False
-
-    def __init__(self) -> None:
-        self.closed, self.left = set[int](), list[str]()
+    permit: Permit | None = None
 
 
 _thread = _Thread()
 
 
-class GivenUp(BaseException):
-    """Ends the work of a thread that was given up: no handler of errors of the file system takes it
-    for one.
+class Revoked(BaseException):
+    """Ends the work of a thread whose permit was revoked: no handler of errors of the file system
+    takes it for one.
     """
+
+
+class Permit:
+    """The permit of one save, for the thread that has entered it, which notes its calls here. Once
+    it is revoked, each of them but close raises Revoked.
+
+    Attributes:
+        ended: to be set by who has revoked it, when the save is ended: the call that hung returns
+            to its thread only then.
+        left: the temporary files and directories that the thread has closed since.
+    """
+
+    def __init__(self) -> None:
+        self.ended, self.left = Latch(), list[str]()
+        self._lock = threading.Lock()  # guards the following
+        self._under_way: list[Call] = []  # the innermost is the last
+        self._hung: Call | None = None
+        self._closed = set[int]()
+
+    def __enter__(self) -> None:
+        _thread.permit = self
+
+    def __exit__(self, *_: object) -> None:
+        _thread.permit = None
+
+    @property
+    def is_revoked(self) -> bool:
+        return self._hung is not None
+
+    def revoke(self, bound: Bound) -> StorageError | None:
+        """Revokes it if the call under way has not got on within the bound; returns the error of
+        the save then.
+        """
+        calls = self._under_way[-1:]
+        if not calls or self.is_revoked or not bound.is_over(calls[0].seconds(), calls[0].text):
+            return None
+        with self._lock:
+            if self._under_way[-1:] != calls:  # it has returned
+                return None
+            self._hung = calls[0]
+        return self._hung.error()
+
+    def begin(self, call: Call) -> None:
+        """Notes a call of this thread; raises Revoked."""
+        with self._lock:
+            # What a call that hangs consists of is done, as by a server.
+            if self.is_revoked and not self._under_way and call.name != "close":
+                raise Revoked
+            self._under_way.append(call)
+
+    def end(self, call: Call) -> None:
+        """Notes that it has returned; raises Revoked if it hung."""
+        with self._lock:
+            self._under_way.pop()
+            for outer in self._under_way[-1:]:
+                outer.since = time.monotonic()  # it has got on
+        if call is self._hung:
+            self.ended.wait()
+            raise Revoked(call.text())
+
+    def closes(self, fd: int, path: str) -> bool:
+        """Returns whether the thread of this permit, which is revoked, has that file still open:
+        the number of what it has closed may be another file's by now. Notes what it closes.
+        """
+        if any(call.name == "close" for call in self._under_way):  # a double's calls the real one
+            return True
+        if fd in self._closed:
+            return False
+        self._closed.add(fd)
+        if divided(os.path.basename(path))[1] is not None:
+            self.left.append(path)
+        return True
 
 
 class Call:
     """A call, or some that follow each other, while its context is entered.
 
     Args:
-        name: what is done.
+        name: what is done; also an attribute.
         subject: the path or descriptor that it is done to.
 
     Attributes:
-        ended: to be set by who gives it up, when its work has been ended: then only may it return.
+        since: when it last got on, by time.monotonic().
     """
 
     def __init__(self, name: str, subject: object) -> None:
-        self._name, self._subject = name, subject
-        self._claims = [None]  # taken by its return, or by who gives it up
-        self.ended = Latch()
+        self.name, self._subject = name, subject
+        self._permit = _thread.permit
+        self.since = time.monotonic()
 
     def __enter__(self) -> None:
-        if _thread.is_given_up and self._name != "close":
-            raise GivenUp
-        self._ident, self._since = threading.get_ident(), time.monotonic()
-        self._outer = _under_way.get(self._ident)
-        _under_way[self._ident] = self
+        if self._permit is not None:
+            self._permit.begin(self)
 
     def __exit__(self, *_: object) -> None:
-        returns = taken(self._claims)
-        if not returns:
-            self.ended.wait()  # as the call under way: the outer one is not given up, too
-        if self._outer is None:
-            _under_way.pop(self._ident, None)
-        else:
-            self._outer._since = time.monotonic()  # it has got on
-            _under_way[self._ident] = self._outer
-        if not returns:
-            _thread.is_given_up = True
-            raise GivenUp(self.text())
+        if self._permit is not None:
+            self._permit.end(self)
 
     def seconds(self) -> float:
         """Returns for how long it has not got on."""
-        return time.monotonic() - self._since
-
-    def give_up(self) -> bool:
-        """Gives its thread up; returns False if it has returned, or was given up before."""
-        return taken(self._claims)
+        return time.monotonic() - self.since
 
     def text(self) -> str:
         """Returns what is waited for, in words."""
-        return f"{self._name} of {self._path()!r} has not returned for {self.seconds():.0f} s"
+        return f"{self.name} of {self._path()!r} has not returned for {self.seconds():.0f} s"
 
     def error(self) -> StorageError:
         """Returns the error of a save that ends because of this call."""
         detail = f"it has not returned for {self.seconds():.0f} s and is given up (timeout_s)"
-        return StorageError(self._name, self._path(), errno.ETIMEDOUT, detail=detail)
+        return StorageError(self.name, self._path(), errno.ETIMEDOUT, detail=detail)
 
     def _path(self) -> str:
         return _path_of(self._subject) if isinstance(self._subject, int) else str(self._subject)
@@ -136,7 +182,7 @@ class NotedLock:
         try:
             with Call(*self._named):
                 has_it = self._lock.acquire()
-        except GivenUp:
+        except Revoked:
             if has_it:
                 self._lock.release()
             raise
@@ -145,38 +191,9 @@ class NotedLock:
         self._lock.release()
 
 
-def of_thread(ident: int) -> Call | None:
-    """Returns the call that a thread is in."""
-    return _under_way.get(ident)
-
-
-def is_given_up() -> bool:
-    """Returns whether this thread was given up."""
-    return _thread.is_given_up
-
-
-def left_behind() -> list[str]:
-    """Returns the temporary files and directories that this thread has closed since it was given
-    up, once: it has let go of all else that it had, and may call as others do from now on.
-    """
-    left, _thread.is_given_up = _thread.left, False
-    _thread.closed, _thread.left = set(), []
-    return left
-
-
-def _closes(fd: int, path: str) -> bool:
-    """Returns whether this thread, which was given up, has that file still open: the number of what
-    it has closed may be another file's by now. Notes what it closes, and if that is a temporary.
-    """
-    outer = _under_way.get(threading.get_ident())
-    if outer is not None and outer._name == "close":  # a double's, which calls the real one
-        return True
-    if fd in _thread.closed:
-        return False
-    _thread.closed.add(fd)
-    if divided(os.path.basename(path))[1] is not None:
-        _thread.left.append(path)
-    return True
+def is_revoked() -> bool:
+    """Returns whether this thread's permit is revoked."""
+    return _thread.permit is not None and _thread.permit.is_revoked
 
 
 def _unmake(fd: int, path: str) -> None:
@@ -187,25 +204,28 @@ def _unmake(fd: int, path: str) -> None:
 
 
 def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of Storage whose calls are Calls. What opens a file closes it again if it
-    was given up, and what makes one removes it.
+    """Returns a method of Storage whose calls are Calls. What opened a file as it hung closes it
+    again, and what made one removes it.
     """
 
     @wraps(method)
     def call(self: Any, *args: Any, **options: Any) -> Any:
+        permit = _thread.permit
+        if permit is None:
+            return method(self, *args, **options)
         result, subject = None, args[0] if args else ""
         if name == "close":
             subject = _path_of(args[0])
-            if _thread.is_given_up and not _closes(args[0], subject):
+            if permit.is_revoked and not permit.closes(args[0], subject):
                 return None
         try:
             with Call(name.replace("_", " "), subject):
                 result = method(self, *args, **options)
-        except GivenUp:
+        except Revoked:
             if name == "close":
-                _closes(args[0], subject)
+                permit.closes(args[0], subject)
             elif name == "make_directory" and divided(os.path.basename(subject))[1] is not None:
-                _thread.left.append(subject)
+                permit.left.append(subject)
             elif result is not None and name in _OPENING:
                 if name == "create":
                     _unmake(result, args[0])
@@ -245,7 +265,6 @@ def real_path(path: str, timeout_s: float) -> str:
 
 
 os.register_at_fork(after_in_child=names.clear)
-os.register_at_fork(after_in_child=_under_way.clear)  # their threads are not there
 
 
 def note(kind: type, seam: type) -> None:

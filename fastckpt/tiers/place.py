@@ -326,7 +326,7 @@ class NodePlace(Place):
         # The handle tells the step's fate in the root, on which ranks agree in `_draining`.
         save.agreement.may_be_visible = False
         # The save's staging memory is free now: later saves stage and commit locally meanwhile.
-        save.copying.close()
+        save.life.forget_copies()
         save.release()
         stats, rank, nodes = self._handle.stats, self._agreement.rank, self._tier.nodes()
         wrote = [rank] if self._wrote_shard else []

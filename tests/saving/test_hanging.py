@@ -27,10 +27,9 @@ from fastckpt.formats.step_names import step_of
 from fastckpt.integrations import dcp
 from fastckpt.latch import within
 from fastckpt.saving import pipeline as pipeline_module
-from fastckpt.saving.pipeline import Job, Pipeline
+from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage import bound
-from fastckpt.storage.calls import Call
 from fastckpt.storage.file_system import Storage
 from tests.kit.doubles import Recorder
 from tests.kit.mounts import Mount, mounted_fuse
@@ -392,20 +391,7 @@ class LateClose(Recorder):
 def test_a_number_of_a_closed_file_is_another_ones(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A close that was given up may have closed its file: nothing is done to that number again."""
-    again, give_up, has_given_up = threading.Event(), Job.give_up, Call.give_up
-
-    def give_up_late(job: Job, error: BaseException) -> BaseException:
-        assert again.wait(WAIT_S), "the watch looks at the call again meanwhile"
-        return give_up(job, error)
-
-    def looked_at(call: Call) -> bool:
-        if not (is_first := has_given_up(call)):
-            again.set()
-        return is_first
-
-    monkeypatch.setattr(Job, "give_up", give_up_late)
-    monkeypatch.setattr(Call, "give_up", looked_at)
+    """A close that hung may have closed its file: nothing is done to that number again."""
     double, lease = LateClose(), disk / "run" / "lease.json"
     current = Pipeline(storage=double, budget_bytes=64 * MIB)
     monkeypatch.setattr(pipeline_module, "_current", current)

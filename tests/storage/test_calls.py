@@ -1,5 +1,5 @@
-"""Calls that return after their thread was given up: it goes on as if its process had been killed,
-but for what it has open.
+"""Calls that return after the permit of their thread was revoked: it goes on as if its process had
+been killed, but for what it has open.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from fastckpt.latch import Latch
 from fastckpt.storage import calls
 from fastckpt.storage.atomic import temporary_path
+from fastckpt.storage.bound import Bound
 from fastckpt.storage.file_system import Storage
+from tests.kit.saves import wait_until
 
 WAIT_S = 60.0
 
@@ -36,12 +37,11 @@ class Late(Storage):
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_a_thread_that_was_given_up_only_closes(tmp_path: Path, is_taken: bool) -> None:
+def test_a_thread_whose_permit_is_revoked_only_closes(tmp_path: Path, is_taken: bool) -> None:
     """What it made, and nobody knows of, goes; but not another file that has the name by then."""
     double, late, other = Late(), tmp_path / "late", tmp_path / "other"
     kept = temporary_path(str(tmp_path / "a.pt"))
     raised: list[type[BaseException]] = []
-    left: list[list[str]] = []
 
     def attempt(call: Callable[..., object], *arguments: object) -> None:
         try:
@@ -50,6 +50,11 @@ def test_a_thread_that_was_given_up_only_closes(tmp_path: Path, is_taken: bool) 
             raised.append(type(error))
 
     def work() -> None:
+        with permit:
+            work_permitted()
+        double.remove(kept)
+
+    def work_permitted() -> None:
         fd = double.create(kept, 0o600)
         attempt(double.create, str(late), 0o600)
         attempt(double.remove, kept)
@@ -59,43 +64,48 @@ def test_a_thread_that_was_given_up_only_closes(tmp_path: Path, is_taken: bool) 
         mine = os.dup2(0, fd)
         double.close(fd)  # the number is another file's by now
         os.close(mine)
-        left.extend([calls.left_behind(), calls.left_behind()])
-        double.remove(kept)
 
+    permit = calls.Permit()
     thread = threading.Thread(target=work)
     thread.start()
     assert double.done.wait(WAIT_S)
-    assert thread.ident is not None
-    call = calls.of_thread(thread.ident)
-    assert call is not None and call.give_up() and not call.give_up()
+    error = permit.revoke(Bound(0.0))
+    assert error is not None and (error.op, error.path) == ("create", str(late))
+    assert permit.revoke(Bound(0.0)) is None, "it is revoked"
     if is_taken:
         other.write_text("another save's")
         other.rename(late)
     double.may_return.set()
-    call.ended.set()
+    permit.ended.set()
     thread.join(WAIT_S)
-    assert raised == [calls.GivenUp] * 3 + [OSError]
-    assert left == [[kept], []] and not os.path.exists(kept)
+    assert raised == [calls.Revoked] * 3 + [OSError]
+    assert permit.left == [kept]
     assert os.listdir(tmp_path) == (["late"] if is_taken else [])
 
 
-def test_a_call_stays_under_way_until_its_work_was_ended() -> None:
-    """Else who looks again meanwhile would give up the one around it, too."""
-    outer, inner, seen = calls.Call("retention", ""), calls.Call("remove", ""), []
-
-    class Ended(Latch):
-        def wait(self, timeout: float | None = None) -> bool:
-            seen.append(calls.of_thread(threading.get_ident()))
-            return super().wait(timeout)
+def test_a_call_returns_when_its_save_has_been_ended() -> None:
+    """And the one around it is not revoked, too: what it does next is."""
+    permit, returned = calls.Permit(), list[str]()
+    entered, hung, may_return = threading.Event(), threading.Event(), threading.Event()
 
     def work() -> None:
-        with pytest.raises(calls.GivenUp), outer, inner:
-            inner.give_up()
-        seen.append(calls.of_thread(threading.get_ident()))
+        with permit, pytest.raises(calls.Revoked), calls.Call("retention", ""):
+            entered.set()
+            assert hung.wait(WAIT_S)
+            with calls.Call("remove", "x"):
+                assert may_return.wait(WAIT_S)
+        returned.append("")
 
-    inner.ended = Ended()
-    inner.ended.set()
     thread = threading.Thread(target=work)
     thread.start()
+    assert entered.wait(WAIT_S)
+    hung.set()
+    wait_until(lambda: len(permit._under_way) == 2, "it calls")
+    error = permit.revoke(Bound(0.0))
+    assert error is not None and error.op == "remove"
+    may_return.set()
+    wait_until(lambda: len(permit._under_way) == 1, "the call has returned")
+    assert thread.is_alive() and not returned
+    permit.ended.set()
     thread.join(WAIT_S)
-    assert seen == [inner, None]
+    assert returned == [""] and not permit._under_way
