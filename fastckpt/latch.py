@@ -17,13 +17,12 @@ import logging
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent import futures
 from functools import partial
 from math import inf
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from fastckpt.errors import free_locals
 
@@ -32,7 +31,6 @@ log = logging.getLogger("fastckpt")
 K = TypeVar("K")
 T = TypeVar("T")
 
-_FINISHED = "FINISHED"  # of concurrent.futures
 SERVER_S = 10.0  # the longest wait in within() for a server that may not answer
 # Waits look at the flag this often: a set() that a handler interrupts may not wake every sleeper.
 _LOOK_S = 1.0
@@ -109,82 +107,6 @@ class Latch:
         return self._is_set
 
 
-class _View:
-    """A stand-in for a Future's condition, which concurrent.futures would take and release: a
-    thread in between sees the state as it was in the beginning, as if nobody could change it.
-    """
-
-    def __init__(self) -> None:
-        self.state = ""  # as it is
-        self._states: dict[int, str] = {}  # as threads see it
-
-    def seen(self) -> str:
-        return self._states.get(threading.get_ident(), self.state)
-
-    def acquire(self, *_: object) -> bool:
-        self._states[threading.get_ident()] = self.state
-        return True
-
-    def release(self) -> None:
-        self._states.pop(threading.get_ident(), None)
-
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-
-class _Waiters(list[Any]):
-    """The waiters of concurrent.futures.wait() and as_completed(), which append themselves here.
-    Each is told once: by tell(), or by append() if the future has ended since the waiter looked.
-    """
-
-    def __init__(self, outcome: SignalSafeFuture[Any]) -> None:
-        super().__init__()
-        self._outcome = weakref.ref(outcome)
-        self._untold: deque[Any] = deque()
-
-    def append(self, waiter: Any) -> None:
-        super().append(waiter)
-        outcome = self._outcome()
-        if outcome is None or outcome._state == _FINISHED:  # which the waiter has seen
-            return
-        self._untold.append(waiter)
-        if outcome.done() and self._claim(waiter):
-            _add(waiter, outcome)
-
-    def remove(self, waiter: Any) -> None:
-        super().remove(waiter)
-        self._claim(waiter)
-
-    def _claim(self, waiter: Any) -> bool:
-        try:
-            self._untold.remove(waiter)
-        except ValueError:
-            return False
-        return True
-
-    def tell(self, outcome: SignalSafeFuture[Any]) -> None:
-        while self._untold:
-            try:
-                waiter = self._untold.popleft()
-            except IndexError:  # the last one was removed, or append() has told it
-                break
-            # On another thread, since the waiter's Event may have been left locked.
-            try:
-                _thread.start_new_thread(_add, (waiter, outcome))
-            except RuntimeError:  # no thread can be started
-                _add(waiter, outcome)
-
-
-def _add(waiter: Any, outcome: SignalSafeFuture[Any]) -> None:
-    if outcome._exception is None:
-        waiter.add_result(outcome)
-    else:
-        waiter.add_exception(outcome)
-
-
 class _Calling(threading.local):
     """Whether the current thread calls back."""
 
@@ -202,31 +124,31 @@ def is_called_back() -> bool:
 
 
 class SignalSafeFuture(futures.Future[T], Generic[T]):
-    """A concurrent.futures.Future that runs from the beginning and that nobody can leave locked.
+    """A concurrent.futures.Future that runs from the beginning. A TimeoutError is the builtin one.
 
-    All of Future's methods work, as do concurrent.futures.wait(), as_completed() and
-    asyncio.wrap_future(). A TimeoutError is the builtin one.
+    Its own methods take no lock. concurrent.futures.wait() and as_completed() take Future's, which
+    a signal handler may leave taken in them; so the thread that ends this never waits for it.
     """
 
     def __init__(self) -> None:
-        self._view = _View()
         super().__init__()
-        self._condition = self._view  # type: ignore[assignment]
-        self._told = self._waiters = _Waiters(self)
-        self._callbacks: deque[Callable[[], object]] = deque()
-        self._ended = Latch()
         self.set_running_or_notify_cancel()
-
-    @property
-    def _state(self) -> str:
-        return self._view.seen()
-
-    @_state.setter
-    def _state(self, state: str) -> None:
-        self._view.state = state
+        self._callbacks: deque[Callable[[], object]] = deque()
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._ended = Latch()
 
     def done(self) -> bool:
-        return self._view.state == _FINISHED
+        return self._ended.is_set()
+
+    def running(self) -> bool:
+        return not self.done()
+
+    def cancelled(self) -> bool:
+        return False
+
+    def cancel(self) -> bool:
+        return False
 
     def _subject(self) -> str:
         """Returns a name for messages."""
@@ -240,14 +162,16 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
         """Waits for the end. Returns the result; raises the exception, or TimeoutError."""
         self._wait(timeout)
         try:
-            return super().result(0)
+            if self._error is not None:
+                raise self._error
+            return cast("T", self._value)
         finally:
             del self  # which keeps the exception, which keeps this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits for the end. Returns the exception or None; raises TimeoutError."""
         self._wait(timeout)
-        return super().exception(0)
+        return self._error
 
     def _wait(self, timeout: float | None) -> None:
         if not self._wait_ended(timeout):
@@ -280,20 +204,41 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
         self._end(None, exception)
 
     def _end(self, result: T | None, exception: BaseException | None) -> None:
-        if self.done():
-            raise futures.InvalidStateError(f"{self._state}: {self!r}")
+        if self._ended.is_set():
+            raise futures.InvalidStateError(f"{self!r} has ended")
         if exception is not None:
             free_locals(exception)
-        self._result, self._exception = result, exception
-        self._state = _FINISHED
+        self._value, self._error = result, exception
         self._ended.set()
-        self._told.tell(self)
+        self._tell_waiters()
         while self._callbacks:
             try:
                 call = self._callbacks.popleft()
             except IndexError:  # add_done_callback() calls the last one
                 break
             self._call(call)
+
+    def _tell_waiters(self) -> None:
+        """Ends the Future that concurrent.futures sees; on another thread if that takes a lock that
+        may have been left taken, its own or one of those who wait.
+        """
+        is_free = self._condition.acquire(False)
+        try:
+            if is_free and not self._waiters:
+                self._mirror()
+            else:
+                _thread.start_new_thread(self._mirror, ())
+        except RuntimeError:  # no thread can be started
+            self._mirror()
+        finally:
+            if is_free:
+                self._condition.release()
+
+    def _mirror(self) -> None:
+        if self._error is None:
+            super().set_result(cast("T", self._value))
+        else:
+            super().set_exception(self._error)
 
 
 def start_thread(target: Callable[[], object], name: str, *, daemon: bool = False) -> bool:

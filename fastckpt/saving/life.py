@@ -12,8 +12,8 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from queue import Empty, SimpleQueue
-from typing import TypeAlias
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.transfer import ImageTransfer
@@ -40,30 +40,12 @@ class State(Enum):
     IN_DOUBT = "in doubt"
 
 
-class _Placed:
-    """What the files go into is made: the caller may go on when all is copied."""
-
-
-class _Gone:
-    """Nothing is left to do."""
-
-
-class _Ended:
-    """The stages have ended, with this error or well."""
-
-    def __init__(self, error: BaseException | None) -> None:
-        self.error = error
-
-
 class HungCall(Exception):
     """Ends a save whose worker is in a call that never returns."""
 
     def __init__(self, error: StorageError) -> None:
         super().__init__()
         self.error = error
-
-
-_Event: TypeAlias = State | type[_Placed] | type[_Gone] | _Ended
 
 
 class Life:
@@ -106,9 +88,11 @@ class Life:
         self._verdict, self._forget = MutationCheck(watched), forget
         self._bound = Bound(agreement.timeout_s)
         self._beginnings, self._settlings = [None], [None]
-        self._events: SimpleQueue[_Event] = SimpleQueue()
+        self._handed: SimpleQueue[Callable[[], None]] = SimpleQueue()  # by the worker, to do here
         self._copied = Latch()
         self._copy_error: BaseException | None = None
+        self._error: BaseException | None = None
+        self._has_ended = self._is_gone = False
 
     # ---- what the caller says
 
@@ -134,14 +118,15 @@ class Life:
 
     def reach(self, state: State) -> None:
         """Says how far the worker is."""
-        if self.worker is None:
-            self.state = state
-        else:
-            self._events.put(state)
+        self._hand(partial(self._enter, state))
 
     def placed(self) -> None:
         """Says that the caller may be let go from now on, as soon as everything is copied."""
-        self._events.put(_Placed)
+        if self.worker is not None:
+            self._handed.put(self._copy)
+
+    def _hand(self, act: Callable[[], None]) -> None:
+        act() if self.worker is None else self._handed.put(act)
 
     def heed(self) -> None:
         """Raises what ends a save whose caller does not wait for it: SaveCancelled, or the error of
@@ -171,7 +156,7 @@ class Life:
 
     def tell_ended(self, error: BaseException | None) -> None:
         """Says how the stages have ended; returns when the result has been told."""
-        self._events.put(_Ended(error))
+        self._hand(partial(self._note_end, error))
         self.told.wait()
 
     # ---- the thread of this life
@@ -186,12 +171,10 @@ class Life:
         except RuntimeError:
             self.worker = None
             raise
-        while not isinstance(event := self._next(), _Ended):
-            if isinstance(event, State):
-                self.state = event
-            elif event is _Placed:
-                self._copy()
-        return event.error
+        while not self._has_ended:
+            self._next()()
+        error, self._error = self._error, None
+        return error
 
     def end(self, error: BaseException | None) -> None:
         """Drops all references, and changes the state for the last time."""
@@ -211,8 +194,8 @@ class Life:
         it hangs.
         """
         try:
-            while not (self.worker is None or self.permit.is_revoked) and self._next() is not _Gone:
-                pass
+            while not (self.worker is None or self.permit.is_revoked or self._is_gone):
+                self._next()()
         except HungCall as hung:
             log.warning("%s", hung.error)
 
@@ -223,14 +206,23 @@ class Life:
         try:
             work()
         finally:
-            self._events.put(_Gone)
+            self._handed.put(self._note_gone)
             del self, work  # a traceback may keep this frame
 
-    def _next(self) -> _Event:
-        """Waits for what comes next; raises HungCall if nothing will."""
+    def _enter(self, state: State) -> None:
+        self.state = state
+
+    def _note_end(self, error: BaseException | None) -> None:
+        self._has_ended, self._error = True, error
+
+    def _note_gone(self) -> None:
+        self._is_gone = True
+
+    def _next(self) -> Callable[[], None]:
+        """Waits for what the worker hands over next; raises HungCall if nothing will come."""
         while True:
             try:
-                return self._events.get(timeout=self._bound.look_s)
+                return self._handed.get(timeout=self._bound.look_s)
             except Empty:
                 self._watch()
 

@@ -257,13 +257,8 @@ class Pipeline:
         """Waits until nothing of these saves is left to do, `within_s` in all at most. Does not
         wait in a callback of a save, which is part of what is awaited.
         """
-        if threading.get_ident() in self._telling:
-            return
-        until = time.monotonic() + within_s
-        for handle in handles:
-            job = self._in_flight.get(handle)
-            if job is not None:
-                job.life.gone.wait(max(0.0, until - time.monotonic()))
+        if threading.get_ident() not in self._telling:
+            self.drain(within_s, handles)
 
     def refuse(self, handle: InnerHandle, error: Exception, handled: BaseException | None) -> None:
         """Ends a save that could not begin, with an error that result() or the next save raises.
@@ -321,7 +316,7 @@ class Pipeline:
                 freeing = [handle for handle, _ in others if handle.done()]
                 if error.errno != errno.ENOSPC or not freeing:
                     raise
-                self.wait_gone(freeing)
+                self.drain(FREEING_S, freeing)
                 self.storage.allocate(fd, nbytes)
 
     def prepare(self, nbytes: int) -> None:

@@ -53,9 +53,9 @@ class Permit:
 
     def __init__(self) -> None:
         self.ended, self.left = Latch(), list[str]()
-        self._lock = threading.Lock()  # guards the following
-        self._under_way: list[Call] = []  # the innermost is the last
-        self._hung: Call | None = None
+        self.lock = threading.Lock()  # guards the following
+        self.under_way: list[Call] = []  # the innermost is the last
+        self.hung: Call | None = None
         self._closed = set[int]()
 
     def __enter__(self) -> None:
@@ -66,44 +66,26 @@ class Permit:
 
     @property
     def is_revoked(self) -> bool:
-        return self._hung is not None
+        return self.hung is not None
 
     def revoke(self, bound: Bound) -> StorageError | None:
         """Revokes it if the call under way has not got on within the bound; returns the error of
         the save then.
         """
-        calls = self._under_way[-1:]
+        calls = self.under_way[-1:]
         if not calls or self.is_revoked or not bound.is_over(calls[0].seconds(), calls[0].text):
             return None
-        with self._lock:
-            if self._under_way[-1:] != calls:  # it has returned
+        with self.lock:
+            if self.under_way[-1:] != calls:  # it has returned
                 return None
-            self._hung = calls[0]
-        return self._hung.error()
-
-    def begin(self, call: Call) -> None:
-        """Notes a call of this thread; raises Revoked."""
-        with self._lock:
-            # What a call that hangs consists of is done, as by a server.
-            if self.is_revoked and not self._under_way and call.name != "close":
-                raise Revoked
-            self._under_way.append(call)
-
-    def end(self, call: Call) -> None:
-        """Notes that it has returned; raises Revoked if it hung."""
-        with self._lock:
-            self._under_way.pop()
-            for outer in self._under_way[-1:]:
-                outer.since = time.monotonic()  # it has got on
-        if call is self._hung:
-            self.ended.wait()
-            raise Revoked(call.text())
+            self.hung = calls[0]
+        return self.hung.error()
 
     def closes(self, fd: int, path: str) -> bool:
         """Returns whether the thread of this permit, which is revoked, has that file still open:
         the number of what it has closed may be another file's by now. Notes what it closes.
         """
-        if any(call.name == "close" for call in self._under_way):  # a double's calls the real one
+        if any(call.name == "close" for call in self.under_way):  # a double's calls the real one
             return True
         if fd in self._closed:
             return False
@@ -130,12 +112,24 @@ class Call:
         self.since = time.monotonic()
 
     def __enter__(self) -> None:
-        if self._permit is not None:
-            self._permit.begin(self)
+        if (permit := self._permit) is None:
+            return
+        with permit.lock:
+            # What a call that hangs consists of is done, as by a server.
+            if permit.is_revoked and not permit.under_way and self.name != "close":
+                raise Revoked
+            permit.under_way.append(self)
 
     def __exit__(self, *_: object) -> None:
-        if self._permit is not None:
-            self._permit.end(self)
+        if (permit := self._permit) is None:
+            return
+        with permit.lock:
+            permit.under_way.pop()
+            for outer in permit.under_way[-1:]:
+                outer.since = time.monotonic()  # it has got on
+        if permit.hung is self:
+            permit.ended.wait()
+            raise Revoked(self.text())
 
     def seconds(self) -> float:
         """Returns for how long it has not got on."""

@@ -100,12 +100,12 @@ def test_a_call_returns_when_its_save_has_been_ended() -> None:
     thread.start()
     assert entered.wait(WAIT_S)
     hung.set()
-    wait_until(lambda: len(permit._under_way) == 2, "it calls")
+    wait_until(lambda: len(permit.under_way) == 2, "it calls")
     error = permit.revoke(Bound(0.0))
     assert error is not None and error.op == "remove"
     may_return.set()
-    wait_until(lambda: len(permit._under_way) == 1, "the call has returned")
+    wait_until(lambda: len(permit.under_way) == 1, "the call has returned")
     assert thread.is_alive() and not returned
     permit.ended.set()
     thread.join(WAIT_S)
-    assert returned == [""] and not permit._under_way
+    assert returned == [""] and not permit.under_way
