@@ -24,6 +24,7 @@ from tests.kit.objects.proxy import Passage, Proxy, error_text
 from tests.kit.objects.states import LARGE, SMALL, blank, state_of, step_of
 from tests.kit.objects.stores import settle
 from tests.kit.objects.weed import BUCKET, Weed, environment, options
+from tests.kit.steps import record
 
 ALWAYS = 1 << 30
 HTML = [
@@ -334,3 +335,23 @@ def test_verify_calls_removed_what_retention_removes_meanwhile(
     assert main(["verify", root]) == 0
     said = capsys.readouterr().out
     assert re.match(rf"removed   {re.escape(root)}/step-00000001-[0-9a-f]+: ", said), said
+
+
+def test_repair_removes_what_a_killed_save_has_left(
+    told_by_environment: None, root: str, bare: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless a job has the root: the save may be its own. What stays is no step, and no damage."""
+    with fastckpt.Checkpointer(root) as saver:
+        saver.save(1, state_of(1)).result()
+    left = f"{below(root)}/step-00000009-0123456789ab"
+    bare.put(f"{left}/objects.pt", b"x")
+    other = record(space="of another machine", pid=7)
+    bare.put(f"{below(root)}/lease.json", other.to_bytes())
+    assert main(["repair", root]) == 0 and "nothing to repair" in capsys.readouterr().out
+    bare.put(f"{below(root)}/lease.json", other._replace(is_over=True).to_bytes())
+    assert main(["repair", root]) == 1 and "never committed" in capsys.readouterr().out
+    assert main(["repair", root, "--yes"]) == 0 and "removed" in capsys.readouterr().out
+    assert [each["path"] for each in bare.list(left).collect()] == [f"{left}/manifest.json"]
+    for command in COMMANDS:
+        assert main([command, root]) == 0, (command, capsys.readouterr())
+    assert "step-00000009" not in capsys.readouterr().out
