@@ -412,15 +412,10 @@ class InnerHandle(SaveHandle):
             self._order = None
             self._queued.set()
 
-    def set_result(self, result: SaveStats) -> None:
+    def _end(self, result: SaveStats | None, exception: BaseException | None) -> None:
         self._replicated.set()
         self._first.set()
-        super().set_result(result)
-
-    def set_exception(self, exception: BaseException | None) -> None:
-        self._replicated.set()
-        self._first.set()
-        super().set_exception(exception)
+        super()._end(result, exception)
 
     @contextmanager
     def deciding(self) -> Iterator[None]:

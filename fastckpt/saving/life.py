@@ -161,16 +161,17 @@ class Life:
 
     # ---- the thread of this life
 
-    def run(self, name: str, work: Callable[[], None]) -> BaseException | None:
-        """Starts the worker, which calls tell_ended(); returns the error with which the stages have
-        ended. Raises HungCall if they will not; RuntimeError if no thread can be started.
-        """
+    def start(self, name: str, work: Callable[[], None]) -> bool:
+        """Starts the worker, which calls tell_ended(); returns False if there can be no thread."""
         self.worker = threading.Thread(target=self._work, args=(work,), name=name, daemon=True)
         try:
             self.worker.start()
         except RuntimeError:
             self.worker = None
-            raise
+        return self.worker is not None
+
+    def follow(self) -> BaseException | None:
+        """Waits for the end of the stages; returns their error. Raises HungCall if none comes."""
         while not self._has_ended:
             self._next()()
         error, self._error = self._error, None
@@ -219,7 +220,7 @@ class Life:
         self._is_gone = True
 
     def _next(self) -> Callable[[], None]:
-        """Waits for what the worker hands over next; raises HungCall if nothing will come."""
+        """Waits for what the worker hands over next; raises HungCall if nothing comes."""
         while True:
             try:
                 return self._handed.get(timeout=self._bound.look_s)

@@ -52,8 +52,8 @@ class Pipeline:
     """The saves in flight of one process, and the storage and staging memory that they use.
 
     A signal handler may raise at any moment on a thread that calls save() or waits. So whatever a
-    save holds is held by its own thread: the caller begins that thread, waits for it, and tells it
-    of an interruption by a plain store. State that both use is changed by single operations of
+    save holds is held by its own threads: the caller begins one, waits for it, and tells it of an
+    interruption by a plain store. State that both use is changed by single operations of
     dicts and sets, without a lock. Args are as Staging's.
     """
 
@@ -161,15 +161,16 @@ class Pipeline:
         """Has the worker run the stages, or runs them where no other thread can be started; returns
         the error with which they ended.
         """
+        if job.fence == "step" and not on_caller:
+            # What comes next holds the GIL, and the caller waits for nothing else.
+            time.sleep(_HEAD_START_S)
+        if on_caller or not job.life.start(job.name, partial(self._work, job)):
+            with job.life.permit:
+                return job.run(self)
         try:
-            if not on_caller:
-                return job.life.run(job.name, partial(self._work, job))
+            return job.life.follow()
         except HungCall as hung:
             return job.give_up(hung.error)
-        except RuntimeError:
-            pass  # no thread can be started
-        with job.life.permit:
-            return job.run(self)
 
     def _work(self, job: Job) -> None:
         """Runs the stages, and does what is left to do after the result has been told."""
@@ -500,9 +501,6 @@ class Job:
                 path = self.handle.path
                 raise CheckpointError(f"the save to {path!r} was interrupted as it began")
             pipeline.staging.stranded.sweep()
-            if self.fence == "step" and self.life.worker is not None:
-                # Laying out an image holds the GIL, and the caller waits for nothing else.
-                time.sleep(_HEAD_START_S)
             self.commit(pipeline)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the state
@@ -517,14 +515,12 @@ class Job:
                 pipeline.storage.look_again(self.handle.path)
         return None
 
-    def wait_for_previous(self) -> None:
-        """Waits until the saves before this one in its lane have committed or failed."""
+    def wait_turn(self) -> None:
+        """Waits, on the first rank, until this save may publish: until those before it in its lane
+        have committed or failed.
+        """
         for handle in self.previous:
             handle.wait_done()
-
-    def wait_turn(self) -> None:
-        """Waits, on the first rank, until this save may publish."""
-        self.wait_for_previous()
 
     def follow(self) -> None:
         """Does the work that other ranks have while the first one commits."""
