@@ -17,7 +17,7 @@ from tests.kit import interpreters
 from tests.kit.paths import ROOT
 
 LIMIT_S = 200.0
-WATCHED = ("pipeline.py", "handle.py", "latch.py", "threading.py", "_base.py")
+WATCHED = ("pipeline.py", "life.py", "handle.py", "latch.py", "threading.py", "_base.py")
 # Behind these the interpreter looks for signals, and nowhere else.
 LOOKS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE", "POP_JUMP_BACKWARD")
 program = interpreters.Program
