@@ -25,7 +25,7 @@ from fastckpt.engine.save_stats import CLOCKS_BYTES, RankClocks
 from fastckpt.engine.staging import Staging
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, retold
-from fastckpt.latch import SERVER_S, items_of, start_thread, within
+from fastckpt.latch import SERVER_S, is_called_back, items_of, start_thread, within
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.signal_handlers import DeferredErrors
 from fastckpt.saving.ctrl_c import any_hangs, fail_exit, tell_lost, tell_lost_in_child, wait_at_exit
@@ -73,7 +73,6 @@ class Pipeline:
         self._in_flight: dict[InnerHandle, Job] = {}  # in the order of save()
         # Their errors may not have been asked for; whether another kind of save has warned of them.
         self._failed: dict[InnerHandle, bool] = {}
-        self._telling: set[int] = set()  # threads that tell a result, and so may run callbacks
         self._retention = calls.NotedLock("retention", "")
 
     def save(self, job: Job) -> InnerHandle:
@@ -207,7 +206,6 @@ class Pipeline:
         if error is not None:
             self._failed[handle] = False
             handle.unkept = partial(self._failed.pop, handle, None)
-        self._telling.add(threading.get_ident())
         job.life.end(error)
         job.release()
         job.previous = []
@@ -225,7 +223,6 @@ class Pipeline:
             job.life.told.set()
             reads, job.reads = job.reads, DeviceSources()  # whoever waits may close the devices
             job.failure = None
-            self._telling.discard(threading.get_ident())
         if error is None:
             # Logged after the result was told, so that a log that is stuck cannot delay it.
             level = logging.DEBUG if job.agreement.rank else logging.INFO
@@ -258,7 +255,7 @@ class Pipeline:
         """Waits until nothing of these saves is left to do, `within_s` in all at most. Does not
         wait in a callback of a save, which is part of what is awaited.
         """
-        if threading.get_ident() not in self._telling:
+        if not is_called_back():
             self.drain(within_s, handles)
 
     def refuse(self, handle: InnerHandle, error: Exception, handled: BaseException | None) -> None:
