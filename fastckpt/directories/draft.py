@@ -178,6 +178,12 @@ class Draft(HiddenDirectory):
         if captured.tensors:
             self.watched.append(WatchedTensors(captured.tensors, obj))
 
+    def fail(self, error: BaseException) -> None:
+        """Has the save fail by an error of this rank, on all ranks: raised here, it would leave the
+        others to go on to where they wait for this rank.
+        """
+        self.pending = [Failure(error)]
+
     def add_tensors(
         self, tensors: Mapping[str, torch.Tensor], name: str, metadata: Mapping[str, str]
     ) -> bool:

@@ -18,7 +18,7 @@ from fastckpt.directories.hidden_directory import (
     names_in,
     new_file,
 )
-from fastckpt.directories.verify import list_of
+from fastckpt.directories.verify import is_of_others, list_of
 from fastckpt.errors import (
     CheckpointError,
     CorruptCheckpoint,
@@ -392,10 +392,15 @@ class DirectoryPlace(Place):
             raise CheckpointError(
                 f"{path!r} is a file, and is not replaced by a directory: save to another path"
             )
+        status = storage.status(os.path.join(path, file_list.NAME), link=True)
+        if status is not None and not stat.S_ISREG(status.st_mode):
+            self._refuse([file_list.NAME])
         try:
             parts: Collection[str] = list_of(path, storage).keys()
         except (CorruptCheckpoint, IncompatibleCheckpoint):
             parts = names  # a damaged checkpoint is replaced like any other
+            if is_of_others(path, storage):
+                self._refuse([file_list.NAME])
         self._refuse([name for name in names if name not in parts and self._is_there(name)])
         return lambda name: name in parts
 

@@ -73,6 +73,12 @@ def list_of(path: str, storage: Storage) -> dict[str, file_list.File]:
     return file_list.from_bytes(content)
 
 
+def is_of_others(path: str, storage: Storage) -> bool:
+    """Returns whether what a directory has in place of a list is another program's file."""
+    listed = os.path.join(path, file_list.NAME)
+    return file_list.is_of_others(read_small(storage, listed, file_list.NBYTES_MAX + 1))
+
+
 def crc32_of(storage: Storage, path: str, name: str, expected: int | None = None) -> file_list.File:
     """Reads a file, which messages call `name`, and returns its size and CRC-32. One of another
     size than `expected` is not read: it may have holes of terabytes.

@@ -70,6 +70,15 @@ def from_bytes(content: bytes) -> dict[str, File]:
     return files
 
 
+def is_of_others(content: bytes) -> bool:
+    """Returns whether a file with the name of a list is another program's, and no damaged list."""
+    try:
+        value = decode(content)
+    except (ValueError, RecursionError):
+        return False
+    return not (isinstance(value, dict) and "fastckpt" in value)
+
+
 def validate(value: object) -> None:
     """Raises ValueError unless this is a list's JSON: the one check of writers and readers."""
     check_members(value, {"fastckpt": int, "files": dict}, "the list")

@@ -10,7 +10,7 @@ import torch
 
 from fastckpt.arguments.options import WriteOptions
 from fastckpt.directories.directory_plan import DirectoryPlan
-from fastckpt.directories.draft import CapturedFile, Draft, Failure, Zip
+from fastckpt.directories.draft import CapturedFile, Draft, Zip
 from fastckpt.directories.place import DirectoryPlace
 from fastckpt.errors import CheckpointError
 from fastckpt.formats import torch_pickle
@@ -92,7 +92,9 @@ class Tag:
         handle, options, current = self.handle, self._options, pipeline.current()
         devices, error = current.staging.devices, error or self._error
         draft = Draft(current.storage, devices, handle.path, None, options, agreement, later=True)
-        draft.pending = self._files if error is None else [Failure(error)]
+        draft.pending = self._files
+        if error is not None:
+            draft.fail(error)
         place = DirectoryPlace(
             current.storage,
             handle.path,

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 
 from fastckpt import Checkpointer, IncompatibleCheckpoint, PerRank, SaveOptions, export, load_into
 from fastckpt.arguments.checks import CODECS, Codec, check_choice
+from fastckpt.arguments.options import check_options
 from fastckpt.formats.distcp import METADATA
 from fastckpt.formats.step_names import step_name
 from fastckpt.integrations import require
@@ -86,6 +87,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
+            check_options(self.options)
             check_choice("checkpoint.codec", self.codec, CODECS)
             if self.create_seed_checkpoint and self.load_only:
                 raise ValueError("create_seed_checkpoint saves, which load_only forbids")

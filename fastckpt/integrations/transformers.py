@@ -196,6 +196,12 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             self._draft, state.best_global_step = draft, None
             try:
                 super(AsyncTrainer, self)._save_checkpoint(model, trial)
+            except (OSError, RuntimeError) as error:  # the latter is torch.save's
+                why = f"{type(error).__name__}: {error}"
+                text = f"a file of {path!r} that the Trainer writes by itself failed with {why}"
+                failed = CheckpointError(text)
+                failed.__cause__ = error
+                draft.fail(failed)
             finally:
                 self._draft, state.best_global_step = None, best_step
                 if best_step == state.global_step:  # undone by wait_for_checkpoints() if it fails

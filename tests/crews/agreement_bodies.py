@@ -349,6 +349,17 @@ def steps_of_calls(member: Member, root: str) -> list[int]:
     return called
 
 
+def file_that_a_trainer_cannot_write(member: Member, root: str) -> list[str]:
+    """What a save raises, of which rank 1 cannot write a file, and then the end of training."""
+    _launch(member)
+    trainer = _trainer(root, max_steps=1, save_strategy="no")
+    trainer.train()
+    with file_size_limit(100 if member.rank else None):
+        saving = attempt(lambda: trainer._save_checkpoint(trainer.model, None)).error
+        ended = attempt(trainer.wait_for_checkpoints).error
+    return [str(saving), str(ended)]
+
+
 def _transformers(root: str) -> Save:
     trainer = _trainer(root, max_steps=1, save_strategy="no")
     trainer.train()

@@ -292,6 +292,23 @@ def test_a_directory_whose_last_sync_fails_is_visible_and_the_old_one_is_kept(
     assert os.listdir(disk) == ["a"] and step_in(path) == 3
 
 
+@pytest.mark.parametrize("own", [b"{}", b"[]", b'{"files": {}}', None])
+def test_a_users_own_file_with_the_name_of_the_list_is_no_list(
+    own: bytes | None, disk: Path
+) -> None:
+    """A directory has the name, too (None)."""
+    path = disk / "a"
+    (path / "fastckpt.json").mkdir(parents=True) if own is None else path.mkdir()
+    if own is not None:
+        (path / "fastckpt.json").write_bytes(own)
+    (path / "model.safetensors").write_bytes(b"mine")
+    handle = save_directory(str(path), fill_with(1), options=fastckpt.SaveOptions(on_error="warn"))
+    error = handle.exception(WAIT_S)
+    assert "nothing was changed" in str(error) and "fastckpt.json" in str(error), error
+    assert files_in(path) >= {"model.safetensors"}
+    assert (path / "model.safetensors").read_bytes() == b"mine"
+
+
 def test_two_renames_of_which_the_second_is_refused(disk: Path) -> None:
     class Refusing(Recorder):
         def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:

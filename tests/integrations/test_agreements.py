@@ -86,3 +86,15 @@ def test_callbacks_of_all_ranks_are_called_in_the_same_steps(nursery: Nursery, d
     with nursery.crew(2) as crew:
         first, second = crew(bodies.steps_of_calls, str(disk))
         assert first == second and len(first) == 3
+
+
+def test_a_file_that_one_rank_of_a_trainer_cannot_write_ends_training_on_all(
+    nursery: Nursery, disk: Path
+) -> None:
+    """At the same point, and not on that rank alone, for which others would wait in training."""
+    pytest.importorskip("transformers")
+    with nursery.crew(2) as crew:
+        told = crew(bodies.file_that_a_trainer_cannot_write, str(disk))
+    assert [saving for saving, _ in told] == ["None", "None"]
+    for _, ended in told:
+        assert "writes by itself failed" in ended and str(disk / "checkpoint-1") in ended

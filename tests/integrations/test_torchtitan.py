@@ -321,6 +321,8 @@ def test_the_command_line_of_torchtitan_takes_the_options() -> None:
     config = tyro.cli(FastckptCheckpointer.Config, args=given)
     assert config.options == fastckpt.SaveOptions(staging_bytes="1GiB") and config.codec == "zstd"
     assert FastckptCheckpointer.Config().options == fastckpt.SaveOptions(fence="step")
+    with pytest.raises(TypeError, match=r"options is .* must be a fastckpt\.SaveOptions"):
+        FastckptCheckpointer.Config(options={"fence": "step"})
 
 
 @pytest.mark.parametrize(
