@@ -294,13 +294,18 @@ def asked(call: Callable[[], T]) -> SignalSafeFuture[T]:
     to_be_told = [outcome]
 
     def run() -> None:
-        told = to_be_told.pop()
+        told, value, error = to_be_told.pop(), None, None
         try:
-            told.set_result(call())
-        except BaseException as error:
-            told.set_exception(error)
+            value = call()
+        except BaseException as raised:
+            error = raised
+        try:  # apart: what a signal handler raises in here is for the caller, whose thread this is
+            if error is None:
+                told.set_result(cast("T", value))
+            else:
+                told.set_exception(error)
         finally:
-            del told  # which keeps the error, which keeps this frame
+            del told, error  # which keep each other, and this frame
 
     if not start_thread(run, "fastckpt-call", daemon=True):
         run()
