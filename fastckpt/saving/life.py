@@ -206,6 +206,9 @@ class Life:
     def _work(self, work: Callable[[], None]) -> None:
         try:
             work()
+        except BaseException as error:  # unforeseen: else this life would wait for an end for ever
+            self._handed.put(partial(self._note_end, error.with_traceback(None)))
+            raise
         finally:
             self._handed.put(self._note_gone)
             del self, work  # a traceback may keep this frame
@@ -214,7 +217,8 @@ class Life:
         self.state = state
 
     def _note_end(self, error: BaseException | None) -> None:
-        self._has_ended, self._error = True, error
+        if not self._has_ended:
+            self._has_ended, self._error = True, error
 
     def _note_gone(self) -> None:
         self._is_gone = True
