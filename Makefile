@@ -78,7 +78,7 @@ $(OTHER)/setup.stamp: pyproject.toml
 	@echo "== setup: $(OTHER), by $(OTHER_PYTHON)"
 	@test -x $(OTHER)/bin/python || $(OTHER_PYTHON) -m venv $(OTHER)
 	@$(OTHER)/bin/python -m pip install -qq "setuptools>=77" "pybind11>=3" "$(TORCH)" \
-		"safetensors>=0.4.2" "zstandard>=0.22" hypothesis numpy "pytest>=8" pytest-timeout pytest-xdist
+		"safetensors>=0.4.2" "zstandard>=0.22" hypothesis numpy "pytest>=9" pytest-timeout pytest-xdist
 	@touch $@
 
 torture: build asan tsan  ## what is long or random: SECONDS=600 SEED=n PYTEST_ARGS="-k name"

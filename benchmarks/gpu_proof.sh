@@ -32,7 +32,7 @@ pack() {
     FASTCKPT_STATIC_URING=1 "$venv/bin/python" setup.py -q build_ext --force \
         --build-temp build/gpu-proof-objects --build-lib "$made"
     "$venv/bin/pip" install -q --only-binary=:all: --target "$made/site" \
-        "zstandard>=0.22" "safetensors>=0.4.2" "pytest>=8" pytest-timeout hypothesis
+        "zstandard>=0.22" "safetensors>=0.4.2" "pytest>=9" pytest-timeout hypothesis
     find "$made" -name '*.so' -exec strip {} +
     rm -rf "$made/site/bin"
     find "$made" -name __pycache__ -prune -exec rm -rf {} +

@@ -35,7 +35,7 @@ ENVIRONMENTS = ROOT / "build" / "versions"
 RECORD = ROOT / "tests" / "versions.json"
 PAGE = ROOT / "docs" / "installing.md"
 MARKED = re.compile(r"(<!-- versions -->\n).*?(<!-- versions end -->)", re.DOTALL)
-OF_TESTS = ("pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy")
+OF_TESTS = ("pytest>=9", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy")
 OF_FASTCKPT = ("safetensors>=0.4.2", "zstandard>=0.22", "pybind11>=3", "setuptools>=77")
 TESTS_S = 3600
 

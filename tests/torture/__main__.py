@@ -34,7 +34,7 @@ def main() -> int:
     while (left_s := end - time.monotonic()) > ROUND_S or options.seconds <= ROUND_S:
         print(f"== torture: seed {seed}, {left_s:.0f} s", flush=True)
         command = [sys.executable, "-m", "pytest", "-q", "-x", f"--seed={seed}"]
-        command += [f"--timeout={TIMEOUT_S}"]
+        command += [f"--timeout={TIMEOUT_S}", "-o", "faulthandler_timeout=0"]
         command += [f"--torture={left_s:.0f}", f"--hypothesis-seed={seed}", *more, "tests"]
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         if code not in (0, NOTHING_RAN):
