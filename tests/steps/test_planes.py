@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import fastckpt
 from fastckpt import Checkpointer
 from fastckpt.cli import main
-from fastckpt.errors import CorruptCheckpoint
+from fastckpt.errors import CorruptCheckpoint, SaveCancelled
 from fastckpt.formats.shard_index import shard_name
 from fastckpt.formats.step_names import OURS
 from tests.kit.codecs import block_of, header_of, relaxed
@@ -196,7 +196,9 @@ def test_old_steps_and_what_was_cancelled_go(disk: Path, state: dict[str, torch.
             checkpointer.save(step, state).result(60)
     assert os.listdir(disk / "run") == ["step-00000003"]
     with Checkpointer(disk / "run", codec="planes", drain_rate=1000.0) as checkpointer:
-        checkpointer.save(4, {"w": torch.ones(1 << 20)}).cancel()
+        handle = checkpointer.save(4, state)  # of three blocks, of which the rate lets two through
+        handle.cancel()
+        assert type(handle.exception(WAIT_S)) is SaveCancelled
     assert os.listdir(disk / "run") == ["step-00000003"]
 
 
