@@ -44,6 +44,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import InnerHandle, SaveHandle
 from fastckpt.saving.in_flight import InFlight
+from fastckpt.saving.lease import Lease
 from fastckpt.saving.save import Save, Veto
 from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
 from fastckpt.state.template import Template
@@ -56,7 +57,7 @@ from fastckpt.steps.newest_whole import first_whole
 from fastckpt.steps.no_steps import is_step, it_is_a_step, real_path
 from fastckpt.steps.options import Local, StepOptions, common_terms
 from fastckpt.steps.plan import StepPlace, StepPlan
-from fastckpt.steps.root import lease_at, store_at
+from fastckpt.steps.root import store_at
 from fastckpt.steps.shared_reads import Spread
 from fastckpt.tiers.local_tier import LocalTier
 from fastckpt.tiers.place import NodePlace
@@ -190,7 +191,7 @@ class Checkpointer:
             )
             refuse_for_url(local or self._root, staging=options.staging, backend=options.backend)
             storage = pipeline.current().storage
-            self._lease = lease_at(storage, self._root)
+            self._lease = Lease(storage, self._root)
             self._steps = store_at(storage, self._root, self._lease)
             self._lease.release_with(self._steps)
             with suppress(StorageError):  # a save or restore will raise it again

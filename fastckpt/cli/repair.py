@@ -14,7 +14,7 @@ from fastckpt.cli.shared_arguments import is_there, real_root, shown_name
 from fastckpt.lazy.kind import Debris, Place
 from fastckpt.lazy.kinds import debris_at
 from fastckpt.saving import pipeline
-from fastckpt.steps.root import lease_at
+from fastckpt.saving.lease import Lease
 from fastckpt.storage.file_system import reported
 
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     roots = [*filter(is_there, (directory, *tiers))] or [directory]
     if arguments.takeover:
         for root in roots:
-            lease_at(storage, root).take_over()
+            Lease(storage, root).take_over()
             if not arguments.json:
                 print(
                     f"{shown_name(root)} is free: the job that saves there next has it. If another "

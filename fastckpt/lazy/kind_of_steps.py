@@ -29,12 +29,13 @@ from fastckpt.lazy.extents import Described
 from fastckpt.lazy.kind import OF_ANOTHER, Debris, Kind, NotCommitted, Part, Place, refused
 from fastckpt.lazy.source import Shard, Source, Stored, Wanted
 from fastckpt.lazy.torch_file import zip_of_ours
+from fastckpt.saving.lease import Lease
 from fastckpt.state.targets import Target
 from fastckpt.state.tree import Stored as Placeholder
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.load import StepReader
 from fastckpt.steps.no_steps import is_step, what_is_there
-from fastckpt.steps.root import lease_at, store_at
+from fastckpt.steps.root import store_at
 from fastckpt.steps.store import StepStore
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.vanishing import listed_anew
@@ -259,7 +260,7 @@ class Run(Kind):
         for name, is_ours, remove in steps.debris():
             what = "a step that was never committed" + ("" if is_ours else OF_ANOTHER)
             yield place.debris([name], steps.path(name), what, is_ours, remove)
-        lease = lease_at(place.storage, place.path)
+        lease = Lease(place.storage, place.path)
         if lease.is_left():
             name = os.path.basename(lease.path)
             what = "the lease of a dead job"

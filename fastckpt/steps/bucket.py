@@ -21,7 +21,6 @@ from fastckpt.errors import CheckpointError, StorageError, Vanished
 from fastckpt.formats.manifest import MANIFEST, Manifest
 from fastckpt.formats.step_names import ATTEMPT_BYTES, NAME, OURS, PINNED, step_name
 from fastckpt.saving.lease import LASTS_S, Lease
-from fastckpt.steps.bucket_lease import BucketLease
 from fastckpt.steps.store import (
     FAILED,
     TAKEN,
@@ -165,7 +164,7 @@ class BucketSteps(StepStore):
 
     def debris(self) -> Iterator[tuple[str, bool, Callable[[], bool]]]:
         """Yields nothing while a job has the lease, which alone tells whether its attempts live."""
-        if not BucketLease(self.storage, self.root).is_of_another():
+        if not Lease(self.storage, self.root).is_of_another():
             for name in self.incomplete():
                 yield name, True, partial(self.remove_if_dead, name)
 

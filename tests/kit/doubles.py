@@ -356,13 +356,13 @@ def end_leases(storage: Storage) -> None:
     does; the process of a machine that is gone neither renews nor releases any.
     """
     registered = lease_module._of_directories
-    for lease in [each for each in registered.values() if each._storage is storage]:
+    for lease in [each for each in registered.values() if each.records.storage is storage]:
         del registered[os.path.dirname(lease.path)]
         if not isinstance(storage, Crash):
-            lease._storage = Storage()
+            lease.records.storage = Storage()
             lease.release()
     for lease in [*lease_module._held]:
-        if lease._storage is storage and isinstance(storage, Crash):
+        if lease.records.storage is storage and isinstance(storage, Crash):
             lease._let_go()
 
 

@@ -16,7 +16,8 @@ import torch
 
 from fastckpt import Checkpointer, PerRank
 from fastckpt.formats.step_names import ATTEMPT_BYTES, SPARES
-from fastckpt.saving.lease import LEASE_FILE, LeaseRecord
+from fastckpt.saving.lease import LEASE_FILE
+from fastckpt.saving.lease_records import LeaseRecord
 from fastckpt.storage.machine import pid_space, started
 from tests.kit.doubles import Delay, Recorder, process_on
 

@@ -16,8 +16,8 @@ from fastckpt.arguments.urls import path_of
 from fastckpt.errors import RootInUse
 from fastckpt.saving import lease as lease_module
 from fastckpt.saving import pipeline
-from fastckpt.saving.lease import LASTS_S, Lease, LeaseRecord
-from fastckpt.steps.root import lease_at
+from fastckpt.saving.lease import LASTS_S, Lease
+from fastckpt.saving.lease_records import LeaseRecord
 from tests.kit.doubles import dead_pid
 from tests.kit.objects import proxy as faults
 from tests.kit.objects.proxy import Passage, Proxy
@@ -29,7 +29,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def lease(proxy: Proxy, root: str) -> Iterator[Lease]:
-    found = lease_at(pipeline.current().storage, path_of("root", root, options(proxy.port)))
+    found = Lease(pipeline.current().storage, path_of("root", root, options(proxy.port)))
     yield found
     found.release()
 
@@ -111,7 +111,7 @@ def test_who_gives_it_up_says_so_and_nobody_waits(lease: Lease, root: str, bare:
 
 def test_two_of_one_process(lease: Lease, root: str, bare: Any) -> None:
     """What one has renewed is the other's own, too, and stays until the last gives it up."""
-    second = lease_at(pipeline.current().storage, lease.path.rpartition("/")[0])
+    second = Lease(pipeline.current().storage, lease.path.rpartition("/")[0])
     lease.take()
     second.take()
     for each in (lease, second, lease):

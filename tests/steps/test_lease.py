@@ -26,7 +26,8 @@ from fastckpt.errors import RootInUse
 from fastckpt.formats.step_names import step_name as name
 from fastckpt.saving import lease as lease_module
 from fastckpt.saving import pipeline
-from fastckpt.saving.lease import BEATING, LASTS_S, LEASE_FILE, NBYTES, Lease, LeaseRecord
+from fastckpt.saving.lease import BEATING, LASTS_S, LEASE_FILE, Lease
+from fastckpt.saving.lease_records import NBYTES, LeaseRecord
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.machine import pid_space
 from tests.kit.doubles import Operation, Recorder, T, dead_pid, process_on

@@ -26,7 +26,7 @@ import fastckpt
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import RootInUse
 from fastckpt.plan.image import BLOCK_BYTES
-from fastckpt.saving.lease import LeaseRecord
+from fastckpt.saving.lease_records import LeaseRecord
 from fastckpt.storage.machine import pid_space, started
 from tests.crews import steps_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, Outcome
