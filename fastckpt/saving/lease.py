@@ -178,9 +178,9 @@ class Lease:
         with self._lock, reported("write", self.path):
             if self.is_held and not self._is_renewed():
                 self._let_go()
-                found = self.records.read()
-                if found is not None and found.record is not None and not found.is_own:
-                    raise RootInUse(loss(self._root, found.record))
+                record = self._others_record()
+                if record is not None:
+                    raise RootInUse(loss(self._root, record))
             self._take()  # if somebody removed it by hand, or put what is no lease in its place
 
     def _is_renewed(self, *, is_over: bool = False) -> bool:
@@ -195,8 +195,13 @@ class Lease:
     def is_lost(self) -> bool:
         """Returns whether another job has taken it. Raises StorageError."""
         with reported("read", self.path):
-            found = self.records.read()
-        return found is not None and found.record is not None and found.record.nonce != own_nonce()
+            return self._others_record() is not None
+
+    def _others_record(self) -> LeaseRecord | None:
+        """Returns the record of another process, if that is what lies there."""
+        found = self.records.read()
+        record = None if found is None else found.record
+        return None if record is None or record.nonce == own_nonce() else record
 
     def _keep_renewed(self, holding: _thread.LockType) -> None:
         """Renews it every BEAT_S, whether anything is saved or not, until it is given up. Once it

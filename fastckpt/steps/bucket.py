@@ -215,14 +215,12 @@ class BucketDraft(Draft):
         self._made.append(path)
 
     def commit(self, manifest: Manifest, durable: bool) -> None:
-        steps, path, content = self.steps, self.path(MANIFEST), manifest.to_bytes()
-        since = _now_s()
-        if steps.lease is not None:
-            steps.lease.renew()
+        steps, path, since = self.steps, self.path(MANIFEST), _now_s()
+        manifest = steps.renewed(manifest)
         steps.verdicts.doubtful.add(manifest.nonce)
         with reported("create", path):
             try:
-                found = steps.objects.put_new(path, content)
+                found = steps.objects.put_new(path, manifest.to_bytes())
             except FileExistsError:
                 raise StorageError("create", path, errno.EEXIST, detail=TAKEN) from None
         if _now_s() - since >= LASTS_S / 2:

@@ -523,20 +523,10 @@ class PosixDraft(Draft):
     def commit(self, manifest: Manifest, durable: bool) -> None:
         storage, steps, directory = self._storage, self.steps, self.path()
         fd, temporary, doubtful = self._manifest_fd, self._temporary, steps.verdicts.doubtful
-        with reported("write", temporary):
-            content = manifest.to_bytes()
-            patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
-        if durable:
-            with reported("sync", temporary):
-                storage.sync(fd)
-            # A manifest that survives a crash must find its files: their names, and those of the
-            # directories they are in, become durable before it is renamed.
-            for path in (directory, steps.root):
-                with reported("sync directory", path):
-                    storage.sync_directory(path)
-            steps.sync_grown()
-        if steps.lease is not None:
-            steps.lease.renew()
+        self._write_manifest(manifest, durable)
+        if (renewed := steps.renewed(manifest)) is not manifest:
+            manifest = renewed
+            self._write_manifest(manifest, durable)
         name = self.path(MANIFEST)
         with atomic.naming_in(storage, [directory] if durable else [], name) as make_durable:
             # Until the rename is durable a crash may undo it, so retention does not count this step
@@ -551,6 +541,27 @@ class PosixDraft(Draft):
             make_durable()
             doubtful.discard(manifest.nonce)
         self._made.clear()
+
+    def _write_manifest(self, manifest: Manifest, durable: bool) -> None:
+        """Writes the manifest under its temporary name."""
+        storage, steps, fd, temporary = (
+            self._storage,
+            self.steps,
+            self._manifest_fd,
+            self._temporary,
+        )
+        with reported("write", temporary):
+            content = manifest.to_bytes()
+            patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
+        if durable:
+            with reported("sync", temporary):
+                storage.sync(fd)
+            # A manifest that survives a crash must find its files: their names, and those of the
+            # directories they are in, become durable before it is renamed.
+            for path in (self.path(), steps.root):
+                with reported("sync directory", path):
+                    storage.sync_directory(path)
+            steps.sync_grown()
 
     def abandon(self) -> None:
         if self.is_begun:

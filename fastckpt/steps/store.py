@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from typing import NamedTuple, TypeAlias
 
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError, Vanished
@@ -344,6 +345,17 @@ class StepStore:
             self._tenure = tenure
             self._sequence = min(max(self._sequence, last, above) + 1, SEQUENCE_MAX)
             return self._sequence
+
+    def renewed(self, manifest: Manifest) -> Manifest:
+        """Renews the lease for a commit; returns the manifest. If the lease had to be taken anew,
+        another job may have committed since the number was counted: then it has a higher one.
+        Raises as Draft.commit().
+        """
+        if self.lease is not None:
+            self.lease.renew()
+            if manifest.sequence == self._sequence and self.lease.tenure != self._tenure:
+                return replace(manifest, sequence=self.next_sequence(manifest.sequence))
+        return manifest
 
 
 class Draft:

@@ -8,20 +8,24 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from fastckpt import Checkpointer
 from fastckpt.arguments.urls import path_of
 from fastckpt.errors import RootInUse
 from fastckpt.saving import lease as lease_module
 from fastckpt.saving import pipeline
 from fastckpt.saving.lease import LASTS_S, Lease
 from fastckpt.saving.lease_records import LeaseRecord
+from fastckpt.steps.root import store_at
 from tests.kit.doubles import dead_pid
 from tests.kit.objects import proxy as faults
 from tests.kit.objects.proxy import Passage, Proxy
-from tests.kit.objects.weed import BUCKET, options
+from tests.kit.objects.states import state_of
+from tests.kit.objects.weed import BUCKET, Weed, options
 from tests.kit.steps import record
 
 WAIT_S = 60.0
@@ -171,3 +175,19 @@ def test_what_a_dead_job_has_left_is_given_up_by_repair(
     assert there(bare, root) == OTHER and OTHER.lasts_s >= LASTS_S and lease.is_of_another()
     bare.put(key_of(root), dead.to_bytes())
     assert lease.remove_left() and there(bare, root).is_over
+
+
+def test_what_another_job_commits_once_a_lease_was_removed_by_hand_comes_before(
+    lease: Lease, weed: Weed, root: str, bare: Any
+) -> None:
+    """The number of the commit under way was counted before the other job's."""
+    steps = store_at(pipeline.current().storage, lease.path.rpartition("/")[0], lease)
+    lease.take()
+    number = steps.next_sequence()
+    bare.delete(key_of(root))
+    with Checkpointer(root, storage_options=options(weed.port)) as saver:
+        saver.save(7, state_of(7)).result()
+    ((_name, manifest),) = steps.committed()[0]
+    assert manifest.sequence > number
+    assert steps.renewed(replace(manifest, sequence=number)).sequence > manifest.sequence
+    assert steps.renewed(manifest) is manifest and lease.is_held

@@ -30,7 +30,7 @@ from fastckpt.saving.lease import BEATING, LASTS_S, LEASE_FILE, Lease
 from fastckpt.saving.lease_records import NBYTES, LeaseRecord
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.machine import pid_space
-from tests.kit.doubles import Operation, Recorder, T, dead_pid, process_on
+from tests.kit.doubles import Operation, Recorder, T, dead_pid, path_of, process_on
 from tests.kit.hosts import needs_root
 from tests.kit.interpreters import Program
 from tests.kit.network_double import NetworkClient
@@ -191,6 +191,37 @@ def test_a_job_that_was_taken_over_as_it_committed_removes_nothing(
             checkpointer.save(step, state(step)).result(WAIT_S)
     assert directories(disk) == [*map(name, (1, 2))]
     assert "was taken over by another job: its steps stay" in caplog.text
+
+
+class RemovedByHand(Storage):
+    """As the manifest of step 2 is written, somebody removes the lease, and another job saves."""
+
+    def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+        super().write_at(fd, data, offset)
+        directory = os.path.dirname(path_of(fd))
+        lease = os.path.join(os.path.dirname(directory), LEASE_FILE)
+        others = os.path.join(os.path.dirname(directory), name(7))
+        if os.path.basename(directory) == name(2) and not os.path.exists(others):
+            os.unlink(lease)
+            run_python(SAVES_7, os.path.dirname(directory))
+
+
+SAVES_7 = """
+import sys
+from fastckpt import Checkpointer
+from tests.kit.steps import state
+Checkpointer(sys.argv[1]).save(7, state(7)).result(60)
+"""
+
+
+@pytest.mark.multiprocess
+def test_what_another_job_commits_once_a_lease_was_removed_by_hand_comes_before(disk: Path) -> None:
+    """The number of the commit under way was counted before the other job's."""
+    with process_on(RemovedByHand()), Checkpointer(disk) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(step, state(step)).result(WAIT_S)
+        assert checkpointer.latest() == 2
+    assert directories(disk) == [*map(name, (1, 2, 7))] and restored(disk) == 2
 
 
 RACES = """
