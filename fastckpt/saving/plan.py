@@ -54,6 +54,12 @@ class Place:
         one caller make theirs in order.
         """
 
+    def chosen(self, outputs: Sequence[Output], pace: Pace) -> Place:
+        """Returns where the save goes, before a byte is written: here, or to another place, which
+        has begun, and of which this one has removed what it had made. All ranks choose the same.
+        """
+        return self
+
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:
         """Opens the files of all outputs."""
         for output in outputs:
@@ -180,6 +186,9 @@ class Plan:
     def samples(self) -> list[tuple[int, bytearray]]:
         """Returns memory to copy beside the files: addresses, and what receives the bytes."""
         return []
+
+    def go_to(self, place: Place) -> None:
+        """Learns where the save goes."""
 
     def agree(self, pace: Pace, nbytes: int) -> None:
         """Agrees with the other ranks on where the files go; this rank writes `nbytes`."""

@@ -88,6 +88,8 @@ class Save(Job):
             self.handle.mark_writing(partial(_progress, [*outputs]))
             place.begin()
             self.life.placed()
+            place = self.place = place.chosen(outputs, pace)
+            plan.go_to(place)
             plan.agree(pace, nbytes)
             place.open(outputs, pace)
             stats.nbytes = sum(output.nbytes for output in outputs)

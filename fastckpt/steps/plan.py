@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import partial
 from operator import itemgetter
-from typing import Protocol
 
 import torch
 
@@ -44,38 +43,19 @@ from fastckpt.state.tree import Leaf, comparable
 from fastckpt.steps.capture import Content
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
-from fastckpt.steps.store import Draft, StepStore
+from fastckpt.steps.store import StepStore
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
 
 # ---- StepPlace: a step becomes visible under the root, in a directory that a manifest commits.
 
 
-class AnyStepPlace(Protocol):
-    """The part of a Place that a StepPlan needs, of the root's or a tier's.
+class StepPlace(Place):
+    """The steps of a store, as one rank of a save sees them; `number` is the step's.
 
     Attributes:
         step: the directory that is written to, as this rank sees it.
-        directory: the path that the step's directory lies in.
     """
-
-    @property
-    def step(self) -> Draft: ...
-    @property
-    def directory(self) -> str: ...
-    def agree(self, meets: bool) -> tuple[str, bool]:
-        """Tells all ranks the directory's name. Returns the first rank's nonce, and whether ranks
-        of a node meet before they write, which the first rank decides by `meets`.
-        """
-
-    def publish(self, manifest: Callable[[int], Manifest]) -> None:
-        """Commits the step, on the first rank; `manifest` makes its manifest from the sequence
-        number of this commit.
-        """
-
-
-class StepPlace(Place):
-    """The root, as one rank of a save sees it; `number` is the step's."""
 
     def __init__(
         self, steps: StepStore, agreement: Round, number: int, options: StepOptions
@@ -92,6 +72,9 @@ class StepPlace(Place):
             self.step.begin(self._number)
 
     def agree(self, meets: bool) -> tuple[str, bool]:
+        """Tells all ranks the directory's name. Returns the first rank's nonce, and whether ranks
+        of a node meet before they write, which the first rank decides by `meets`.
+        """
         if self._agreement.rank == 0:
             told = {"name": self.step.name, "nonce": secrets.token_hex(16), "meet": meets}
             self._agreement.put("place", json.dumps(told).encode())
@@ -103,7 +86,13 @@ class StepPlace(Place):
         return str(told["nonce"]), bool(told["meet"])
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:
-        self.step.commit(manifest(self._steps.next_sequence()), self._options.durable)
+        """Commits the step, on the first rank; `manifest` makes its manifest from the sequence
+        number of this commit.
+        """
+        self.step.commit(manifest(self._next_sequence()), self._options.durable)
+
+    def _next_sequence(self) -> int:
+        return self._steps.next_sequence()
 
     def abandon(self) -> None:
         self.step.abandon()
@@ -248,7 +237,7 @@ class StepPlan(Plan):
         step: int,
         content: Content,
         metrics: Mapping[str, float | str],
-        place: AnyStepPlace,
+        place: StepPlace,
         options: StepOptions,
         storage: Storage,
         memo: GroupMemo,
@@ -300,6 +289,13 @@ class StepPlan(Plan):
     def samples(self) -> list[tuple[int, bytearray]]:
         assert self._content is not None
         return self._content.description.samples()
+
+    def go_to(self, place: Place) -> None:
+        assert isinstance(place, StepPlace)
+        self._place = place
+        for output in (self._shard, self._objects):
+            if output is not None:
+                output.place = place
 
     def agree(self, pace: Pace, nbytes: int) -> None:
         assert self._shard is not None
@@ -373,6 +369,7 @@ class _ShardOutput(Output):
     """The file of this rank's shard.
 
     Attributes:
+        place: where it goes.
         nonce: the save's, for the index.
         record: the manifest's entry for the shard, once the files have been written.
     """
@@ -383,14 +380,14 @@ class _ShardOutput(Output):
         path: str,
         agreement: Round,
         storage: Storage,
-        place: AnyStepPlace,
+        place: StepPlace,
         options: StepOptions,
     ) -> None:
         super().__init__(shard.image, path)
         self._shard = shard
         self.nonce, self.record = "", b""
         self._storage = storage
-        self._place = place
+        self.place = place
         self._options = options
         self._rank = agreement.rank
         self._name = shard_name(agreement.rank, options.codec)
@@ -398,7 +395,7 @@ class _ShardOutput(Output):
         self._writer: FrameWriter | None = None
 
     def open(self) -> None:
-        shard, file, step = self._shard, self.file, self._place.step
+        shard, file, step = self._shard, self.file, self.place.step
         codec = self._options.codec
         self._writer = None
         if shard.is_empty:
@@ -407,7 +404,7 @@ class _ShardOutput(Output):
         if file.landing is not None and step.has_beside(file.landing.path):
             file.land(step.adopt(self._name, file.landing.path), path)
             return
-        purpose = Purpose(shard.nbytes, 1, self._options.striping, self._place.directory)
+        purpose = Purpose(shard.nbytes, 1, self._options.striping, self.place.directory)
         file.make(make, purpose, path, allocates=codec is None)
         if codec is not None:
             encoder = encoder_of(codec, shard.runs(), BLOCK_BYTES)
@@ -420,7 +417,7 @@ class _ShardOutput(Output):
         """Does nothing: the checksums of a shard are in its index."""
 
     def end(self) -> None:
-        shard, file, step = self._shard, self.file, self._place.step
+        shard, file, step = self._shard, self.file, self.place.step
         frames = () if self._writer is None else self._writer.frames()
         crcs = file.transfer.block_crcs()
         index = shard.index(self.nonce, self._name, crcs, self._options.codec, frames)
@@ -434,21 +431,22 @@ class _ShardOutput(Output):
 
 
 class _ObjectsOutput(WholeFile):
-    """The file of the objects that are in no shard, a torch zip."""
+    """The file of the objects that are in no shard, a torch zip; it goes to `place`."""
 
     is_small = True
 
-    def __init__(self, image: Image, path: str, place: AnyStepPlace, options: StepOptions) -> None:
+    def __init__(self, image: Image, path: str, place: StepPlace, options: StepOptions) -> None:
         # A stripe count is meant for shards. This file is small, and a layout costs a request to
         # the metadata server.
         purpose = Purpose(image.nbytes, 1, "keep" if options.stripe == "keep" else "auto")
-        super().__init__(image, path, lambda given: place.step.made(OBJECTS, given), purpose)
-        self._place = place
+        super().__init__(image, path, partial(place.step.made, OBJECTS), purpose)
+        self.place = place
 
     def open(self) -> None:
-        place = self._place
+        place = self.place
         purpose = self._purpose._replace(directory=place.directory)
-        self.file.make(self._make, purpose, place.step.path(OBJECTS))
+        make = partial(place.step.made, OBJECTS)
+        self.file.make(make, purpose, place.step.path(OBJECTS))
 
     @property
     def written(self) -> ObjectsFile:

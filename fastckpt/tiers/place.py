@@ -1,7 +1,8 @@
 """NodePlace: a step becomes visible in the local tier on each node first, then in the root.
 
-Each node has a directory of its own, and all nodes publish the same manifest. If the tier cannot
-take the step, it goes straight to the root.
+Each node has a directory of its own, and all nodes publish the same manifest. Before a byte is
+written all ranks choose: if one of them cannot have all the room it needs in the tier, the step
+goes to a RootPlace instead, which bypasses the tier.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ from fastckpt.saving.plan import Output, Place
 from fastckpt.saving.spares import Landing, Spares
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.plan import StepPlace
-from fastckpt.steps.store import Draft
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
 from fastckpt.tiers.local_tier import SLOW_S, LocalTier
 from fastckpt.tiers.nodes import OBJECTS_PART, parts_of
@@ -34,8 +34,8 @@ log = logging.getLogger("fastckpt")
 _WHY_CHARS = 2000
 
 
-class NodePlace(Place):
-    """The local tier as one rank of a save sees it, and then the root.
+class NodePlace(StepPlace):
+    """The local tier as one rank of a save sees it.
 
     Args:
         draining: the round in which ranks agree on the commit to the root.
@@ -55,34 +55,20 @@ class NodePlace(Place):
         options: StepOptions,
         deadline_s: float | None = None,
     ) -> None:
+        super().__init__(tier.steps, agreement, number, options)
         self._tier = tier
         self._handle = handle
-        self._agreement = agreement
         self._draining = draining
-        self._number = number
-        self._options = options
         # The save that has to be in the root before this one is written, so that the tier never
         # holds more than `keep` undrained steps beside it.
         self._awaited = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
         self._deadline_s = deadline_s
-        self._own: Draft = tier.steps.draft(agreement.check)
-        self._past: StepPlace | None = None  # the root's, once the step goes past the tier
-        self._trouble = self._lands_as = ""
+        self._trouble = self._nonce = self._lands_as = ""
         self._opened_s = 0.0
         self._wrote_shard = False
         self._is_committed = False
         self._drain: Drain | None = None
         self._is_due = tier.is_due(number) or deadline_s is not None
-
-    @property
-    def step(self) -> Draft:
-        """The directory that is written to."""
-        return self._own if self._past is None else self._past.step
-
-    @property
-    def directory(self) -> str:  # type: ignore[override]
-        """The path that the step's directory lies in."""
-        return self.step.steps.root
 
     def awaited(self, previous: Sequence[InnerHandle], pipeline: Pipeline) -> Sequence[InnerHandle]:
         # Before anything is staged: the drain that this waits for needs staging memory, too.
@@ -97,10 +83,10 @@ class NodePlace(Place):
             return None
         return spares.take(output.lands_as, output.image.nbytes)
 
-    # ---- the directories on the nodes, or the step's way straight to the root
+    # ---- the choice: the directories on the nodes, or the root
 
     def pacing(self, asked: Pacing) -> Pacing:
-        """Returns no limits: those asked for spare the root, see _go_past()."""
+        """Returns no limits: those asked for spare the root, see _bypassed()."""
         return Pacing()
 
     def begin(self) -> None:
@@ -109,7 +95,7 @@ class NodePlace(Place):
             self._trouble = self._tier.refusal()
             if not self._trouble:
                 try:
-                    self._own.begin(self._number)
+                    self.step.begin(self._number)
                 except StorageError as error:
                     self._trouble = f"failed: {error}"
 
@@ -117,25 +103,17 @@ class NodePlace(Place):
         """Returns whether this rank is the first one on its node."""
         return self._tier.nodes().first(self._agreement.rank) == self._agreement.rank
 
-    def agree(self, meets: bool) -> tuple[str, bool]:
-        """Tells the ranks of this node their directory's name. Returns the nonce of rank 0."""
-        agreement = self._agreement
-        first = self._tier.nodes().first(agreement.rank)
-        if first == agreement.rank:
-            own = {"name": self._own.name, "nonce": secrets.token_hex(16)}
-            agreement.put("local place", json.dumps(own).encode())
-        self._own.join(json.loads(agreement.get("local place", first))["name"])
-        return json.loads(agreement.get("local place"))["nonce"], False
-
-    def open(self, outputs: Sequence[Output], pace: Pace) -> None:
-        """Opens the files in the local tier if every rank can, else in the root."""
-        # This is the last moment to go past the tier: what was written is no longer in memory.
+    def chosen(self, outputs: Sequence[Output], pace: Pace) -> Place:
+        """Returns this place if every rank has its files here, with all the room they need; else
+        the root. What was written is no longer in memory, so nothing is written before.
+        """
+        self._join()
         self._trouble = self._trouble or self._tier.refusal() or self._too_late()
         if self._tier.spares is not None:
             no_room = self._no_room(outputs, self._tier.spares)
             self._trouble = self._trouble or no_room
         try:
-            if self._own.name and not self._trouble:
+            if self.step.name and not self._trouble:
                 super().open(outputs, pace)
                 coded = 0 if self._options.codec is None else outputs[0].nbytes
                 beside = self._tier.nodes().beside(self._agreement.rank)
@@ -146,11 +124,27 @@ class NodePlace(Place):
         if not why:
             self._opened_s = self._handle.elapsed_s()
             self._wrote_shard = outputs[0].file.is_open
-            return
+            return self
         for output in outputs:
             output.file.close()
-        self._go_past(why, pace, sum(output.image.nbytes for output in outputs))
-        super().open(outputs, pace)
+        return self._bypassed(why, pace)
+
+    def _join(self) -> None:
+        """Tells the ranks of this node their directory's name, and all ranks the first's nonce."""
+        agreement = self._agreement
+        first = self._tier.nodes().first(agreement.rank)
+        if first == agreement.rank:
+            own = {"name": self.step.name, "nonce": secrets.token_hex(16)}
+            agreement.put("local place", json.dumps(own).encode())
+        self.step.join(json.loads(agreement.get("local place", first))["name"])
+        self._nonce = json.loads(agreement.get("local place"))["nonce"]
+
+    def agree(self, meets: bool) -> tuple[str, bool]:
+        """Returns what was agreed on with the choice: the nonce, and that nobody meets."""
+        return self._nonce, False
+
+    def open(self, outputs: Sequence[Output], pace: Pace) -> None:
+        """Does nothing: with the choice the files were opened."""
 
     def _no_room(self, outputs: Sequence[Output], spares: Spares) -> str:
         """Returns why the ranks of this node may not write these each, in words; "" if they may.
@@ -171,7 +165,7 @@ class NodePlace(Place):
             # Files from neighbours go to spares as well, if they are of that size.
             its = [pair for rank in far for pair in told[rank][1].items()]
             there += sum(size for file, size in its if spares.has(file, size))
-            why = self._trouble or self._tier.no_room_on_node(self._own.name, needed, there)
+            why = self._trouble or self._tier.no_room_on_node(self.step.name, needed, there)
             agreement.put("room", why.encode(errors="replace"))
         why = agreement.get("room", first).decode()
         spares.sweep()  # the memory of removed files is free before any rank takes more
@@ -198,41 +192,31 @@ class NodePlace(Place):
             agreement.put("tier", why.encode())
         return agreement.get("tier").decode()
 
-    def _go_past(self, why: str, pace: Pace, nbytes: int) -> None:
-        """Leaves the local tier as it was, and prepares to write `nbytes` to the root."""
+    def _bypassed(self, why: str, pace: Pace) -> RootPlace:
+        """Leaves the local tier as it was, and begins in the root."""
         if self._agreement.rank == 0 or self._trouble:
             self._tier.warn(self._number, why)
-        self._own.abandon()
-        past = StepPlace(self._tier.root, self._agreement, self._number, self._options)
-        self._past = past
+        self.abandon()
+        self.close()
         self._handle.stats.local_why = f"the local tier {why}"
         pace.heed(self._options.pacing)
-        past.begin()
-        _nonce, meets = past.agree(pace.meets)
-        self._handle.path = past.step.path()
-        if meets:
-            pace.meet(nbytes)
+        root = RootPlace(self._tier, self._agreement, self._draining, self._number, self._options)
+        root.begin()
+        return root
 
     # ---- the commit in the local tier
 
     def wait_turn(self, previous: Sequence[InnerHandle]) -> None:
-        # Also on the way straight to the root: steps that are still being drained have their
-        # numbers, by which the order of commits is known.
-        for handle in previous:
-            handle.wait_first()
+        _wait_first(previous)
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:
         """Publishes the manifest on rank 0's node, and waits until the other nodes have, too. If
         one fails, the step counts as committed on none.
         """
-        if self._past is not None:  # numbered after all commits of any tier, as always
-            sequence = self._tier.next_sequence(self._tier.root)
-            self._past.step.commit(manifest(sequence), self._options.durable)
-            return
         agreement = self._agreement
         others = [rank for rank in self._tier.nodes().firsts if rank]
         try:
-            made = manifest(self._tier.next_sequence(self._own.steps))
+            made = manifest(self._tier.next_sequence(self.step.steps))
         except BaseException:
             if others:
                 agreement.put("manifest", b"")
@@ -249,7 +233,7 @@ class NodePlace(Place):
 
     def _publish_here(self, manifest: Manifest) -> None:
         try:
-            self._own.commit(manifest, self._options.durable)
+            self.step.commit(manifest, self._options.durable)
         except StorageError as error:
             # A visible step is what the tier promises: it outlives a process. If it may not be
             # durable, it is drained as ever, and the tier is not used again.
@@ -259,10 +243,7 @@ class NodePlace(Place):
 
     def follow(self, previous: Sequence[InnerHandle]) -> None:
         """Publishes on the first rank of another node what rank 0 publishes on its own."""
-        if self._past is not None:
-            self.wait_turn(previous)  # as rank 0 does
-            return
-        if not self._own.is_begun:
+        if not self.step.is_begun:
             return
         content = self._agreement.get("manifest")
         if not content:
@@ -279,7 +260,7 @@ class NodePlace(Place):
 
     def _replicate(self, parts: Sequence[int]) -> None:
         """Sends this rank's files to its neighbours, and waits until all ranks have done so."""
-        tier, stats, name = self._tier, self._handle.stats, self._own.name
+        tier, stats, name = self._tier, self._handle.stats, self.step.name
         try:
             if tier.memory is None or tier.memory.peers == 0:
                 pass
@@ -319,9 +300,7 @@ class NodePlace(Place):
 
     def go_on(self, save: Job, pipeline: Pipeline) -> None:
         self._is_committed = True
-        if self._past is not None:
-            return
-        self._own.share()
+        self.step.share()
         self._handle.mark_local()
         # The handle tells the step's fate in the root, on which ranks agree in `_draining`.
         save.agreement.may_be_visible = False
@@ -333,9 +312,9 @@ class NodePlace(Place):
         parts = [*wrote, OBJECTS_PART] if rank == 0 else wrote
         self._replicate(parts)
         if not self._is_due:
-            self._handle.path = self._own.path()
+            self._handle.path = self.step.path()
             return
-        names = {0: self._own.name, nodes.first(rank): self._own.name}
+        names = {0: self.step.name, nodes.first(rank): self.step.name}
         local_s = (stats.written_s or 0.0) - self._opened_s
         drain = Drain(self._handle, self._draining, self._tier, self._options, names, parts)
         # If the job ends soon, the newest step has to be in the root, and not those before it.
@@ -355,12 +334,12 @@ class NodePlace(Place):
             )
 
     def abandon(self) -> None:
-        self.step.abandon()
-        self._tier.settle(self._own.name, is_replicated=False)
+        super().abandon()
+        self._tier.settle(self.step.name, is_replicated=False)
 
     def fail(self, error: BaseException) -> None:
         self._draining.fail(error)
-        if not self._is_committed and self._past is None:
+        if not self._is_committed:
             self._refuse_after(error)
 
     def _refuse_after(self, error: BaseException) -> None:
@@ -371,21 +350,58 @@ class NodePlace(Place):
         if error.path.startswith(self._tier.steps.root) and not is_full:
             self._tier.refuse(f"failed: {error}")
 
-    def close(self) -> None:
-        self._own.close()
-        if self._past is not None:
-            self._past.close()
-
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         with closing(self._draining):
-            if self._past is not None:
-                if failure is None and self._is_first():
-                    self._tier.drop_replaced(self._number)
-                self._past.end(pipeline, failure)
-            elif failure is None and not self._is_due and self._is_first():
+            if failure is None and not self._is_due and self._is_first():
                 self._tier.evict()
             drain, self._drain = self._drain, None
             if drain is not None:
                 drain.end(pipeline)
             if self._tier.spares is not None and self._lands_as:
                 self._tier.spares.prepare(self._lands_as)
+
+
+class RootPlace(StepPlace):
+    """The root as one rank of a save sees it that bypasses the local tier.
+
+    Args:
+        draining: the round of a commit to the root that is not needed any more.
+    """
+
+    def __init__(
+        self,
+        tier: LocalTier,
+        agreement: Round,
+        draining: Round,
+        number: int,
+        options: StepOptions,
+    ) -> None:
+        super().__init__(tier.root, agreement, number, options)
+        self._tier, self._draining = tier, draining
+
+    def wait_turn(self, previous: Sequence[InnerHandle]) -> None:
+        _wait_first(previous)
+
+    def follow(self, previous: Sequence[InnerHandle]) -> None:
+        _wait_first(previous)
+
+    def _next_sequence(self) -> int:
+        return self._tier.next_sequence(self._tier.root)
+
+    def fail(self, error: BaseException) -> None:
+        self._draining.fail(error)
+
+    def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
+        with closing(self._draining):
+            rank = self._agreement.rank
+            if failure is None and self._tier.nodes().first(rank) == rank:
+                self._tier.drop_replaced(self._number)
+            super().end(pipeline, failure)
+
+
+def _wait_first(previous: Sequence[InnerHandle]) -> None:
+    """Waits until earlier saves are committed somewhere: steps that are still being drained have
+    their numbers, by which the order of commits is known.
+    """
+    for handle in previous:
+        handle.wait_first()
