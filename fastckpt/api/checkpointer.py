@@ -266,7 +266,7 @@ class Checkpointer:
             self._be_the_saver()
             draining = None
             if self._tier is not None:
-                draining = self._tier.begin_drain(step)
+                draining = self._tier.drainer.begin(step)
                 failing.enter_context(draining.failing())
             path = self._steps.plain_path(step)
             handle = InnerHandle(path, started, kind=self._root, on_error=options.on_error)

@@ -18,8 +18,8 @@ from operator import add
 from fastckpt import _engine
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
-from fastckpt.engine.landing import Landing
 from fastckpt.engine.save_stats import WRITE_SIZES, SaveStats
+from fastckpt.engine.slot import Slot
 from fastckpt.engine.staging import Allowance, Route, Staging
 from fastckpt.errors import DeviceError, StorageError, ensure
 from fastckpt.plan.image import BLOCK_BYTES, Image
@@ -109,7 +109,7 @@ class ImageTransfer:
         stagers: the most threads that copy.
         reads: says which of its memory is on devices.
         direct: writes blocks of a GPU straight to the file where it can.
-        landing: a file in memory to stage it in; it is given back when nothing is in flight, or if
+        slot: a file in memory to stage it in; it is given back when nothing is in flight, or if
             no transfer is made.
         timeout_s: for how long writes may be under way, or memory be lacking, without any that gets
             on. After that waits fail; so do those of leaving the context, which leaves to
@@ -132,7 +132,7 @@ class ImageTransfer:
         stagers: int,
         reads: DeviceSources | None = None,
         direct: GdsDevice | None = None,
-        landing: Landing | None = None,
+        slot: Slot | None = None,
         timeout_s: float = inf,
     ) -> None:
         self._path = path
@@ -142,7 +142,7 @@ class ImageTransfer:
         self._gds = staging.gds
         self._storage = staging.storage
         self._fd: int | None = None
-        self._direct, self._landing = direct, landing
+        self._direct, self._slot = direct, slot
         self._registered: _engine.GdsSink | None = None
         self._way = ""
         self._stats: SaveStats | None = None
@@ -160,11 +160,11 @@ class ImageTransfer:
                     None if direct is None else direct.stage,
                     image.numbers,
                     image.conversions,
-                    None if landing is None else landing.of_engine,
+                    None if slot is None else slot.of_engine,
                 )
             except BaseException:
-                if landing is not None:
-                    landing.release()
+                if slot is not None:
+                    slot.release()
                 raise
 
     def __enter__(self) -> ImageTransfer:
@@ -192,8 +192,8 @@ class ImageTransfer:
                 self._stranded.add(self._fd, self._has_returned)
         self._image = None
 
-    def land(self, fd: int, path: str) -> None:
-        """Says that the landing, open as `fd`, is the file that the image is to be in."""
+    def use_slot(self, fd: int, path: str) -> None:
+        """Says that the slot, open as `fd`, is the file that the image is to be in."""
         assert self._job is not None
         self._fd, self._path = fd, path
         self._job.land()
@@ -208,9 +208,9 @@ class ImageTransfer:
         if self._job is None or not self._job.wait_written(wait_s):
             return False
         self._end_file()
-        landing, self._landing = self._landing, None
-        if landing is not None:
-            landing.release()
+        slot, self._slot = self._slot, None
+        if slot is not None:
+            slot.release()
         return True
 
     def _awaited(self) -> str:

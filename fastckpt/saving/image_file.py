@@ -13,8 +13,8 @@ from typing import Any
 from fastckpt.arguments.options import WriteOptions
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
-from fastckpt.engine.landing import Landing
 from fastckpt.engine.save_stats import SaveStats
+from fastckpt.engine.slot import Slot
 from fastckpt.engine.staging import Allowance, Route, Scatterer
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import StorageError
@@ -121,7 +121,7 @@ class ImageFile:
         reads: the memory that lies on devices.
         direct: writes what it can from a GPU straight to the file.
         stats: the save's numbers, which get the route.
-        landing: as ImageTransfer's; also an attribute.
+        slot: as ImageTransfer's; also an attribute.
 
     Attributes:
         transfer: the transfer of the body.
@@ -141,7 +141,7 @@ class ImageFile:
         reads: DeviceSources | None = None,
         direct: GdsDevice | None = None,
         stats: SaveStats | None = None,
-        landing: Landing | None = None,
+        slot: Slot | None = None,
     ) -> None:
         self._pipeline = pipeline
         self._image = image
@@ -151,10 +151,10 @@ class ImageFile:
         self._stats = stats
         self._pace: Pace | None = None
         self._files = ExitStack()
-        self.is_open = self._has_landed = False
-        self.landing = landing
+        self.is_open = self._is_slot = False
+        self.slot = slot
         self.transfer = ImageTransfer(
-            pipeline.staging, image, path, allowance, stagers, reads, direct, landing, timeout_s
+            pipeline.staging, image, path, allowance, stagers, reads, direct, slot, timeout_s
         )
 
     def __enter__(self) -> ImageFile:
@@ -228,15 +228,15 @@ class ImageFile:
         route = self._pipeline.staging.route(fd, path, backend, writing=writing, offset=offset)
         self._take(fd, route)
 
-    def land(self, fd: int, path: str) -> None:
-        """Takes the landing as the file, of which `fd` is another descriptor, as join() does."""
+    def use_slot(self, fd: int, path: str) -> None:
+        """Takes the slot as the file, of which `fd` is another descriptor, as join() does."""
         self.join(fd, path, offset=None)
-        self._has_landed = True
+        self._is_slot = True
         if self._stats is not None:
             self._stats.why += "; copied straight into it"
 
     def _take(self, fd: int, route: Route) -> None:
-        self.fd, self.route, self.is_open, self._has_landed = fd, route, True, False
+        self.fd, self.route, self.is_open, self._is_slot = fd, route, True, False
         stats = self._stats
         if stats is not None:
             stats.backend, stats.direct, stats.why = route.sink.name, route.direct, route.why
@@ -281,8 +281,8 @@ class ImageFile:
     def begin(self, offset: int = 0, pace: Pace | None = None) -> None:
         """Begins to write what is staged, from an offset in the file on, at this pace."""
         self._pace = pace
-        if self._has_landed:
-            self.transfer.land(self.fd, self._path)
+        if self._is_slot:
+            self.transfer.use_slot(self.fd, self._path)
             return
         if pace is not None:
             self.route = pace.route(self.route)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from fastckpt.arguments.options import Pacing
 from fastckpt.engine.devices import DeviceSources
-from fastckpt.engine.landing import Landing
+from fastckpt.engine.slot import Slot
 from fastckpt.plan.image import Image
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.image_file import ImageFile, Make
@@ -45,8 +45,8 @@ class Place:
         """Returns the pacing that this place needs, given what the caller asked for."""
         return asked
 
-    def landing(self, output: Output) -> Landing | None:
-        """Returns a file among those of this place to stage an output in, if there is one."""
+    def slot(self, output: Output) -> Slot | None:
+        """Returns a recycled file of this place to stage an output in, if there is one."""
         return None
 
     def begin(self) -> None:
@@ -98,14 +98,14 @@ class Output:
         names: of the tensors in the runs of image.numbers, if there are any.
         is_small: whether more threads or GPUDirect would not pay. Small files are copied first, and
             completed while the others are still copied.
-        lands_as: the name of the file, if it can be staged in a file in memory of that name, which
-            it is then; else "".
+        slot_label: the label of slots in memory that the image can be staged in, and the file's
+            name; "": in none.
         file: brings the image to the disk; set when the image is staged.
         begin: the offset of the body in the file; known when the file is open.
     """
 
     is_small = False
-    lands_as = ""
+    slot_label = ""
     file: ImageFile
 
     def __init__(self, image: Image, path: str) -> None:

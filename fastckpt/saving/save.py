@@ -138,8 +138,8 @@ class Save(Job):
             self.handle.stats.staging_why = why
         blocks = 1
         for output in sorted(outputs, key=_is_small, reverse=True):
-            landing = None if direct else self.place.landing(output)
-            blocks += 0 if landing else block_count(output.image.nbytes, BLOCK_BYTES)
+            slot = None if direct else self.place.slot(output)
+            blocks += 0 if slot else block_count(output.image.nbytes, BLOCK_BYTES)
             is_small = output.is_small
             output.file = ImageFile(
                 pipeline,
@@ -152,7 +152,7 @@ class Save(Job):
                 self.reads,
                 None if is_small else direct,
                 None if is_small else self.handle.stats,
-                None if is_small else landing,
+                None if is_small else slot,
             )
             self.life.transfers.append(moving.enter_context(output.file).transfer)
         self.staging_nbytes = min(allowance.blocks, blocks) * BLOCK_BYTES

@@ -391,7 +391,7 @@ class _ShardOutput(Output):
         self._options = options
         self._rank = agreement.rank
         self._name = shard_name(agreement.rank, options.codec)
-        self.lands_as = "" if shard.is_empty or options.codec is not None else self._name
+        self.slot_label = "" if shard.is_empty or options.codec is not None else self._name
         self._writer: FrameWriter | None = None
 
     def open(self) -> None:
@@ -401,8 +401,8 @@ class _ShardOutput(Output):
         if shard.is_empty:
             return
         path, make = step.path(self._name), partial(step.made, self._name)
-        if file.landing is not None and step.has_beside(file.landing.path):
-            file.land(step.adopt(self._name, file.landing.path), path)
+        if file.slot is not None and step.has_beside(file.slot.path):
+            file.use_slot(step.adopt(self._name, file.slot.path), path)
             return
         purpose = Purpose(shard.nbytes, 1, self._options.striping, self.place.directory)
         file.make(make, purpose, path, allocates=codec is None)

@@ -1,71 +1,136 @@
-"""Drain: copies a step of the local tier into the root, verifies it, and commits it there.
+"""Drainer: the steps on their way from a source, the steps of each node, to a target, the root.
 
-Every rank copies its share, all agree, and the first rank publishes the same manifest in the root.
+Every rank copies its share of a step and verifies it, all agree, and the first rank publishes the
+same manifest in the target. The module must not know why a step is drained, nor who has it else.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
+from typing import NamedTuple
 
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, Vanished, is_visible
 from fastckpt.formats.manifest import Manifest, Writer
+from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import HEED_S, Round
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.image_file import write_portions
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
-from fastckpt.steps.copies import StepCopies
+from fastckpt.steps.copies import Fetch, StepCopies
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.retention import tidy
-from fastckpt.steps.store import Committed
+from fastckpt.steps.store import Committed, StepStore
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.lustre_layout import Purpose
-from fastckpt.tiers.local_tier import LocalTier
 from fastckpt.tiers.nodes import OBJECTS_PART
 
 log = logging.getLogger("fastckpt")
 
 DRAIN_BLOCKS_MIN = 2  # of staging memory: one to read a block into while another is written
+_MARGIN = 1.5  # a step goes straight to the target only if that is hoped to take so much less
+
+
+class StepInfo(NamedTuple):
+    """A step that is to be drained, as one rank sees it.
+
+    Attributes:
+        name: its directory in this node's source; "": there is none.
+        sender: the rank that sends its manifest to the first one; None: that has it itself.
+        parts: ranks of the writers whose files this rank copies, and OBJECTS_PART for the objects.
+    """
+
+    name: str
+    sender: int | None
+    parts: Sequence[int]
+
+
+class Drainer:
+    """The queue of steps that go from one store to another. A step that was just saved is drained
+    on the thread of its save, whose result that is, after those that were committed before it.
+
+    Args:
+        source: the steps of this node.
+        target: the steps of the root.
+        coordinator, timeout_s: the Checkpointer's.
+    """
+
+    def __init__(
+        self,
+        source: StepStore,
+        target: StepStore,
+        coordinator: Coordinator,
+        timeout_s: float,
+    ) -> None:
+        self.source, self.target = source, target
+        self._coordinator, self._timeout_s = coordinator, timeout_s
+        self._times_s: tuple[float, float] | None = None
+
+    def begin(self, step: int) -> Round:
+        """Begins the round in which ranks agree that a step is in the target."""
+        label, note = f"step {step} to the root", "the local tier keeps what it has"
+        return self._coordinator.begin(label, self._timeout_s, note)
+
+    def note_times(self, local_s: float, drain_s: float) -> None:
+        """Notes how long a step took until it was committed in the source, and its drain."""
+        self._times_s = local_s, drain_s
+
+    def too_late(self, left_s: float) -> str:
+        """Returns why a step should go straight to the target if the job ends in so many seconds,
+        in words; "" if it should not: by way of the source it would be in the target in time, too,
+        or it would be in time in neither way, or nothing is known.
+        """
+        if self._times_s is None:
+            return ""
+        local_s, drain_s = self._times_s
+        if local_s + drain_s < left_s or _MARGIN * drain_s > left_s:
+            return ""
+        return (
+            f"would take too long: by way of it the step before came to the root in "
+            f"{local_s + drain_s:.1f} s, {drain_s:.1f} s of which were its drain, and the job "
+            f"ends in {left_s:.1f} s"
+        )
 
 
 class Drain(Job):
-    """The drain of one step. Each rank runs its own, for the same directory in the root.
+    """The drain of one step. Each rank runs its own, for the same directory in the target.
 
     Args:
-        handle: the save's, or one for this drain; gets the step's path once the root has the step.
-        agreement: a round for this drain alone.
-        tier: the local tier, which knows the root.
-        options: how the root is written, and which steps stay there.
-        names: the step's directory on each node that has it, by the node's first rank.
-        parts: ranks of the writers whose files this rank copies, and OBJECTS_PART for the objects.
+        handle: the save's, or one for this drain; gets the step's path in the target in the end.
+        agreement: a round of Drainer.begin(), for this drain alone.
+        drainer: knows the stores.
+        options: how the target is written, and which steps stay there.
+        info: the step.
+        fetching: returns what brings files of the step to the source that other nodes have.
+        drained: called with the step's name in the source, once the target has it.
         is_resumed: whether an earlier job has saved the step, and the handle is for this drain.
 
     Attributes:
         copied_s: how long this rank copied.
-        took_s: how long it was until all ranks had copied and the root had the step, from when the
-            drain began.
+        took_s: how long it was until all ranks had copied and the target had the step, from when
+            the drain began.
     """
 
     def __init__(
         self,
         handle: InnerHandle,
         agreement: Round,
-        tier: LocalTier,
+        drainer: Drainer,
         options: StepOptions,
-        names: dict[int, str],
-        parts: Sequence[int],
+        info: StepInfo,
+        fetching: Callable[[Committed], Fetch | None],
+        drained: Callable[[str], None],
         is_resumed: bool = False,
     ) -> None:
-        super().__init__(handle, agreement, fence="call", lane=tier.root.root)
-        self._tier = tier
+        super().__init__(handle, agreement, fence="call", lane=drainer.target.root)
+        self._drainer = drainer
         self._options = options
-        self._names = names
-        self._parts = parts
-        self._place = tier.root.draft(agreement.check)
+        self._info, self._fetching, self._drained = info, fetching, drained
+        self._place = drainer.target.draft(agreement.check)
         self._is_resumed, self._passing = is_resumed, ExitStack()
         self.deed = "drained" if is_resumed else "saved"
         agreement.is_cancelled = handle.is_given_up
@@ -87,10 +152,10 @@ class Drain(Job):
         self._place.abandon()
 
     def write(self, pipeline: Pipeline) -> None:
-        for earlier in self.previous:  # the root does not take two steps faster than one
+        for earlier in self.previous:  # the target does not take two steps faster than one
             while not earlier.wait_done(HEED_S):
                 self.agreement.heed()
-        root, begun = self._tier.root, time.monotonic()
+        root, begun = self._drainer.target, time.monotonic()
         manifest = self._manifest()
         if self.agreement.rank == 0:
             assert manifest is not None
@@ -101,7 +166,7 @@ class Drain(Job):
         pace = Pace(
             self._options.pacing, self.agreement, pipeline.rates, root.root, self.handle.stats
         )
-        nbytes = 0 if manifest is None else _nbytes_of(manifest, self._parts)
+        nbytes = 0 if manifest is None else _nbytes_of(manifest, self._info.parts)
         if self._is_resumed:
             self.handle.stats.nbytes = nbytes
         if pace.meets:
@@ -119,22 +184,22 @@ class Drain(Job):
         self.handle.path = self._place.path()
 
     def _copy(self, manifest: Manifest, pipeline: Pipeline, pace: Pace) -> None:
-        """Copies this rank's parts from this node's directory to the root; with neighbours, a file
-        that is damaged here is fetched from them first. Raises CorruptCheckpoint if no copy is
-        whole, or StorageError.
+        """Copies this rank's parts from this node's directory; a file that is damaged here is
+        fetched first, if other nodes may have it. Raises CorruptCheckpoint if no copy is whole, or
+        StorageError.
         """
-        place, options, tier = self._place, self._options, self._tier
-        directory = tier.steps.path(self._own_name)
-        fetch = tier.fetching(Committed(self._own_name, manifest))
+        place, options, drainer = self._place, self._options, self._drainer
+        directory = drainer.source.path(self._info.name)
+        fetch = self._fetching(Committed(self._info.name, manifest))
         source = StepCopies(pipeline.storage, pipeline.staging, [directory], fetch=fetch)
 
         def write(name: str, nbytes: int, portions: Iterator[bytearray]) -> None:
             make = partial(place.made, name)
-            purpose = Purpose(nbytes, 1, options.striping, tier.root.root)
+            purpose = Purpose(nbytes, 1, options.striping, drainer.target.root)
             write_portions(pipeline, portions, place.path(name), options, pace, make, purpose)
 
         writers = {writer.rank: writer for writer in manifest.writers}
-        for part in self._parts:
+        for part in self._info.parts:
             if fetch is not None:
                 self._fetch_damaged(source, manifest, writers.get(part))
             if part == OBJECTS_PART:
@@ -164,26 +229,21 @@ class Drain(Job):
 
         source.whole(writer.file, verify_shard)
 
-    @property
-    def _own_name(self) -> str:
-        """The name of the step's directory on this node; "" if it has none."""
-        return self._names.get(self._tier.nodes().first(self.agreement.rank), "")
-
     def _manifest(self) -> Manifest | None:
         """Returns the manifest on this node. If there is none, the first rank receives it from
         another node, and other ranks return None.
         """
-        source, rank, steps = min(self._names), self.agreement.rank, self._tier.steps
-        travels = self._tier.nodes().first(0) not in self._names
-        if not self._own_name:
+        (name, sender, _parts), rank, steps = self._info, self.agreement.rank, self._drainer.source
+        if not name:
             if rank != 0:
                 return None
-            return Manifest.from_bytes(self.agreement.get("manifest", source))
+            assert sender is not None
+            return Manifest.from_bytes(self.agreement.get("manifest", sender))
         try:
-            manifest = steps.read(self._own_name)
+            manifest = steps.read(name)
         except Vanished as error:  # this library removes no step before the root has it
-            raise CorruptCheckpoint(f"{steps.path(self._own_name)!r} is missing: {error}") from None
-        if travels and rank == source:
+            raise CorruptCheckpoint(f"{steps.path(name)!r} is missing: {error}") from None
+        if rank == sender:
             self.agreement.put("manifest", manifest.to_bytes())
         return manifest
 
@@ -194,16 +254,15 @@ class Drain(Job):
     def end(self, pipeline: Pipeline) -> None:
         super().end(pipeline)
         self._passing.close()
-        tier, rank, failure = self._tier, self.agreement.rank, self.handle.failure()
+        name, failure = self._info.name, self.handle.failure()
         if is_visible(failure):
-            log.warning("%s stays in the local tier as well: %s", self._own_name, failure)
+            log.warning("%s stays in the local tier as well: %s", name, failure)
         elif failure is not None and not isinstance(failure, PeerFailed):
-            log.warning("%s stays in the local tier alone: %s", self._own_name, failure)
-        elif failure is None and self._own_name and tier.nodes().first(rank) == rank:
-            tier.note_drained(self._own_name)
-            tier.evict()
+            log.warning("%s stays in the local tier alone: %s", name, failure)
+        elif failure is None and name:
+            self._drained(name)
         if self._place.is_begun and failure is None:
-            tidy(tier.root, self._place.name, self._options)
+            tidy(self._drainer.target, self._place.name, self._options)
 
 
 def _nbytes_of(manifest: Manifest, parts: Sequence[int]) -> int:

@@ -24,7 +24,7 @@ from fastckpt.formats.step_names import DRAINED, REPLICATED, SPARES, tier_name
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
 from fastckpt.saving.lease import Lease
-from fastckpt.saving.spares import Spares
+from fastckpt.saving.ring import SMALL_BYTES, Ring
 from fastckpt.steps.copies import Fetch
 from fastckpt.steps.newest_whole import Apart, readable, survey_of_copy
 from fastckpt.steps.pins import deleted
@@ -33,7 +33,7 @@ from fastckpt.steps.store import Committed, StepStore
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, Policy, victims
 from fastckpt.storage.machine import this_machine
-from fastckpt.tiers.memory_budget import SPARE_BYTES, MemoryBudget
+from fastckpt.tiers.drain import Drainer
 from fastckpt.tiers.nodes import (
     NodesSteps,
     RanksByNode,
@@ -46,7 +46,6 @@ from fastckpt.tiers.replicas import Replicas
 
 log = logging.getLogger("fastckpt")
 
-_MARGIN = 1.5  # a step goes straight to the root only if that is hoped to take so much less
 # The pauses before the steps of the nodes are listed again, while a job beside changes them.
 _LOOK_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
 _DRAIN_POLL_S = 0.5
@@ -81,9 +80,11 @@ class LocalTier:
     Attributes:
         steps: the root's steps that lie in the local directory.
         root, keep, memory: as the arguments.
+        drainer: brings steps from here to the root.
+        ring: if the directory is in memory and can be used, the memory there.
 
     Raises:
-        ValueError: the directory lies on the root's file system, or as MemoryBudget.
+        ValueError: the directory lies on the root's file system, or as Ring.limit().
     """
 
     def __init__(
@@ -108,9 +109,11 @@ class LocalTier:
         self._lease.release_with(self)
         self.steps = PosixSteps(storage, path, self._lease)
         self.root, self.keep, self.memory = root, keep, memory
-        self._budget: MemoryBudget | None = None
+        self.drainer = Drainer(self.steps, root, coordinator, timeout_s)
+        self.ring: Ring | None = None
         try:
-            self._budget = None if memory is None else MemoryBudget(memory, self.steps)
+            if memory is not None:
+                self.ring = self._made_ring(memory)
         except StorageError as error:
             self._refusal = f"failed: {error}"
         if self._device == other:
@@ -118,17 +121,12 @@ class LocalTier:
                 f"local {directory!r} lies on the same file system as the root {root.root!r}: it "
                 "would be no faster, and would be lost with the root"
             )
-        self.spares: Spares | None = None
-        if self._budget is not None:
-            self.spares = Spares(storage, self.steps.path(SPARES))
-            self.steps.keep_files = self.spares.keep
-            self._step_bytes = self._budget.nbytes  # of the last step here, or what it may have
         self._rank = coordinator.rank
         self._coordinator, self._timeout_s = coordinator, timeout_s
         self.replicas: Replicas | None = None
-        if memory and self.spares and memory.peers and coordinator.world_size > 1:
+        if memory and self.ring and memory.peers and coordinator.world_size > 1:
             host = memory.address or coordinator.own_address()
-            self.replicas = Replicas(memory, self.steps, self.spares, self._rank, host, timeout_s)
+            self.replicas = Replicas(memory, self.steps, self.ring, self._rank, host, timeout_s)
         self._meeting = self._begin("local tier")
         self._lock = threading.Lock()
         self._nodes: RanksByNode | None = None  # under _lock
@@ -144,7 +142,6 @@ class LocalTier:
         self._why_undrained = ""  # why this job does not copy them to the root now, in words
         self._drained_beside: set[str] = set()  # nonces of steps that another job is to copy there
         self._newest = -1  # the highest sequence number in the root when the steps were listed
-        self._times_s: tuple[float, float] | None = None
         self._is_beside = False  # whether another job saved here when the steps were listed
 
     def _device_of(self, path: str) -> int:
@@ -153,22 +150,24 @@ class LocalTier:
                 path = os.path.dirname(path)
             return status.st_dev
 
+    def _made_ring(self, memory: Memory) -> Ring:
+        ring = Ring(self._storage, self.steps.root, SPARES)
+        ring.limit(memory)
+        self.steps.keep_files = ring.keep
+        return ring
+
     def _begin(self, label: str) -> Round:
         return self._coordinator.begin(label, self._timeout_s, "the local tier keeps what it has")
-
-    def begin_drain(self, step: int) -> Round:
-        """Begins the round in which ranks agree that a step is in the root."""
-        return self._begin(f"step {step} to the root")
 
     def close(self) -> None:
         """Leaves the round in which the nodes meet, and serves none any more. Idempotent."""
         self._meeting.close(linger_s=0.0)
         if self.replicas is not None:
             self.replicas.close()
-        if self.spares is not None:
-            if self._nodes is not None and self._nodes.first(self._rank) == self._rank:
-                self.spares.trim(0)
-            self.spares.close()
+        if self.ring is not None:
+            if self._nodes is not None and self.is_first():
+                self.ring.clear()
+            self.ring.close()
         self._lease.release(self._timeout_s)
 
     # ---- whether it can be used
@@ -185,6 +184,10 @@ class LocalTier:
                     raise
                 self._meeting.close()
             return self._nodes
+
+    def is_first(self) -> bool:
+        """Returns whether this rank is the first one on its node."""
+        return self.nodes().first(self._rank) == self._rank
 
     def _met(self, meeting: Round) -> RanksByNode:
         """Has all ranks tell which directory they see, and where they listen for each other."""
@@ -241,49 +244,36 @@ class LocalTier:
         """Ends the use of the tier by this process; `why` completes "the local tier ..."."""
         self._refusal = self._refusal or why
 
-    def note_times(self, local_s: float, drain_s: float) -> None:
-        """Notes how long the writing and the commit to the tier took for a step, and its drain."""
-        self._times_s = local_s, drain_s
-
-    def too_late(self, left_s: float) -> str:
-        """Returns why a step should go straight to the root if the job ends in so many seconds, in
-        words; "" if it should not: by way of the tier it would be in the root in time, too, or it
-        would be in time in neither way, or nothing is known.
-        """
-        if self._times_s is None:
-            return ""
-        local_s, drain_s = self._times_s
-        if local_s + drain_s < left_s or _MARGIN * drain_s > left_s:
-            return ""
-        return (
-            f"would take too long: by way of it the step before came to the root in "
-            f"{local_s + drain_s:.1f} s, {drain_s:.1f} s of which were its drain, and the job "
-            f"ends in {left_s:.1f} s"
-        )
-
     def check_room(self, nbytes: int) -> None:
-        """Raises StorageError if there is no room for so many bytes and SPARE_BYTES."""
-        root, needed = self.steps.root, nbytes + SPARE_BYTES
+        """Raises StorageError if there is no room for so many bytes and SMALL_BYTES."""
+        root, needed = self.steps.root, nbytes + SMALL_BYTES
         with reported("allocate", root):
             left = self._storage.free_bytes(root)
         if left < needed:
             raise StorageError("allocate", root, errno.ENOSPC, detail=room_text(needed, left))
 
-    def no_room_on_node(self, name: str, nbytes: int, landed: int = 0) -> str:
-        """Returns why a step that this node writes, `landed` bytes of it in spares, would exceed
-        the tier's budget, in words; "" if it would not, once spares and older steps are removed.
-        Only the first rank of a node calls it.
+    def no_room_on_node(self, name: str, nbytes: int, recycled: int = 0) -> str:
+        """Returns why a step that this node writes, `recycled` bytes of it in slots, would exceed
+        the tier's budget, in words; "" if it would not, once recycled files and older steps are
+        removed. Only the first rank of a node calls it.
         """
-        if self._budget is None:
+        if (ring := self.ring) is None:
             return ""
-        self._step_bytes = nbytes = nbytes + SPARE_BYTES
-        most = max(0, self._budget.nbytes - nbytes + landed)
+        ring.recycled_max = nbytes = nbytes + SMALL_BYTES
+        most = max(0, ring.nbytes - nbytes + recycled)
         self.evict(most)
-        why = self._budget.take(name, nbytes, landed)
-        if why and self._outdated():
+        used = ring.reserve(name, nbytes, recycled)
+        if used is not None and self._outdated():
             self.evict(most)
-            why = self._budget.take(name, nbytes, landed)
-        return why
+            used = ring.reserve(name, nbytes, recycled)
+        if used is None:
+            return ""
+        needed_mib = -(-(used - recycled + nbytes) >> 20)
+        return (
+            f"has a budget of {ring.why} on this node: the step needs {shown_size(nbytes)}, "
+            f"{shown_size(SMALL_BYTES)} of it for indexes, and steps that have to stay take "
+            f"{shown_size(used)}; Memory(budget='{needed_mib}MiB') would keep it there"
+        )
 
     def _outdated(self) -> bool:
         """Finds the steps that need not stay, since a newer one went past the tier to the root, and
@@ -303,8 +293,8 @@ class LocalTier:
         """Notes that all files of a step which this node is to have are there. Only the first rank
         of a node calls it.
         """
-        if self._budget is not None:
-            self._budget.settle(name)
+        if self.ring is not None:
+            self.ring.settle(name)
         if is_replicated:
             self._note(name, REPLICATED)
 
@@ -419,22 +409,18 @@ class LocalTier:
         return names, whys
 
     def has_room(self, nbytes: int) -> bool:
-        """Returns whether files of so many bytes fit into the budget; removes spares for that. Only
-        the first rank of a node calls it.
+        """Returns whether files of so many bytes fit into the budget; removes recycled files for
+        that. Only the first rank of a node calls it.
         """
-        budget = self._budget
-        if budget is None or self.spares is None:
-            return False
-
-        def is_over() -> bool:
-            return budget.used() + nbytes > budget.nbytes
-
-        self.spares.trim(self._step_bytes, is_over)
-        return not is_over()
+        return self.ring is not None and self.ring.make_room(self.ring.nbytes - nbytes)
 
     def note_drained(self, name: str) -> None:
-        """Notes on disk that a step may be removed here from now on."""
-        self._note(name, DRAINED)
+        """Notes on disk, on the first rank of a node, that a step may be removed here from now on,
+        and removes what may go.
+        """
+        if self.is_first():
+            self._note(name, DRAINED)
+            self.evict()
 
     def _note(self, name: str, what: str) -> None:
         path = self.steps.path(name, what)
@@ -459,7 +445,7 @@ class LocalTier:
             is_needed = self.is_due(item.manifest.step) or not of_use or (is_safe and not has_safe)
             is_needed = is_needed and not (is_useless or self._has(item.name, DRAINED))
             # Its files are still being sent, here or from here.
-            is_awaited = self._budget is not None and self._budget.awaits(item.name)
+            is_awaited = self.ring is not None and self.ring.is_reserved(item.name)
             is_needed = is_needed or is_awaited
             if item.manifest.nonce in self._incomplete:
                 # Nodes that are not of this job may have the rest: a newer step has to be here.
@@ -474,20 +460,16 @@ class LocalTier:
             self._remove(name, nonces[name])
         with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
             self.steps.remove_dead()
-            if self._budget is None or self.spares is None:
+            if self.ring is None:
                 return
-            budget, most = self._budget, self._budget.nbytes if nbytes_max is None else nbytes_max
-
-            def is_over() -> bool:
-                return budget.used() > most
-
-            self.spares.trim(self._step_bytes, is_over)
+            most = self.ring.nbytes if nbytes_max is None else nbytes_max
+            has_room = self.ring.make_room(most)
             for entry in reversed(of_use):
-                if nbytes_max is None or not is_over():
+                if nbytes_max is None or has_room:
                     break
                 if not entry.is_pinned and entry.name not in going:
                     self._remove(entry.name, nonces[entry.name])
-                    self.spares.trim(self._step_bytes, is_over)
+                    has_room = self.ring.make_room(most)
 
     def _is_safe(self, name: str) -> bool:
         """Returns whether a step outlives this node, or none does."""
@@ -541,8 +523,7 @@ class LocalTier:
         """Has each node list its steps, and the first rank sort them; keeps what it says of those
         of this node.
         """
-        nodes = self.nodes()
-        is_first = nodes.first(self._rank) == self._rank
+        is_first = self.is_first()
         self._is_beside = is_first and self._lease.is_of_another()
         why = "" if is_able else "a rank has too little staging memory for that"
         if self._is_beside:

@@ -22,10 +22,10 @@ from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.saving.plan import Output, Place
-from fastckpt.saving.spares import Landing, Spares
+from fastckpt.saving.ring import Ring, Slot
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.plan import StepPlace
-from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
+from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain, StepInfo
 from fastckpt.tiers.local_tier import SLOW_S, LocalTier
 from fastckpt.tiers.nodes import OBJECTS_PART, parts_of
 
@@ -63,7 +63,7 @@ class NodePlace(StepPlace):
         # holds more than `keep` undrained steps beside it.
         self._awaited = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
         self._deadline_s = deadline_s
-        self._trouble = self._nonce = self._lands_as = ""
+        self._trouble = self._nonce = self._slot_label = ""
         self._opened_s = 0.0
         self._wrote_shard = False
         self._is_committed = False
@@ -77,11 +77,11 @@ class NodePlace(StepPlace):
         awaited, self._awaited = self._awaited, None
         return () if awaited is None else (awaited,)
 
-    def landing(self, output: Output) -> Landing | None:
-        spares, self._lands_as = self._tier.spares, output.lands_as
-        if spares is None or not output.lands_as:
+    def slot(self, output: Output) -> Slot | None:
+        ring, self._slot_label = self._tier.ring, output.slot_label
+        if ring is None or not output.slot_label:
             return None
-        return spares.take(output.lands_as, output.image.nbytes)
+        return ring.take(output.slot_label, output.image.nbytes)
 
     # ---- the choice: the directories on the nodes, or the root
 
@@ -91,7 +91,7 @@ class NodePlace(StepPlace):
 
     def begin(self) -> None:
         """Makes the directory on the node of this rank, if it is the node's first."""
-        if self._is_first():
+        if self._tier.is_first():
             self._trouble = self._tier.refusal()
             if not self._trouble:
                 try:
@@ -99,18 +99,14 @@ class NodePlace(StepPlace):
                 except StorageError as error:
                     self._trouble = f"failed: {error}"
 
-    def _is_first(self) -> bool:
-        """Returns whether this rank is the first one on its node."""
-        return self._tier.nodes().first(self._agreement.rank) == self._agreement.rank
-
     def chosen(self, outputs: Sequence[Output], pace: Pace) -> Place:
         """Returns this place if every rank has its files here, with all the room they need; else
         the root. What was written is no longer in memory, so nothing is written before.
         """
         self._join()
         self._trouble = self._trouble or self._tier.refusal() or self._too_late()
-        if self._tier.spares is not None:
-            no_room = self._no_room(outputs, self._tier.spares)
+        if self._tier.ring is not None:
+            no_room = self._no_room(outputs, self._tier.ring)
             self._trouble = self._trouble or no_room
         try:
             if self.step.name and not self._trouble:
@@ -146,29 +142,29 @@ class NodePlace(StepPlace):
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:
         """Does nothing: with the choice the files were opened."""
 
-    def _no_room(self, outputs: Sequence[Output], spares: Spares) -> str:
+    def _no_room(self, outputs: Sequence[Output], ring: Ring) -> str:
         """Returns why the ranks of this node may not write these each, in words; "" if they may.
         The first of them says so for all.
         """
         agreement, nodes = self._agreement, self._tier.nodes()
         first = nodes.first(agreement.rank)
         nbytes = sum(output.image.nbytes for output in outputs)
-        landed = {out.lands_as: out.image.nbytes for out in outputs if out.file.landing is not None}
-        agreement.put("bytes", json.dumps([nbytes, landed]).encode())
+        taken = {out.slot_label: out.image.nbytes for out in outputs if out.file.slot is not None}
+        agreement.put("bytes", json.dumps([nbytes, taken]).encode())
         if first == agreement.rank:
             near, far, replicas = nodes.beside(first), list[int](), self._tier.replicas
             if replicas is not None:
                 far = replicas.sources(first)
             told = {rank: json.loads(agreement.get("bytes", rank)) for rank in (*near, *far)}
-            needed = sum(all_of_it for all_of_it, _landed in told.values())
+            needed = sum(all_of_it for all_of_it, _taken in told.values())
             there = sum(size for rank in near for size in told[rank][1].values())
-            # Files from neighbours go to spares as well, if they are of that size.
+            # Files from neighbours go to recycled ones as well, if they are of that size.
             its = [pair for rank in far for pair in told[rank][1].items()]
-            there += sum(size for file, size in its if spares.has(file, size))
+            there += sum(size for file, size in its if ring.has(file, size))
             why = self._trouble or self._tier.no_room_on_node(self.step.name, needed, there)
             agreement.put("room", why.encode(errors="replace"))
         why = agreement.get("room", first).decode()
-        spares.sweep()  # the memory of removed files is free before any rank takes more
+        ring.sweep()  # the memory of removed files is free before any rank takes more
         agreement.put("swept", b"")
         for rank in nodes.beside(first):
             agreement.get("swept", rank)
@@ -180,7 +176,7 @@ class NodePlace(StepPlace):
         """
         if self._deadline_s is None or self._agreement.rank:
             return ""
-        return self._tier.too_late(self._deadline_s - self._handle.elapsed_s())
+        return self._tier.drainer.too_late(self._deadline_s - self._handle.elapsed_s())
 
     def _why_not(self) -> str:
         """Returns why some rank cannot write to the local tier, in words; "" if all can."""
@@ -279,7 +275,7 @@ class NodePlace(StepPlace):
             stats.replicas_why = f"failed: {error}"[:_WHY_CHARS]
             raise
         finally:
-            if self._is_first():
+            if tier.is_first():
                 tier.settle(name, stats.replicated_s is not None)
         self._handle.mark_memory()
 
@@ -307,16 +303,24 @@ class NodePlace(StepPlace):
         # The save's staging memory is free now: later saves stage and commit locally meanwhile.
         save.life.forget_copies()
         save.release()
-        stats, rank, nodes = self._handle.stats, self._agreement.rank, self._tier.nodes()
+        stats, rank, drainer = self._handle.stats, self._agreement.rank, self._tier.drainer
         wrote = [rank] if self._wrote_shard else []
         parts = [*wrote, OBJECTS_PART] if rank == 0 else wrote
         self._replicate(parts)
         if not self._is_due:
             self._handle.path = self.step.path()
             return
-        names = {0: self.step.name, nodes.first(rank): self.step.name}
         local_s = (stats.written_s or 0.0) - self._opened_s
-        drain = Drain(self._handle, self._draining, self._tier, self._options, names, parts)
+        info = StepInfo(self.step.name, None, parts)
+        drain = Drain(
+            self._handle,
+            self._draining,
+            drainer,
+            self._options,
+            info,
+            self._tier.fetching,
+            self._tier.note_drained,
+        )
         # If the job ends soon, the newest step has to be in the root, and not those before it.
         if self._deadline_s is None:
             drain.previous = save.previous
@@ -325,7 +329,7 @@ class NodePlace(StepPlace):
         by_node_s = (stats.local_committed_s or 0.0) - self._opened_s
         # Straight to the root, a codec would compress again what a drain only copies.
         takes_s = [drain.took_s] if self._options.codec is None else [drain.took_s, by_node_s]
-        self._tier.note_times(by_node_s, max(takes_s))
+        drainer.note_times(by_node_s, max(takes_s))
         # With a codec, compression took the time, and would take it without a tier, too.
         if self._options.codec is None and local_s > max(SLOW_S, drain.copied_s):
             self._tier.refuse(
@@ -352,13 +356,13 @@ class NodePlace(StepPlace):
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         with closing(self._draining):
-            if failure is None and not self._is_due and self._is_first():
+            if failure is None and not self._is_due and self._tier.is_first():
                 self._tier.evict()
             drain, self._drain = self._drain, None
             if drain is not None:
                 drain.end(pipeline)
-            if self._tier.spares is not None and self._lands_as:
-                self._tier.spares.prepare(self._lands_as)
+            if self._tier.ring is not None and self._slot_label:
+                self._tier.ring.prepare(self._slot_label)
 
 
 class RootPlace(StepPlace):
@@ -393,8 +397,7 @@ class RootPlace(StepPlace):
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
         with closing(self._draining):
-            rank = self._agreement.rank
-            if failure is None and self._tier.nodes().first(rank) == rank:
+            if failure is None and self._tier.is_first():
                 self._tier.drop_replaced(self._number)
             super().end(pipeline, failure)
 

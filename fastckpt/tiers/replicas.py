@@ -22,7 +22,7 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, StorageError
 from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, Manifest
 from fastckpt.ranks.peer_link import Listener, PeerLink, connected
 from fastckpt.saving.pipeline import current
-from fastckpt.saving.spares import Spares
+from fastckpt.saving.ring import Ring
 from fastckpt.steps.copies import StepCopies, write_parts
 from fastckpt.steps.newest_whole import readable
 from fastckpt.steps.posix import PosixSteps
@@ -43,7 +43,7 @@ class Replicas:
     Args:
         memory: the caller's argument.
         steps: the steps of this node.
-        spares: files of removed ones.
+        ring: recycles files of removed ones.
         rank: this rank.
         host: the address at which it listens.
         timeout_s: for how long ranks wait for each other.
@@ -56,12 +56,12 @@ class Replicas:
         self,
         memory: Memory,
         steps: PosixSteps,
-        spares: Spares,
+        ring: Ring,
         rank: int,
         host: str,
         timeout_s: float,
     ) -> None:
-        self._memory, self._steps, self._spares, self._rank = memory, steps, spares, rank
+        self._memory, self._steps, self._ring, self._rank = memory, steps, ring, rank
         self._within_s = timeout_s / _PART_OF_TIMEOUT
         try:
             self._listener = Listener(host)
@@ -245,11 +245,11 @@ class Replicas:
         storage, path = self._steps.storage, self._steps.path(item.name, file)
         self._make_way(path)
         with atomic.temporary(storage, path) as (new, temporary):
-            with self._spares.lent(file, nbytes, temporary) as spare:
-                if spare is None:
+            with self._ring.lent(file, nbytes, temporary) as recycled:
+                if recycled is None:
                     with reported("allocate", path):  # who sends it is told of a lack of room
                         storage.allocate(new, nbytes)
-                fd = new if spare is None else spare
+                fd = new if recycled is None else recycled
                 crcs = write_parts(storage, fd, path, link.receive_parts(nbytes))
             self._verify(item, file, os.path.basename(temporary), crcs)
             with reported("rename", path):

@@ -20,7 +20,7 @@ from fastckpt.steps.load import StepReader
 from fastckpt.steps.newest_whole import Apart, first_whole
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.store import StepStore
-from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain
+from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain, StepInfo
 from fastckpt.tiers.local_tier import LocalTier, Undrained
 
 log = logging.getLogger("fastckpt")
@@ -80,7 +80,7 @@ class _Nodes:
         is_able = current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN
         self.shelves: list[StepStore] = [tier.root]
         self.apart: list[Apart] = []
-        begun = _resumed(agreement, current, tier, options, self._look(is_able))
+        begun = _resumed(agreement.rank, current, tier, options, self._look(is_able))
         self._coming = {each.nonce: handle for each, handle in begun}
 
     def _look(self, is_able: bool) -> list[Undrained]:
@@ -108,14 +108,14 @@ class _Nodes:
 
 
 def _resumed(
-    agreement: Round,
+    rank: int,
     current: Pipeline,
     tier: LocalTier,
     options: StepOptions,
     undrained: Sequence[Undrained],
 ) -> list[tuple[Undrained, InnerHandle]]:
     """Begins to drain the steps that the root lacks, newest first; returns each with its handle."""
-    nodes, rank, begun = tier.nodes(), agreement.rank, []
+    nodes, drainer, begun = tier.nodes(), tier.drainer, []
     beside = nodes.beside(rank)
     for each in undrained:
         handle = InnerHandle(tier.root.path(step_name(each.step)), time.perf_counter())
@@ -124,6 +124,18 @@ def _resumed(
         handle.mark_local()
         handle.stats.local_committed_s = None  # that was in another job
         mine = each.parts.get(beside[0], [])[beside.index(rank) :: len(beside)]
-        drain = Drain(handle, tier.begin_drain(each.step), tier, options, each.names, mine, True)
+        sender = None if nodes.first(0) in each.names else min(each.names)
+        info = StepInfo(each.names.get(beside[0], ""), sender, mine)
+        agreement = drainer.begin(each.step)
+        drain = Drain(
+            handle,
+            agreement,
+            drainer,
+            options,
+            info,
+            tier.fetching,
+            tier.note_drained,
+            is_resumed=True,
+        )
         begun.append((each, current.save(drain)))
     return begun

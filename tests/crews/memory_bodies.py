@@ -316,8 +316,8 @@ class Trouble:
 
             Storage.allocate = allocate  # type: ignore[method-assign]
         if self.kind == "budget" and member.rank == self.bad:
-            assert tier.spares is not None
-            used = Path(tier.spares._directory) / "of-another.1"
+            assert tier.ring is not None
+            used = Path(tier.ring._recycled) / "of-another.1"
             used.parent.mkdir(exist_ok=True)
             self._file = used.open("wb")
             self._file.write(bytes(_BUDGET_MIB << 20))

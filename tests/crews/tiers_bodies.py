@@ -161,7 +161,7 @@ def save_soon(
     """
     with Checkpointer(root, group=member.group, local=locals_[member.rank]) as checkpointer:
         assert checkpointer._tier is not None
-        checkpointer._tier.note_times(*known_s[member.rank])
+        checkpointer._tier.drainer.note_times(*known_s[member.rank])
         state = stamped(member, 1)
         stats = checkpointer.save(1, state, deadline_s=deadline_s).result()
         assert found_in(member, checkpointer, 1) == 1

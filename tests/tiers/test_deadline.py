@@ -133,7 +133,7 @@ def test_it_goes_straight_to_the_root_if_only_that_is_in_time(
 ) -> None:
     with Checkpointer(disk / "run", local=local) as checkpointer:
         if times_s is not None:
-            tier_of(checkpointer).note_times(*times_s)
+            tier_of(checkpointer).drainer.note_times(*times_s)
         stats = checkpointer.save(1, state(1), deadline_s=SOON_S).result(WAIT_S)
         assert (stats.local_committed_s is None) == goes_straight
         assert ("the job ends in" in stats.local_why) == goes_straight
@@ -143,7 +143,7 @@ def test_it_goes_straight_to_the_root_if_only_that_is_in_time(
 def test_each_step_tells_how_long_it_took(disk: Path, local: Path) -> None:
     with Checkpointer(disk / "run", local=local) as checkpointer:
         checkpointer.save(1, state(1)).result(WAIT_S)
-        known = tier_of(checkpointer)._times_s
+        known = tier_of(checkpointer).drainer._times_s
     assert known is not None and known[0] > 0.0 and known[1] > 0.0
 
 

@@ -20,10 +20,10 @@ import torch
 
 from fastckpt import Checkpointer, Memory
 from fastckpt.cli import main
+from fastckpt.saving import ring
 from fastckpt.saving.lease import LEASE_FILE
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
-from fastckpt.tiers import memory_budget
 from fastckpt.tiers.drain import Drain
 from tests.kit.interpreters import Program
 from tests.kit.mounts import mounted
@@ -329,7 +329,7 @@ def test_what_memory_there_is_is_looked_at_ahead(
         subprocess.run(told.split("`")[1], shell=True, check=True)
         with Checkpointer(disk / "run", local=Memory(directory=inner, budget="1GiB")):
             pass
-    monkeypatch.setattr(memory_budget, "memory_left_bytes", lambda: 32 * MIB)
+    monkeypatch.setattr(ring, "memory_left_bytes", lambda: 32 * MIB)
     assert "is 32.0 MiB by the limits" in refused(Memory(directory=local, budget="1GiB"))
     for values in (
         {"keep": 0},

@@ -23,11 +23,11 @@ import torch
 from fastckpt import Checkpointer, SaveOptions
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.formats.step_names import SPARES
 from fastckpt.plan.image import BLOCK_BYTES, Image
 from fastckpt.saving import pipeline
-from fastckpt.saving.spares import Spares
+from fastckpt.saving.ring import Ring
 from fastckpt.storage.file_system import Storage
-from fastckpt.tiers.memory_budget import MemoryBudget
 from tests.kit.doubles import FailAt, Recorder, dead_pid, process_on
 from tests.kit.mounts import mounted
 from tests.kit.saves import wait_until
@@ -174,7 +174,7 @@ def test_a_memory_that_cannot_be_listed_any_more_is_left_as_it_is(
 ) -> None:
     """By what makes room after a save, on whose thread nobody is left to be told."""
 
-    def used(_budget: MemoryBudget) -> int:
+    def used(_ring: Ring) -> int:
         raise StorageError("list", str(local), errno.EIO)
 
     with Checkpointer(disk / "run", local=memory(local)) as checkpointer:
@@ -182,7 +182,7 @@ def test_a_memory_that_cannot_be_listed_any_more_is_left_as_it_is(
         tier = checkpointer._tier
         assert tier is not None
         with monkeypatch.context() as patched:
-            patched.setattr(MemoryBudget, "used", used)
+            patched.setattr(Ring, "used", used)
             tier.evict(0)
         save(checkpointer, local, 2)
         assert checkpointer.restore(state(999, ELEMENTS)) == 2
@@ -217,7 +217,7 @@ def test_spares_make_room_for_what_neighbours_send(disk: Path, local: Path) -> N
 
 def test_who_looks_for_spares_keeps_none_from_being_removed(local: Path) -> None:
     directory, over = local / "step", threading.Event()
-    own = Spares(Storage(), str(local / ".spares"))
+    own = Ring(Storage(), str(local), SPARES)
     directory.mkdir()
 
     def look() -> None:
@@ -230,8 +230,8 @@ def test_who_looks_for_spares_keeps_none_from_being_removed(local: Path) -> None
         for _ in range(100):
             (directory / SHARD).write_bytes(bytes(MIB))
             assert not own.keep(str(directory), [SHARD])
-            own.trim(0)
-            assert not os.listdir(local / ".spares")
+            own.clear()
+            assert not os.listdir(local / SPARES)
     finally:
         over.set()
         looking.join()
@@ -241,13 +241,13 @@ def test_a_file_that_was_taken_in_vain_is_given_back(disk: Path, local: Path) ->
     with Checkpointer(disk / "run", local=memory(local)) as checkpointer:
         for step in (1, 2, 3):
             save(checkpointer, local, step)
-        assert checkpointer._tier is not None and checkpointer._tier.spares is not None
-        own, nbytes = checkpointer._tier.spares, shard(local, 3).stat().st_size
+        assert checkpointer._tier is not None and checkpointer._tier.ring is not None
+        own, nbytes = checkpointer._tier.ring, shard(local, 3).stat().st_size
         taken, staging = own.take(SHARD, nbytes), pipeline.current().staging
         refused = Image.of_bytes(bytearray(8))
         refused.slots.append(1)  # half of one
         with pytest.raises(ValueError):
-            ImageTransfer(staging, refused, "x", staging.allowance(None), 1, landing=taken)
+            ImageTransfer(staging, refused, "x", staging.allowance(None), 1, slot=taken)
         assert own.take(SHARD, nbytes) is taken
 
 
@@ -261,16 +261,16 @@ def test_two_checkpointers_of_one_process_do_not_share_a_file(disk: Path, local:
             await_spares(local, step > 1)
         own, other = one._tier, Checkpointer(disk / "other", local=options)
         with other:
-            assert own is not None and own.spares is not None and other._tier is not None
-            its = type(own.spares)(own._storage, own.spares._directory)
+            assert own is not None and own.ring is not None and other._tier is not None
+            its = Ring(own._storage, own.ring._directory, SPARES)
             its.prepare(SHARD)
             nbytes = shard(local, 3).stat().st_size
-            assert own.spares.take(SHARD, nbytes) is None and its.take(SHARD, nbytes) is None
+            assert own.ring.take(SHARD, nbytes) is None and its.take(SHARD, nbytes) is None
             its.close()
-            taken = own.spares.take(SHARD, nbytes)
-            assert taken is not None and own.spares.take(SHARD, nbytes) is None
-            own.spares.trim(0)
+            taken = own.ring.take(SHARD, nbytes)
+            assert taken is not None and own.ring.take(SHARD, nbytes) is None
+            own.ring.clear()
             assert spares(local) == 1, "it is in use"
             taken.release()
-            own.spares.trim(0)
+            own.ring.clear()
             assert spares(local) == 0

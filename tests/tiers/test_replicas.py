@@ -22,7 +22,7 @@ from fastckpt import Checkpointer, Memory, StorageError
 from fastckpt.formats.manifest import Manifest
 from fastckpt.formats.step_names import SPARES
 from fastckpt.ranks.peer_link import _UNPROVEN_MAX, PART_BYTES, PeerLink, connected
-from fastckpt.saving.spares import Spares
+from fastckpt.saving.ring import Ring
 from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.nodes import RanksByNode, sizes_of
@@ -48,9 +48,9 @@ class Node:
     ) -> None:
         self.path = root / NAME
         self.steps = PosixSteps(Storage(), str(root))
-        self.spares = Spares(self.steps.storage, str(root / SPARES))
+        self.ring = Ring(self.steps.storage, str(root), SPARES)
         self.replicas = Replicas(
-            memory or Memory(), self.steps, self.spares, rank, "127.0.0.1", timeout_s
+            memory or Memory(), self.steps, self.ring, rank, "127.0.0.1", timeout_s
         )
 
     @property
@@ -135,7 +135,7 @@ def test_what_comes_is_written_to_the_file_of_a_removed_step(
         shard = b.path / "rank-00000.safetensors"
         number, held = shard.stat().st_ino, shard.read_bytes()
         flip(shard, 0.5)
-        b.steps.keep_files = b.spares.keep
+        b.steps.keep_files = b.ring.keep
         with shard.open("rb") if reads else nullcontext() as reader:
             damaged = shard.read_bytes()
             assert b.steps.remove(NAME, b.manifest.nonce)
@@ -144,7 +144,7 @@ def test_what_comes_is_written_to_the_file_of_a_removed_step(
             assert reader is None or reader.read() == damaged
         assert (shard.stat().st_ino == number) == (not reads)
         assert shard.read_bytes() == held
-    b.spares.close()
+    b.ring.close()
 
 
 @pytest.mark.parametrize("file", ["rank-00000.json", "rank-00000.safetensors", "objects.pt"])
@@ -317,7 +317,7 @@ def test_who_stops_in_the_midst_of_a_file_is_not_waited_for() -> None:
 def test_an_address_that_is_none_of_this_node_is_named(host: str, disk: Path) -> None:
     steps = PosixSteps(Storage(), str(disk))
     with pytest.raises(ValueError, match=r"^Memory\(address=.* cannot be listened at"):
-        Replicas(Memory(), steps, Spares(steps.storage, str(disk / SPARES)), 0, host, 3.0)
+        Replicas(Memory(), steps, Ring(steps.storage, str(disk), SPARES), 0, host, 3.0)
 
 
 def test_copies_go_to_the_next_nodes_of_other_groups(disk: Path) -> None:

@@ -1,4 +1,4 @@
-"""Landing: a file in memory that an image is staged in, each block where it belongs in the file.
+"""Slot: a mapped file in memory that an image is staged in, each block where it belongs.
 
 The file has all of its pages already: new ones cost several times what the copy does.
 """
@@ -16,11 +16,9 @@ from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import Storage
 
 
-class Landing:
-    """A file that stays mapped here once it was, be it a landing or of a step meanwhile.
-
-    Args:
-        path: of the file, which nobody opens by this name but to take it.
+class Slot:
+    """A file that nobody opens by its name but to take it. Once mapped it stays mapped here, also
+    while it has another name and use.
 
     Attributes:
         path: as it was named when it was last taken.
@@ -57,7 +55,7 @@ class Landing:
 
     def take(self, path: str, nbytes: int) -> bool:
         """Takes the file, by its name, for an image of as many pages; returns False, with nothing
-        changed, if anybody may see what it holds: who has it open may have opened a step.
+        changed, if anybody may see what it holds: whoever has it open may be reading it.
         """
         storage = self._storage
         if self.is_taken or not _is_alone(self.fd):
