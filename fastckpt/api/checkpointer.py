@@ -524,7 +524,7 @@ class Checkpointer:
         Ctrl-C logs what is awaited, a second gives it up; KeyboardInterrupt is raised in the end.
 
         Raises:
-            CheckpointError: the first that failed and whose error nobody asked for, or that hangs.
+            CheckpointError: the first that failed and whose error nobody asked for.
         """
         if self._close(pressed=False):
             raise KeyboardInterrupt

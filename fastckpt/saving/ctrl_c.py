@@ -10,12 +10,11 @@ import logging
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from fastckpt.engine import exit_status
-from fastckpt.errors import CheckpointError, fate
+from fastckpt.errors import fate
 from fastckpt.latch import log_aside
 from fastckpt.saving.handle import InnerHandle
 
@@ -64,7 +63,6 @@ def tell_lost_in_child(failed: Sequence[InnerHandle]) -> None:
         raise SystemExit(1)
 
 
-GIVEN_UP_S = 10.0  # the longest wait for the end of saves that were given up
 _LOOK_S = 0.2
 
 
@@ -95,8 +93,7 @@ def wait_or_give_up(
         Whether Ctrl-C has been pressed before the wait or in it.
 
     Raises:
-        CheckpointError: a save has not ended within GIVEN_UP_S since it was given up, be it by an
-            earlier wait. Or as InnerHandle.check_wait().
+        As InnerHandle.check_wait().
     """
     awaited = [handle for handle in handles if not handle.done()]
     for handle in awaited:
@@ -110,21 +107,12 @@ def wait_or_give_up(
         if gives_up:
             for handle in awaited:
                 handle.give_up()
-            for handle in awaited:
-                handle.wait_quietly(_left_s(handle))
-            return
-        if pressed and not is_answered:
+        elif pressed and not is_answered:
             is_answered = True
             _answer([handle for handle in awaited if not handle.goes_on_told])
         wait(awaited)
 
     _insist(attempt)
-    if gives_up and (hanging := [handle for handle in awaited if not handle.done()]):
-        raise CheckpointError(
-            f"the {hanging[0].subject()} was given up, but has not ended within {GIVEN_UP_S:g} s: "
-            "the process ends without waiting for it. It may still be committed, by a call that is "
-            "answered late; what was committed before stays"
-        )
     return pressed
 
 
@@ -175,20 +163,6 @@ def wait_at_exit(
     kind = getattr(sys, "last_type", None)  # of the error that Python has printed as the last one
     wait_or_give_up(handles, isinstance(kind, type) and issubclass(kind, KeyboardInterrupt), wait)
     wait(handles)
-
-
-def any_hangs(handles: Sequence[InnerHandle]) -> bool:
-    """Returns whether one of these saves has not ended within GIVEN_UP_S since it was given up."""
-    given_up = [handle for handle in handles if handle.is_given_up() and not handle.done()]
-    return any(_left_s(handle) == 0.0 for handle in given_up)
-
-
-def _left_s(handle: InnerHandle) -> float:
-    """Returns how long this save, which was given up, is still waited for. It is counted from when
-    it was: a Ctrl-C may break a wait off wherever Python is, and the next wait goes on with it.
-    """
-    assert handle.given_up_s is not None
-    return max(0.0, handle.given_up_s + GIVEN_UP_S - time.monotonic())
 
 
 def _answer(handles: list[InnerHandle]) -> None:

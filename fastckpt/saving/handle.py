@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import inf
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_share, shown_size
@@ -222,7 +223,6 @@ class InnerHandle(SaveHandle):
         unkept: called when its error has been told.
         tells: whether this rank, the first one, says what all ranks know.
         goes_on_told: whether a line has said what becomes of the save after Ctrl-C.
-        given_up_s: when it was given up, by time.monotonic(); else None.
 
     Args:
         started: when save() was called, by time.perf_counter().
@@ -245,7 +245,7 @@ class InnerHandle(SaveHandle):
         self.unkept: Callable[[], object] = bool
         self.tells = True
         self.goes_on_told = self._is_broken_off = False
-        self.given_up_s: float | None = None
+        self._given_up_s = inf
         self._queued = Latch()
         self._order: Callable[[], bool] | None = None
         self._is_warned_of = on_error == "warn"
@@ -263,13 +263,16 @@ class InnerHandle(SaveHandle):
 
     def give_up(self) -> None:
         """Cancels the save, and also its way from the local tier to the root."""
-        if self.given_up_s is None:
-            self.given_up_s = time.monotonic()
+        self._given_up_s = min(self._given_up_s, time.monotonic())
         self.cancel()
 
     def is_given_up(self) -> bool:
         """Returns whether give_up() was called."""
-        return self.given_up_s is not None
+        return self._given_up_s < inf
+
+    def given_up_for(self) -> float:
+        """Returns how many seconds ago that was; -inf: it was not."""
+        return time.monotonic() - self._given_up_s
 
     def is_asked_for(self) -> bool:
         """Returns whether the failure of this save, if it has failed, need not be told any more.

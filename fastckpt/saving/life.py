@@ -12,12 +12,11 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from enum import Enum
-from functools import partial
 from queue import Empty, SimpleQueue
 
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.transfer import ImageTransfer
-from fastckpt.errors import CheckpointError, StorageError, is_visible
+from fastckpt.errors import CheckpointError, is_visible
 from fastckpt.latch import Latch, taken
 from fastckpt.ranks.round import HEED_S, Round
 from fastckpt.saving.handle import InnerHandle
@@ -26,6 +25,8 @@ from fastckpt.storage.bound import Bound
 from fastckpt.storage.calls import Permit
 
 log = logging.getLogger("fastckpt")
+
+GIVEN_UP_S = 10.0  # the longest wait for the end of a save that Ctrl-C has given up
 
 
 class State(Enum):
@@ -40,14 +41,6 @@ class State(Enum):
     IN_DOUBT = "in doubt"
 
 
-class HungCall(Exception):
-    """Ends a save whose worker is in a call that never returns."""
-
-    def __init__(self, error: StorageError) -> None:
-        super().__init__()
-        self.error = error
-
-
 class Life:
     """The life of one save.
 
@@ -59,7 +52,6 @@ class Life:
         forget: drops references to what was copied; called once, when everything has been.
 
     Attributes:
-        state: changed by the thread of this life alone.
         permit: the worker's, to call the file system.
         transfers: the transfers that read the state; complete before placed().
         interrupted: set by a caller that could not wait: unless everything was copied by then, the
@@ -69,6 +61,9 @@ class Life:
         told: set when the result has been told.
         gone: set when nothing of it is left to do.
         worker: the worker's thread; None if there is none, because none can be started.
+        outcome: by the worker, when the stages have ended: their error.
+        is_left: by the worker, when it has done what is left to do after the result was told. Both
+            are plain stores, which no error can prevent; wake() has them seen at once.
     """
 
     def __init__(
@@ -79,20 +74,25 @@ class Life:
         watched: Sequence[WatchedTensors],
         forget: Callable[[], None],
     ) -> None:
-        self.state, self.permit = State.STAGING, Permit()
+        self.permit = Permit()
         self.transfers: list[ImageTransfer] = []
-        self.interrupted = self.is_lost = False
+        self.interrupted = self.is_lost = self.is_left = False
         self.begun, self.told, self.gone = Latch(), Latch(), Latch()
         self.worker: threading.Thread | None = None
+        self.outcome: tuple[BaseException | None] | None = None
+        self._reached, self._fate = State.STAGING, list[State]()
         self._handle, self._agreement, self._reads = handle, agreement, reads
         self._verdict, self._forget = MutationCheck(watched), forget
         self._bound = Bound(agreement.timeout_s)
         self._beginnings, self._settlings = [None], [None]
-        self._handed: SimpleQueue[Callable[[], None]] = SimpleQueue()  # by the worker, to do here
-        self._copied = Latch()
-        self._copy_error: BaseException | None = None
-        self._error: BaseException | None = None
-        self._has_ended = self._is_gone = False
+        self._news: SimpleQueue[None] = SimpleQueue()
+        self._is_placed, self._copied = False, Latch()
+        self._failure: BaseException | None = None  # of the copies, which the worker is to raise
+
+    @property
+    def state(self) -> State:
+        """How far it is. The end, which the thread of this life tells, is the last state."""
+        return self._fate[0] if self._fate else self._reached
 
     # ---- what the caller says
 
@@ -118,21 +118,25 @@ class Life:
 
     def reach(self, state: State) -> None:
         """Says how far the worker is."""
-        self._hand(partial(self._enter, state))
+        self._reached = state
 
     def placed(self) -> None:
         """Says that the caller may be let go from now on, as soon as everything is copied."""
-        if self.worker is not None:
-            self._handed.put(self._copy)
+        self._is_placed = True
+        self.wake()
 
-    def _hand(self, act: Callable[[], None]) -> None:
-        act() if self.worker is None else self._handed.put(act)
+    def wake(self) -> None:
+        """Has the thread of this life look at what the worker has noted."""
+        self._news.put(None)
 
     def heed(self) -> None:
         """Raises what ends a save whose caller does not wait for it: SaveCancelled, or the error of
-        an interrupted one. Asks no other rank.
+        an interrupted one, or of the copies. Asks no other rank.
         """
         self._agreement.heed()
+        self.permit.check()
+        if self._failure is not None:
+            raise self._failure
         if self.is_lost:
             raise self.interruption()
 
@@ -151,19 +155,17 @@ class Life:
         if self.worker is None:
             self._copy()
         self._copied.wait()
-        if self._copy_error is not None:
-            raise self._copy_error
-
-    def tell_ended(self, error: BaseException | None) -> None:
-        """Says how the stages have ended; returns when the result has been told."""
-        self._hand(partial(self._note_end, error))
-        self.told.wait()
+        self.permit.check()
+        if self._failure is not None:
+            raise self._failure
 
     # ---- the thread of this life
 
     def start(self, name: str, work: Callable[[], None]) -> bool:
-        """Starts the worker, which calls tell_ended(); returns False if there can be no thread."""
-        self.worker = threading.Thread(target=self._work, args=(work,), name=name, daemon=True)
+        """Starts the worker, which notes its `outcome` and wakes this life, waits until it is told,
+        and notes that it `is_left`. Returns False if there can be no thread.
+        """
+        self.worker = threading.Thread(target=work, name=name, daemon=True)
         try:
             self.worker.start()
         except RuntimeError:
@@ -171,18 +173,29 @@ class Life:
         return self.worker is not None
 
     def follow(self) -> BaseException | None:
-        """Waits for the end of the stages; returns their error. Raises HungCall if none comes."""
-        while not self._has_ended:
-            self._next()()
-        error, self._error = self._error, None
-        return error
+        """Waits for the end of the stages; returns their error. If none comes, revokes the permit,
+        and raises an error that ends the save in their place.
+        """
+        while self.outcome is None:
+            try:
+                if self._is_placed and not self._copied.is_set():
+                    self._copy()
+                else:
+                    self._wait()
+            except BaseException as error:
+                if self.permit.is_revoked:
+                    raise
+                # Unforeseen. The worker may be writing what it has copied, and is to end first.
+                self._failure = self._failure or error.with_traceback(None)
+        (failure,), self.outcome = self.outcome, (None,)
+        return failure
 
     def end(self, error: BaseException | None) -> None:
         """Drops all references, and changes the state for the last time."""
         in_doubt = State.IN_DOUBT if is_visible(error) else State.FAILED
-        self.state = State.COMMITTED if error is None else in_doubt
+        self._fate = [State.COMMITTED if error is None else in_doubt]
         self.forget_copies()
-        self._copy_error, self._forget = None, lambda: None
+        self._failure, self._forget = None, lambda: None
 
     def forget_copies(self) -> None:
         """Drops the references to what was copied; nothing is being copied any more."""
@@ -190,62 +203,47 @@ class Life:
         self.transfers.clear()
         self._reads = DeviceSources()
 
-    def wait_gone(self) -> None:
+    def wait_left(self) -> None:
         """Waits until the worker has done what is left to do after the result has been told, unless
         it hangs.
         """
         try:
-            while not (self.worker is None or self.permit.is_revoked or self._is_gone):
-                self._next()()
-        except HungCall as hung:
-            log.warning("%s", hung.error)
+            while not (self.worker is None or self.permit.is_revoked or self.is_left):
+                self._wait()
+        except CheckpointError as hung:
+            log.warning("%s", hung)
 
     def worker_is_gone(self) -> bool:
         return self.worker is None or not self.worker.is_alive()
 
-    def _work(self, work: Callable[[], None]) -> None:
+    def _wait(self) -> None:
+        """Waits for a while until the worker has noted something; raises as follow()."""
         try:
-            work()
-        except BaseException as error:  # unforeseen: else this life would wait for an end for ever
-            self._handed.put(partial(self._note_end, error.with_traceback(None)))
-            raise
-        finally:
-            self._handed.put(self._note_gone)
-            del self, work  # a traceback may keep this frame
-
-    def _enter(self, state: State) -> None:
-        self.state = state
-
-    def _note_end(self, error: BaseException | None) -> None:
-        if not self._has_ended:
-            self._has_ended, self._error = True, error
-
-    def _note_gone(self) -> None:
-        self._is_gone = True
-
-    def _next(self) -> Callable[[], None]:
-        """Waits for what the worker hands over next; raises HungCall if nothing comes."""
-        while True:
-            try:
-                return self._handed.get(timeout=self._bound.look_s)
-            except Empty:
-                self._watch()
+            self._news.get(timeout=self._bound.look_s)
+        except Empty:
+            self._watch()
 
     def _watch(self) -> None:
-        error = self.permit.revoke(self._bound)
+        error: CheckpointError | None = self.permit.revoke(self._bound)
+        if error is None and self._handle.given_up_for() >= GIVEN_UP_S:
+            error = self.permit.revoke() or CheckpointError(
+                f"the {self._handle.subject()} was given up, but has not ended within "
+                f"{GIVEN_UP_S:g} s, and is not waited for any longer"
+            )
         if error is not None:
-            raise HungCall(error)
+            raise error
 
     def _copy(self) -> None:
         """Waits for the copies, and opens the fence; keeps the error for the worker."""
         try:
             self._wait_copied()
-        except HungCall:
-            raise
         except BaseException as error:
             # Frames of this thread would hold the save, in a circle with the error.
-            self._copy_error = error.with_traceback(None)
-        self._copied.set()
+            self._failure = error.with_traceback(None)
+            if self.permit.is_revoked:
+                raise
+        finally:
+            self._copied.set()
 
     def _wait_copied(self) -> None:
         handle, transfers = self._handle, self.transfers
@@ -262,7 +260,7 @@ class Life:
         if self.interrupted or not self.settle():
             raise self.interruption()
         self._forget()
-        self.state = State.WRITING
+        self.reach(State.WRITING)
         handle.mark_staged()
 
     def _look(self) -> None:

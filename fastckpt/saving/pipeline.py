@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from math import inf
 from queue import Empty, SimpleQueue
@@ -28,9 +28,9 @@ from fastckpt.errors import CheckpointError, SaveCancelled, StorageError, retold
 from fastckpt.latch import SERVER_S, is_called_back, items_of, start_thread, within
 from fastckpt.ranks.round import Round
 from fastckpt.ranks.signal_handlers import DeferredErrors
-from fastckpt.saving.ctrl_c import any_hangs, fail_exit, tell_lost, tell_lost_in_child, wait_at_exit
+from fastckpt.saving.ctrl_c import fail_exit, tell_lost, tell_lost_in_child, wait_at_exit
 from fastckpt.saving.handle import InnerHandle
-from fastckpt.saving.life import HungCall, Life, State
+from fastckpt.saving.life import Life, State
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.storage import calls
 from fastckpt.storage.atomic import remove_dead
@@ -125,13 +125,12 @@ class Pipeline:
 
     def _run(self, job: Job, on_caller: bool = False) -> None:
         """Runs a save from its beginning to its end, on the thread of its life."""
-        life = job.life
-        if not life.claim():
-            return
-        error: BaseException | None
+        life, error = job.life, None
         try:
-            job.has_slot = not on_caller and self._take_slot(job)
             try:
+                if not life.claim():
+                    return
+                job.has_slot = not on_caller and self._take_slot(job)
                 # It enters first and looks then, so that saves that begin at once agree on their
                 # order.
                 self._in_flight[job.handle] = job
@@ -139,26 +138,30 @@ class Pipeline:
             finally:
                 life.begun.set()
             error = self._outcome(job, on_caller)
-        except BaseException as unforeseen:  # else whoever waits would wait for ever
-            error = unforeseen
+        except BaseException as failure:  # of this thread: the worker's is an outcome
+            life.permit.revoke()
+            error = job.give_up(failure.with_traceback(None))
         try:
             self._finish(job, error)
             if life.worker is None:
                 job.end(self)
-        finally:
-            life.wait_gone()
-            if life.permit.is_revoked:
-                self.staging.stranded.add(-threading.get_ident(), life.worker_is_gone)
-                if life.worker is not None:
+        finally:  # whatever fails, nobody waits for ever
+            try:
+                if not job.handle.done():
+                    self._tell(job, error)
+                life.wait_left()
+                if life.permit.is_revoked and life.worker is not None:
+                    self.staging.stranded.add(-threading.get_ident(), life.worker_is_gone)
                     job.agreement.close()
+            finally:
                 life.permit.ended.set()
-            self._in_flight.pop(job.handle, None)
-            life.gone.set()
-            del job, life, error  # a traceback may keep this frame
+                self._in_flight.pop(job.handle, None)
+                life.gone.set()
+                del job, life, error  # a traceback may keep this frame
 
     def _outcome(self, job: Job, on_caller: bool) -> BaseException | None:
         """Has the worker run the stages, or runs them where no other thread can be started; returns
-        the error with which they ended.
+        the error with which they ended. Raises an error that ends the save while they go on.
         """
         if job.fence == "step" and not on_caller:
             # What comes next holds the GIL, and the caller waits for nothing else.
@@ -166,25 +169,27 @@ class Pipeline:
         if on_caller or not job.life.start(job.name, partial(self._work, job)):
             with job.life.permit:
                 return job.run(self)
-        try:
-            return job.life.follow()
-        except HungCall as hung:
-            return job.give_up(hung.error)
+        return job.life.follow()
 
     def _work(self, job: Job) -> None:
         """Runs the stages, and does what is left to do after the result has been told."""
-        permit, error = job.life.permit, None
+        life = job.life
         try:
-            with permit, suppress(calls.Revoked):  # the life has told the error
-                error = job.run(self)
-                if not permit.is_revoked:
-                    job.life.tell_ended(error)
+            with life.permit, suppress(calls.Revoked):  # then the life has told the error
+                life.outcome = (job.run(self),)
+                life.wake()
+                life.told.wait()
                 job.end(self)
+            with suppress(OSError):  # what stays is left to a later process
+                for path in life.permit.left:
+                    remove_dead(self.storage, path)
+        except BaseException as unforeseen:
+            life.outcome = life.outcome or (unforeseen.with_traceback(None),)
+            raise
         finally:
-            del job, error  # a traceback may keep this frame
-        with suppress(OSError):  # what stays is left to a later process
-            for path in permit.left:
-                remove_dead(self.storage, path)
+            life.is_left = True
+            life.wake()
+            del job, life  # a traceback may keep this frame
 
     def _take_slot(self, job: Job) -> bool:
         """Waits for one of IN_FLIGHT_MAX slots. Returns False if the caller was interrupted, or has
@@ -199,10 +204,8 @@ class Pipeline:
         return False
 
     def _finish(self, job: Job, error: BaseException | None) -> None:
-        """Tells the result."""
-        handle = job.handle
-        if job.has_slot:
-            self._slots.put(None)  # before callbacks run, which may save, or raise
+        """Drops what the save holds, and tells the result."""
+        handle, reads = job.handle, job.reads
         if error is not None:
             self._failed[handle] = False
             handle.unkept = partial(self._failed.pop, handle, None)
@@ -212,17 +215,10 @@ class Pipeline:
         handle.mark_staged()
         if handle.stats.stall_s is None:  # save() has yet to return; callbacks see how long it took
             handle.stats.stall_s = handle.elapsed_s()
-        try:
-            if error is None:
-                handle.stats.gpu_stall_s = job.reads.stall_s()
-                handle.stats.committed_s = handle.elapsed_s()
-                handle.set_result(handle.stats)
-            else:
-                handle.set_exception(error)
-        finally:  # a callback may raise SystemExit
-            job.life.told.set()
-            reads, job.reads = job.reads, DeviceSources()  # whoever waits may close the devices
-            job.failure = None
+        if error is None:
+            handle.stats.gpu_stall_s = reads.stall_s()
+            handle.stats.committed_s = handle.elapsed_s()
+        self._tell(job, error)
         if error is None:
             # Logged after the result was told, so that a log that is stuck cannot delay it.
             level = logging.DEBUG if job.agreement.rank else logging.INFO
@@ -231,6 +227,19 @@ class Pipeline:
         elif isinstance(error, SaveCancelled):  # which no later save tells
             known = job.agreement.rank or (handle.is_cancelled() and not handle.is_given_up())
             log.log(logging.DEBUG if known else logging.WARNING, "%s", error)
+
+    def _tell(self, job: Job, error: BaseException | None) -> None:
+        if job.has_slot:
+            self._slots.put(None)  # before callbacks run, which may save, or raise
+            job.has_slot = False
+        try:
+            if error is None:
+                job.handle.set_result(job.handle.stats)
+            else:
+                job.handle.set_exception(error)
+        finally:  # a callback may raise SystemExit
+            job.life.told.set()
+            job.reads, job.failure = DeviceSources(), None  # whoever waits may close the devices
 
     def _pending(self, lane: str, before: InnerHandle | None = None) -> list[InnerHandle]:
         pending = []
@@ -402,6 +411,7 @@ class Job:
         lane: saves of one lane commit in the order of their beginning.
 
     Attributes:
+        moving: what is in flight; write() enters it.
         deed: what it has done when it has ended well, for the log.
         name: the name of its worker's thread.
         life: its life; see there.
@@ -427,6 +437,7 @@ class Job:
         self.reads = reads = DeviceSources() if reads is None else reads
         self.name = f"fastckpt-save-{os.path.basename(handle.path)}"
         self.life = Life(handle, agreement, reads, watched, self.forget)
+        self.moving = ExitStack()
         self.fence = fence
         self.lane = lane
         self.previous: list[InnerHandle] = []  # all in flight: the last may fail before the others
@@ -437,9 +448,15 @@ class Job:
     def commit(self, pipeline: Pipeline) -> None:
         """Writes and commits; on an error, removes what this rank made, and raises."""
         try:
-            self.write(pipeline)
+            with self.moving:
+                # Others hear of a failure while the files are still open: a rank that is about to
+                # open one would report that it is gone, or find another under its descriptor.
+                try:
+                    self.write(pipeline)
+                except BaseException as error:
+                    self.fail(error)
+                    raise
         except BaseException as error:
-            self.fail(error)
             # If the first rank was lost after its commit, its checkpoint must not be destroyed.
             if not self.agreement.may_be_visible:
                 self._remove(pipeline.storage, error)
@@ -590,9 +607,6 @@ def _at_exit() -> None:
 
 
 def _end(pipeline: Pipeline) -> None:
-    if any_hangs(pipeline.in_flight()):  # which has been told
-        pipeline.staging.abandon()
-        return
     try:
         wait_at_exit(pipeline.in_flight(), pipeline.drain, _STILL_S)
     finally:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import filterfalse
 from typing import TypeAlias
@@ -81,49 +80,46 @@ class Save(Job):
         )
         outputs = plan.lay_out(pace)
         nbytes = sum(output.image.nbytes for output in outputs)
-        with ExitStack() as moving, self._telling():  # a failure is told before files are closed
-            moving.callback(self.handle.mark_writing, None)
-            # No file exists yet, so copies wait for no metadata server and for no other rank.
-            fetch = self._stage(pipeline, plan, outputs, moving)
-            self.handle.mark_writing(partial(_progress, [*outputs]))
-            place.begin()
-            self.life.placed()
-            place = self.place = place.chosen(outputs, pace)
-            plan.go_to(place)
-            plan.agree(pace, nbytes)
-            place.open(outputs, pace)
-            stats.nbytes = sum(output.nbytes for output in outputs)
-            pace.begin(nbytes)
-            stats.opened_s = self.handle.elapsed_s()
-            opened = [output for output in outputs if output.file.is_open]
-            # All files begin before anything waits for copies: with an allowance of one block, the
-            # blocks of one file have to be written before those of the next can be copied.
-            for output in opened:
-                output.file.begin(output.begin, pace)
-            pace.end(*(output.file.transfer for output in opened))
-            # Small files are copied first, and synced while the others are copied and written.
-            for output in filter(_is_small, opened):
-                self.life.wait_for(output.file.transfer)
-                self._complete(output)
-            self.life.wait_copied()
-            fetch.fill()
-            self._check_numbers(outputs)
-            plan.compare()
-            # The last files come first: they are synced while others are being written.
-            for output in filterfalse(_is_small, reversed(opened)):
-                self._complete(output)
-            for output in outputs:
-                transfer = output.file.transfer
-                transfer.count_writes(stats)
-                held = transfer.staged_bytes_max()
-                stats.staged_bytes_max = max(stats.staged_bytes_max, held)
-            stats.synced_s = self.handle.elapsed_s()
-            self._ask(outputs)
-            self.conclude(plan.record(), plan.publish)
+        self.moving.callback(self.handle.mark_writing, None)
+        # No file exists yet, so copies wait for no metadata server and for no other rank.
+        fetch = self._stage(pipeline, plan, outputs)
+        self.handle.mark_writing(partial(_progress, [*outputs]))
+        place.begin()
+        self.life.placed()
+        place = self.place = place.chosen(outputs, pace)
+        plan.go_to(place)
+        plan.agree(pace, nbytes)
+        place.open(outputs, pace)
+        stats.nbytes = sum(output.nbytes for output in outputs)
+        pace.begin(nbytes)
+        stats.opened_s = self.handle.elapsed_s()
+        opened = [output for output in outputs if output.file.is_open]
+        # All files begin before anything waits for copies: with an allowance of one block, the
+        # blocks of one file have to be written before those of the next can be copied.
+        for output in opened:
+            output.file.begin(output.begin, pace)
+        pace.end(*(output.file.transfer for output in opened))
+        # Small files are copied first, and synced while the others are copied and written.
+        for output in filter(_is_small, opened):
+            self.life.wait_for(output.file.transfer)
+            self._complete(output)
+        self.life.wait_copied()
+        fetch.fill()
+        self._check_numbers(outputs)
+        plan.compare()
+        # The last files come first: they are synced while others are being written.
+        for output in filterfalse(_is_small, reversed(opened)):
+            self._complete(output)
+        for output in outputs:
+            transfer = output.file.transfer
+            transfer.count_writes(stats)
+            held = transfer.staged_bytes_max()
+            stats.staged_bytes_max = max(stats.staged_bytes_max, held)
+        stats.synced_s = self.handle.elapsed_s()
+        self._ask(outputs)
+        self.conclude(plan.record(), plan.publish)
 
-    def _stage(
-        self, pipeline: Pipeline, plan: Plan, outputs: Sequence[Output], moving: ExitStack
-    ) -> MemoryCopy:
+    def _stage(self, pipeline: Pipeline, plan: Plan, outputs: Sequence[Output]) -> MemoryCopy:
         """Begins to copy everything: the bytes of the files, and the samples beside them."""
         staging, options = pipeline.staging, self.options
         allowance = staging.allowance(options.limit_bytes)
@@ -131,7 +127,7 @@ class Save(Job):
         stagers = max(1, stager_count() - (self.fence == "step"))
         samples, path = plan.samples(), self.handle.path
         fetch = MemoryCopy(staging, pipeline.storage, samples, path, allowance, self.reads)
-        self.life.transfers.append(moving.enter_context(fetch).transfer)
+        self.life.transfers.append(self.moving.enter_context(fetch).transfer)
         queue = self.reads.ranges[0].queue if self.reads.ranges else None
         direct, why = staging.gds.way(plan.way or options.staging, queue)
         if direct is None and why:
@@ -154,7 +150,7 @@ class Save(Job):
                 None if is_small else self.handle.stats,
                 None if is_small else slot,
             )
-            self.life.transfers.append(moving.enter_context(output.file).transfer)
+            self.life.transfers.append(self.moving.enter_context(output.file).transfer)
         self.staging_nbytes = min(allowance.blocks, blocks) * BLOCK_BYTES
         return fetch
 
@@ -198,17 +194,6 @@ class Save(Job):
                 f"before_commit refused the save to {self.handle.path!r} by "
                 f"{type(error).__name__}: {error}; nothing was committed"
             ) from error
-
-    @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """Tells other ranks of a failure while the files are still open: a rank that is about to
-        open one would report that it is gone, or find another file under the same descriptor.
-        """
-        try:
-            yield
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     def commit(self, pipeline: Pipeline) -> None:
         try:

@@ -46,8 +46,9 @@ class Permit:
     it is revoked, each of them but close raises Revoked.
 
     Attributes:
-        ended: to be set by who has revoked it, when the save is ended: the call that hung returns
-            to its thread only then.
+        is_revoked: whether it is.
+        ended: to be set by who has revoked it, when the save is ended: only then does a call return
+            to the thread, or raise.
         left: the temporary files and directories that the thread has closed since.
     """
 
@@ -55,7 +56,7 @@ class Permit:
         self.ended, self.left = Latch(), list[str]()
         self.lock = threading.Lock()  # guards the following
         self.under_way: list[Call] = []  # the innermost is the last
-        self.hung: Call | None = None
+        self.is_revoked, self.hung = False, list[Call]()
         self._closed = set[int]()
 
     def __enter__(self) -> None:
@@ -64,22 +65,24 @@ class Permit:
     def __exit__(self, *_: object) -> None:
         _thread.permit = None
 
-    @property
-    def is_revoked(self) -> bool:
-        return self.hung is not None
-
-    def revoke(self, bound: Bound) -> StorageError | None:
-        """Revokes it if the call under way has not got on within the bound; returns the error of
-        the save then.
+    def revoke(self, bound: Bound | None = None) -> StorageError | None:
+        """Revokes it if the call under way has not got on within the bound; without one, in any
+        case. Returns the error of a save that ends because of that call.
         """
         calls = self.under_way[-1:]
-        if not calls or self.is_revoked or not bound.is_over(calls[0].seconds(), calls[0].text):
+        if bound is not None and not (calls and bound.is_over(calls[0].seconds(), calls[0].text)):
             return None
         with self.lock:
-            if self.under_way[-1:] != calls:  # it has returned
-                return None
-            self.hung = calls[0]
-        return self.hung.error()
+            if self.is_revoked or (bound is not None and self.under_way[-1:] != calls):
+                return None  # or it has returned
+            self.is_revoked, self.hung = True, self.under_way[-1:]
+        return self.hung[0].error(bound) if self.hung else None
+
+    def check(self) -> None:
+        """Raises Revoked if it is revoked, once the save is ended."""
+        if self.is_revoked:
+            self.ended.wait()
+            raise Revoked
 
     def closes(self, fd: int, path: str) -> bool:
         """Returns whether the thread of this permit, which is revoked, has that file still open:
@@ -116,9 +119,10 @@ class Call:
             return
         with permit.lock:
             # What a call that hangs consists of is done, as by a server.
-            if permit.is_revoked and not permit.under_way and self.name != "close":
-                raise Revoked
-            permit.under_way.append(self)
+            if not permit.is_revoked or permit.under_way or self.name == "close":
+                permit.under_way.append(self)
+                return
+        permit.check()
 
     def __exit__(self, *_: object) -> None:
         if (permit := self._permit) is None:
@@ -127,9 +131,8 @@ class Call:
             permit.under_way.pop()
             for outer in permit.under_way[-1:]:
                 outer.since = time.monotonic()  # it has got on
-        if permit.hung is self:
-            permit.ended.wait()
-            raise Revoked(self.text())
+        if self in permit.hung:
+            permit.check()
 
     def seconds(self) -> float:
         """Returns for how long it has not got on."""
@@ -139,9 +142,10 @@ class Call:
         """Returns what is waited for, in words."""
         return f"{self.name} of {self._path()!r} has not returned for {self.seconds():.0f} s"
 
-    def error(self) -> StorageError:
+    def error(self, bound: Bound | None) -> StorageError:
         """Returns the error of a save that ends because of this call."""
-        detail = f"it has not returned for {self.seconds():.0f} s and is given up (timeout_s)"
+        why = "" if bound is None else " (timeout_s)"
+        detail = f"it has not returned for {self.seconds():.0f} s and is given up{why}"
         return StorageError(self.name, self._path(), errno.ETIMEDOUT, detail=detail)
 
     def _path(self) -> str:

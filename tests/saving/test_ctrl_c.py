@@ -11,7 +11,6 @@ import re
 import select
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import torch
 
 import fastckpt
 from fastckpt import Checkpointer
-from fastckpt.saving import ctrl_c, pipeline
+from fastckpt.saving import ctrl_c
 from fastckpt.saving.handle import InnerHandle
 from tests.kit import interpreters
 from tests.kit.programs import Interruption, run_python
@@ -318,69 +317,59 @@ def test_the_second_may_come_while_the_line_about_the_first_is_logged(folder: Pa
 
 
 HANGS = """
-from fastckpt.saving import ctrl_c, pipeline
-ctrl_c.GIVEN_UP_S = 0.5
-pipeline.current().storage.sync = lambda *_: threading.Event().wait()
-fastckpt.save(state, path)
+from fastckpt.saving import life, pipeline
+from fastckpt.storage import calls
+life.GIVEN_UP_S = 0.5
+
+def hang(*_):
+    threading.Event().wait()
+
+if argument == "in a call":
+    Storage = type(pipeline.current().storage)
+    Storage.sync = calls.noted("sync", hang)
+fastckpt.save(state, path, before_commit=hang)
 train()
 """
 
 
-def test_a_save_that_hangs_does_not_keep_the_process(folder: Path) -> None:
-    with terminal(HANGS, folder) as person:
+@pytest.mark.parametrize(
+    ("where", "said"),
+    [("in a call", "sync of "), ("elsewhere", "was given up, but has not ended within 0.5 s")],
+)
+def test_a_save_that_hangs_does_not_keep_the_process(folder: Path, where: str, said: str) -> None:
+    with terminal(HANGS, folder, where) as person:
         person.until("NOW")
         person.press()
         person.until("Ctrl-C once more")
         person.press()
         assert person.status() == -signal.SIGINT, person.shown
-    assert "was given up, but has not ended within 0.5 s" in person.shown
-    assert "may still be committed" in person.shown
+    assert said in person.shown.partition("FAILED and was not committed: ")[2]
     assert newest(folder)[0] == 1
     fastckpt.save({"w": torch.ones(9)}, folder / "a.pt").result(LIMIT_S)  # removes what is left
-
-
-def test_a_wait_that_was_broken_off_goes_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    release, wait = threading.Event(), InnerHandle.wait_quietly
-
-    def release_and_wait(handle: InnerHandle, timeout_s: float) -> bool:
-        release.set()
-        return wait(handle, timeout_s)
-
-    monkeypatch.setattr(pipeline.current().storage, "sync", lambda *_: release.wait(LIMIT_S))
-    monkeypatch.setattr(InnerHandle, "wait_quietly", release_and_wait)
-    handle = fastckpt.save({"w": torch.ones(9)}, folder / "a.pt")
-    handle.give_up()  # by a wait that a further Ctrl-C has ended
-    assert not ctrl_c.any_hangs([handle])
-    ctrl_c.wait_or_give_up([handle], pressed=True)
-    assert handle.done()
-
-
-class Impatient(InnerHandle):
-    """Of a save that was given up: a third Ctrl-C ends the first wait for it, and then it ends."""
-
-    waits = 0
-
-    def wait_quietly(self, timeout: float | None = None) -> bool:
-        self.waits += 1
-        if self.waits == 1:
-            raise KeyboardInterrupt
-        if not self.done():
-            self.set_exception(fastckpt.SaveCancelled(self.path))
-        return super().wait_quietly(timeout)
 
 
 def test_one_more_at_any_moment_does_nothing() -> None:
     """Also if it comes as another one is being caught."""
     second: list[int] = []
+    third: list[int] = []
 
     def press(_: object) -> None:
-        second.append(at)
-        raise KeyboardInterrupt
+        if not handle.is_given_up():
+            second.append(at)
+            raise KeyboardInterrupt
+        if at not in third:
+            third.append(at)
+            raise KeyboardInterrupt
+        if not handle.done():
+            handle.set_exception(fastckpt.SaveCancelled(handle.path))
 
     at = moments = 0
     while at <= moments:
         at += 1
-        handle, interruption = Impatient("a", 0.0), Interruption(at, KeyboardInterrupt, "ctrl_c.py")
+        handle, interruption = (
+            InnerHandle("a", 0.0),
+            Interruption(at, KeyboardInterrupt, "ctrl_c.py"),
+        )
         try:
             with interruption:
                 assert ctrl_c.wait_or_give_up([handle], pressed=True, wait=press)
@@ -485,7 +474,7 @@ from fastckpt.saving import pipeline
 def press(*_):
     raise KeyboardInterrupt
 
-pipeline.wait_at_exit = pipeline.any_hangs = press
+pipeline.wait_at_exit = press
 handle = fastckpt.save({"w": torch.ones(10 << 20)}, sys.argv[1], drain_rate=8e6)
 while not handle.progress().written:  # before and after, it may be in calls of torch's store
     handle.wait_done(0.01)"""

@@ -17,6 +17,7 @@ import pytest
 import fastckpt
 from fastckpt import CheckpointError, StorageError
 from fastckpt.engine import transfer
+from fastckpt.saving import life as life_module
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Job
 from tests.kit.lives import STATES, WAIT_S, Life
@@ -144,6 +145,13 @@ def interrupt_in_a_wait(life: Life) -> None:
     life.release()
 
 
+def second_interrupt(life: Life) -> None:
+    life.begin()
+    life.first.handle.give_up()
+    assert life.first.handle.exception(WAIT_S) is not None
+    life.release()
+
+
 def fork(life: Life) -> None:
     """The child is refused the result of its parent's save."""
     life.begin()
@@ -163,6 +171,7 @@ def fork(life: Life) -> None:
 EXIT = """
 import pathlib, sys, threading
 from fastckpt.saving import pipeline
+from fastckpt.saving import life as life_module
 from tests.kit.lives import Life
 from tests.kit.saves import stands_in, wait_until
 
@@ -189,6 +198,7 @@ EVENTS: dict[str, list[Callable[[Life], None]]] = {
     "a call hangs": [call_that_hangs],
     "Ctrl-C in `save()`": [interrupt_in_save],
     "Ctrl-C in a wait": [interrupt_in_a_wait],
+    "a second Ctrl-C": [second_interrupt],
     "the process forks": [fork],
 }
 CASES = [
@@ -215,6 +225,7 @@ def living(
 ) -> Iterator[Callable[[str], Life]]:
     # The writes that are stopped are not waited for.
     monkeypatch.setattr(transfer, "PARTING_S", 0.1)
+    monkeypatch.setattr(life_module, "GIVEN_UP_S", 2.0)
     lives = []
 
     def live(state: str) -> Life:
