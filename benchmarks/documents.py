@@ -17,27 +17,29 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import comparison
 import harness
-from harness import ROOT, Line, Row, spread_of, table
+from harness import ROOT, Line, Row, table
 from parts import RESULTS
 from report import SECTIONS, by_peer
 
-PAGES = ("benchmarks", "dlio", "filesystems", "installing", "objects", "scale")
-DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in PAGES))
+PAGES = ("measurements", "bars", "dlio")
+DOCUMENTS = (ROOT / "README.md", *(ROOT / "docs" / "project" / f"{name}.md" for name in PAGES))
 PICTURE = ROOT / "docs" / "images" / "saves"
 MARKED = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- results end -->)", re.DOTALL)
 ALONE = RESULTS.parent  # where benchmarks that are run alone keep their records
-LABELS = {
-    "torch.save": "torch.save + fsync",
-    "safetensors": "safetensors + fsync",
-    "dcp-async": "DCP async_save, default",
-    "dcp-async-stager": "DCP async_save, stager",
-    "torchsnapshot-async": "torchsnapshot async_take",
-    "torch_checkpointing": "torch_checkpointing async",
-    "deepspeed": "DeepSpeed FastFileWriter",
-    "fastckpt": "**fastckpt, call fence**",
-    "fastckpt-step": "**fastckpt, step fence**",
-}
+# Those that the picture shows.
+PICTURED = (
+    "torch.save",
+    "safetensors",
+    "dcp-async",
+    "dcp-async-stager",
+    "torchsnapshot-async",
+    "torch_checkpointing",
+    "deepspeed",
+    "fastckpt",
+    "fastckpt-step",
+)
 NOTHING = "Not measured yet; `make bench-all` does."
 
 
@@ -117,7 +119,8 @@ def bars(names: Sequence[str], beside: Row | None) -> str:
             lines += [Line(f"**{name}.** {told}", "", ""), *lines_of(record)]
         else:
             lines.append(Line(f"**{name}.** {NOTHING}", "", ""))
-    return harness.markdown(lines)
+    told = harness.markdown(lines)
+    return told.replace("**FAIL**", "**missed**").replace("PASS", "met")
 
 
 def merged(record: Row) -> list[str]:
@@ -136,15 +139,16 @@ def merged(record: Row) -> list[str]:
 
 
 def by_workload(record: Row) -> list[str]:
-    """Return what a record of bench.py has, from its rows."""
+    """Return what a record of bench.py has, from its rows; its bars are on a page of their own."""
     found = []
     for name, section in SECTIONS.items():
         if name in record.get("results", ()):
             result = record["results"][name]
             found.append(f"**{section.title(result)}**")
-            if lines := section.lines(result):
-                found.append(harness.markdown(lines))
-            found += section.tables(result, section.summarize(result))
+            if name == "saves":
+                found += comparison.peers(result)
+            else:
+                found += section.tables(result, section.summarize(result))
     return found
 
 
@@ -166,27 +170,34 @@ def part(name: str, beside: Row | None) -> str:
 
 
 def readme() -> str:
-    """Return the table of saves and loads, and what they cost a training loop, for the README."""
-    saves, training = record_of("saves"), record_of("training")
-    if saves is None or training is None:
+    """Return the table of the README: how much faster saves and loads are."""
+    saves = record_of("saves")
+    if saves is None:
         return NOTHING
-    result, drag, rows = saves["results"]["saves"], training["results"]["drag"], []
-    groups, trained = by_peer(result["rows"]), by_peer(drag["rows"])
-    for name, label in LABELS.items():
-        if name in groups:
-            cells = [spread_of(groups[name], key, ".2f") for key in ("stall_s", "durable_s")]
-            if name == "fastckpt-step":
-                cells[0] += f", returns after {spread_of(groups[name], 'returned_s')}"
-            cells += [spread_of(groups[name], "load_s", ".2f")]
-            rows.append([label, *cells, spread_of(trained.get(name, []), "lost_s", ".2f")])
-    heads = ["seconds, median (all rounds)", "may mutate", "durable", "cold load", "training lost"]
+    run, name = GPU_DISK
+    gpu = json.loads((ALONE / run / "bench" / name).read_text())
+    gpu["environment"]["commit"] = GPU_RUNS[run]
+    rows, rivals = comparison.gains(saves, gpu)
     told = (
-        f"State: {result['bytes'] / 2**30:.2g} GiB; in the last column "
-        f"{drag['bytes'] / 2**30:.2g} GiB, beside a loop on one thread; less than 0 is noise. "
-        f"{source(saves)} "
-        f"Last column: {source(training, saves)}"
+        f"{rivals} Below 1 x, the rival is faster, and verifies nothing. "
+        f"CPU: {machine(saves)} ({dated(saves)}). H100: "
+        f"{machine(gpu).removeprefix('NVIDIA H100 80GB HBM3, ')} ({dated(gpu)})."
     )
-    return f"{table(heads, rows)}\n\n{filled(told)}"
+    return f"{rows}\n\n{filled(told)}"
+
+
+def dated(record: Row) -> str:
+    """Return the commit and the day of a record, to be read."""
+    return f"commit {record['environment']['commit'][:9]}, {record['environment']['date'][:10]}"
+
+
+def compare() -> str:
+    """Return the user's table: ours beside torch's own, the best rival and the machine's limit."""
+    names = ("saves", "many", "training", "dcp", "export", "objects")
+    records = {name: record for name in names if (record := record_of(name)) is not None}
+    if len(records) < len(names):
+        return NOTHING
+    return comparison.comparison(records)
 
 
 # Where the records of runs on a GPU are, and of what commit: a copy without history says another.
@@ -195,6 +206,8 @@ GPU_RUNS = {
     "gpu-2026-11-27/first": "050659c",
     "gpu-2026-11-27/second": "b5da888",
 }
+# The newest of these with saves to a disk and loads from it.
+GPU_DISK = ("gpu-2026-11-27/first", "gpu-20261127T014729Z.json")
 
 
 def gpu() -> str:
@@ -240,7 +253,12 @@ def gpu_training() -> str:
     return f"{filled(f'{note} {source(record)}')}\n\n{rows}"
 
 
-VIEWS: dict[str, Callable[[], str]] = {"readme": readme, "gpu": gpu, "gpu-training": gpu_training}
+VIEWS: dict[str, Callable[[], str]] = {
+    "readme": readme,
+    "compare": compare,
+    "gpu": gpu,
+    "gpu-training": gpu_training,
+}
 
 
 def made(text: str) -> str:
@@ -269,7 +287,7 @@ def draw() -> None:
     from matplotlib import pyplot
 
     groups = by_peer(record["results"]["saves"]["rows"])
-    names = [name for name in LABELS if name in groups][::-1]
+    names = [name for name in PICTURED if name in groups][::-1]
     figure, axes = pyplot.subplots(figsize=(8, 0.45 * len(names) + 1.2))
     for key, offset, label, color in (
         ("durable_s", -0.2, "until it is durable", "#9db8d2"),
@@ -279,7 +297,7 @@ def draw() -> None:
         places = [place + offset for place in range(len(names))]
         bars = axes.barh(places, values, 0.38, label=label, color=color)
         axes.bar_label(bars, fmt="%.2f s", padding=3, fontsize=8)
-    axes.set_yticks(range(len(names)), [LABELS[name].strip("*") for name in names])
+    axes.set_yticks(range(len(names)), [comparison.NAMES[name].strip("*") for name in names])
     axes.set_xlabel(f"seconds, {harness.number(size_of(record), '.2g')} GiB; less is better")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)

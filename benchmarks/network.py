@@ -129,7 +129,7 @@ def table_of(rows: list[Row]) -> str:
 
 
 def summary(results: dict[str, list[Row]]) -> str:
-    """The table of docs/filesystems.md: every ratio of every file system, small states last."""
+    """The table in the documents: every ratio of every file system, small states last."""
     rows = []
     for kind, told_rows in results.items():
         for mib in dict.fromkeys(row["mib"] for row in told_rows if "mib" in row):

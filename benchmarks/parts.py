@@ -1,6 +1,6 @@
 """The parts of `make bench-all`: each is one benchmark with what it is told there.
 
-To add one, add a line here and its markers to docs/benchmarks.md. The module must not know how
+To add one, add a line here and its markers to docs/project/bars.md. The module must not know how
 anything is measured or shown.
 """
 

@@ -15,7 +15,7 @@ from rivals.fastckpt_save import Fastckpt, FastckptStep
 
 OURS = (Fastckpt.name, FastckptStep.name)
 # Told of the first save and load of a process; the others are those that follow two.
-FIRST = {"stall_s": "may mutate", "durable_s": "durable", "load_s": "cold load"}
+FIRST = {"stall_s": "state may change", "durable_s": "durable", "load_s": "cold load"}
 
 
 def measured(rows: list[Row]) -> list[Row]:
@@ -136,7 +136,14 @@ def saves_tables(result: Row, summary: Row) -> list[str]:
             speed, cells = number(limits[key] / 1e9, ".2f"), ["-"] * (7 + len(FIRST))
             cells[column] = number(nbytes / limits[key])
             rows.append([f"{limit} {key}", *cells, f"{speed} GB/s, the best cell"])
-    heads = ["peer", "returns s", "may mutate s", "durable s", "GB/s", "faster than torch.save"]
+    heads = [
+        "peer",
+        "returns s",
+        "state may change s",
+        "durable s",
+        "GB/s",
+        "faster than torch.save",
+    ]
     heads += ["cold load s", "faster than torch.load"]
     heads += [f"{head} s, the first of a process" for head in FIRST.values()]
     return [table([*heads, "contract"], rows)]
@@ -149,7 +156,7 @@ def many_tables(result: Row, _summary: Row) -> list[str]:
         [name, *(spread_of(its, key) for key in clocks)]
         for name, its in by_peer(result["rows"]).items()
     ]
-    heads = ["peer", "returns s", "may mutate s", "durable s", "cold load s"]
+    heads = ["peer", "returns s", "state may change s", "durable s", "cold load s"]
     return [table(heads, rows)]
 
 
@@ -169,12 +176,21 @@ def drag_lines(result: Row) -> list[Line]:
 
 def drag_tables(result: Row, _summary: Row) -> list[str]:
     """Return the table of what a save costs the training beside it."""
-    heads, clocks = ["peer", "lost s a save", "stall s", "quiet step s"], ("lost_s", "stall_s")
+    heads, clocks = (
+        ["peer", "lost s a save", "stall s", "quiet step s"],
+        ("stall_s", "quiet_step_s"),
+    )
     rows = [
-        [name, *(spread_of(its, key) for key in (*clocks, "quiet_step_s"))]
+        [name, lost(its), *(spread_of(its, key) for key in clocks)]
         for name, its in by_peer(result["rows"]).items()
     ]
     return [table(heads, rows)]
+
+
+def lost(rows: list[Row]) -> str:
+    """Return what a save cost training; that it is noise, where a round has gained by it."""
+    least = min(row["lost_s"] for row in rows)
+    return f"{spread_of(rows, 'lost_s')}{'; noise' if least < 0 else ''}"
 
 
 def summarize_small(result: Row) -> Row:

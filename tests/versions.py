@@ -3,7 +3,7 @@ and the newest.
 
     python -m tests.versions                           # all of them: make test-versions
     python -m tests.versions lightning-floor           # some
-    python -m tests.versions --write                   # only the table in docs/installing.md
+    python -m tests.versions --write                   # only the table in docs/project/versions.md
 
 Each environment is a venv below build/versions, made once; `rm -r` one for a newer newest. It lies
 on top of the packages of the Python that runs this, but for a torch of its own, which has an
@@ -33,7 +33,7 @@ from tests.kit.paths import ROOT
 
 ENVIRONMENTS = ROOT / "build" / "versions"
 RECORD = ROOT / "tests" / "versions.json"
-PAGE = ROOT / "docs" / "installing.md"
+PAGE = ROOT / "docs" / "project" / "versions.md"
 MARKED = re.compile(r"(<!-- versions -->\n).*?(<!-- versions end -->)", re.DOTALL)
 OF_TESTS = ("pytest>=9", "pytest-timeout", "pytest-xdist", "hypothesis", "numpy")
 OF_FASTCKPT = ("safetensors>=0.4.2", "zstandard>=0.22", "pybind11>=3", "setuptools>=77")
@@ -176,7 +176,7 @@ def line(name: str, record: dict[str, Any]) -> str:
 
 
 def table(records: dict[str, dict[str, Any]]) -> str:
-    """Returns the table for docs/installing.md."""
+    """Returns the table for docs/project/versions.md."""
     lines = ["| environment | versions | tests | skipped, and why |", "|---|---|---|---|"]
     for name in names():
         if name not in records:
@@ -191,7 +191,7 @@ def table(records: dict[str, dict[str, Any]]) -> str:
 
 
 def page(records: dict[str, dict[str, Any]]) -> str:
-    """Returns docs/installing.md with the table of these records."""
+    """Returns docs/project/versions.md with the table of these records."""
     return MARKED.sub(lambda match: match[1] + table(records) + match[2], PAGE.read_text())
 
 

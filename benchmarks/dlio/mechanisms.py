@@ -1,4 +1,4 @@
-"""fastckpt as a checkpoint mechanism of DLIO, which is loaded by its name (docs/dlio.md).
+"""fastckpt as a checkpoint mechanism of DLIO, which is loaded by its name (docs/project/dlio.md).
 
 DLIO calls save_state() for each file of a rank, one after the other, and its clock stops when
 save_checkpoint() returns. Must not know how a benchmark compares mechanisms. The metadata has what

@@ -143,7 +143,7 @@ FASTCKPT_INLINE const uint8_t* read(Dtype from, const uint8_t* source, float* fl
 
 FASTCKPT_INLINE void write(Dtype from, Dtype to, const uint8_t* floats, uint8_t* target, size_t n) {
     if (to == Dtype::f32) std::memcpy(target, floats, n * sizeof(float));
-    // torch has two ways to write NaN. docs/format.md has the first, which never changes here.
+    // torch has two ways to write NaN; docs/reference/format.md has the first, which stays here.
     if (to == Dtype::bf16 && from == Dtype::f32) narrow<Brain<0xffff>>(floats, target, n);
     if (to == Dtype::bf16 && from != Dtype::f32) narrow<Brain<0x7fc0>>(floats, target, n);
     if (to == Dtype::f16) narrow<Half>(floats, target, n);

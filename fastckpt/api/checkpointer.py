@@ -100,7 +100,8 @@ class Checkpointer:
             all saves. Restores use `staging` and `timeout_s`. On Lustre, large files are striped
             unless the root has a layout (`lfs setstripe`).
         storage_options: for a URL, what its client is to know, by obstore's names: "endpoint",
-            "access_key_id" ... None: by its own conventions, as the environment (docs/objects.md).
+            "access_key_id" ... None: by its own conventions, as the environment
+            (docs/guides/objects.md).
         group: a torch.distributed process group. Default: all ranks if torch.distributed is
             initialised, else this process alone; so make the Checkpointer after
             init_process_group(). For one rank of several pass a group of that rank alone,

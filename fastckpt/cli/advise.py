@@ -1,7 +1,7 @@
 """`fastckpt advise`: predicts what checkpoints of a job cost, and how often to take one.
 
-Each formula names its source; docs/scale.md compares predictions with published measurements. The
-module imports what imports torch only when it is asked.
+Each formula names its source; docs/project/scale.md compares predictions with published
+measurements. The module imports what imports torch only when it is asked.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Job:
     step_s: float = 0.0  # not known, so no copy counts as hidden by a step
     commit_s: float = 0.5
     restart_s: float = 300.0
-    torch_rate: float = 0.7e9  # docs/benchmarks.md's
+    torch_rate: float = 0.7e9  # docs/project/measurements.md's
     torch_writers: int = 1
 
     def __post_init__(self) -> None:
@@ -202,7 +202,8 @@ def add_arguments(commands: Any) -> None:
     parser = commands.add_parser(
         "advise",
         help="what checkpoints of a job will cost, and how often to take one",
-        description="Predicts stall, commit and loss of checkpoints from a model (docs/scale.md). "
+        description="Predicts stall, commit and loss of checkpoints from a model "
+        "(docs/project/scale.md). "
         "Sizes are as 4.3TiB or 24GB, rates as 75GB/s, times as 3h, 5min or 20ms.",
     )
     count, size = quantity_argument(quantities.count), quantity_argument(_SIZE)

@@ -1,8 +1,8 @@
 """A file of items, end to end: torch zips of single tensors, and bytes; plus block checksums.
 
 Responsible for the bytes of a `.distcp` file of torch.distributed.checkpoint as fastckpt writes it
-(docs/format.md), and for where the elements lie in a tensor that torch.save wrote. It must not
-know what state the items are of, files, or who reads what.
+(docs/reference/format.md), and for where the elements lie in a tensor that torch.save wrote. It
+must not know what state the items are of, files, or who reads what.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The list of a checkpoint directory's files, which is a file of that directory itself.
 
-Responsible for the bytes of `fastckpt.json` (docs/format.md).
+Responsible for the bytes of `fastckpt.json` (docs/reference/format.md).
 """
 
 from __future__ import annotations

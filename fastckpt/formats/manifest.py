@@ -1,7 +1,7 @@
 """The manifest of a step directory: its commit record, with a line for each writer.
 
-Responsible for its bytes (docs/format.md), and for telling which writers a reader can leave out.
-It must not know files, ranks at run time, or how tensors are split.
+Responsible for its bytes (docs/reference/format.md), and for telling which writers a reader can
+leave out. It must not know files, ranks at run time, or how tensors are split.
 """
 
 from __future__ import annotations

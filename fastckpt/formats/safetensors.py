@@ -1,7 +1,7 @@
 """The safetensors format: one writer's part of a step, laid out so that stock readers open it.
 
-Responsible for the bytes of such a file and for reading its header (docs/format.md). It must not
-know what its tensors are pieces of, files, ranks, or compression.
+Responsible for the bytes of such a file and for reading its header (docs/reference/format.md). It
+must not know what its tensors are pieces of, files, ranks, or compression.
 """
 
 from __future__ import annotations

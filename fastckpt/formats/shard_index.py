@@ -1,7 +1,7 @@
 """The index of a writer in a step directory: its pieces of tensors, and the checksums of its file.
 
-Responsible for the bytes of an index, and for names of files and pieces (docs/format.md). It must
-not know the manifest, files, or how tensors are split and moved.
+Responsible for the bytes of an index, and for names of files and pieces (docs/reference/format.md).
+It must not know the manifest, files, or how tensors are split and moved.
 """
 
 from __future__ import annotations

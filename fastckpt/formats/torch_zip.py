@@ -1,6 +1,6 @@
 """The torch zip format: what torch.save would write, laid out beforehand, plus block checksums.
 
-Responsible for the bytes of the file (docs/format.md).
+Responsible for the bytes of the file (docs/reference/format.md).
 """
 
 from __future__ import annotations

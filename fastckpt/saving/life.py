@@ -30,7 +30,7 @@ GIVEN_UP_S = 10.0  # the longest wait for the end of a save that Ctrl-C has give
 
 
 class State(Enum):
-    """How far a save is; docs/design.md has what ends it in each state."""
+    """How far a save is; docs/project/design.md has what ends it in each state."""
 
     STAGING = "staging"
     WRITING = "writing"

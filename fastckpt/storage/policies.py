@@ -1,8 +1,8 @@
 """Kinds of file systems: which one a file lies on, and how bytes are moved there.
 
-POLICIES is THE table of what is done on each; docs/filesystems.md gives the reason and the source
-of every line. Staging.route() (engine/staging.py) decides on each file by it. This module must not
-know formats.
+POLICIES is THE table of what is done on each; docs/reference/filesystems.md gives the reason and
+the source of every line. Staging.route() (engine/staging.py) decides on each file by it. This
+module must not know formats.
 """
 
 from __future__ import annotations

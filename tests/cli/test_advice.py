@@ -1,8 +1,8 @@
 """The model behind `fastckpt advise`: that it gives what others published, and what it must obey.
 
-This file is responsible for the numbers of docs/scale.md, each of which is computed here and looked
-up there, for properties that any such model has, and for inputs that are refused. It must not know
-how advice is shown.
+This file is responsible for the numbers of docs/project/scale.md, each of which is computed here
+and looked up there, for properties that any such model has, and for inputs that are refused. It
+must not know how advice is shown.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def aistore(nodes: int, clients: int, ranks: int, gib: float) -> float:
 
 
 class Case(NamedTuple):
-    """Something published, and what the model says; `text` is how docs/scale.md shows that."""
+    """Something published, and what the model says; `text` is how the document shows that."""
 
     name: str
     predict: Callable[[], float]
     published: float
     text: str
-    beyond: bool = False  # misses the bar, and docs/scale.md says why
+    beyond: bool = False  # misses the bar, and docs/project/scale.md says why
 
 
 CASES = [
@@ -105,7 +105,7 @@ def test_published_cases_are_reproduced(case: Case) -> None:
     assert f"{case.predict():.{decimals}f}" == number
     row = next(
         line
-        for line in (ROOT / "docs" / "scale.md").read_text("utf-8").splitlines()
+        for line in (ROOT / "docs" / "project" / "scale.md").read_text("utf-8").splitlines()
         if line.startswith("|") and case.text in line and f"{deviation:+.1%}" in line
     )
     assert row.count("|") == 7, unit

@@ -1,5 +1,6 @@
 """Frames of planes: any block comes back bit for bit, by our reader and by the one that stands in
-docs/format.md; what has no pattern costs no room; damage gives bytes that the checksum refuses.
+docs/reference/format.md; what has no pattern costs no room; damage gives bytes that the checksum
+refuses.
 
 Knows fastckpt.engine.codec and planes; must not know formats or steps.
 """

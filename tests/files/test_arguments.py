@@ -49,7 +49,7 @@ TAKES_A_PATH: dict[str, Callable[[Any], object]] = {
 def test_the_step_fence_is_refused_without_a_gil(
     disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What tells of changes is read under the GIL (see docs/design.md)."""
+    """What tells of changes is read under the GIL (see docs/project/design.md)."""
     monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
     calls: list[Callable[[], object]] = [
         lambda: fastckpt.save(

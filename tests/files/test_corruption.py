@@ -1,7 +1,7 @@
 """Damaged, truncated, mixed and forged files: a load raises CorruptCheckpoint (a newer file:
 IncompatibleCheckpoint) and names the damaged record, whatever byte it is, and never returns an
-object made of bytes that nobody wrote. Knows the file as docs/format.md describes it; must not know
-how it is read.
+object made of bytes that nobody wrote. Knows the file as docs/reference/format.md describes it;
+must not know how it is read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Anatomy:
     def __init__(self, path: Path) -> None:
         self.content = path.read_bytes()
         match = COMMENT.search(self.content[-64:])
-        assert match is not None, "the file does not end as docs/format.md says"
+        assert match is not None, "the file does not end as docs/reference/format.md says"
         self.body_nbytes = int(match[2], 16)
         self.spans = []
         self.headers = []

@@ -739,7 +739,7 @@ def sealed(written: dict[str, Any]) -> bytes:
 def test_the_manifest_to_the_byte() -> None:
     assert MANIFEST.to_bytes() == GOLDEN_MANIFEST
     assert Manifest.from_bytes(GOLDEN_MANIFEST) == MANIFEST
-    # The rule of docs/format.md, and each writer on the line that it sent.
+    # The rule of docs/reference/format.md, and each writer on the line that it sent.
     closing = GOLDEN_MANIFEST[-78:]
     assert closing[:11] == b',"sha256":"' and closing[-3:] == b'"}\n'
     assert hashlib.sha256(GOLDEN_MANIFEST[:-78]).hexdigest().encode() == closing[11:-3]

@@ -118,10 +118,12 @@ def fd(tmp_path: Path) -> Iterator[int]:
 
 
 def documented() -> Callable[..., bytes]:
-    """The decoder of docs/format.md, which knows nothing of fastckpt."""
+    """The decoder of docs/reference/format.md, which knows nothing of fastckpt."""
     names: dict[str, Any] = {}
     (code,) = re.findall(
-        r"```python\n(import numpy\n.*?)```", (ROOT / "docs" / "format.md").read_text(), re.DOTALL
+        r"```python\n(import numpy\n.*?)```",
+        (ROOT / "docs" / "reference" / "format.md").read_text(),
+        re.DOTALL,
     )
     assert len(code.splitlines()) < 40
     exec(code, names)

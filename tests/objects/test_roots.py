@@ -168,7 +168,7 @@ def test_requests_of_a_save(proxy: Proxy, root: str) -> None:
             counted.append(requests)
     assert counted[-1].total() <= REQUESTS_MAX, counted[-1]
     assert counted[-1].total() == counted[2].total(), counted
-    told = (ROOT / "docs" / "objects.md").read_text()
+    told = (ROOT / "docs" / "guides" / "objects.md").read_text()
     in_table = dict(re.findall(r"^\| `(\w+)`.* \| (\d+) \|", told, re.MULTILINE))
     assert {kind: str(count) for kind, count in counted[-1].items()} == in_table
 

@@ -33,7 +33,7 @@ def test_tables_are_those_of_the_records(document: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name
+    "document", [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")], ids=lambda path: path.name
 )
 def test_no_document_quotes_a_record_beside_the_tables(document: Path) -> None:
     assert not re.findall(r"results/\S+\.json", documents.MARKED.sub("", document.read_text()))
@@ -49,7 +49,7 @@ def test_the_picture_is_of_the_record_of_saves() -> None:
 
 def test_measurements_are_short_and_every_part_is_shown() -> None:
     texts = [document.read_text() for document in documents.DOCUMENTS]
-    assert len((ROOT / "docs" / "benchmarks.md").read_text().splitlines()) <= 300
+    assert len((ROOT / "docs" / "project" / "measurements.md").read_text().splitlines()) <= 300
     shown = {
         name
         for text in texts
@@ -84,7 +84,7 @@ def test_results_and_documents_are_no_local_changes(
         subprocess.run(["git", *who, *told], cwd=tmp_path, check=True, stdout=subprocess.DEVNULL)
 
     git("init", "-q")
-    for name in ("benchmarks/results/all/saves.json", "docs/benchmarks.md", "code.py"):
+    for name in ("benchmarks/results/all/saves.json", "docs/measurements.md", "code.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("before")
     git("add", ".")
@@ -92,7 +92,7 @@ def test_results_and_documents_are_no_local_changes(
     monkeypatch.setattr(harness, "ROOT", tmp_path)
     commit = harness.commit()
     (tmp_path / "benchmarks/results/all/saves.json").write_text("after")
-    (tmp_path / "docs/benchmarks.md").write_text("after")
+    (tmp_path / "docs/measurements.md").write_text("after")
     assert harness.commit() == commit and len(commit) == 40
     (tmp_path / "code.py").write_text("after")
     assert harness.commit() == f"{commit} with local changes"

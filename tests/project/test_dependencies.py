@@ -1,4 +1,5 @@
-"""Dependencies point one way: the ranks of docs/design.md's rooms, enforced by reading the imports.
+"""Dependencies point one way: the ranks of the rooms in docs/project/design.md, enforced by
+reading the imports.
 
 A module may import modules of its own room and of rooms of lower rank: no neighbour of the same
 rank, nothing upwards, and never in a circle. Imports inside functions and under TYPE_CHECKING

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,9 +18,18 @@ import pytest
 from tests.kit.interpreters import TRAINING, run
 from tests.kit.paths import ROOT
 
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 # Their examples are run from the first to the last, in one program.
-RUN = ("README.md", "training.md", "ranks.md", "commands.md", "migration.md", "fsdp2.md")
+RUN = (
+    "README.md",
+    "training.md",
+    "stopping.md",
+    "resume.md",
+    "ranks.md",
+    "inspect.md",
+    "migration.md",
+    "fsdp2.md",
+)
 _BLOCK = re.compile(r"^```python( notest)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -78,7 +93,7 @@ def restore_of_a_new_job(checkpointer, state):
 
 fastckpt.Checkpointer.restore = restore_of_a_new_job
 """,
-    "commands.md": """
+    "inspect.md": """
 with fastckpt.Checkpointer("run") as checkpointer:
     checkpointer.save(1, {"model": model})
 """,
@@ -102,7 +117,7 @@ def blocks(document: Path, *, every: bool) -> Iterator[str]:
             yield match[2]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_examples_are_python(document: Path) -> None:
     for block in blocks(document, every=True):
         ast.parse(block)
@@ -167,7 +182,9 @@ print(start, hashlib.sha256(pprint.pformat(plain).encode()).hexdigest())
 def test_training_resumes_bit_by_bit(disk: Path) -> None:
     """Of a run that was killed in its second epoch, in the midst of a save's interval."""
     (example,) = (
-        each for each in blocks(ROOT / "docs" / "training.md", every=False) if "Batches" in each
+        each
+        for each in blocks(ROOT / "docs" / "guides" / "resume.md", every=False)
+        if "Batches" in each
     )
     text = WHOLE_RUN + example + DIGEST
     told = []
@@ -183,9 +200,56 @@ def test_training_resumes_bit_by_bit(disk: Path) -> None:
 
 def test_the_data_of_the_document_are_the_example_s() -> None:
     """Whose jobs on other numbers of ranks tests/project/test_dataloader.py runs."""
-    told = (ROOT / "docs" / "training.md").read_text()
+    told = (ROOT / "docs" / "guides" / "resume.md").read_text()
     (feed,) = re.findall(r"^class Feed:\n.*?\n(?=\n\n)", told, re.MULTILINE | re.DOTALL)
     assert feed in (ROOT / "examples" / "train_dataloader.py").read_text()
+
+
+def test_the_quickstart_runs_as_it_is_printed(disk: Path) -> None:
+    """Its blocks from the first to the last; a program that names its file is written to that."""
+    text = (ROOT / "docs" / "start" / "quickstart.md").read_text()
+    found = re.findall(r"^```(sh|python)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    (disk / "bin").mkdir()
+    for name, more in (("python", ""), ("fastckpt", "-m fastckpt")):
+        (disk / "bin" / name).write_text(f'#!/bin/sh\nexec {sys.executable} {more} "$@"\n')
+        (disk / "bin" / name).chmod(0o755)
+    script = ["set -e"]
+    for place, (kind, block) in enumerate(found):
+        named = re.match(r"# (\S+\.py)\n", block)
+        if kind == "python":
+            (disk / (named[1] if named else f"block-{place}.py")).write_text(block)
+        script.append(block if kind == "sh" else "" if named else f"python block-{place}.py")
+    path = f"{disk / 'bin'}:{os.environ['PATH']}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "OMP_NUM_THREADS": "1"}
+    command = ["bash", "-c", "\n".join(script)]
+    with subprocess.Popen(
+        command,
+        cwd=disk,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        try:
+            told, errors = running.communicate(timeout=280)
+        finally:
+            with suppress(ProcessLookupError):  # all have ended
+                os.killpg(running.pid, signal.SIGKILL)
+    assert running.returncode == 0, errors
+    first, resumed = re.findall(r"begins at step (\d+)", told)
+    assert int(first) == 0 and int(resumed) >= 300 and int(resumed) % 100 == 0
+    assert told.count("ended with loss") == 1
+    assert (disk / "model.safetensors").exists()
+
+
+def test_the_pictures_are_those_of_the_script() -> None:
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+    assert spec is not None and spec.loader is not None
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    for name, draw in pictures.PICTURES.items():
+        assert (pictures.IMAGES / f"{name}.svg").read_text() == draw(), "python docs/pictures.py"
 
 
 def anchors(text: str) -> set[str]:
@@ -194,7 +258,7 @@ def anchors(text: str) -> set[str]:
     return {heading.strip().replace(" ", "-") for heading in words}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
     broken = []
     for link in _LINK.findall(document.read_text()):
@@ -221,4 +285,4 @@ def test_every_document_is_reached_from_the_readme() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120

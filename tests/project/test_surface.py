@@ -38,7 +38,11 @@ def test_what_all_saves_take_is_named_in_one_place() -> None:
 
 
 def test_a_handle_has_the_methods_of_the_table_and_no_others() -> None:
-    table = (ROOT / "docs" / "training.md").read_text("utf-8").partition("## The handle")[2]
+    table = (
+        (ROOT / "docs" / "reference" / "arguments.md")
+        .read_text("utf-8")
+        .partition("## The handle")[2]
+    )
     named = {*re.findall(r"^\| `(\w+)\(", table.partition("\n\nYou need not")[0], re.MULTILINE)}
     own = _methods(fastckpt.SaveHandle)
     assert own - {*dir(Future)} == named - {*dir(Future)}

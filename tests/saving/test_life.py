@@ -1,5 +1,5 @@
 """The life of a save: what each event that may end it does in each state is what the table in
-docs/design.md says, on the rank that it happens to and on the other one. Must not know how.
+docs/project/design.md says, on the rank that it happens to and on the other one. Must not know how.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tests.kit.saves import interrupted_in
 
 def table_of_the_document() -> dict[str, dict[str, str]]:
     """The table, as event -> state -> outcome."""
-    _, _, section = (ROOT / "docs" / "design.md").read_text().partition("## The life of a save")
+    text = (ROOT / "docs" / "project" / "design.md").read_text()
+    _, _, section = text.partition("## The life of a save")
     lines = [line for line in section.partition("\n## ")[0].splitlines() if line.startswith("|")]
     head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
     return {row[0]: dict(zip(head[1:], row[1:], strict=True)) for row in rows}

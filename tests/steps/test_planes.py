@@ -1,5 +1,5 @@
 """codec="planes" in steps: any state comes back bit for bit, whatever reads it; stock safetensors
-opens what the decoder of docs/format.md makes of a shard; every damage of one is noticed.
+opens what the decoder of docs/reference/format.md makes of a shard; every damage of one is noticed.
 
 Frames by themselves are tests/engine/test_planes.py's business.
 """

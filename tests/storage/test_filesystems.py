@@ -252,7 +252,7 @@ def test_a_file_that_cannot_be_looked_at_is_closed(
 
 
 def test_every_line_of_the_table_is_in_the_documentation() -> None:
-    page = (ROOT / "docs" / "filesystems.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "filesystems.md").read_text(encoding="utf-8")
     for kind, policy in POLICIES.items():
         (row,) = re.findall(rf"^\| {re.escape(kind)} \|.*$", page, re.MULTILINE)
         cells = [cell.strip() for cell in row.strip("|").split("|")]
