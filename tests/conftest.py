@@ -434,8 +434,11 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_unconfigure() -> None:
-    """An interpreter that does not end says where it stands, and ends."""
-    faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
+    """An interpreter that does not end says where it stands, and ends; a worker's waits until the
+    last test of the others is over.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="session", autouse=True)
