@@ -29,6 +29,7 @@ RUN = (
     "inspect.md",
     "migration.md",
     "fsdp2.md",
+    "monitoring.md",
 )
 _BLOCK = re.compile(r"^```python( notest)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -98,7 +99,24 @@ with fastckpt.Checkpointer("run") as checkpointer:
     checkpointer.save(1, {"model": model})
 """,
 }
+BEFORE["monitoring.md"] = """
+import queue, types
+step, calls = 1, queue.Queue()
+checkpointer = fastckpt.Checkpointer("monitored")
+wandb = types.SimpleNamespace(log=lambda found: calls.put(("wandb", *found)))
+mlflow = types.SimpleNamespace(log_metrics=lambda found, step: calls.put(("mlflow", *found)))
+writer = types.SimpleNamespace(add_scalar=lambda name, value, step: calls.put(("board", name)))
+"""
 END = {
+    "monitoring.md": """
+checkpointer.close()
+found = sorted(calls.get(timeout=60) for _ in range(5))
+names = ("stall_s", "durable_s", "bytes")
+wanted = [("board", f"checkpoint/{name}") for name in sorted(names)]
+wanted.append(("mlflow", *(f"checkpoint.{name}" for name in names)))
+wanted.append(("wandb", *(f"checkpoint/{name}" for name in names)))
+assert found == sorted(wanted), found
+""",
     "fsdp2.md": """
 assert optimizer.param_groups[0]["lr"] == 0.5
 assert optimizer.state[model.head.weight]["exp_avg"].full_tensor().any()
@@ -125,6 +143,8 @@ def test_examples_are_python(document: Path) -> None:
 
 @pytest.mark.parametrize("name", RUN)
 def test_examples_run(name: str, disk: Path) -> None:
+    if name == "monitoring.md":
+        pytest.importorskip("opentelemetry")
     (document,) = (path for path in DOCUMENTS if path.name == name)
     examples = [*blocks(document, every=False)]
     assert examples
