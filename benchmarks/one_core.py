@@ -18,6 +18,7 @@ from fastckpt.cli.bench.saves import byte_view
 from fastckpt.engine.codec import FrameWriter, encoder_of
 from fastckpt.plan.image import BLOCK_BYTES, ItemRun
 from fastckpt.storage.file_system import Storage
+from fastckpt.storage.input_files import PosixFile
 
 CODECS = ("planes", "zstd")
 CRC_SIZES = {"256 KiB": 256 << 10, "64 MiB": 64 << 20}
@@ -63,7 +64,7 @@ def run_codecs(rounds: int) -> Row:
         for codec in CODECS:
             encoder = encoder_of(codec, [ItemRun(0, tensor.element_size(), True)], BLOCK_BYTES)
             writers[codec] = FrameWriter(
-                Nowhere(), -1, "nowhere", count * BLOCK_BYTES, BLOCK_BYTES, encoder
+                PosixFile(Nowhere(), -1, "nowhere"), count * BLOCK_BYTES, BLOCK_BYTES, encoder
             )
         block = mmap.mmap(-1, BLOCK_BYTES)
         seen[kind] = {codec: [] for codec in CODECS}

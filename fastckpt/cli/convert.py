@@ -18,7 +18,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -48,7 +48,7 @@ from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
-from fastckpt.storage.objects import new_object, objects_of
+from fastckpt.storage.objects import objects_of
 
 log = logging.getLogger("fastckpt")
 
@@ -298,11 +298,12 @@ def _memory(content: torch.Tensor) -> memoryview:
 def _to_safetensors(path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> None:
     storage = pipeline.current().storage
     if is_mounted(path):  # there when it is completed
-        with new_object(storage, path, sum(its.nbytes for its in copies)) as fd:
-            write_file(fd, path, copies, partial(_contents, tensors))
+        nbytes = sum(its.nbytes for its in copies)
+        with closing(objects_of(storage).upload(path, nbytes)) as upload:
+            write_file(upload, path, copies, partial(_contents, tensors))
             _check_absent(path, False)
             with reported("write", path):
-                objects_of(storage).complete(fd)
+                upload.finish()
         return
     with atomic.temporary(storage, path, Purpose(sum(its.nbytes for its in copies))) as (fd, name):
         write_file(fd, path, copies, partial(_contents, tensors))

@@ -10,7 +10,9 @@ import ctypes
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,7 +27,7 @@ from fastckpt.errors import BackendUnavailable, CheckpointError, StorageError
 from fastckpt.saving import pipeline
 from fastckpt.storage import atomic
 from fastckpt.storage.object_botocore import foreign_keys
-from fastckpt.storage.objects import new_object, objects_of
+from fastckpt.storage.objects import WHY, objects_of
 
 _NAME = "fastckpt-doctor"
 _KEYS_TOLD = 10
@@ -72,25 +74,25 @@ def _directory(directory: str) -> Iterator[Row]:
     try:
         if is_mounted(directory):
             objects_of(current.storage).probe(path)
-            with new_object(current.storage, path, 0) as fd:
-                yield from _ways(fd, path)
+            with closing(objects_of(current.storage).upload(path, 0)) as upload:
+                yield from _ways(WHY, partial(current.staging.upload_route, upload))
             yield from _foreign(directory)
             return
         with atomic.temporary(current.storage, path) as (fd, name):
             try:
-                yield from _ways(fd, path)
+                kind, policy = current.storage.policy(fd)
+                route = partial(current.staging.route, fd, path, writing=True)
+                yield from _ways(f"{kind}: {policy.why}", route)
             finally:
                 current.storage.remove(name)
     except (CheckpointError, OSError) as error:
         yield Row("saves", f"impossible: {error}", True)
 
 
-def _ways(fd: int, path: str) -> Iterator[Row]:
-    current = pipeline.current()
-    kind, policy = current.storage.policy(fd)
-    yield Row("file system", f"{kind}: {policy.why}")
-    yield Row("backend", _told(current.staging.route(fd, path, "auto", writing=True)))
-    yield Row("io_uring", _ring(fd, path))
+def _ways(why: str, route: Callable[[str], Route]) -> Iterator[Row]:
+    yield Row("file system", why)
+    yield Row("backend", _told(route("auto")))
+    yield Row("io_uring", _ring(route))
 
 
 def _foreign(root: str) -> Iterator[Row]:
@@ -110,9 +112,9 @@ def _told(route: Route) -> str:
     return f"{route.sink.name}, {'O_DIRECT' if route.direct else 'buffered'}: {route.why}"
 
 
-def _ring(fd: int, path: str) -> str:
+def _ring(route: Callable[[str], Route]) -> str:
     try:
-        pipeline.current().staging.route(fd, path, "io_uring", writing=True)
+        route("io_uring")
     except BackendUnavailable as error:
         return str(error)
     return "works"

@@ -271,14 +271,14 @@ def content_of(storage: Storage, path: str) -> bytes:
         CorruptCheckpoint: it is no regular file, or larger than any.
         StorageError: it cannot be read, or there is too little memory for it (ENOMEM).
     """
-    with opened_regular(storage, path) as fd, reported("read", path):
-        nbytes = storage.fstat(fd).st_size
+    with opened_regular(storage, path) as file, reported("read", path):
+        nbytes = file.nbytes()
         if nbytes > _NBYTES_MAX:
             raise CorruptCheckpoint(f"{path!r} has {nbytes} bytes, which no .metadata file has")
         if nbytes > _LARGE_BYTES:  # a file with a hole at its end may have any size
-            _check_end(storage.read_at(fd, _END_BYTES, nbytes - _END_BYTES), path, nbytes)
+            _check_end(file.read_at(_END_BYTES, nbytes - _END_BYTES), path, nbytes)
         try:
-            return storage.read_at(fd, nbytes, 0)
+            return file.read_at(nbytes, 0)
         except MemoryError:
             raise StorageError("allocate memory to read", path, errno.ENOMEM) from None
 

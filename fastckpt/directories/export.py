@@ -12,7 +12,7 @@ import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -40,7 +40,7 @@ from fastckpt.ranks.per_group import together
 from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
 from fastckpt.saving.handle import SaveHandle
-from fastckpt.saving.image_file import write_portions
+from fastckpt.saving.image_file import Make, write_portions
 from fastckpt.saving.pacing import Pace
 from fastckpt.state.dtensors import OtherRanks, Parts, wraps_others
 from fastckpt.state.fit import Fit, Rename
@@ -48,6 +48,7 @@ from fastckpt.state.kinds import NO_MEMORY, PLAIN_TENSORS, is_sharded, memory_of
 from fastckpt.state.tree import Leaf, tensors_in
 from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.object_upload import Upload
 
 
 class Tensor(hugging_face.Tensor, Protocol):
@@ -75,11 +76,11 @@ def add_files(draft: Draft, tensors: Sequence[T], read: Read[T], shard_bytes: in
         draft.add_content(index, hugging_face.INDEX)
 
 
-def write_file(fd: int, path: str, tensors: Sequence[T], read: Read[T]) -> None:
-    """Writes one file, which is open and still empty, and makes it durable."""
+def write_file(file: int | Upload, path: str, tensors: Sequence[T], read: Read[T]) -> None:
+    """Writes one file, by its descriptor, or an object, and makes it durable; it is still empty."""
     agreement = together(None).coordinator.begin(f"conversion to {path!r}")
     with agreement.failing():
-        _write(path, tensors, read, agreement, lambda _purpose: nullcontext((fd, path)))
+        _write(path, tensors, read, agreement, lambda _purpose: nullcontext((file, path)))
     agreement.close()
 
 
@@ -88,7 +89,7 @@ def _write(
     tensors: Sequence[T],
     read: Read[T],
     agreement: Round,
-    make: Callable[[Purpose], AbstractContextManager[tuple[int, str]]],
+    make: Make,
 ) -> File:
     """Writes a file, which `make` makes as for ImageFile, and returns its size and CRC-32."""
     # Those with larger items come first, so that each is aligned to its items.

@@ -27,6 +27,7 @@ from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums, address_of
 from fastckpt.reading.verified import OVERWRITTEN, Body
 from fastckpt.state.targets import note_overwritten, takes_bytes
 from fastckpt.storage.file_system import Storage, naming, reported
+from fastckpt.storage.input_files import InputFile, input_file
 from fastckpt.storage.owners import TOKEN
 
 # Names of files that fastckpt wrote; the shorter ones do not tell which process did.
@@ -84,28 +85,28 @@ class ItemsFile:
         requests: Sequence[Request],
         names: Callable[[], Mapping[int, str]],
     ) -> None:
-        self._storage, self._staging, self._path, self._names = storage, staging, path, names
+        self._staging, self._path, self._names = staging, path, names
         self._is_ours = OURS.fullmatch(os.path.basename(path)) is not None
         self._apart: dict[int, bytes] = {}  # objects read without their block, by offset
         self._stream: EngineReadStream | None = None
         self._older: int | None = None  # the index in distcp.fronts() of what this file has
         with reported("open", path):
             try:
-                self._fd = storage.open(path)
+                self._file = file = input_file(storage, path)
             except FileNotFoundError:
                 raise CorruptCheckpoint(f"{path!r}, which the metadata names, is missing") from None
         try:
-            if self._is_ours and (contents := contents_of(storage, self._fd, path)):
+            if self._is_ours and (contents := contents_of(file)):
                 index, items = contents.index, contents.items
             else:
                 with reported("read", path):
                     index, items = (
-                        BlockChecksums(storage.fstat(self._fd).st_size, BLOCK_BYTES, (), b""),
+                        BlockChecksums(file.nbytes(), BLOCK_BYTES, (), b""),
                         (),
                     )
             self._items = {item.offset: item for item in items}
-            damaged = partial(_damaged, partial(storage.read_at, self._fd), items, names)
-            self._body = Body(staging, self._fd, path, index, damaged, OVERWRITTEN)
+            damaged = partial(_damaged, file.read_at, items, names)
+            self._body = Body(staging, file, index, damaged, OVERWRITTEN)
             end = max(request.offset + request.nbytes for request in requests)
             if end > (nbytes := index.body_nbytes):
                 raise CorruptCheckpoint(
@@ -115,7 +116,7 @@ class ItemsFile:
             self._found = {request: self._locate(request) for request in {*requests}}
             self._read(requests)
         except BaseException:
-            storage.close(self._fd)
+            file.close()
             raise
 
     def __enter__(self) -> ItemsFile:
@@ -124,7 +125,7 @@ class ItemsFile:
     def __exit__(self, *_: object) -> None:
         if self._stream is not None:
             self._stream.close()
-        self._storage.close(self._fd)
+        self._file.close()
 
     def _locate(self, request: Request) -> _Found | None:
         """Returns the place of a tensor's elements in one run; None if only torch can tell."""
@@ -156,9 +157,8 @@ class ItemsFile:
             return None
         if self._older is None:
             with reported("read", self._path):
-                head = self._storage.read_at(
-                    self._fd, min(request.nbytes, max(map(len, fronts))), request.offset
-                )
+                nbytes = min(request.nbytes, max(map(len, fronts)))
+                head = self._file.read_at(nbytes, request.offset)
             known = [number for number, front in enumerate(fronts) if head.startswith(front)]
             if not known:
                 return None
@@ -198,7 +198,7 @@ class ItemsFile:
         if end - begin > _APART_BYTES_MAX:
             return False
         with reported("read", self._path, begin):
-            content = self._storage.read_at(self._fd, end - begin, begin)
+            content = self._file.read_at(end - begin, begin)
         for item in items:
             part = content[item.offset - begin : item.offset - begin + item.nbytes]
             if crc32(part) != item.crc:
@@ -271,7 +271,7 @@ class ItemsFile:
         """Returns a part of a tensor, read by torch, where only torch knows how it is stored."""
         if not self._is_ours:
             with reported("read", self._path, request.offset):
-                content = self._storage.read_at(self._fd, request.nbytes, request.offset)
+                content = self._file.read_at(request.nbytes, request.offset)
         else:
             content = self.content(request)
         what = f"{self._name(request)} in {self._path!r}"
@@ -321,16 +321,17 @@ def _crc(read_at: Callable[[int, int], bytes], item: distcp.Item) -> int:
     return crc
 
 
-def contents_of(storage: Storage, fd: int, path: str) -> distcp.Contents | None:
+def contents_of(file: InputFile) -> distcp.Contents | None:
     """Returns what the end of a file says of its items; None if fastckpt did not write the file.
 
     Raises:
         CorruptCheckpoint: its name is one of ours, and it is truncated; or its end is damaged.
         IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
     """
+    path = file.path
     with reported("read", path):
-        nbytes = storage.fstat(fd).st_size
-        end = storage.read_at(fd, distcp.END_BYTES, max(0, nbytes - distcp.END_BYTES))
+        nbytes = file.nbytes()
+        end = file.read_at(distcp.END_BYTES, max(0, nbytes - distcp.END_BYTES))
         offset = distcp.tail_offset(end, nbytes)
         if offset is None:
             if not OURS.fullmatch(os.path.basename(path)):
@@ -338,7 +339,7 @@ def contents_of(storage: Storage, fd: int, path: str) -> distcp.Contents | None:
             raise CorruptCheckpoint(
                 f"{path!r} is truncated or damaged: its {nbytes} bytes end without a list of items"
             )
-        tail = storage.read_at(fd, nbytes - offset, offset)
+        tail = file.read_at(nbytes - offset, offset)
     with naming(path):
         return distcp.parse(tail, offset)
 

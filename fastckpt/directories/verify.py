@@ -88,12 +88,12 @@ def crc32_of(storage: Storage, path: str, name: str, expected: int | None = None
             read failed.
     """
     missing = f"{name!r} is missing"
-    with opened_regular(storage, path, missing) as fd, reported("read", path):
-        size = storage.fstat(fd).st_size
+    with opened_regular(storage, path, missing) as file, reported("read", path):
+        size = file.nbytes()
         if expected not in (None, size):
             raise CorruptCheckpoint(f"{name!r} has {size} bytes, but {expected} were written")
         nbytes = crc = 0
-        while part := storage.read_at(fd, BLOCK_BYTES, nbytes):
+        while part := file.read_at(BLOCK_BYTES, nbytes):
             crc = crc32(part, crc)
             nbytes += len(part)
     return file_list.File(nbytes, crc)

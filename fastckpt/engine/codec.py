@@ -22,7 +22,9 @@ import zstandard
 from fastckpt._engine import join_planes, split_planes
 from fastckpt.errors import CorruptCheckpoint, StorageError, ensure
 from fastckpt.plan.image import PAGE_BYTES, ItemRun
-from fastckpt.storage.file_system import Storage, reported
+from fastckpt.storage.file_system import reported
+from fastckpt.storage.input_files import InputFile, PosixFile
+from fastckpt.storage.object_upload import Upload
 
 # A block's runs are cut here, so that there are few of them: small ones become part of others.
 GRAIN_BYTES = 64 << 10
@@ -309,9 +311,7 @@ class FrameWriter:
 
     def __init__(
         self,
-        storage: Storage,
-        fd: int,
-        path: str,
+        file: PosixFile | Upload,
         nbytes: int,
         block_bytes: int,
         encoder: Callable[[], Encoder] = ZstdEncoder,
@@ -319,15 +319,13 @@ class FrameWriter:
         """Writes nothing yet.
 
         Args:
-            fd: the file, of any size: nothing is read or truncated.
-            path: its path, for messages.
+            file: of any size: nothing is read or truncated.
             nbytes: the size of the uncompressed image, at least 1.
             block_bytes: the size of its blocks, of which the last may be shorter.
             encoder: makes the encoder of a workspace.
         """
-        self._storage = storage
-        self._fd = fd
-        self._path = path
+        self._file = file
+        self._path = path = file.path
         self._encoder = encoder
         self._blocks = _Blocks(nbytes, block_bytes)
         self._changed = threading.Condition()
@@ -345,7 +343,7 @@ class FrameWriter:
 
         Args:
             kind: "write".
-            fd: the constructor's.
+            fd: the file's.
             memory: the block, uncompressed.
             offset: its offset in the uncompressed image.
 
@@ -353,14 +351,14 @@ class FrameWriter:
             StorageError: this or another block could not be written, or its turn did not come
                 within TURN_WAIT_S.
         """
-        ensure(kind == "write" and fd == self._fd, "a transfer of another file")
+        ensure(kind == "write" and fd == self._file.fd, "a transfer of another file")
         index = self._blocks.index_of(memory, offset)
         try:
             workspace = self._take_workspace()
             stored = workspace.stored(memory, offset)
             at = self._take_offset(index, len(stored))
             with reported("write", self._path, at):
-                self._storage.write_at(fd, stored, at)
+                self._file.write_at(stored, at)
         except BaseException as error:
             self._fail(error)
             raise
@@ -437,9 +435,7 @@ class FrameReader:
 
     def __init__(
         self,
-        storage: Storage,
-        fd: int,
-        path: str,
+        file: InputFile,
         nbytes: int,
         block_bytes: int,
         frames: Sequence[int],
@@ -450,8 +446,7 @@ class FrameReader:
         """Reads nothing yet.
 
         Args:
-            fd: the compressed file, open without O_DIRECT.
-            path: its path, for messages.
+            file: the compressed file, open without O_DIRECT.
             nbytes: the size of the uncompressed image, at least 1.
             block_bytes: the size of its blocks, of which the last may be shorter.
             frames: each block's stored size, as FrameWriter.frames() returned them.
@@ -463,9 +458,7 @@ class FrameReader:
         Raises:
             CorruptCheckpoint: no writer can have returned such frames.
         """
-        self._storage = storage
-        self._fd = fd
-        self._path = path
+        self._file, path = file, file.path
         self._blocks = _Blocks(nbytes, block_bytes)
         if len(frames) != self._blocks.count:
             raise CorruptCheckpoint(
@@ -489,14 +482,14 @@ class FrameReader:
 
         Args:
             kind: "read".
-            fd: the constructor's.
+            fd: the file's.
             memory: receives the block, uncompressed.
             offset: its offset in the uncompressed image.
 
         Raises:
             StorageError: the file could not be read, or ends before the frame does (ENODATA).
         """
-        ensure(kind == "read" and fd == self._fd, "a transfer of another file")
+        ensure(kind == "read" and fd == self._file.fd, "a transfer of another file")
         index = self._blocks.index_of(memory, offset)
         is_planes = self._codec == "planes"
         stored = self._stored(index)
@@ -513,10 +506,10 @@ class FrameReader:
     def _stored(self, index: int) -> bytes:
         """Reads a frame with its padding."""
         at, end = self._offsets[index : index + 2]
-        with reported("read", self._path, at):
-            stored = self._storage.read_at(self._fd, end - at, at)
+        with reported("read", self._file.path, at):
+            stored = self._file.read_at(end - at, at)
         if len(stored) < end - at:
-            raise StorageError("read", self._path, errno.ENODATA, at + len(stored))
+            raise StorageError("read", self._file.path, errno.ENODATA, at + len(stored))
         return stored
 
 

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,7 +33,10 @@ from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.calls import Call
 from fastckpt.storage.file_system import PATIENCE_S, Storage, reported
+from fastckpt.storage.input_files import InputFile, PosixFile
 from fastckpt.storage.machine import memory_left_bytes
+from fastckpt.storage.object_upload import CONCURRENCY, FD_MIN, Upload
+from fastckpt.storage.objects import WHY, ObjectFile
 from fastckpt.storage.policies import Policy
 
 
@@ -230,6 +233,7 @@ class Route(NamedTuple):
     why: str
     patience_s: float = 0.0  # for how long a write that a server refuses is tried again
     bucket: _engine.TokenBucket | None = None  # limits the rate
+    refusal: Callable[[], str] | None = None  # says why a write failed; None: the storage does
 
 
 class Staging:
@@ -331,15 +335,6 @@ class Staging:
             StorageError: the probe met an error other than a refusal.
         """
         direct, why, policy = self._direct(fd, path, requested, writing, offset)
-        if policy.transfer is not None:
-            if requested == "io_uring":
-                raise BackendUnavailable("backend 'io_uring' is for files, and this is an object")
-            make = partial(_engine.callback_backend, policy.transfer, policy.writers)
-            sink: _engine.Sink = self._backend("transfer", self._mount(fd), make)
-            if writing and policy.sink is not None:
-                assert isinstance(sink, _engine.Backend)
-                sink = policy.sink(fd, sink)
-            return self._decided(Route(sink, False, why), path)
         patience_s = PATIENCE_S if policy.remote else 0.0
         wanted = policy.backend if requested == "auto" else requested
         if requested != "auto":
@@ -356,6 +351,23 @@ class Staging:
         count = IO_THREADS if writing else policy.readers
         threads = self._threads(f"{count} threads", fd, count)
         return self._decided(Route(threads, direct, why, patience_s), path)
+
+    def input_route(self, file: InputFile) -> Route:
+        """Chooses the route of a file that is read; raises as route()."""
+        if not isinstance(file, ObjectFile):
+            return self.route(file.fd, file.path, "auto", writing=False)
+        sink = _engine.callback_sink(self._object_threads(), file.transfer)
+        return self._decided(Route(sink, False, WHY), file.path)
+
+    def upload_route(self, upload: Upload, requested: str) -> Route:
+        """Returns the route of an object that is written. Raises BackendUnavailable."""
+        if requested == "io_uring":
+            raise BackendUnavailable("backend 'io_uring' is for files, and this is an object")
+        sink = upload.sink(self._object_threads())
+        return self._decided(Route(sink, False, WHY, refusal=upload.refusal), upload.path)
+
+    def _object_threads(self) -> _engine.Backend:
+        return self._backend("objects", 0, lambda: _engine.threads_backend(CONCURRENCY))
 
     def _direct(
         self, fd: int, path: str, requested: str, writing: bool, offset: int | None
@@ -378,15 +390,21 @@ class Staging:
                 direct, why = False, f"{why}; {refusal}"
         return direct, why, policy
 
-    def through(self, fd: int, transfer: Callable[[str, int, memoryview, int], int]) -> Route:
-        """Returns a route that hands blocks of fd to a function.
+    def through(
+        self,
+        fd: int,
+        transfer: Callable[[str, int, memoryview, int], int],
+        refusal: Callable[[], str] | None = None,
+    ) -> Route:
+        """Returns a route that hands blocks of a file, of this descriptor, to a function.
 
         Args:
             transfer: (kind, fd, memory, offset) -> bytes moved; called by several threads at once,
                 for different blocks.
+            refusal: as Route's.
         """
-        threads = self._threads("codecs", fd, stager_count())
-        return Route(_engine.callback_sink(threads, transfer), False, "buffered, through Python")
+        sink = _engine.callback_sink(self._threads("codecs", fd, stager_count()), transfer)
+        return Route(sink, False, "buffered, through Python", refusal=refusal)
 
     def scatter_route(self, fd: int, path: str, scatterer: Scatterer, closing: ExitStack) -> Route:
         """Returns a route that has a scatterer write the blocks of fd.
@@ -431,6 +449,8 @@ class Staging:
         """Returns the number of an open file's mount. Each has backends of its own, made when they
         are first needed: transfers that a server holds up must not delay those to other mounts.
         """
+        if fd >= FD_MIN:
+            return MOUNTS_MAX  # of the objects of all stores
         with Call("status", fd):
             device = os.fstat(fd).st_dev
         with self._lock:
@@ -467,8 +487,7 @@ class Staging:
 
     def read(
         self,
-        fd: int,
-        path: str,
+        file: InputFile,
         nbytes: int,
         block_bytes: int,
         crcs: tuple[int, ...],
@@ -476,24 +495,24 @@ class Staging:
         route: Route | None = None,
         direct: GdsDevice | None = None,
     ) -> EngineReadStream:
-        """Begins to read [0, nbytes) of fd, verifying blocks unless there are no checksums.
+        """Begins to read [0, nbytes) of a file, verifying blocks unless there are no checksums.
 
         Args:
-            path: the file's path, for messages.
             crcs: every block's CRC-32, or none.
             wanted: numbers of the blocks that will be asked for, ascending; default: all.
-            route: how it is read, by fd itself, which stays open meanwhile; default: chosen here.
+            route: how it is read, by the file itself, which stays open meanwhile; default: chosen
+                here.
             direct: reads all blocks to its GPU; they have BLOCK_BYTES then.
         """
         with ExitStack() as opened:
             if direct is not None or route is None:
-                fd = self.own(fd, path, opened, direct is not None)
+                file = self.own(file, opened, direct is not None)
             if direct is not None:
-                stream = self._read_direct(fd, path, nbytes, crcs, wanted, direct)
+                stream = self._read_direct(file, nbytes, crcs, wanted, direct)
                 opened.pop_all()
                 return stream
             if route is None:
-                route = self.route(fd, path, "auto", writing=False)
+                route = self.input_route(file)
             engine, own = self.engine(), None
             if block_bytes != engine.block_bytes:  # blocks of another size need their own arena
                 held = min(WINDOW_BLOCKS, -(-nbytes // block_bytes))
@@ -502,51 +521,48 @@ class Staging:
                 engine = own = _engine.Engine(arena_bytes, block_bytes, stager_count())
             window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
             of_engine = engine.read(
-                fd, nbytes, list(crcs), route.sink, route.direct, window, list(wanted)
+                file.fd, nbytes, list(crcs), route.sink, route.direct, window, list(wanted)
             )
             return EngineReadStream(of_engine, own, opened.pop_all().close, self.devices.text)
 
-    def own(self, fd: int, path: str, closing: ExitStack, must_be: bool = False) -> int:
-        """Returns a descriptor of an open file that may get O_DIRECT: another one, which `closing`
+    def own(self, file: InputFile, closing: ExitStack, must_be: bool = False) -> InputFile:
+        """Returns an open file that may get O_DIRECT: another descriptor of it, which `closing`
         closes, for the caller's would get it, too; or the same where that is not tried.
         """
-        with reported("open", path):
-            if must_be or self.storage.policy(fd)[1].direct:
-                fd = self.storage.open(fd)
-                closing.callback(self._close, fd)
-        return fd
-
-    def _close(self, fd: int) -> None:
-        with suppress(OSError):  # the file was only read, and an error must not hide how that went
-            self.storage.close(fd)
+        storage = self.storage
+        if isinstance(file, PosixFile):
+            with reported("open", file.path):
+                if must_be or storage.policy(file.fd)[1].direct:
+                    file = PosixFile(storage, storage.open(file.fd), file.path)
+                    closing.callback(file.close)
+        return file
 
     def _read_direct(
         self,
-        fd: int,
-        path: str,
+        file: InputFile,
         nbytes: int,
         crcs: tuple[int, ...],
         wanted: Sequence[int],
         direct: GdsDevice,
     ) -> EngineReadStream:
         """Begins to read to a GPU, in blocks that saves and another stream use, too."""
-        with reported("read", path):
-            refusal = self.storage.set_direct(fd, writing=False)
+        with reported("read", file.path):
+            refusal = self.storage.set_direct(file.fd, writing=False)
 
-        sink, mode = direct.begin_file(fd)
+        sink, mode = direct.begin_file(file.fd)
 
         def close() -> None:
             _nbytes, _through_host, reason = direct.end_file(sink)
             if reason:
                 self.gds.warn(reason)
-            self._close(fd)
+            file.close()
 
         stream = None
         try:
-            log.info("reading %r by %s", path, mode)
+            log.info("reading %r by %s", file.path, mode)
             is_direct, ahead = refusal is None, BLOCKS // 2
             stream = self.engine().read(
-                fd, nbytes, list(crcs), sink, is_direct, ahead, list(wanted), direct.stage
+                file.fd, nbytes, list(crcs), sink, is_direct, ahead, list(wanted), direct.stage
             )
             return EngineReadStream(stream, None, close, self.devices.text)
         except BaseException:  # the caller closes fd, whose number may become another file's

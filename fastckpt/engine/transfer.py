@@ -142,6 +142,7 @@ class ImageTransfer:
         self._gds = staging.gds
         self._storage = staging.storage
         self._fd: int | None = None
+        self._route: Route | None = None
         self._direct, self._slot = direct, slot
         self._registered: _engine.GdsSink | None = None
         self._way = ""
@@ -238,7 +239,7 @@ class ImageTransfer:
         """
         if self._job is None:
             return
-        sink, self._fd, self._path = route.sink, fd, path or self._path
+        sink, self._fd, self._path, self._route = route.sink, fd, path or self._path, route
         if self._direct is not None:
             sink, self._way = self._direct.begin_file(fd)
             self._registered = sink
@@ -320,10 +321,16 @@ class ImageTransfer:
                 )
             detail = ""
             if op == "write" and self._fd is not None:
-                detail = self._storage.refusal(self._fd, number).text
+                detail = self._refusal(number)
                 if number == errno.ENOSPC and not detail:  # there is room only for part of the file
                     detail = self._room_text()
             raise StorageError(op, self._path, number, offset, detail)
+
+    def _refusal(self, number: int) -> str:
+        assert self._fd is not None
+        if self._route is not None and self._route.refusal is not None:
+            return self._route.refusal()
+        return self._storage.refusal(self._fd, number).text
 
     def _room_text(self) -> str:
         assert self._job is not None

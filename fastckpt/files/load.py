@@ -13,8 +13,8 @@ import pickle
 import stat
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,8 +37,16 @@ from fastckpt.plan.image import PORTION_BYTES
 from fastckpt.ranks import per_group, same_state
 from fastckpt.reading.verified import OtherByteOrder, VerifiedFile, open_verified
 from fastckpt.saving import pipeline
-from fastckpt.storage.atomic import close_quietly
-from fastckpt.storage.file_system import APPEARS_S, Storage, from_the_path, reported
+from fastckpt.storage.file_system import (
+    APPEARS_S,
+    Storage,
+    close_scratch,
+    from_the_path,
+    reported,
+    scratch,
+)
+from fastckpt.storage.input_files import InputFile, PosixFile, input_file
+from fastckpt.storage.objects import ObjectFile
 
 
 class DeferredStorages:
@@ -195,56 +203,59 @@ def _load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any
     opened = _open_regular(asked.f)
     if opened is None:
         return _read_by_torch(asked, None)
-    fd, path = opened
     current = pipeline.current()
     try:
         direct = None
         if staging != "host" and not maps:
             queue = DeferredStorages.queue(current.staging.devices, asked.map_location)
             direct, _why = current.staging.gds.way(staging, queue)
-        file = open_verified(current.storage, current.staging, fd, path, verify, direct=direct)
+        file = open_verified(current.staging, opened, verify, direct=direct)
         if file is None:
-            obj = _read_by_torch(asked, fd)
+            obj = _read_by_torch(asked, opened)
         else:
             with file:
                 if not maps:
                     obj = _load_placed(asked, file)
                 elif not verify or not isinstance(asked.f, str | os.PathLike):
-                    obj = _read_by_torch(asked, fd)
+                    obj = _read_by_torch(asked, opened)
                 else:
                     file.verify_all()
-                    _for_torch(current.storage, fd, asked.f)
                     # A save may have committed another file under the path since it was verified.
-                    obj = asked.read(f"/proc/self/fd/{fd}")
+                    with _for_torch(opened) as path:
+                        obj = asked.read(path)
     finally:
-        close_quietly(current.storage, fd)
-    _tell_loaded(path, file, started)
+        opened.close()
+    _tell_loaded(opened.path, file, started)
     return obj
 
 
-def _read_by_torch(asked: TorchLoad, fd: int | None) -> Any:
-    """Lets torch.load read f, which is open as fd; None: it is no regular file, or none is there.
+def _read_by_torch(asked: TorchLoad, opened: InputFile | None) -> Any:
+    """Lets torch.load read f, which was opened; None: it is no regular file, or none is there.
     Raises NoPath if that is a URL.
     """
-    if fd is not None:
-        return asked.read(_for_torch(pipeline.current().storage, fd, asked.f))
-    if isinstance(asked.f, str) and is_mounted(asked.f):
+    if isinstance(opened, ObjectFile):
+        with _for_torch(opened) as path:
+            return asked.read(path)
+    if opened is None and isinstance(asked.f, str) and is_mounted(asked.f):
         detail = "there is no such object; steps are for Checkpointer, open and load_into"
         raise NoPath("open", asked.f, errno.ENOENT, detail=detail)
     return asked.read(asked.f)
 
 
-def _for_torch(storage: Storage, fd: int, f: Any) -> Any:
-    """Returns what torch.load opens to read f, open as fd. An object is brought to memory, into its
-    descriptor.
-    """
-    if storage.policy(fd)[1].transfer is None:
-        return f
-    offset, nbytes = 0, storage.fstat(fd).st_size
-    while offset < nbytes:
-        part = storage.read_at(fd, PORTION_BYTES, offset)
-        offset += os.pwrite(fd, part, offset)
-    return f"/proc/self/fd/{fd}"
+@contextmanager
+def _for_torch(opened: InputFile) -> Iterator[str]:
+    """Yields a path by which torch.load opens what is open here. An object is brought to memory."""
+    if not isinstance(opened, ObjectFile):
+        yield f"/proc/self/fd/{opened.fd}"
+        return
+    fd = scratch()
+    try:
+        offset, nbytes = 0, opened.nbytes()
+        while offset < nbytes:
+            offset += os.pwrite(fd, opened.read_at(PORTION_BYTES, offset), offset)
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        close_scratch(fd)
 
 
 def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int = 0) -> None:
@@ -298,7 +309,7 @@ def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) 
             while True:
                 found = b""
                 try:
-                    fd, file, found = from_the_path(lambda: _found(asked.f, verify, group))
+                    opened, file, found = from_the_path(lambda: _found(asked.f, verify, group))
                 finally:
                     if agreement.rank == 0:  # b"": the file is damaged, as other ranks will find
                         agreement.put("found", found)
@@ -306,11 +317,11 @@ def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) 
                     break
                 if not current.storage.look_again(path):
                     break
-                _forget(fd, file)
+                _forget(opened, file)
                 agreement.check()
                 time.sleep(_APPEARS_POLL_S)
-            if fd is not None:
-                stack.callback(close_quietly, current.storage, fd)
+            if opened is not None:
+                stack.callback(opened.close)
             differing = same_state.same(agreement, "file", found, lambda: found)
             if differing is not None:
                 told = "; ".join(f"ranks {ranks}: {text.decode()}" for ranks, text in differing)
@@ -321,7 +332,7 @@ def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) 
                 file.abandon()
             raise
         if file is None:
-            obj = _read_by_torch(asked, fd)
+            obj = _read_by_torch(asked, opened)
         else:
             with file:
                 obj = _load_placed(asked, file)
@@ -331,9 +342,9 @@ def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) 
 
 def _found(
     f: str | os.PathLike[str], verify: bool, group: Any
-) -> tuple[int | None, VerifiedFile | None, bytes]:
-    """Returns what one of several ranks finds under a path: a descriptor (None if torch opens f),
-    the file (None if fastckpt did not write it), and a text that tells it from other files.
+) -> tuple[InputFile | None, VerifiedFile | None, bytes]:
+    """Returns what one of several ranks finds under a path: what it has opened (None if torch opens
+    f), the file (None if fastckpt did not write it), and a text that tells it from other files.
     """
     current, opened = pipeline.current(), _open_regular(f)
     if opened is None:
@@ -341,24 +352,24 @@ def _found(
             is_there = current.storage.status(os.path.realpath(f)) is not None
         return None, None, b"none of fastckpt's" if is_there else b"nothing"
     try:
-        file = open_verified(current.storage, current.staging, *opened, verify, group)
+        file = open_verified(current.staging, opened, verify, group)
     except BaseException:
-        close_quietly(current.storage, opened[0])
+        opened.close()
         raise
     found = b"none of fastckpt's" if file is None else f"{file.closing_crc:08x}".encode()
-    return opened[0], file, found
+    return opened, file, found
 
 
-def _forget(fd: int | None, file: VerifiedFile | None) -> None:
+def _forget(opened: InputFile | None, file: VerifiedFile | None) -> None:
     if file is not None:
         file.abandon()
-    if fd is not None:
-        close_quietly(pipeline.current().storage, fd)
+    if opened is not None:
+        opened.close()
 
 
-def _open_regular(f: Any) -> tuple[int, str] | None:
-    """Opens a path, or anew a file that the caller has open at its beginning. Returns the
-    descriptor and the name, or None: torch.load is to open f, or to say why that is impossible.
+def _open_regular(f: Any) -> InputFile | None:
+    """Opens a path, or anew a file that the caller has open at its beginning. Returns None if
+    torch.load is to open f, or to say why that is impossible.
     """
     current = pipeline.current()
     if isinstance(f, str | os.PathLike):
@@ -367,7 +378,7 @@ def _open_regular(f: Any) -> tuple[int, str] | None:
         if not _is_regular(current.storage, path):
             return None
         try:
-            return current.storage.open(path), path
+            return input_file(current.storage, path)
         except (FileNotFoundError, PermissionError):
             return None
         except OSError as error:  # say, no descriptor is left; torch would load f unverified
@@ -379,7 +390,7 @@ def _open_regular(f: Any) -> tuple[int, str] | None:
         fd = current.storage.open(f.fileno())
     except (AttributeError, OSError, io.UnsupportedOperation):
         return None
-    return fd, str(getattr(f, "name", fd))
+    return PosixFile(current.storage, fd, str(getattr(f, "name", fd)))
 
 
 _NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.EPERM)

@@ -37,6 +37,7 @@ from fastckpt.storage import atomic
 from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.lustre_layout import Purpose, grain_bytes
+from fastckpt.storage.object_upload import Upload
 
 log = logging.getLogger("fastckpt")
 
@@ -88,8 +89,8 @@ class FilePlace(Place):
         self._fd, self._nbytes = -1, 0
         self._replaced: int | None = None
 
-    def make(self, purpose: Purpose) -> AbstractContextManager[tuple[int, str]]:
-        """Makes the file under a temporary name, as (descriptor, name); an error removes it."""
+    def make(self, purpose: Purpose) -> AbstractContextManager[tuple[int | Upload, str]]:
+        """Makes the file under a temporary name, as for ImageFile; an error removes it."""
         return atomic.temporary(self.storage, self.path, purpose)
 
     def made(self, name: str) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import IO
 
 from fastckpt.errors import CheckpointError
@@ -14,7 +14,8 @@ from fastckpt.files.plan import FilePlace
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.lustre_layout import Purpose
-from fastckpt.storage.objects import new_object, objects_of
+from fastckpt.storage.object_upload import Upload
+from fastckpt.storage.objects import objects_of
 
 
 class UrlPlace(FilePlace):
@@ -23,9 +24,10 @@ class UrlPlace(FilePlace):
     is_shared = False
 
     @contextmanager
-    def make(self, purpose: Purpose) -> Iterator[tuple[int, str]]:
-        with new_object(self.storage, self.path, purpose.nbytes) as fd:
-            yield fd, self.path
+    def make(self, purpose: Purpose) -> Iterator[tuple[Upload, str]]:
+        with closing(objects_of(self.storage).upload(self.path, purpose.nbytes)) as upload:
+            self._upload = upload
+            yield upload, self.path
 
     def made(self, name: str) -> None:
         """Does nothing: no other rank opens it."""
@@ -34,20 +36,23 @@ class UrlPlace(FilePlace):
         """Does nothing: objects have none."""
 
     def publish(self) -> None:
+        size = self._upload.nbytes
+        if size != self._nbytes:
+            raise CheckpointError(f"{self.path!r} got {size} bytes instead of {self._nbytes}")
         with reported("write", self.path):
-            size = self.storage.fstat(self._fd).st_size
-            if size != self._nbytes:
-                raise CheckpointError(f"{self.path!r} got {size} bytes instead of {self._nbytes}")
-            objects_of(self.storage).complete(self._fd)
+            self._upload.finish()
 
 
 def put_written(storage: Storage, path: str, write: Callable[[IO[bytes]], None]) -> int:
     """Puts what a function writes to a file, at once; returns the size."""
     file = io.BytesIO()
     write(file)
-    with file.getbuffer() as content, new_object(storage, path, len(content)) as fd:
-        with reported("write", path):
-            for begin in range(0, len(content), BLOCK_BYTES):
-                storage.write_at(fd, content[begin : begin + BLOCK_BYTES], begin)
-            objects_of(storage).complete(fd)
+    with (
+        file.getbuffer() as content,
+        closing(objects_of(storage).upload(path, len(content))) as upload,
+        reported("write", path),
+    ):
+        for begin in range(0, len(content), BLOCK_BYTES):
+            upload.write_at(content[begin : begin + BLOCK_BYTES], begin)
+        upload.finish()
         return len(content)

@@ -171,9 +171,9 @@ class ExtentsSource:
         with self._lock:
             if file not in self._routed:
                 body = self._bodies[file]
-                fd = self._staging.own(body.fd, body.path, self._files)
-                route = self._staging.route(fd, body.path, "auto", writing=False)
-                self._routed[file] = replace(body, fd=fd, route=route)
+                own = self._staging.own(body.file, self._files)
+                route = self._staging.input_route(own)
+                self._routed[file] = replace(body, file=own, route=route)
             return self._routed[file]
 
     def read(self, wanted: Sequence[Wanted]) -> None:

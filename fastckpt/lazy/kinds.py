@@ -57,6 +57,7 @@ from fastckpt.steps.no_steps import is_step, what_is_there
 from fastckpt.steps.root import store_at
 from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, is_directory, reported
+from fastckpt.storage.input_files import InputFile
 from fastckpt.storage.object_botocore import stale_uploads
 from fastckpt.storage.owners import divided
 from fastckpt.storage.vanishing import is_unlocked
@@ -77,9 +78,9 @@ class File(Kind):
     def open(self, place: Place) -> tuple[str, Source]:
         storage, path = place.storage, place.path
         with ExitStack() as files:
-            fd = files.enter_context(opened_regular(storage, path))
+            file = files.enter_context(opened_regular(storage, path))
             with reported("read", path):
-                head = storage.read_at(fd, min(storage.fstat(fd).st_size, _JSON_AT + 1), 0)
+                head = file.read_at(min(file.nbytes(), _JSON_AT + 1), 0)
             if not head:
                 raise CorruptCheckpoint(
                     f"{path!r} is empty: nothing was written to it, or it was lost"
@@ -95,7 +96,7 @@ class File(Kind):
                     "of one"
                 )
             closing = ExitStack()
-            source = make(storage, place.staging, fd, path, closing.close)
+            source = make(place.staging, file, closing.close)
             closing.push(files.pop_all())
             return path, source
 
@@ -108,14 +109,14 @@ class File(Kind):
         above = Place(place.storage, place.staging, directory)
         if OURS.fullmatch(file) and (is_named_step(above) or is_step(directory)):
             return verify_file_of_step(place, directory, file)
-        with opened_regular(place.storage, place.path) as fd:
+        with opened_regular(place.storage, place.path) as opened:
             if file.endswith(distcp.SUFFIX):
-                return _verify_distcp(place, fd)
-            opened = open_verified(place.storage, place.staging, fd, place.path, True)
-            if opened is not None:
-                with opened:
-                    opened.verify_all()
-                    return opened.nbytes
+                return _verify_distcp(place, opened)
+            verified = open_verified(place.staging, opened, True)
+            if verified is not None:
+                with verified:
+                    verified.verify_all()
+                    return verified.nbytes
         if file == directory_check.COMMON:
             nbytes = directory_check.verified_common(place.path, place.storage)
             if nbytes is not None:
@@ -138,11 +139,11 @@ class File(Kind):
 _FILE = File()
 
 
-def _verify_distcp(place: Place, fd: int) -> int:
-    contents = contents_of(place.storage, fd, place.path)
+def _verify_distcp(place: Place, file: InputFile) -> int:
+    contents = contents_of(file)
     if contents is None:
         raise WithoutChecksums(f"{place.path!r} was not written by fastckpt: it has no checksums")
-    Body(place.staging, fd, place.path, contents.index).verify()
+    Body(place.staging, file, contents.index).verify()
     return contents.index.body_nbytes + len(contents.index.tail)
 
 

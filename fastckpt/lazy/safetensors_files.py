@@ -16,19 +16,18 @@ from fastckpt.plan.boxes import row_major
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body, opened_regular, read_small
 from fastckpt.storage.file_system import Storage, naming, reported
+from fastckpt.storage.input_files import InputFile
 
 _INDEX_BYTES_MAX = 1 << 30
 
 
-def safetensors_file(
-    storage: Storage, staging: Staging, fd: int, path: str, close: Callable[[], None]
-) -> ExtentsSource:
+def safetensors_file(staging: Staging, file: InputFile, close: Callable[[], None]) -> ExtentsSource:
     """Opens one file, which stays open until `close` is called.
 
     Raises:
         CorruptCheckpoint: its header is malformed. StorageError: it cannot be read.
     """
-    body, tensors = _opened(storage, staging, fd, path, 0)
+    body, tensors = _opened(staging, file, 0)
     return ExtentsSource("a safetensors file", staging, [body], tensors, close)
 
 
@@ -55,8 +54,8 @@ def hugging_face_directory(
     with ExitStack() as files:
         for number, name in enumerate(dict.fromkeys(file_of.values())):
             file = os.path.realpath(os.path.join(path, name))
-            fd = files.enter_context(opened_regular(storage, file, f"{file!r} is missing"))
-            body, its = _opened(storage, staging, fd, file, number)
+            opened = files.enter_context(opened_regular(storage, file, f"{file!r} is missing"))
+            body, its = _opened(staging, opened, number)
             bodies.append(body)
             for key, found in its.items():
                 if file_of.get(key) == name:
@@ -96,18 +95,17 @@ def _is_file_name(name: str) -> bool:
     return os.path.basename(name) == name and name not in ("", ".", "..") and "\0" not in name
 
 
-def _opened(
-    storage: Storage, staging: Staging, fd: int, path: str, number: int
-) -> tuple[Body, dict[str, Place]]:
+def _opened(staging: Staging, file: InputFile, number: int) -> tuple[Body, dict[str, Place]]:
+    path = file.path
     with reported("read", path):
-        nbytes = storage.fstat(fd).st_size
-        head = storage.read_at(fd, min(nbytes, safetensors.LENGTH_BYTES), 0)
+        nbytes = file.nbytes()
+        head = file.read_at(min(nbytes, safetensors.LENGTH_BYTES), 0)
     with naming(path):
         size = safetensors.header_nbytes(head, nbytes)
         with reported("read", path):
-            head = storage.read_at(fd, size, 0)
+            head = file.read_at(size, 0)
         found = safetensors.parse(head, nbytes)
-    body = Body(staging, fd, path, BlockChecksums(nbytes, BLOCK_BYTES, (), b""))
+    body = Body(staging, file, BlockChecksums(nbytes, BLOCK_BYTES, (), b""))
 
     @lru_cache(KINDS_MAX)
     def form(kind: safetensors.Kind) -> Form:

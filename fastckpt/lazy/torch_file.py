@@ -21,7 +21,8 @@ from fastckpt.lazy.torch_names import StoredView, names_of
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body, body_of
 from fastckpt.state.tree import Stored
-from fastckpt.storage.file_system import Storage, naming, reported
+from fastckpt.storage.file_system import naming, reported
+from fastckpt.storage.input_files import InputFile
 
 _PICKLE, _BYTE_ORDER, _LITTLE = "data.pkl", "byteorder", b"little"
 _READ_BYTES_MAX = 1 << 30  # of a pickle, which may claim any size
@@ -66,24 +67,22 @@ class TorchZip(NamedTuple):
         return found
 
 
-def torch_file(
-    storage: Storage, staging: Staging, fd: int, path: str, close: Callable[[], None]
-) -> ExtentsSource:
+def torch_file(staging: Staging, file: InputFile, close: Callable[[], None]) -> ExtentsSource:
     """Opens a torch zip, ours or another's.
 
     Args:
-        fd, path: the file, which stays open until `close` is called.
+        file: stays open until `close` is called.
 
     Raises:
         CorruptCheckpoint: it is damaged, or no such file. IncompatibleCheckpoint: it is of an older
             or a newer version, or of a machine with another byte order. StorageError: it cannot be
             read.
     """
-    body = body_of(storage, staging, fd, path)
+    body = body_of(staging, file)
     if body is not None:
         return zip_of_ours(body).source("a torch file of fastckpt", close)
-    with naming(path):
-        others = _Others(storage, staging, fd, path)
+    with naming(file.path):
+        others = _Others(staging, file)
         opened = _opened(others.body, others.records, others.begin_of, is_of_step=False)
     return opened.source("a torch file", close)
 
@@ -135,14 +134,13 @@ class _Others:
         records: by their names in the archive.
     """
 
-    def __init__(self, storage: Storage, staging: Staging, fd: int, path: str) -> None:
-        with reported("read", path):
-            nbytes = storage.fstat(fd).st_size
-            directory = zip_records.directory_of(partial(storage.read_at, fd), nbytes)
+    def __init__(self, staging: Staging, file: InputFile) -> None:
+        with reported("read", file.path):
+            nbytes = file.nbytes()
+            directory = zip_records.directory_of(file.read_at, nbytes)
         if any(directory.methods):
             raise IncompatibleCheckpoint("its zip records are compressed: torch did not write it")
-        self.body = Body(staging, fd, path, BlockChecksums(nbytes, BLOCK_BYTES, (), b""))
-        self._storage = storage
+        self.body = Body(staging, file, BlockChecksums(nbytes, BLOCK_BYTES, (), b""))
         names = [name.partition("/")[2] for name in directory.names]
         rows = zip(directory.sizes, directory.crcs, directory.offsets, strict=True)
         self.records: dict[str, Record] = dict(zip(names, rows, strict=True))
@@ -162,7 +160,7 @@ class _Others:
         at, header, nbytes = None, b"", self.body.index.body_nbytes
         if 0 <= offset <= nbytes - zip_records.LOCAL_BYTES:
             with reported("read", self.body.path):
-                header = self._storage.read_at(self.body.fd, zip_records.LOCAL_BYTES, offset)
+                header = self.body.file.read_at(zip_records.LOCAL_BYTES, offset)
             at = zip_records.data_offset(header, offset)
         if at is None or header[:4] != b"PK\x03\x04" or at + size > nbytes:
             raise CorruptCheckpoint(

@@ -42,8 +42,8 @@ from fastckpt.errors import (
 from fastckpt.formats import torch_zip, zip_records
 from fastckpt.plan.boxes import CopyRow
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums, block_count
-from fastckpt.storage.atomic import close_quietly
 from fastckpt.storage.file_system import NoRegularFile, Storage, naming, reported
+from fastckpt.storage.input_files import InputFile, PosixFile, input_file
 
 # ---- Divides the reads of a file: blocks that go to a GPU as a whole come by GPUDirect Storage,
 # all others through the host.
@@ -369,19 +369,16 @@ class VerifiedFile(io.RawIOBase):
 
 
 def open_verified(
-    storage: Storage,
     staging: Staging,
-    fd: int,
-    path: str,
+    file: InputFile,
     verify: bool,
     group: Any = None,
     direct: GdsDevice | None = None,
 ) -> VerifiedFile | None:
-    """Opens the file behind fd for verified reading; returns None if fastckpt did not write it.
+    """Opens a file for verified reading; returns None if fastckpt did not write it.
 
     Args:
-        fd: the caller's descriptor, which stays open until the result is closed.
-        path: the file's path, for messages.
+        file: the caller's, which stays open until the result is closed.
         verify: whether to check the blocks of the body, and to refuse a file whose end is missing
             or damaged; if not, such a file is left to torch.
         group: a torch.distributed process group whose ranks all make this call: each reads a share
@@ -391,26 +388,25 @@ def open_verified(
     Raises:
         CorruptCheckpoint, IncompatibleCheckpoint, StorageError: as body_of().
     """
-    body = body_of(storage, staging, fd, path, verify, "nothing was loaded")
+    body = body_of(staging, file, verify, "nothing was loaded")
     if body is None:
         return None
     if group is not None:
         index = body.index
         shared = BroadcastReadStream(group, body.stream, index.body_nbytes, index.block_bytes)
         return VerifiedFile(body, shared)
-    with naming(path):
+    with naming(file.path):
         large = blocks_of_large(body.index, DEFERRED_BYTES) if direct else ()
     return VerifiedFile(body, body.divided((), direct, large))
 
 
 def body_of(
-    storage: Storage, staging: Staging, fd: int, path: str, verify: bool = True, outcome: str = ""
+    staging: Staging, file: InputFile, verify: bool = True, outcome: str = ""
 ) -> Body | None:
-    """Returns the body of the file behind fd, whose end is verified already; None if fastckpt did
-    not write the file.
+    """Returns the body of a file, whose end is verified already; None if fastckpt did not write it.
 
     Args:
-        storage, staging, fd, path, verify: as open_verified()'s.
+        staging, file, verify: as open_verified()'s.
         outcome: the Body's, also for damage.
 
     Raises:
@@ -418,14 +414,15 @@ def body_of(
         IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: a read failed.
     """
     advice = f"{outcome}: " * bool(outcome) + "restore it from another checkpoint"
+    path = file.path
     with reported("read", path):
-        nbytes = storage.fstat(fd).st_size
-        marked = torch_zip.is_marked(storage.read_at(fd, torch_zip.HEAD_BYTES, 0))
-        end = storage.read_at(fd, torch_zip.END_BYTES, max(0, nbytes - torch_zip.END_BYTES))
+        nbytes = file.nbytes()
+        marked = torch_zip.is_marked(file.read_at(torch_zip.HEAD_BYTES, 0))
+        end = file.read_at(torch_zip.END_BYTES, max(0, nbytes - torch_zip.END_BYTES))
         offset = torch_zip.tail_offset(end, nbytes)
         if offset is not None:
             header_nbytes = min(offset, torch_zip.HEADER_BYTES_MAX)
-            if not torch_zip.ends_body(storage.read_at(fd, header_nbytes, offset - header_nbytes)):
+            if not torch_zip.ends_body(file.read_at(header_nbytes, offset - header_nbytes)):
                 offset = None
         if offset is None:
             if not marked or not verify:
@@ -434,7 +431,7 @@ def body_of(
                 f"{path!r} is truncated or damaged: fastckpt began it, but its {nbytes} bytes "
                 f"do not end in the closing record; {advice}"
             )
-        tail = storage.read_at(fd, nbytes - offset, offset)
+        tail = file.read_at(nbytes - offset, offset)
     try:
         with naming(path):
             index = torch_zip.parse(tail, offset)
@@ -445,9 +442,7 @@ def body_of(
 
     def damaged(begin: int, end: int) -> str:
         try:
-            names = damaged_records(
-                lambda at, size: storage.read_at(fd, size, at), index, begin, end
-            )
+            names = damaged_records(lambda at, size: file.read_at(size, at), index, begin, end)
         except (OSError, CorruptCheckpoint):
             names = []  # a bad disk or a forged zip directory: damage is still told, without a name
         more = f" and {len(names) - _NAMED_MAX} more" if names[_NAMED_MAX:] else ""
@@ -456,7 +451,7 @@ def body_of(
         return f"{what}; {advice}"
 
     checked = index if verify else replace(index, block_crcs=())
-    return Body(staging, fd, path, checked, damaged, outcome)
+    return Body(staging, file, checked, damaged, outcome)
 
 
 OVERWRITTEN = "the state may have been partly overwritten"  # a Body.outcome
@@ -470,7 +465,7 @@ class Body:
 
     Attributes:
         staging: reads the blocks.
-        fd, path: the file, which stays open meanwhile; path is for messages.
+        file: stays open meanwhile.
         index: its size and its blocks, with the checksum of each; without any, nothing is checked.
         damaged: tells what lies in a damaged range of bytes (begin, end), and what to do.
         outcome: the state that a failure of a device or another rank leaves behind, in words.
@@ -478,12 +473,16 @@ class Body:
     """
 
     staging: Staging
-    fd: int
-    path: str
+    file: InputFile
     index: BlockChecksums
     damaged: Callable[[int, int], str] | None = None
     outcome: str = ""
     route: Route | None = None
+
+    @property
+    def path(self) -> str:
+        """The file's path, for messages."""
+        return self.file.path
 
     def stream(
         self, wanted: Sequence[int] = (), direct: GdsDevice | None = None
@@ -491,8 +490,7 @@ class Body:
         """Begins to read blocks by their numbers, ascending, or all; with `direct` to its GPU."""
         index = self.index
         return self.staging.read(
-            self.fd,
-            self.path,
+            self.file,
             index.body_nbytes,
             index.block_bytes,
             index.block_crcs,
@@ -512,7 +510,8 @@ class Body:
             whole: the numbers of blocks that are likely to go to this GPU as a whole.
         """
         block_bytes = self.index.block_bytes
-        if direct is None or self.route is not None or block_bytes != BLOCK_BYTES:
+        is_file = isinstance(self.file, PosixFile)
+        if direct is None or self.route is not None or block_bytes != BLOCK_BYTES or not is_file:
             return self.stream(wanted)
         blocks = wanted or range(block_count(self.index.body_nbytes, block_bytes))
         return GdsReadStream(self.stream, blocks, block_bytes, whole, direct)
@@ -592,7 +591,7 @@ def read_small(storage: Storage, path: str, nbytes_max: int) -> bytes:
 
 
 @contextmanager
-def opened_regular(storage: Storage, path: str, missing: str = "") -> Iterator[int]:
+def opened_regular(storage: Storage, path: str, missing: str = "") -> Iterator[InputFile]:
     """Opens a regular file for reading, and closes it.
 
     Args:
@@ -603,7 +602,7 @@ def opened_regular(storage: Storage, path: str, missing: str = "") -> Iterator[i
         CorruptCheckpoint: it is not a regular file, or missing. StorageError: it cannot be opened.
     """
     try:
-        fd = storage.open(path, "regular")
+        file = input_file(storage, path, "regular")
     except NoRegularFile:
         raise CorruptCheckpoint(f"{path!r} is not a regular file") from None
     except OSError as error:
@@ -613,7 +612,5 @@ def opened_regular(storage: Storage, path: str, missing: str = "") -> Iterator[i
             detail = "it cannot be found, but its directory lists it"
             raise StorageError("open", path, errno.ESTALE, detail=detail) from error
         raise StorageError("open", path, error.errno or errno.EIO) from error
-    try:
-        yield fd
-    finally:
-        close_quietly(storage, fd)
+    with closing(file):
+        yield file

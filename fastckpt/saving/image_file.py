@@ -23,7 +23,9 @@ from fastckpt.saving.pacing import Pace
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.atomic import close_quietly, cut, settle
 from fastckpt.storage.file_system import reported
+from fastckpt.storage.input_files import PosixFile
 from fastckpt.storage.lustre_layout import Layout, Purpose
+from fastckpt.storage.object_upload import Upload
 
 
 def write_portions(
@@ -91,7 +93,8 @@ class _UnderWay:
 
 log = logging.getLogger("fastckpt")
 
-Make = Callable[[Purpose], AbstractContextManager[tuple[int, str]]]
+# Makes a file, as (descriptor, name), or begins an object.
+Make = Callable[[Purpose], AbstractContextManager[tuple[int | Upload, str]]]
 Transfer = Callable[[str, int, memoryview, int], int]  # as Staging.through()'s
 
 
@@ -126,7 +129,7 @@ class ImageFile:
     Attributes:
         transfer: the transfer of the body.
         is_open: whether there is a file yet.
-        fd, route: the file's descriptor and route, once it is open.
+        target, fd, route: what is written to, its descriptor and its route, once it is open.
     """
 
     def __init__(
@@ -180,8 +183,7 @@ class ImageFile:
         makes it once more in another.
 
         Args:
-            make: makes the file, as (descriptor, name), and undoes that if its context is left with
-                an error.
+            make: makes the file, and undoes that if its context is left with an error.
             purpose: what the file is for.
             path: the file's path, if it was not known before.
             allocates: whether to allocate purpose.nbytes before the first write.
@@ -197,10 +199,10 @@ class ImageFile:
         while True:
             try:
                 with ExitStack() as making:
-                    fd, name = making.enter_context(make(purpose))
-                    route = self._ready(fd, purpose, allocates, scatterer is None)
+                    made, name = making.enter_context(make(purpose))
+                    route = self._ready(made, purpose, allocates, scatterer is None)
                     self._files.push(making.pop_all())
-                self._take(fd, route or self._scatter_route(fd, scatterer))
+                self._take(made, route or self._scatter_route(made, scatterer))
                 return name
             except _Full as full:
                 layout = full.layout
@@ -235,18 +237,20 @@ class ImageFile:
         if self._stats is not None:
             self._stats.why += "; copied straight into it"
 
-    def _take(self, fd: int, route: Route) -> None:
-        self.fd, self.route, self.is_open, self._is_slot = fd, route, True, False
+    def _take(self, made: int | Upload, route: Route) -> None:
+        storage, path = self._pipeline.storage, self._path
+        self.target = made if isinstance(made, Upload) else PosixFile(storage, made, path)
+        self.fd, self.route, self.is_open, self._is_slot = self.target.fd, route, True, False
         stats = self._stats
         if stats is not None:
             stats.backend, stats.direct, stats.why = route.sink.name, route.direct, route.why
 
     def through(self, transfer: Transfer) -> None:
         """Hands blocks to a function that writes them, as Staging.through() does."""
-        self.route = self._pipeline.staging.through(self.fd, transfer)
+        self.route = self._pipeline.staging.through(self.fd, transfer, self.route.refusal)
 
-    def _scatter_route(self, fd: int, scatterer: Scatterer | None) -> Route:
-        assert scatterer is not None
+    def _scatter_route(self, fd: int | Upload, scatterer: Scatterer | None) -> Route:
+        assert isinstance(fd, int) and scatterer is not None
         return self._pipeline.staging.scatter_route(fd, self._path, scatterer, self._files)
 
     def close(self) -> None:
@@ -254,8 +258,12 @@ class ImageFile:
         self.is_open = False
         self._files.close()
 
-    def _ready(self, fd: int, purpose: Purpose, allocates: bool, has_route: bool) -> Route | None:
+    def _ready(
+        self, fd: int | Upload, purpose: Purpose, allocates: bool, has_route: bool
+    ) -> Route | None:
         """Chooses the route of a new file, if it has one, and allocates room for it."""
+        if isinstance(fd, Upload):
+            return self._pipeline.staging.upload_route(fd, self._options.backend)
         storage, path = self._pipeline.storage, self._path
         try:
             staging, backend = self._pipeline.staging, self._options.backend
@@ -332,6 +340,11 @@ class ImageFile:
         """
         self.wait_written()
         storage = self._pipeline.storage
+        if isinstance(self.target, Upload):
+            if self.target.ends_with_file:
+                with reported("write", self._path):
+                    self.target.finish()
+            return
         if nbytes is not None and self.route.direct:  # O_DIRECT writes whole pages
             cut(storage, self.fd, self._path, nbytes)  # before the sync, which covers the size, too
         settle(storage, self.fd, self._path, self._options.durable)

@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -34,6 +34,7 @@ from fastckpt.steps.store import (
 from fastckpt.storage.atomic import DEAD_AFTER_S
 from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.object_upload import Upload
 from fastckpt.storage.objects import objects_of
 
 _under_way = set[str]()  # paths of this process's attempts
@@ -104,6 +105,10 @@ class BucketSteps(StepStore):
     def confirm(self, name: str) -> None:
         if not self.may_be_committed(name):
             raise Vanished(self.path(name, MANIFEST))
+
+    def make_mark(self, path: str) -> None:
+        with reported("create", path), suppress(FileExistsError):  # it is there
+            self.objects.put_new(path, b"")
 
     # ---- attempts
 
@@ -201,12 +206,14 @@ class BucketDraft(Draft):
         _under_way.add(self.steps.path(name))
         return name
 
-    def create(self, name: str, purpose: Purpose | None = None) -> int:
+    @contextmanager
+    def made(self, name: str, purpose: Purpose) -> Iterator[tuple[Upload, str]]:
         path = self.path(name)
         with reported("open", path):
-            fd = self._storage.create(path, 0o666, purpose or Purpose(0))
+            upload = self.steps.objects.upload(path, purpose.nbytes, ends_with_file=True)
         self._made.append(path)
-        return fd
+        with closing(upload):
+            yield upload, path
 
     def write(self, name: str, content: bytes, beside: int | None, durable: bool) -> None:
         path = self.path(name)

@@ -24,6 +24,7 @@ from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.plan.image import BLOCK_BYTES, PORTION_BYTES, BlockChecksums, block_count
 from fastckpt.reading.verified import OVERWRITTEN, Body, VerifiedFile, body_of, opened_regular
 from fastckpt.storage.file_system import Storage, naming, persistently, reported
+from fastckpt.storage.input_files import InputFile
 
 log = logging.getLogger("fastckpt")
 
@@ -142,22 +143,22 @@ class StepCopies:
         raise unread or failure
 
     @contextmanager
-    def opened(self, file: str, nbytes: int) -> Iterator[int]:
+    def opened(self, file: str, nbytes: int) -> Iterator[InputFile]:
         """Opens a file of the step, which must be regular and have the size in the manifest."""
         path = self.path(file)
         missing = f"{path!r} is missing: the step is not whole"
-        with opened_regular(self._storage, path, missing) as fd:
+        with opened_regular(self._storage, path, missing) as opened:
             with reported("open", path):
-                found = self._storage.fstat(fd).st_size
+                found = opened.nbytes()
             if found != nbytes:
                 raise CorruptCheckpoint(f"{path!r} has {found} bytes, must have {nbytes}")
-            yield fd
+            yield opened
 
     def index(self, writer: Writer, nonce: str) -> tuple[ShardIndex, bytes]:
         """Returns a writer's index, checked against the manifest's record of it, and its bytes."""
         path = self.path(writer.index)
-        with self.opened(writer.index, writer.index_nbytes) as fd, reported("read", path):
-            content = self._storage.read_at(fd, writer.index_nbytes, 0)
+        with self.opened(writer.index, writer.index_nbytes) as opened, reported("read", path):
+            content = opened.read_at(writer.index_nbytes, 0)
         with naming(path):
             return writer.parse_index(content, nonce), content
 
@@ -181,8 +182,7 @@ class StepCopies:
             if index.file not in self._bodies:
                 body = self._kept.enter_context(self._shard(index))
                 if body.route is None:
-                    route = self._staging.route(body.fd, body.path, "auto", writing=False)
-                    body = replace(body, route=route)
+                    body = replace(body, route=self._staging.input_route(body.file))
                 self._bodies[index.file] = body
         yield self._bodies[index.file]
 
@@ -193,17 +193,15 @@ class StepCopies:
         frames: dict[int, bytes] | None = None,
         unpadded: list[int] | None = None,
     ) -> Iterator[Body]:
-        path, route = self.path(index.file), None
+        route = None
 
         def damaged(begin: int, end: int) -> str:
             return listed(map(repr, index.keys_in(begin, end))) or "its header"
 
-        with self.opened(index.file, index.file_nbytes) as fd:
+        with self.opened(index.file, index.file_nbytes) as opened:
             if index.codec is not None:
                 reader = FrameReader(
-                    self._storage,
-                    fd,
-                    path,
+                    opened,
                     index.nbytes,
                     index.block_bytes,
                     index.frames,
@@ -211,17 +209,17 @@ class StepCopies:
                     kept=frames,
                     unpadded=unpadded,
                 )
-                route = self._staging.through(fd, reader.transfer)
+                route = self._staging.through(opened.fd, reader.transfer)
             blocks = BlockChecksums(index.nbytes, index.block_bytes, index.block_crcs, b"")
-            yield Body(self._staging, fd, path, blocks, damaged, OVERWRITTEN, route)
+            yield Body(self._staging, opened, blocks, damaged, OVERWRITTEN, route)
 
     @contextmanager
     def body(self, manifest: Manifest) -> Iterator[Body]:
         """Opens the file of objects, and checks that it is the one that the manifest names."""
         file, nbytes, crc = manifest.objects
         path = self.path(file)
-        with self.opened(file, nbytes) as fd:
-            body = body_of(self._storage, self._staging, fd, path)
+        with self.opened(file, nbytes) as opened:
+            body = body_of(self._staging, opened)
             if body is None:
                 raise CorruptCheckpoint(f"{path!r} was not written by fastckpt")
             if torch_zip.closing_crc(body.index.tail) != crc:

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing
 from datetime import datetime, timezone
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from fastckpt.storage.file_system import (
     is_directory,
     reported,
 )
+from fastckpt.storage.input_files import input_file
 
 log = logging.getLogger("fastckpt")
 
@@ -113,13 +114,9 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
 
 def _last_lines(storage: Storage, path: str) -> bytes:
     """Returns the whole lines among the last _BYTES_MAX of a file."""
-    fd = storage.open(path, "regular")
-    try:
-        begin = max(0, storage.fstat(fd).st_size - _BYTES_MAX)
-        content = storage.read_at(fd, _BYTES_MAX, begin)
-    finally:
-        with suppress(OSError):  # it loses nothing of what was read; the first error counts
-            storage.close(fd)
+    with closing(input_file(storage, path, "regular")) as file:
+        begin = max(0, file.nbytes() - _BYTES_MAX)
+        content = file.read_at(_BYTES_MAX, begin)
     if begin == 0:
         return content
     told = "%r is too large: only its last %s are read, and lines are counted from there"

@@ -12,8 +12,7 @@ from contextlib import suppress
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.step_names import DELETED, PINNED
 from fastckpt.steps.store import Committed, StepStore
-from fastckpt.storage import atomic
-from fastckpt.storage.file_system import NEW_MODE, reported
+from fastckpt.storage.file_system import reported
 from fastckpt.storage.vanishing import listed_anew
 
 _NOTES_MAX = 1000  # of deleted steps, in a root
@@ -25,11 +24,7 @@ def pin(steps: StepStore, step: int) -> None:
     Raises:
         CheckpointError: there is no such step. StorageError: it cannot be pinned.
     """
-
-    def change(path: str) -> None:
-        _make(steps, path)
-
-    _change(steps, step, change, 1)
+    _change(steps, step, steps.make_mark, 1)
 
 
 def unpin(steps: StepStore, step: int) -> None:
@@ -93,7 +88,7 @@ def _note_deleted(root: StepStore, nonces: set[str]) -> None:
     if nonces:
         root.make_root()
         for nonce in nonces:
-            _make(root, root.path(DELETED + nonce))
+            root.make_mark(root.path(DELETED + nonce))
         _forget_deleted(root, nonces)
         with reported("sync directory", root.root):
             root.storage.sync_directory(root.root)
@@ -110,16 +105,6 @@ def _forget_deleted(root: StepStore, noted: set[str]) -> None:
         made = sorted((each.st_mtime_ns, path) for each, path in found if each is not None)
         for _when, path in made[: _NOTES_MAX // 2]:
             root.storage.remove(path)
-
-
-def _make(steps: StepStore, path: str) -> None:
-    """Makes an empty file, if it is not there: it may be, but not durably."""
-    with reported("open", path), suppress(FileExistsError):  # it is there
-        fd = steps.storage.create(path, NEW_MODE)
-        try:
-            steps.storage.sync(fd)
-        finally:
-            atomic.close_quietly(steps.storage, fd)
 
 
 def _change(steps: StepStore, step: int, change: Callable[[str], None], count: int | None) -> None:

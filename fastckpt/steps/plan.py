@@ -408,9 +408,7 @@ class _ShardOutput(Output):
         file.make(make, purpose, path, allocates=codec is None)
         if codec is not None:
             encoder = encoder_of(codec, shard.runs(), BLOCK_BYTES)
-            self._writer = FrameWriter(
-                self._storage, file.fd, path, shard.nbytes, BLOCK_BYTES, encoder
-            )
+            self._writer = FrameWriter(file.target, shard.nbytes, BLOCK_BYTES, encoder)
             file.through(self._writer.transfer)
 
     def fill_in(self) -> None:

@@ -183,6 +183,14 @@ class PosixSteps(StepStore):
 
     # ---- the root
 
+    def make_mark(self, path: str) -> None:
+        with reported("open", path), suppress(FileExistsError):  # it is there
+            fd = self.storage.create(path, NEW_MODE)
+            try:
+                self.storage.sync(fd)
+            finally:
+                atomic.close_quietly(self.storage, fd)
+
     def make_root(self) -> None:
         with reported("make directory", self.root):
             path, grown = self.root, []
@@ -462,7 +470,15 @@ class PosixDraft(Draft):
 
     # ---- files
 
-    def create(self, name: str, purpose: Purpose | None = None) -> int:
+    @contextmanager
+    def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
+        fd = self._created(name, purpose)
+        try:
+            yield fd, self.path(name)
+        finally:
+            atomic.close_quietly(self._storage, fd)
+
+    def _created(self, name: str, purpose: Purpose) -> int:
         path, storage = self.path(name), self._storage
         with reported("open", path):
             try:
@@ -503,7 +519,7 @@ class PosixDraft(Draft):
     def write(self, name: str, content: bytes, beside: int | None, durable: bool) -> None:
         path, storage = self.path(name), self._storage
         small = Purpose(0, stripe="keep", directory=self.steps.root)
-        create = partial(self.create, name, small)
+        create = partial(self._created, name, small)
         fd = create() if beside is None else patiently(storage, beside, create)
         try:
             with reported("write", path):

@@ -21,7 +21,6 @@ from fastckpt.formats.manifest import MANIFEST, MANIFEST_BYTES_MAX, SEQUENCE_MAX
 from fastckpt.formats.step_names import step_name, step_of
 from fastckpt.latch import SERVER_S, within
 from fastckpt.saving.lease import Lease
-from fastckpt.storage import atomic
 from fastckpt.storage.file_system import (
     NoRegularFile,
     Storage,
@@ -29,6 +28,7 @@ from fastckpt.storage.file_system import (
     persistently,
 )
 from fastckpt.storage.lustre_layout import Purpose
+from fastckpt.storage.object_upload import Upload
 from fastckpt.storage.vanishing import listed_anew
 
 TAKEN = "another process took the directory for one that was left behind: save again"
@@ -177,6 +177,10 @@ class StepStore:
         """Yields the names of what dead saves have left, each with whether their processes were of
         this host and are gone, and what removes it and says whether it did. Raises StorageError.
         """
+        raise NotImplementedError
+
+    def make_mark(self, path: str) -> None:
+        """Makes an empty file unless it is there, perhaps not durably. Raises StorageError."""
         raise NotImplementedError
 
     def make_root(self) -> None:
@@ -401,18 +405,9 @@ class Draft:
     def path(self, *names: str) -> str:
         return self.steps.path(self.name, *names)
 
-    def create(self, name: str, purpose: Purpose | None = None) -> int:
-        """Makes a file; returns its descriptor. Raises StorageError."""
+    def made(self, name: str, purpose: Purpose) -> AbstractContextManager[tuple[int | Upload, str]]:
+        """Makes a file, as for ImageFile, open while the body runs. Raises StorageError."""
         raise NotImplementedError
-
-    @contextmanager
-    def made(self, name: str, purpose: Purpose | None = None) -> Iterator[tuple[int, str]]:
-        """Makes a file and yields (descriptor, path); the file is open while the body runs."""
-        fd = self.create(name, purpose)
-        try:
-            yield fd, self.path(name)
-        finally:
-            atomic.close_quietly(self._storage, fd)
 
     def write(self, name: str, content: bytes, beside: int | None, durable: bool) -> None:
         """Makes a small file with this content, synced if `durable`; `beside` is an open file of

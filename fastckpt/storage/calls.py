@@ -152,13 +152,7 @@ class Call:
         return _path_of(self._subject) if isinstance(self._subject, int) else str(self._subject)
 
 
-# The paths of descriptors that the kernel knows by no name, or another one.
-names: dict[int, str] = {}
-
-
 def _path_of(fd: int) -> str:
-    if (path := names.get(fd)) is not None:
-        return path
     try:
         return os.readlink(f"/proc/self/fd/{fd}")  # which asks no server
     except OSError:
@@ -260,9 +254,6 @@ def looked_up(look: Callable[[], T], path: str, timeout_s: float) -> T:
 def real_path(path: str, timeout_s: float) -> str:
     """Returns a path without symbolic links; raises as looked_up()."""
     return looked_up(lambda: os.path.realpath(path), path, timeout_s)
-
-
-os.register_at_fork(after_in_child=names.clear)
 
 
 def note(kind: type, seam: type) -> None:

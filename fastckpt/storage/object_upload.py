@@ -7,6 +7,7 @@ copied.
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import threading
 import time
@@ -15,9 +16,13 @@ from typing import Any
 
 from fastckpt import _engine
 from fastckpt.plan.image import BLOCK_BYTES
+from fastckpt.storage import calls
 
 PARTS_MAX = 10_000  # of one object, as S3 has it
 CONCURRENCY = 16  # parts of one object that are under way at a time
+
+FD_MIN = 1 << 30  # no descriptor has such a number, by which the engine knows an object
+numbers = itertools.count(FD_MIN)
 
 Put = Callable[..., Any]  # (content, how) -> the object's ETag and version
 
@@ -29,19 +34,26 @@ def part_bytes(nbytes: int) -> int:
 
 
 class Upload:
-    """An object on its way to a store.
+    """An object on its way to a store, which nobody sees before finish().
 
     Args:
         put: sends bytes, or what an iterator of buffers yields, in parts; returns what names the
             version that was made. It raises OSError.
         nbytes: the object's size, if not more.
+        path: its path, also an attribute.
+        ends_with_file: whether it is there as soon as all was written, without a commit; also an
+            attribute.
 
     Attributes:
+        fd: the number by which the engine knows it.
         chunk: the size of its parts.
         result: what `put` has returned; None before finish().
     """
 
-    def __init__(self, put: Put, nbytes: int) -> None:
+    def __init__(
+        self, put: Put, nbytes: int, path: str = "", *, ends_with_file: bool = False
+    ) -> None:
+        self.path, self.ends_with_file, self.fd = path, ends_with_file, next(numbers)
         self.chunk = part_bytes(nbytes)
         self.result: Any = None
         self.since = time.monotonic()
@@ -63,19 +75,24 @@ class Upload:
 
     def sink(self, threads: _engine.Backend) -> _engine.Sink:
         """Returns the way of the engine's blocks: where each is a part, none is copied, and none
-        needs a thread; else these threads copy them by write().
+        needs a thread; else these threads copy them by write_at().
         """
         if self._is_small or self.chunk != BLOCK_BYTES:
-            return threads
+            return _engine.callback_sink(threads, self._transfer)
         self._begin()
         return _engine.parts_sink(threads, self._parts)
 
-    def write(self, memory: memoryview, offset: int) -> None:
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         """Takes a copy. Waits while others wait for what comes before them, unless it is that."""
-        if not self._is_small:
-            self._begin()
-        self._parts.add(memory, offset)
-        self._check()
+        with calls.Call("write", self.path):
+            if not self._is_small:
+                self._begin()
+            self._parts.add(memoryview(data).cast("B"), offset)
+            self._check()
+
+    def _transfer(self, _kind: str, _fd: int, memory: memoryview, offset: int) -> int:
+        self.write_at(memory, offset)
+        return len(memory)
 
     def _begin(self) -> None:
         with self._lock:
@@ -103,10 +120,13 @@ class Upload:
         if self._error is not None:
             raise self._error
 
-    def why(self) -> str:
+    def refusal(self) -> str:
         """Returns why it failed, in words; "" if it has not."""
-        error = self._error
-        return "" if error is None else str(getattr(error, "detail", "") or error.strerror or error)
+        if (error := self._error) is None:
+            return ""
+        why = getattr(error, "detail", "") or error.strerror or error
+        parts = f"{self.parts_begun} parts of {self.chunk >> 20} MiB were begun"
+        return f"{parts} in {time.monotonic() - self.since:.1f} s; {why}"
 
     def finish(self) -> Any:
         """Completes the object, all of which was written; from then on readers find it. Idempotent.
@@ -114,18 +134,21 @@ class Upload:
         Returns:
             What names its version.
         """
-        if self.result is not None:
-            return self.result
-        self._check()
-        self._parts.end()
-        if self._thread is None:
-            content = b"".join(iter(self._parts.take, None))
-            self.result = self._put(content, use_multipart=False)
-        else:
-            self._thread.join()
+        with calls.Call("put", self.path):
+            if self.result is not None:
+                return self.result
             self._check()
-        return self.result
+            self._parts.end()
+            if self._thread is None:
+                content = b"".join(iter(self._parts.take, None))
+                self.result = self._put(content, use_multipart=False)
+            else:
+                self._thread.join()
+                self._check()
+            return self.result
 
     def give_up(self) -> None:
         """Leaves no object, unless finish() has begun; does not wait."""
         self._fail(OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
+
+    close = give_up

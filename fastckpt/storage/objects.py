@@ -1,43 +1,31 @@
-"""ObjectStorage: objects by paths that stand for URLs, as the seam to file systems and beyond it;
-and PathStorage, which serves both.
+"""ObjectStorage: objects by paths that stand for URLs; and PathStorage, the seam for all paths.
 
-Of the seam it has what readers and writers of files need. What makes a commit atomic is its own:
-an upload that is there when it is completed, and puts on the condition that there is no object, or
-still the version that was read.
+Of the seam it has what needs no more than a path. The rest is its own: files that are open, uploads
+that are there when they are completed, and puts on the condition that there is no object, or still
+the version that was read.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import itertools
 import os
 import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from fastckpt import _engine
 from fastckpt.arguments.urls import divided, is_mounted
 from fastckpt.errors import StorageError
 from fastckpt.storage import calls, object_botocore
-from fastckpt.storage.file_system import (
-    Opening,
-    Refusal,
-    Storage,
-    close_scratch,
-    reported,
-    scratch,
-)
-from fastckpt.storage.lustre_layout import Purpose
-from fastckpt.storage.object_upload import CONCURRENCY, Upload
+from fastckpt.storage.file_system import Storage
+from fastckpt.storage.object_upload import Upload, numbers
 from fastckpt.storage.object_urls import UNTOLD, asked, client, store_of
 from fastckpt.storage.owners import Owner
-from fastckpt.storage.policies import Policy
 
 _STREAM_BYTES = 1 << 20  # what the client holds of one read at a time
 _ABSENT = ".absent"  # the name of no object
@@ -49,101 +37,67 @@ _MARK = "fastckpt"  # metadata of an object: which put has made it
 # If the answer to a put was lost, the client asks again, and is told that the object is there, or
 # that there is no such upload. ETIMEDOUT tells by itself that the put may have been carried out.
 _UNSURE = (errno.EEXIST, errno.ESTALE, errno.ENOENT, errno.EIO)
-# The other methods of the seam have these answers: an object has its size and durability at once,
-# and nobody locks it.
-_ANSWERS = {
-    **dict.fromkeys(("allocate", "truncate", "sync_directory")),
-    **{"lock": True, "look_again": False, "free_bytes": _ANY},
-    "set_direct": "it is an object",
-}
-_POLICY = Policy("threads", False, "sent in parts", allocates=False, caches_names=False)
-_numbers = itertools.count(1)
+WHY = "objects: sent in parts"  # of the route of one
+# The other methods of the seam have these answers.
+_ANSWERS = {"sync_directory": None, "look_again": False, "free_bytes": _ANY}
 
 
-class _Open:
-    """An object that is open.
+class ObjectFile:
+    """An object that is open for reading, in the version that it had then; an InputFile.
 
-    Attributes:
-        path: its path.
-        found: what the store said of it when it was opened; None: it is new.
-        upload: what is written to it; None: it is read.
-        is_made_by_sync: whether a sync completes the upload.
+    Args:
+        objects, path: where it is.
+        found: what the store said of it.
     """
 
-    def __init__(
-        self,
-        path: str,
-        found: Any = None,
-        upload: Upload | None = None,
-        is_made_by_sync: bool = False,
-    ) -> None:
-        self.path, self.found, self.upload = path, found, upload
-        self.is_made_by_sync = is_made_by_sync
-        self.ends, self.number = 1, next(_numbers)  # the descriptors that it has
+    def __init__(self, objects: ObjectStorage, path: str, found: Any) -> None:
+        self.path, self.fd = path, next(numbers)
+        self._objects, self._etag, self._nbytes = objects, found["e_tag"], int(found["size"])
+
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        memory = bytearray(max(0, min(nbytes, self._nbytes - offset)))
+        self.transfer("read", self.fd, memoryview(memory), offset)
+        return bytes(memory)
+
+    def transfer(self, _kind: str, _fd: int, memory: memoryview, offset: int) -> int:
+        """Fills memory; returns how much there was. For the engine, on one of its threads."""
+        nbytes = max(0, min(len(memory), self._nbytes - offset))
+        if nbytes:
+            asked("read", self.path, self._fill, memory[:nbytes], offset)
+        return nbytes
+
+    def _fill(self, memory: memoryview, offset: int) -> None:
+        at, end = 0, offset + len(memory)
+        for part in self._objects.stream(self.path, self._etag, offset, end):
+            memory[at : at + len(part)] = memoryview(part)
+            at += len(part)
+
+    def close(self) -> None:
+        """Does nothing: the store knows nothing of it."""
 
 
 class ObjectStorage:
-    """The seam, for paths that stand for URLs. Its descriptors are empty files in memory, so that
-    they are closed after fork() as others are.
+    """The seam, for paths that stand for URLs: as far as a path goes. Of what is open it has an
+    ObjectFile or an Upload.
     """
 
     def __init__(self) -> None:
-        self.open_now: dict[int, _Open] = {}
         self._clocks_s: dict[tuple[str, str], float] = {}  # by how much ours is ahead, by bucket
-        self._policy = _POLICY._replace(
-            transfer=self._transfer, writers=CONCURRENCY, sink=self._sink
-        )
 
-    # Objects that are written and read by a descriptor.
+    # Objects that are written and read.
 
-    def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
-        """As Storage's. With a purpose the object is made when it is synced, whatever there was;
-        without one it is empty, and made now.
-        """
-        if purpose is None:
-            return self._noted(_Open(path, self.put_new(path, b"")))
-        return self._noted(
-            _Open(path, upload=self._upload(path, purpose.nbytes), is_made_by_sync=True)
-        )
-
-    def begin(self, path: str, nbytes: int) -> int:
-        """Begins an object of so many bytes, which complete() makes, whatever there was."""
-        return self._noted(_Open(path, upload=self._upload(path, nbytes)))
-
-    def _upload(self, path: str, nbytes: int) -> Upload:
+    def upload(self, path: str, nbytes: int, *, ends_with_file: bool = False) -> Upload:
+        """Begins an object of so many bytes, which takes the place of whatever there was."""
         _key(path)
-        return Upload(partial(self._put, "write", path), nbytes)
+        put = partial(self._put, "write", path)
+        return Upload(put, nbytes, path, ends_with_file=ends_with_file)
 
-    def complete(self, fd: int) -> None:
-        """Makes an object, all of which was written: readers find it from then on."""
-        opened = self.open_now[fd]
-        assert opened.upload is not None
-        opened.upload.finish()
-
-    def open(self, file: str | int, how: Opening = "read") -> int:
-        if isinstance(file, int):
-            opened = self.open_now[file]
-            opened.ends += 1
-            return self._noted(opened)
-        if how == "write":
-            raise OSError(errno.EOPNOTSUPP, "an object has one writer", file)
-        if how == "directory":
-            return self._noted(_Open(file))
-        return self._noted(_Open(file, self._head(file)))
-
-    def _noted(self, opened: _Open) -> int:
-        fd = scratch()
-        calls.names[fd] = opened.path
-        self.open_now[fd] = opened
-        return fd
-
-    def close(self, fd: int) -> None:
-        opened = self.open_now.pop(fd)
-        calls.names.pop(fd, None)
-        opened.ends -= 1
-        if opened.upload is not None and not opened.ends:
-            opened.upload.give_up()
-        close_scratch(fd)
+    def opened(self, path: str) -> ObjectFile:
+        """Opens an object for reading. Raises FileNotFoundError, StorageError."""
+        return ObjectFile(self, path, self._head(path))
 
     def _head(self, path: str) -> Any:
         try:
@@ -222,53 +176,12 @@ class ObjectStorage:
         return self._range(path, None, 0, nbytes_max)
 
     def _range(self, path: str, etag: str | None, begin: int, end: int) -> bytes:
-        return b"".join(map(bytes, self._stream(path, etag, begin, end)))
+        return b"".join(map(bytes, self.stream(path, etag, begin, end)))
 
-    def _stream(self, path: str, etag: str | None, begin: int, end: int) -> Any:
+    def stream(self, path: str, etag: str | None, begin: int, end: int) -> Any:
         """Returns an iterator of the bytes of a range, of the version that was opened."""
         options = {"range": (begin, end), **({"if_match": etag} if etag else {})}
         return self._get(path, **options).stream(min_chunk_size=_STREAM_BYTES)
-
-    def read_at(self, fd: int, nbytes: int, offset: int) -> bytes:
-        opened = self.open_now[fd]
-        end = min(self._size(opened), offset + nbytes)
-        if end <= offset:
-            return b""
-        return asked(
-            "read", opened.path, self._range, opened.path, opened.found["e_tag"], offset, end
-        )
-
-    def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-        upload, view = self.open_now[fd].upload, memoryview(data).cast("B")
-        assert upload is not None
-        upload.write(view, offset)
-
-    def _transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
-        """Moves a block for the engine, on one of its threads."""
-        opened = self.open_now[fd]
-        if kind == "write":
-            self.write_at(fd, memory, offset)
-            return len(memory)
-        nbytes = max(0, min(len(memory), self._size(opened) - offset))
-        if nbytes:
-            asked("read", opened.path, self._fill, opened, memory[:nbytes], offset)
-        return nbytes
-
-    def _sink(self, fd: int, threads: _engine.Backend) -> _engine.Sink:
-        upload = self.open_now[fd].upload
-        return threads if upload is None else upload.sink(threads)
-
-    def _fill(self, opened: _Open, memory: memoryview, offset: int) -> None:
-        at, end = 0, offset + len(memory)
-        for part in self._stream(opened.path, opened.found["e_tag"], offset, end):
-            memory[at : at + len(part)] = memoryview(part)
-            at += len(part)
-
-    def sync(self, fd: int) -> None:
-        if self.open_now[fd].is_made_by_sync:
-            self.complete(fd)
-
-    flush = sync
 
     def remove(self, path: str) -> None:
         asked("remove", path, client().delete, store_of(path), _key(path))
@@ -293,34 +206,20 @@ class ObjectStorage:
 
     def status(self, path: str, *, link: bool = False) -> os.stat_result | None:
         key = _key(path)
-        if key:
-            with suppress(FileNotFoundError):  # it may be a directory
-                return self._status(path, self._head(path))
-            return _DIRECTORY if self._page(path, None)[0] else None
-        return _DIRECTORY
-
-    def _status(self, path: str, found: Any) -> os.stat_result:
-        digest = hashlib.blake2b(str(found["e_tag"]).encode(), digest_size=7).digest()
-        mode, number = stat.S_IFREG | 0o644, int.from_bytes(digest, "big")
-        return _result(mode, number, found["size"], self.made_at(path, found))
+        if not key:
+            return _DIRECTORY
+        with suppress(FileNotFoundError):  # it may be a directory
+            found = self._head(path)
+            digest = hashlib.blake2b(str(found["e_tag"]).encode(), digest_size=7).digest()
+            mode, number = stat.S_IFREG | 0o644, int.from_bytes(digest, "big")
+            return _result(mode, number, found["size"], self.made_at(path, found))
+        return _DIRECTORY if self._page(path, None)[0] else None
 
     def made_at(self, path: str, found: Any) -> float:
         """Returns when an object was made, by our clock if the store's is known."""
         return float(found["last_modified"].timestamp()) + self._clocks_s.get(
             divided(path)[:2], 0.0
         )
-
-    def fstat(self, fd: int) -> os.stat_result:
-        opened = self.open_now[fd]
-        if opened.found is not None and "size" in opened.found:
-            return self._status(opened.path, opened.found)
-        return _result(stat.S_IFREG | 0o644, opened.number, self._size(opened), time.time())
-
-    @staticmethod
-    def _size(opened: _Open) -> int:
-        if opened.upload is not None:
-            return opened.upload.nbytes
-        return int((opened.found or {}).get("size", 0))
 
     def _listed(self, path: str) -> tuple[dict[str, Any], list[str]]:
         """Returns the objects in a directory, by name, and the names of the directories there."""
@@ -414,43 +313,17 @@ class ObjectStorage:
         finally:
             self._drop(nonce)
 
-    # Differences from a file system.
-
-    def policy(self, fd: int) -> tuple[str, Policy]:
-        return "objects", self._policy
-
     def append(self, path: str, line: bytes) -> None:
         """Puts a line as an object of its own, whose name sorts behind those of earlier ones."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
         self.put(os.path.join(path, name), line)
 
-    def refusal(self, fd: int, number: int) -> Refusal:
-        upload = self.open_now[fd].upload
-        if upload is None or not (why := upload.why()):
-            return Refusal("", None)
-        parts = f"{upload.parts_begun} parts of {upload.chunk >> 20} MiB were begun"
-        return Refusal(f"{parts} in {time.monotonic() - upload.since:.1f} s; {why}", None)
-
 
 calls.note(ObjectStorage, ObjectStorage)
 
 
-@contextmanager
-def new_object(storage: Storage, path: str, nbytes: int) -> Iterator[int]:
-    """Begins an object of so many bytes at most; yields its descriptor, for ObjectStorage's
-    complete(), without which there will be none.
-    """
-    objects = objects_of(storage)
-    with reported("open", path):
-        fd = objects.begin(path, nbytes)
-    try:
-        yield fd
-    finally:
-        objects.close(fd)
-
-
 class PathStorage(Storage):
-    """The seam for every path and descriptor: of a file system, or of an object store."""
+    """The seam for every path, of a file system or of an object store."""
 
     def __init__(self) -> None:
         self.objects = ObjectStorage()
@@ -466,14 +339,13 @@ def _either(name: str) -> Callable[..., Any]:
     theirs = getattr(ObjectStorage, name, None)
 
     def call(self: PathStorage, subject: str | int, *args: Any, **options: Any) -> Any:
-        objects = self.objects
-        if subject in objects.open_now if isinstance(subject, int) else is_mounted(subject):
-            if theirs is not None:
-                return theirs(objects, subject, *args, **options)
-            if name in _ANSWERS:
-                return _ANSWERS[name]
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), str(subject))
-        return getattr(Storage, name)(self, subject, *args, **options)
+        if isinstance(subject, int) or not is_mounted(subject):
+            return getattr(Storage, name)(self, subject, *args, **options)
+        if theirs is not None:
+            return theirs(self.objects, subject, *args, **options)
+        if name in _ANSWERS:
+            return _ANSWERS[name]
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), subject)
 
     return call
 

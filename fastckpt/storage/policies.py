@@ -13,10 +13,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable
 from typing import NamedTuple
-
-from fastckpt._engine import Backend, Sink
 
 LUSTRE_MAGIC = 0x0BD00BD0
 
@@ -42,9 +39,6 @@ class Policy(NamedTuple):
         caches_names: whether a machine may believe for a while that a name is missing, or stands
             for an old file, after another machine has changed that.
         readers: how many threads read a file.
-        transfer, writers: the function (kind, fd, memory, offset) -> bytes moved in place of the
-            kernel, with the kind "read" or "write", and how many threads call it.
-        sink: returns the way of what is written to a descriptor, given these threads.
     """
 
     backend: str
@@ -61,14 +55,9 @@ class Policy(NamedTuple):
     # server busy: 16 took 0.87 and 0.94 x the time of 4 to load from sshfs, 0.67 and 1.06 x from
     # Gluster. More writers gained on Gluster and lost on sshfs.
     readers: int = 16
-    transfer: Callable[[str, int, memoryview, int], int] | None = None
-    writers: int = 1
-    sink: Callable[[int, Backend], Sink] | None = None
 
     def text(self) -> str:
         """Returns the policy in words."""
-        if self.transfer is not None:
-            return self.why
         ahead = "blocks are allocated ahead" if self.allocates else "the size is set ahead"
         sync = "fsync" if self.syncs_all else "fdatasync"
         rename = "" if self.renames_at_once else "; a rename copies, so a crash may lose both files"

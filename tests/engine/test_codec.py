@@ -47,6 +47,7 @@ from fastckpt.engine.codec import (
 from fastckpt.errors import CorruptCheckpoint, StorageError
 from fastckpt.plan.image import ItemRun, address_of
 from fastckpt.storage.file_system import Storage
+from fastckpt.storage.input_files import PosixFile
 from tests.kit.codecs import (
     BLOCK,
     PAGE,
@@ -239,7 +240,7 @@ def test_threads_compress_and_write_at_the_same_time_with_a_workspace_each(
 ) -> None:
     made, alive = count_workspaces(monkeypatch, parties=4)
     content = weights(8 * BLOCK, 1)
-    writer = FrameWriter(Meeting(4), fd, "a.zst", len(content), BLOCK)
+    writer = FrameWriter(PosixFile(Meeting(4), fd, "a.zst"), len(content), BLOCK)
     write_blocks(writer, fd, content, BLOCK, 4)
     assert made == [BLOCK] * 4
     assert not alive, "the last block frees them"
@@ -287,7 +288,7 @@ def test_error_in_one_block_ends_all(fd: int, error: BaseException, number: int)
     content = weights(6 * BLOCK, 1)
     blocks = split(content, BLOCK)
     storage = Broken(error)
-    writer = FrameWriter(storage, fd, "a.zst", len(content), BLOCK)
+    writer = FrameWriter(PosixFile(storage, fd, "a.zst"), len(content), BLOCK)
     with ThreadPoolExecutor(5) as pool:
         waiting = [pool.submit(writer.transfer, "write", fd, m, at) for at, m in blocks[2:]]
         with pytest.raises((StorageError, RuntimeError)) as first:
@@ -317,7 +318,7 @@ def test_first_error_is_the_one_that_counts(fd: int) -> None:
             raise OSError(errno.EIO, "broken")
 
     storage = TwiceBroken()
-    writer = FrameWriter(storage, fd, "a.zst", len(content), BLOCK)
+    writer = FrameWriter(PosixFile(storage, fd, "a.zst"), len(content), BLOCK)
     with ThreadPoolExecutor(1) as pool:
         second = pool.submit(writer.transfer, "write", fd, blocks[1][1], BLOCK)
         with pytest.raises(StorageError):
@@ -334,7 +335,7 @@ def test_turn_that_never_comes(fd: int, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(codec, "TURN_WAIT_S", 0.1)
     content = weights(4 * BLOCK, 1)
     blocks = split(content, BLOCK)
-    writer = FrameWriter(Storage(), fd, "a.zst", len(content), BLOCK)
+    writer = FrameWriter(PosixFile(Storage(), fd, "a.zst"), len(content), BLOCK)
     writer.transfer("write", fd, blocks[0][1], 0)
     with pytest.raises(StorageError, match="wait for block 1 before block 3") as error:
         writer.transfer("write", fd, blocks[3][1], 3 * BLOCK)
@@ -345,7 +346,7 @@ def test_no_memory_for_another_workspace(fd: int, monkeypatch: pytest.MonkeyPatc
     content = weights(2 * BLOCK, 1)
     blocks = split(content, BLOCK)
     storage = Held()
-    writer = FrameWriter(storage, fd, "a.zst", len(content), BLOCK)
+    writer = FrameWriter(PosixFile(storage, fd, "a.zst"), len(content), BLOCK)
 
     def refuse(encoder: Encoder, block_bytes: int) -> None:
         raise OSError(errno.ENOMEM, "no memory")
@@ -374,7 +375,7 @@ def test_no_memory_for_another_workspace(fd: int, monkeypatch: pytest.MonkeyPatc
 )
 def test_sizes_of_frames_that_cannot_be(fd: int, frames: tuple[int, ...]) -> None:
     with pytest.raises(CorruptCheckpoint, match="frame"):
-        FrameReader(Storage(), fd, "a.zst", 2 * PAGE, PAGE, frames)
+        FrameReader(PosixFile(Storage(), fd, "a.zst"), 2 * PAGE, PAGE, frames)
 
 
 def forged_header(content_nbytes: int, frame: bytes) -> bytes:
@@ -428,7 +429,7 @@ def test_every_damage_gives_bytes_that_the_checksum_judges(fd: int) -> None:
     frames = write(fd, content, PAGE)
     stored = os.pread(fd, PAGE, 0)
     used = len(without_padding(stored))
-    reader = FrameReader(Storage(), fd, "a.zst", len(content), PAGE, frames)
+    reader = FrameReader(PosixFile(Storage(), fd, "a.zst"), len(content), PAGE, frames)
     target = bytearray(len(content))
     zeros = 0
 
@@ -460,7 +461,12 @@ def test_padding_that_is_damaged_is_told_to_who_asks(fd: int, codec: str) -> Non
     def unpadded() -> list[int]:
         found: list[int] = []
         reader = FrameReader(
-            Storage(), fd, "a.zst", len(content), BLOCK, frames, codec, unpadded=found
+            PosixFile(Storage(), fd, "a.zst"),
+            len(content),
+            BLOCK,
+            frames,
+            codec,
+            unpadded=found,
         )
         for at, block in split(bytearray(content), BLOCK):
             assert reader.transfer("read", fd, block, at) and bytes(block) == content[at:][:BLOCK]
@@ -479,7 +485,7 @@ def test_padding_that_is_damaged_is_told_to_who_asks(fd: int, codec: str) -> Non
 def test_short_file_is_an_error_at_every_length(fd: int) -> None:
     content = weights(600, 1)
     frames = write(fd, content, PAGE)
-    reader = FrameReader(Storage(), fd, "a.zst", len(content), PAGE, frames)
+    reader = FrameReader(PosixFile(Storage(), fd, "a.zst"), len(content), PAGE, frames)
     for nbytes in reversed(range(PAGE)):
         os.ftruncate(fd, nbytes)
         with pytest.raises(StorageError) as error:
@@ -514,12 +520,12 @@ def engine_write(writer: FrameWriter, fd: int, content: bytearray) -> _engine.Wr
 
 def test_engine_writes_and_reads_through_frames(fd: int) -> None:
     content = bytearray(weights(40 * BLOCK + 11, 1))
-    writer = FrameWriter(Storage(), fd, "a.zst", len(content), BLOCK)
+    writer = FrameWriter(PosixFile(Storage(), fd, "a.zst"), len(content), BLOCK)
     job = engine_write(writer, fd, content)
     assert job.failure() is None
     frames = writer.frames()
     os.pwrite(fd, b"\xff" * 99, sum(frames[:30]) + 50)
-    reader = FrameReader(Storage(), fd, "a.zst", len(content), BLOCK, frames)
+    reader = FrameReader(PosixFile(Storage(), fd, "a.zst"), len(content), BLOCK, frames)
     target = bytearray(30 * BLOCK)
     with engine_with(reader.transfer) as (engine, backend):
         stream = engine.read(fd, len(content), job.block_crcs(), backend, False, 4)
@@ -534,7 +540,9 @@ def test_engine_writes_and_reads_through_frames(fd: int) -> None:
 def test_engine_learns_why_a_frame_was_not_written(fd: int) -> None:
     content = bytearray(weights(20 * BLOCK, 1))
     storage = Broken(OSError(errno.EDQUOT, "quota"))
-    job = engine_write(FrameWriter(storage, fd, "a.zst", len(content), BLOCK), fd, content)
+    job = engine_write(
+        FrameWriter(PosixFile(storage, fd, "a.zst"), len(content), BLOCK), fd, content
+    )
     failure = job.failure()
     assert failure is not None and failure[0] == "write" and failure[2] == errno.EDQUOT
 
@@ -545,5 +553,5 @@ def test_a_lack_of_memory_is_told(tmp_path: Path) -> None:
         open(tmp_path / "a.zst", "wb") as file,
         pytest.raises(StorageError, match=r"allocate memory to compress of 'a\.zst'") as raised,
     ):
-        FrameWriter(Storage(), file.fileno(), "a.zst", 1, 1 << 47)
+        FrameWriter(PosixFile(Storage(), file.fileno(), "a.zst"), 1, 1 << 47)
     assert raised.value.errno == errno.ENOMEM

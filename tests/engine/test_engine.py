@@ -33,6 +33,7 @@ from fastckpt import _engine
 from fastckpt.engine.staging import Staging
 from fastckpt.plan.image import address_of
 from fastckpt.storage.file_system import Storage
+from fastckpt.storage.input_files import PosixFile
 from tests.kit.engines import (
     BLOCK_SIZES,
     PAGE,
@@ -494,7 +495,7 @@ def test_a_stream_is_closed_once(disk: Path) -> None:
     staging = Staging(Storage())
     with opened(disk / "image", os.O_RDONLY) as fd:
         before = set(os.listdir("/proc/self/fd"))
-        stream = staging.read(fd, "image", 4 * PAGE, PAGE, ())
+        stream = staging.read(PosixFile(Storage(), fd, "image"), 4 * PAGE, PAGE, ())
         taken = {int(name) for name in {*os.listdir("/proc/self/fd")} - before}
         stream.close()
         others = [os.dup(fd) for _ in taken]

@@ -26,6 +26,7 @@ from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading import verified
 from fastckpt.reading.verified import GdsReadStream, whole_blocks
 from fastckpt.saving import pipeline
+from fastckpt.storage.input_files import PosixFile
 from tests.kit.accelerator import KIND, Runtime, installed
 from tests.kit.cuda_stub import ILLEGAL_ADDRESS, TO_DEVICE, CudaStub
 from tests.kit.cufile_stub import FILE_SYSTEM, CufileStub
@@ -227,8 +228,7 @@ def test_a_file_that_shrinks_while_it_is_read(cufile: CufileStub, disk: Path) ->
     current = pipeline.current()
     with open(disk / "a.pt", "r+b") as file:
         stream = current.staging.read(
-            file.fileno(),
-            "a.pt",
+            PosixFile(current.storage, file.fileno(), "a.pt"),
             60 * MIB,
             BLOCK_BYTES,
             (),

@@ -22,6 +22,7 @@ from fastckpt.engine.codec import (
     ZstdEncoder,
 )
 from fastckpt.storage.file_system import Storage
+from fastckpt.storage.input_files import PosixFile
 from tests.kit.paths import ROOT
 
 PAGE = 4096
@@ -65,7 +66,9 @@ def write(
     encoder: Callable[[], Encoder] = ZstdEncoder,
 ) -> tuple[int, ...]:
     """Writes content to an open file; returns the frames' sizes."""
-    writer = FrameWriter(storage or Storage(), fd, "a.zst", len(content), block_bytes, encoder)
+    writer = FrameWriter(
+        PosixFile(storage or Storage(), fd, "a.zst"), len(content), block_bytes, encoder
+    )
     write_blocks(writer, fd, content, block_bytes, threads, seed)
     return writer.frames()
 
@@ -91,7 +94,7 @@ def read(
     seed: int = 0,
     codec: str = "zstd",
 ) -> bytes:
-    reader = FrameReader(Storage(), fd, "a.zst", nbytes, block_bytes, frames, codec)
+    reader = FrameReader(PosixFile(Storage(), fd, "a.zst"), nbytes, block_bytes, frames, codec)
     target = bytearray(b"\xaa" * nbytes)
     blocks = split(target, block_bytes)
     with ThreadPoolExecutor(threads) as pool:

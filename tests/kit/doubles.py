@@ -18,7 +18,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -36,6 +36,7 @@ from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
+from fastckpt.storage.input_files import input_file
 from tests.kit.options import gathered
 from tests.kit.storm import SUITE_SEED
 
@@ -85,14 +86,11 @@ def save_through(
 
 def load_through(pipeline: Pipeline, path: str | os.PathLike[str]) -> Any:
     """fastckpt.load of a file that fastckpt wrote, through this pipeline."""
-    fd = pipeline.storage.open(os.fspath(path))
-    try:
-        file = open_verified(pipeline.storage, pipeline.staging, fd, os.fspath(path), True)
+    with closing(input_file(pipeline.storage, os.fspath(path))) as opened:
+        file = open_verified(pipeline.staging, opened, True)
         assert file is not None, "fastckpt did not write this file"
         with file:
             return file.read_by(torch.load)
-    finally:
-        pipeline.storage.close(fd)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def test_blocks_may_come_in_any_order(client: Any, bare: Any, root: str) -> None
     key = f"{root.rsplit('/', 1)[1]}/any"
     upload = upload_to(client, bare, key, 3 * BLOCK_BYTES)
     for number in (2, 0, 1):
-        upload.write(block(number), number * BLOCK_BYTES)
+        upload.write_at(block(number), number * BLOCK_BYTES)
     upload.finish()
     assert bytes(client.get(bare, key).bytes()) == MEMORY[: 3 * BLOCK_BYTES]
 
@@ -68,7 +68,7 @@ def test_blocks_of_the_engine_and_what_is_written_after_them(
     with writing(upload, nbytes, bytes_per_s=bytes_per_s) as job:
         assert job.wait_written(WAIT_S)
         assert job.failure() is None and job.blocks_held_max() <= 2
-        upload.write(memoryview(b"tail"), nbytes)
+        upload.write_at(memoryview(b"tail"), nbytes)
         upload.finish()
     assert bytes(client.get(bare, key).bytes()) == MEMORY[:nbytes] + b"tail"
 
@@ -76,8 +76,8 @@ def test_blocks_of_the_engine_and_what_is_written_after_them(
 def test_an_upload_that_lacks_a_block_completes_nothing(client: Any, bare: Any, root: str) -> None:
     key = f"{root.rsplit('/', 1)[1]}/gap"
     upload = upload_to(client, bare, key, 3 * BLOCK_BYTES)
-    upload.write(block(0), 0)
-    upload.write(block(2)[:100], 2 * BLOCK_BYTES)
+    upload.write_at(block(0), 0)
+    upload.write_at(block(2)[:100], 2 * BLOCK_BYTES)
     with pytest.raises(OSError) as told:
         upload.finish()
     assert told.value.errno == errno.ESPIPE
@@ -94,7 +94,7 @@ def test_who_waits_for_an_upload_that_is_given_up_goes_on(
     def write() -> None:
         try:
             for number in range(2, 100):  # more than may wait for the blocks before them
-                upload.write(block(0), number * BLOCK_BYTES)
+                upload.write_at(block(0), number * BLOCK_BYTES)
         except OSError as error:
             failures.append(error)
 
@@ -142,7 +142,7 @@ def test_a_block_is_the_clients_until_it_lets_go_of_it_and_its_error_is_the_jobs
         assert job.wait_written(WAIT_S)
         assert (job.failure() or ())[2] == errno.EDQUOT
     assert seen == [block(0), block(1)]
-    assert upload.why() == "no room"
+    assert upload.refusal().endswith("no room")
 
 
 def test_parts_grow_with_the_object(
@@ -155,6 +155,6 @@ def test_parts_grow_with_the_object(
     key = f"{root.rsplit('/', 1)[1]}/large-parts"
     upload = upload_to(client, bare, key, 3 * BLOCK_BYTES)
     for number in range(3):
-        upload.write(block(number), number * BLOCK_BYTES)
+        upload.write_at(block(number), number * BLOCK_BYTES)
     upload.finish()
     assert bytes(client.get(bare, key).bytes()) == MEMORY[: 3 * BLOCK_BYTES]

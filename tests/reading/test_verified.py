@@ -21,6 +21,8 @@ from fastckpt.errors import (
 from fastckpt.plan.image import BlockChecksums
 from fastckpt.reading.verified import Body
 from fastckpt.state.targets import takes_bytes
+from fastckpt.storage.file_system import Storage
+from fastckpt.storage.input_files import PosixFile
 
 INDEX = BlockChecksums(body_nbytes=2500, block_bytes=1000, block_crcs=(1, 2, 3), tail=b"")
 
@@ -39,7 +41,7 @@ class Refusing:
 
 
 def error_of(fault: Fault, **told: Any) -> CheckpointError:
-    body = Body(cast(Any, None), 0, "a.pt", INDEX, **told)
+    body = Body(cast(Any, None), PosixFile(Storage(), 0, "a.pt"), INDEX, **told)
     with pytest.raises(CheckpointError) as caught:
         body.read_all(cast(Any, Refusing(fault)))
     return caught.value

@@ -1,0 +1,60 @@
+"""Files that are open for reading: of a file system, or in an object store. Whoever reads one knows
+no more of it than what an InputFile tells.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fastckpt.arguments.urls import is_mounted
+from fastckpt.storage.atomic import close_quietly
+from fastckpt.storage.file_system import Opening, Storage
+from fastckpt.storage.objects import objects_of
+
+
+class InputFile(Protocol):
+    """A file that is open for reading. Methods raise OSError, as a system call does.
+
+    Attributes:
+        path: its path, for messages.
+        fd: its descriptor; of an object a number that no descriptor has, for the engine.
+    """
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def fd(self) -> int: ...
+    def nbytes(self) -> int:
+        """Returns its size."""
+
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        """Returns nbytes at an offset, fewer only at the end of the file: for headers, not bulk."""
+
+    def close(self) -> None:
+        """Closes it; an error loses nothing of what was read."""
+
+
+class PosixFile:
+    """A file of a file system; arguments are the seam, the descriptor, and the path."""
+
+    def __init__(self, storage: Storage, fd: int, path: str) -> None:
+        self.storage, self.fd, self.path = storage, fd, path
+
+    def nbytes(self) -> int:
+        return self.storage.fstat(self.fd).st_size
+
+    def read_at(self, nbytes: int, offset: int) -> bytes:
+        return self.storage.read_at(self.fd, nbytes, offset)
+
+    def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        self.storage.write_at(self.fd, data, offset)
+
+    def close(self) -> None:
+        close_quietly(self.storage, self.fd)
+
+
+def input_file(storage: Storage, path: str, *how: Opening) -> InputFile:
+    """Opens a file; `how` is as Storage.open()'s. Raises as that."""
+    if is_mounted(path):
+        return objects_of(storage).opened(path)
+    return PosixFile(storage, storage.open(path, *how), path)
