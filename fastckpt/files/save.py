@@ -88,7 +88,6 @@ def _position(file: Any) -> int | None:
 
 def finish_stock(handle: InnerHandle) -> InnerHandle:
     """Completes the handle of a save that torch.save has done by itself."""
-    handle.mark_staged()
     handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"
     handle.stats.stall_s = handle.stats.committed_s = handle.elapsed_s()
     handle.set_result(handle.stats)

@@ -6,7 +6,6 @@ No signal handler is installed: Python raises KeyboardInterrupt where the proces
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -15,7 +14,6 @@ from contextlib import suppress
 
 from fastckpt.engine import exit_status
 from fastckpt.errors import fate
-from fastckpt.latch import log_aside
 from fastckpt.saving.handle import InnerHandle
 
 # ---- The end of a process that has lost a checkpoint: what it says, and that it is no success.
@@ -169,12 +167,9 @@ def _answer(handles: list[InnerHandle]) -> None:
     """Logs one line about saves that go on."""
     if not handles:
         return
+    first = next((handle for handle in handles if handle.tells), handles[0])
     more = f" (and {len(handles) - 1} more)" if handles[1:] else ""
-    level = logging.WARNING if any(handle.tells for handle in handles) else logging.INFO
-    log_aside(
-        level,
-        "waiting for the %s%s: %s. Ctrl-C once more gives it up; what was committed before stays",
-        handles[0].subject(),
-        more,
-        handles[0].how_far(),
+    first.say(
+        f"waiting for the {first.subject()}{more}: {first.how_far()}. Ctrl-C once more gives it "
+        "up; what was committed before stays"
     )

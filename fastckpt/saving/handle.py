@@ -192,10 +192,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
     def _note_asked(self) -> None:
         """Notes that the error, if any, is known to the caller, unless a callback has asked."""
         if not is_called_back():
-            self._note_reported()
-
-    def _note_reported(self) -> None:
-        self._is_reported = True
+            self._is_reported = True
 
     def _check_wait(self) -> None:
         """Raises an error instead of a wait that would never end, or in another process."""
@@ -220,7 +217,6 @@ class InnerHandle(SaveHandle):
     Attributes:
         kind: the saves that raise each other's errors: "file", "dcp", or a directory of steps or of
             other checkpoints.
-        unkept: called when its error has been told.
         tells: whether this rank, the first one, says what all ranks know.
         goes_on_told: whether a line has said what becomes of the save after Ctrl-C.
 
@@ -242,7 +238,6 @@ class InnerHandle(SaveHandle):
     ) -> None:
         super().__init__(path, started, target)
         self.kind = kind
-        self.unkept: Callable[[], object] = bool
         self.tells = True
         self.goes_on_told = self._is_broken_off = False
         self._given_up_s = inf
@@ -251,7 +246,6 @@ class InnerHandle(SaveHandle):
         self._is_warned_of = on_error == "warn"
         if self._is_warned_of:
             self.add_done_callback(log_failure)
-            self.add_done_callback(InnerHandle.note_reported)
 
     subject = SaveHandle._subject
     failure = SaveHandle._failure
@@ -278,25 +272,16 @@ class InnerHandle(SaveHandle):
         """Returns whether the failure of this save, if it has failed, need not be told any more.
         That somebody cancelled it is no failure: who did knows, and the next save is another one.
         """
-        known = self.reported or self._is_warned_of
+        known = self._is_reported or self._is_warned_of
         return known or isinstance(self.failure(), SaveCancelled)
 
     def may_be_told(self) -> bool:
         """Returns whether this save may still fail, or has failed and nobody knows its error."""
         return not self.done() or (self.failure() is not None and not self.is_asked_for())
 
-    @property
-    def reported(self) -> bool:
-        """Whether the error, if any, has been told, so that no later save need tell it."""
-        return self._is_reported
-
     def note_reported(self) -> None:
-        """Notes that it has been told."""
-        super()._note_reported()
-        unkept, self.unkept = self.unkept, bool  # it keeps the handle, in a cycle
-        unkept()
-
-    _note_reported = note_reported
+        """Notes that the error, if any, has been told, so that no later save need tell it."""
+        self._is_reported = True
 
     def how_far(self) -> str:
         """Returns how far the save is on this rank, in words."""
@@ -341,27 +326,25 @@ class InnerHandle(SaveHandle):
         """Says what becomes of the save, whose save() has been ended by Ctrl-C; `is_lost`: before
         everything was copied.
         """
-        if not is_lost:
-            if not self.done():
-                self._tell_goes_on()
-            return
-        self._is_broken_off = self.goes_on_told = True
-        log_aside(
-            logging.WARNING if self.tells else logging.INFO,
-            "the %s was interrupted before everything was copied: nothing of it is committed, and "
-            "what was committed before stays",
-            self.subject(),
-        )
+        if is_lost:
+            self._is_broken_off = self.goes_on_told = True
+            self.say(
+                f"the {self.subject()} was interrupted before everything was copied: nothing of it "
+                "is committed, and what was committed before stays"
+            )
+        elif not self.done():
+            self._tell_goes_on()
 
     def _tell_goes_on(self) -> None:
         self.goes_on_told = True
-        log_aside(
-            logging.WARNING if self.tells else logging.INFO,
-            "the %s goes on: %s. This process waits for it at exit; Ctrl-C during that wait, or "
-            "cancel(), gives it up, and what was committed before stays",
-            self.subject(),
-            self.how_far(),
+        self.say(
+            f"the {self.subject()} goes on: {self.how_far()}. This process waits for it at exit; "
+            "Ctrl-C during that wait, or cancel(), gives it up, and what was committed before stays"
         )
+
+    def say(self, line: str) -> None:
+        """Logs what becomes of the save after Ctrl-C."""
+        log_aside(logging.WARNING if self.tells else logging.INFO, "%s", line)
 
     def wait_done(self, timeout: float | None = None) -> bool:
         """Waits, for at most `timeout` seconds, for the end of the save, which does not count as
@@ -416,7 +399,8 @@ class InnerHandle(SaveHandle):
             self._queued.set()
 
     def _end(self, result: SaveStats | None, exception: BaseException | None) -> None:
-        self._replicated.set()
+        self.mark_staged()
+        self.mark_memory()
         self._first.set()
         super()._end(result, exception)
 

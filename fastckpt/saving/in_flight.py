@@ -65,7 +65,7 @@ class InFlight:
         for handle in handles:
             handle.wait_done()
         if removal_s:
-            pipeline.current().wait_gone(handles, removal_s)
+            pipeline.current().drain(removal_s, handles)
 
     def close(self, pressed: bool = False) -> bool:
         """Waits as ctrl_c.wait_or_give_up(): the first Ctrl-C is answered by a line, and a second

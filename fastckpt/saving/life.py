@@ -183,7 +183,7 @@ class Life:
                 else:
                     self._wait()
             except BaseException as error:
-                if self.permit.is_revoked:
+                if self.permit.is_revoked and self.outcome is None:
                     raise
                 # Unforeseen. The worker may be writing what it has copied, and is to end first.
                 self._failure = self._failure or error.with_traceback(None)
@@ -213,6 +213,12 @@ class Life:
         except CheckpointError as hung:
             log.warning("%s", hung)
 
+    def leave(self) -> None:
+        """Lets a worker go that still waits, as its permit is revoked, and everybody else."""
+        self.permit.ended.set()
+        self._copied.set()
+        self.gone.set()
+
     def worker_is_gone(self) -> bool:
         return self.worker is None or not self.worker.is_alive()
 
@@ -224,6 +230,8 @@ class Life:
             self._watch()
 
     def _watch(self) -> None:
+        if self.worker is None:  # this thread is it
+            return
         error: CheckpointError | None = self.permit.revoke(self._bound)
         if error is None and self._handle.given_up_for() >= GIVEN_UP_S:
             error = self.permit.revoke() or CheckpointError(

@@ -98,7 +98,7 @@ class Pipeline:
             life.interrupted = True
             handle.note_reported()
             if life.claim():  # no thread has begun the save, and none will
-                error = CheckpointError(f"the save to {handle.path!r} was interrupted as it began")
+                error = life.interruption()
                 job.agreement.fail(error)
                 self._finish(job, error)
                 job.end(self)
@@ -139,9 +139,11 @@ class Pipeline:
                 life.begun.set()
             error = self._outcome(job, on_caller)
         except BaseException as failure:  # of this thread: the worker's is an outcome
+            error = failure.with_traceback(None)
             life.permit.revoke()
-            error = job.give_up(failure.with_traceback(None))
         try:
+            if life.permit.is_revoked and error is not None:
+                error = job.give_up(error)
             self._finish(job, error)
             if life.worker is None:
                 job.end(self)
@@ -154,9 +156,8 @@ class Pipeline:
                     self.staging.stranded.add(-threading.get_ident(), life.worker_is_gone)
                     job.agreement.close()
             finally:
-                life.permit.ended.set()
                 self._in_flight.pop(job.handle, None)
-                life.gone.set()
+                life.leave()
                 del job, life, error  # a traceback may keep this frame
 
     def _outcome(self, job: Job, on_caller: bool) -> BaseException | None:
@@ -208,11 +209,9 @@ class Pipeline:
         handle, reads = job.handle, job.reads
         if error is not None:
             self._failed[handle] = False
-            handle.unkept = partial(self._failed.pop, handle, None)
         job.life.end(error)
         job.release()
         job.previous = []
-        handle.mark_staged()
         if handle.stats.stall_s is None:  # save() has yet to return; callbacks see how long it took
             handle.stats.stall_s = handle.elapsed_s()
         if error is None:
@@ -258,14 +257,7 @@ class Pipeline:
         for handle in self._pending(lane):
             handle.wait_done()
         if ended:
-            self.wait_gone(self._pending(lane))
-
-    def wait_gone(self, handles: Sequence[InnerHandle], within_s: float = FREEING_S) -> None:
-        """Waits until nothing of these saves is left to do, `within_s` in all at most. Does not
-        wait in a callback of a save, which is part of what is awaited.
-        """
-        if not is_called_back():
-            self.drain(within_s, handles)
+            self.drain(FREEING_S, self._pending(lane))
 
     def refuse(self, handle: InnerHandle, error: Exception, handled: BaseException | None) -> None:
         """Ends a save that could not begin, with an error that result() or the next save raises.
@@ -280,7 +272,6 @@ class Pipeline:
                 link.__context__ = None
             link = link.__cause__ or link.__context__
         self._failed[handle] = False
-        handle.mark_staged()
         handle.set_exception(error)
 
     def raise_unreported(self, path: str, kind: str, on_error: str = "raise") -> None:
@@ -354,7 +345,8 @@ class Pipeline:
     def drain(
         self, still_s: float = inf, only: Sequence[InnerHandle] | None = None
     ) -> list[InnerHandle]:
-        """Waits for every save in flight, and for what it does after its commit.
+        """Waits for every save in flight, and for what it does after its commit. Does not wait in a
+        callback of a save, which is part of what is awaited.
 
         Args:
             only: no others than these.
@@ -364,6 +356,8 @@ class Pipeline:
         Returns:
             The saves that have not ended.
         """
+        if is_called_back():
+            return []
         seen, since = None, time.monotonic()
         while saves := [it for it in items_of(self._in_flight) if only is None or it[0] in only]:
             if saves[0][1].life.gone.wait(LOOK_S):
@@ -512,8 +506,7 @@ class Job:
         """Runs the stages on this thread. Returns the error that prevented the commit."""
         try:
             if self.life.interrupted:
-                path = self.handle.path
-                raise CheckpointError(f"the save to {path!r} was interrupted as it began")
+                raise self.life.interruption()
             pipeline.staging.stranded.sweep()
             self.commit(pipeline)
         except BaseException as error:

@@ -570,7 +570,7 @@ def test_what_fails_later(disk: Path, on_error: str, caplog: pytest.LogCaptureFi
                     str(disk / "a"), fill_with(2), options=fastckpt.SaveOptions(on_error=on_error)
                 )
         else:
-            assert "No space left" in caplog.text and handle.reported
+            assert "No space left" in caplog.text and handle.is_asked_for()
         save_directory(
             str(disk / "a"), fill_with(2), options=fastckpt.SaveOptions(on_error=on_error)
         ).result(WAIT_S)

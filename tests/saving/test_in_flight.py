@@ -126,7 +126,7 @@ def test_a_save_whose_removals_go_on_is_waited_for() -> None:
         saves.add(first)
         saves.add(committed("b"))
         assert next(iter(saves)) is first
-        patch.setattr(current, "wait_gone", lambda handles, _within_s: gone.append(handles))
+        patch.setattr(current, "drain", lambda _still_s, handles: gone.append(handles))
         saves.wait()
         assert not gone
         saves.wait(removal_s=60.0)

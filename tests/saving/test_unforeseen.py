@@ -14,8 +14,13 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt import StorageError
 from fastckpt.errors import is_visible
+from fastckpt.ranks.round import Round
 from fastckpt.saving import pipeline
+from fastckpt.saving.pipeline import Pipeline
+from fastckpt.storage.file_system import Storage
+from tests.kit.doubles import save_through
 from tests.kit.saves import temporaries, wait_until
 
 WAIT_S = 60.0
@@ -73,10 +78,41 @@ def test_an_error_at_any_call(
         error = handle.exception(WAIT_S)
         assert not current.drain(WAIT_S), f"call {at}"
         assert current._slots.qsize() == pipeline.IN_FLIGHT_MAX, f"a slot was lost at call {at}"
-        assert not current._failed, "its error was asked for"
+        assert not current.unreported(), "its error was asked for"
         found = fastckpt.load(path)["n"]
         assert is_visible(error) or (error is None) == (found == at), f"call {at}: {error!r}"
         wait_until(lambda: not temporaries(memory), "its file is removed")
         calls = max(calls, fault.calls)
         at += 1 if thread == "life" or not at else 3
     assert calls > 20
+
+
+def test_an_error_as_a_save_that_hangs_is_ended(
+    memory: Path, quiet: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double = Slow()
+    current = Pipeline(storage=double, budget_bytes=64 << 20)
+    monkeypatch.setattr(Round, "fail", unforeseen)
+    handle = save_through(current, {"w": torch.ones(9)}, memory / "a.pt", timeout_s=0.4)
+    error = handle.exception(WAIT_S)
+    assert isinstance(error, StorageError) and error.op == "sync"
+    assert not current.drain(WAIT_S)
+    double.released.set()
+    wait_until(current.staging.stranded.sweep, "the call has returned")
+    wait_until(lambda: not os.listdir(memory), "its file is removed")
+    current.close()
+
+
+class Slow(Storage):
+    """Its syncs do not return before they are released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def sync(self, fd: int) -> None:
+        assert self.released.wait(WAIT_S)
+        super().sync(fd)
+
+
+def unforeseen(*_: object) -> None:
+    raise MemoryError("injected")
