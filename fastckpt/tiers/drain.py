@@ -1,7 +1,7 @@
-"""Drainer: the steps on their way from a source, the steps of each node, to a target, the root.
+"""Drainer: brings steps from a source, which each node has of its own, to a target, the root.
 
 Every rank copies its share of a step and verifies it, all agree, and the first rank publishes the
-same manifest in the target. The module must not know why a step is drained, nor who has it else.
+same manifest in the target. The module must not know why a step is drained.
 """
 
 from __future__ import annotations
@@ -39,19 +39,22 @@ class StepInfo(NamedTuple):
     """A step that is to be drained, as one rank sees it.
 
     Attributes:
+        step, nonce: its number, and what tells it from all others.
         name: its directory in this node's source; "": there is none.
         sender: the rank that sends its manifest to the first one; None: that has it itself.
         parts: ranks of the writers whose files this rank copies, and OBJECTS_PART for the objects.
     """
 
+    step: int
+    nonce: str
     name: str
     sender: int | None
     parts: Sequence[int]
 
 
 class Drainer:
-    """The queue of steps that go from one store to another. A step that was just saved is drained
-    on the thread of its save, whose result that is, after those that were committed before it.
+    """The two stores, and how long drains take. Each drain is a Job, with the thread and the life
+    of a save: so a target that hangs, a cancellation and Ctrl-C end it as they end a save.
 
     Args:
         source: the steps of this node.
@@ -233,7 +236,8 @@ class Drain(Job):
         """Returns the manifest on this node. If there is none, the first rank receives it from
         another node, and other ranks return None.
         """
-        (name, sender, _parts), rank, steps = self._info, self.agreement.rank, self._drainer.source
+        name, sender = self._info.name, self._info.sender
+        rank, steps = self.agreement.rank, self._drainer.source
         if not name:
             if rank != 0:
                 return None

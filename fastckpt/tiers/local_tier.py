@@ -1,7 +1,8 @@
-"""LocalTier: the directories on the nodes in front of a root, and the ranks that share each.
+"""LocalTier: this node's steps in front of those of a root: a PosixSteps, a Ring if they are in
+memory, a Drainer to the root, and Peers.
 
-The module decides whether the tier can be used and which of its steps the root lacks, and removes
-none that the root has not had.
+The module decides whether the tier can be used, and which steps may go: none that the root has not
+had, unless it need not have it. What the nodes hold together is survey.py's business.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import logging
 import os
 import secrets
 import threading
-import time
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fastckpt.arguments.environment import Memory
 from fastckpt.arguments.quantities import shown_size
@@ -23,48 +23,41 @@ from fastckpt.formats.manifest import Manifest
 from fastckpt.formats.step_names import DRAINED, REPLICATED, SPARES, tier_name
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.round import Round
+from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.lease import Lease
 from fastckpt.saving.ring import SMALL_BYTES, Ring
 from fastckpt.steps.copies import Fetch
-from fastckpt.steps.newest_whole import Apart, readable, survey_of_copy
-from fastckpt.steps.pins import deleted
+from fastckpt.steps.newest_whole import readable
+from fastckpt.steps.options import StepOptions
 from fastckpt.steps.posix import PosixSteps
 from fastckpt.steps.store import Committed, StepStore
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, Policy, victims
 from fastckpt.storage.machine import this_machine
-from fastckpt.tiers.drain import Drainer
+from fastckpt.tiers.drain import Drain, Drainer, StepInfo
 from fastckpt.tiers.nodes import (
-    NodesSteps,
     RanksByNode,
     check_alike,
-    named_parts,
     parts_of,
     warn_of_loopback,
 )
-from fastckpt.tiers.replicas import Replicas
+from fastckpt.tiers.peers import Peers
 
 log = logging.getLogger("fastckpt")
 
-# The pauses before the steps of the nodes are listed again, while a job beside changes them.
-_LOOK_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
-_DRAIN_POLL_S = 0.5
-SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
 
-
-class Undrained(NamedTuple):
-    """A step that the nodes hold together and the root lacks.
+class Copy(NamedTuple):
+    """What a node has of a step.
 
     Attributes:
-        step, nonce: the step's number, and what tells it from all others.
-        names: the step's directory on each node that has it, by the node's first rank.
-        parts: as Drain's, for each node, by the node's first rank.
+        first: the first rank of the node.
+        name: the step's directory there.
+        parts: the parts that are whole there, see parts_of().
     """
 
-    step: int
-    nonce: str
-    names: dict[int, str]
-    parts: dict[int, list[int]]
+    first: int
+    name: str
+    parts: list[int]
 
 
 class LocalTier:
@@ -82,6 +75,12 @@ class LocalTier:
         root, keep, memory: as the arguments.
         drainer: brings steps from here to the root.
         ring: if the directory is in memory and can be used, the memory there.
+        peers: the neighbours, if nodes send each other files.
+        highest: on the first rank, the highest sequence number that a step of any node has.
+        held: the copies of each step of earlier jobs that the nodes hold together, by its nonce.
+        useless: nonces of steps of which the root has a later attempt, or a step that takes their
+            place.
+        incomplete: nonces of steps of which no node has some parts.
 
     Raises:
         ValueError: the directory lies on the root's file system, or as Ring.limit().
@@ -123,26 +122,18 @@ class LocalTier:
             )
         self._rank = coordinator.rank
         self._coordinator, self._timeout_s = coordinator, timeout_s
-        self.replicas: Replicas | None = None
+        self.peers: Peers | None = None
         if memory and self.ring and memory.peers and coordinator.world_size > 1:
             host = memory.address or coordinator.own_address()
-            self.replicas = Replicas(memory, self.steps, self.ring, self._rank, host, timeout_s)
+            self.peers = Peers(memory, self.steps, self.ring, self._rank, host, timeout_s)
         self._meeting = self._begin("local tier")
         self._lock = threading.Lock()
         self._nodes: RanksByNode | None = None  # under _lock
         self._told = ""
         self._sequence: int | None = None
-        self._highest = 0  # the highest sequence number that a step of any node has
-        # Nonces of steps of which the root has a later attempt, or a step that takes their place.
-        self._useless: set[str] = set()
-        self._incomplete: set[str] = set()  # nonces of steps of which no node has some parts
-        # By nonce, of the steps that the nodes hold together, the name on each node, and its files.
-        self._held: dict[str, dict[int, tuple[str, list[int]]]] = {}
-        self._order_of: dict[str, tuple[int, int]] = {}  # their steps and sequence numbers
-        self._why_undrained = ""  # why this job does not copy them to the root now, in words
-        self._drained_beside: set[str] = set()  # nonces of steps that another job is to copy there
-        self._newest = -1  # the highest sequence number in the root when the steps were listed
-        self._is_beside = False  # whether another job saved here when the steps were listed
+        self.highest = 0
+        self.useless, self.incomplete = set[str](), set[str]()
+        self.held: dict[str, list[Copy]] = {}
 
     def _device_of(self, path: str) -> int:
         with reported("stat", path):
@@ -162,8 +153,8 @@ class LocalTier:
     def close(self) -> None:
         """Leaves the round in which the nodes meet, and serves none any more. Idempotent."""
         self._meeting.close(linger_s=0.0)
-        if self.replicas is not None:
-            self.replicas.close()
+        if self.peers is not None:
+            self.peers.close()
         if self.ring is not None:
             if self._nodes is not None and self.is_first():
                 self.ring.clear()
@@ -191,9 +182,9 @@ class LocalTier:
 
     def _met(self, meeting: Round) -> RanksByNode:
         """Has all ranks tell which directory they see, and where they listen for each other."""
-        replicas = self.replicas
+        peers = self.peers
         group = None if self.memory is None else self.memory.groups
-        at = None if replicas is None else (*replicas.address, group or f"rank {self._rank}")
+        at = None if peers is None else (*peers.address, group or f"rank {self._rank}")
         every = 1 if self.memory is None else self.memory.root_every
         here = (item.manifest.sequence for item in readable(self.steps))
         identity = [self._identity(), at, every, max(here, default=0)]
@@ -202,20 +193,20 @@ class LocalTier:
             first: dict[str, int] = {}
             records = [json.loads(record) for record in meeting.gather("identity")]
             check_alike([every for _identity, _at, every, _highest in records])
-            self._highest = max(highest for *_, highest in records)
+            self.highest = max(highest for *_, highest in records)
             told = [(identity, at) for identity, at, *_ in records]
             shared = [first.setdefault(identity, rank) for rank, (identity, _at) in enumerate(told)]
             listening = [at for _identity, at in told]
             warn_of_loopback(told)
-            secret = None if replicas is None else secrets.token_hex(32)
+            secret = None if peers is None else secrets.token_hex(32)
             meeting.put("nodes", json.dumps([shared, listening, secret]).encode())
         shared, listening, secret = json.loads(meeting.get("nodes"))
         nodes = RanksByNode(shared)
-        if replicas is not None and (len(nodes.firsts) == 1 or None in listening):
-            replicas.close()
-            self.replicas = None
-        elif replicas is not None:
-            replicas.begin(nodes, listening, secret)
+        if peers is not None and (len(nodes.firsts) == 1 or None in listening):
+            peers.close()
+            self.peers = None
+        elif peers is not None:
+            peers.begin(nodes, listening, secret)
         return nodes
 
     def _identity(self) -> str:
@@ -285,8 +276,8 @@ class LocalTier:
             for item in readable(self.steps)
             if item.manifest.sequence < last and not self.is_due(item.manifest.step)
         }
-        is_new = not old <= self._useless
-        self._useless |= old
+        is_new = not old <= self.useless
+        self.useless |= old
         return is_new
 
     def settle(self, name: str, is_replicated: bool) -> None:
@@ -296,7 +287,7 @@ class LocalTier:
         if self.ring is not None:
             self.ring.settle(name)
         if is_replicated:
-            self._note(name, REPLICATED)
+            self.note(name, REPLICATED)
 
     def is_due(self, step: int) -> bool:
         """Returns whether a step is to go from here to the root."""
@@ -312,10 +303,30 @@ class LocalTier:
         """Returns the sequence number of the next commit, above those in all tiers; on rank 0."""
         if self._sequence is None:  # asked once: a commit to the local tier must not wait for it
             self._sequence = self.root.next_sequence()
-        self._sequence = steps.next_sequence(max(self._sequence, self._highest))
+        self._sequence = steps.next_sequence(max(self._sequence, self.highest))
         return self._sequence
 
     # ---- what is there, and what may go
+
+    def drain(
+        self,
+        handle: InnerHandle,
+        agreement: Round,
+        options: StepOptions,
+        info: StepInfo,
+        is_resumed: bool = False,
+    ) -> Drain:
+        """Returns the drain of a step to the root. Arguments are Drain's."""
+        return Drain(
+            handle,
+            agreement,
+            self.drainer,
+            options,
+            info,
+            self.fetching,
+            self.note_drained,
+            is_resumed,
+        )
 
     def near(self, manifest: Manifest, holding: ExitStack) -> tuple[list[str], Fetch | None]:
         """Returns this node's directory of a step, if any, held until `holding` is closed, and what
@@ -330,83 +341,18 @@ class LocalTier:
 
     def fetching(self, item: Committed) -> Fetch | None:
         """Returns what fetches files of a step of an earlier job that other nodes have."""
-        replicas, copies = self.replicas, self._held.get(item.manifest.nonce)
-        if replicas is None or copies is None:
+        peers, copies = self.peers, self.held.get(item.manifest.nonce)
+        if peers is None or copies is None:
             return None
         own, parts = self.nodes().first(self._rank), parts_of(item.manifest).items()
         part_of = {file: part for part, files in parts for file in files}
 
         def fetch(file: str, is_damaged: bool) -> str:
-            there = [
-                at for at, (_name, its) in copies.items() if part_of[file] in its and at != own
-            ]
-            return replicas.fetch(item, there, file, is_damaged)
+            there = [copy.first for copy in copies if part_of[file] in copy.parts]
+            there = [first for first in there if first != own]
+            return peers.fetch(item, there, file, is_damaged)
 
         return fetch
-
-    def gathered(
-        self, agreement: Round, found: list[Undrained], number: int = 0
-    ) -> tuple[list[StepStore], list[Apart]]:
-        """Has every node take part in steps that only some hold, where its budget allows that. All
-        ranks call it, after survey(), with the same number.
-
-        Returns:
-            The steps of the nodes of which each rank can have all files, none without neighbours;
-                and with several nodes, all steps that they hold together, each with the reason why
-                it may be none of those.
-        """
-        firsts, own = self.nodes().firsts, self.nodes().first(self._rank)
-        if len(firsts) == 1:
-            return [self.steps], []
-        if self.replicas is None:
-            why = "ranks need files of other nodes, which send each other none"
-            return [], [self._apart(nonce, why) for nonce in self._held]
-        if own == self._rank:
-            agreement.put(f"names {number}", json.dumps(self._adopted(self.replicas)).encode())
-        if self._rank == 0:
-            told = {first: json.loads(agreement.get(f"names {number}", first)) for first in firsts}
-            agreement.put(f"gathered {number}", json.dumps(told).encode())
-        told = json.loads(agreement.get(f"gathered {number}"))
-        names = {int(at): its for at, (its, _whys) in told.items()}
-        whys = {nonce: why for _its, each in told.values() for nonce, why in each.items()}
-        for each in found:
-            each.names.update(
-                {at: its[each.nonce] for at, its in names.items() if each.nonce in its}
-            )
-        common = set(names[0]).intersection(*names.values())
-        own_names = {names[0][nonce]: names[own][nonce] for nonce in common}
-        unlisted = "its manifest is damaged on the first node, or was removed there"
-        apart = [self._apart(nonce, whys.get(nonce, unlisted)) for nonce in self._held]
-        return [NodesSteps(self.steps, own_names, common)], apart
-
-    def _apart(self, nonce: str, why: str) -> Apart:
-        if self._why_undrained:
-            why += f"; and it is not copied to the root, since {self._why_undrained}"
-        return Apart(*self._order_of[nonce], nonce, why)
-
-    def _adopted(self, replicas: Replicas) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns this node's names of the steps that the nodes hold together and whose files all
-        fit into its budget; and of the others, why that is not so.
-        """
-        names, whys = dict[str, str](), dict[str, str]()
-        for nonce, copies in self._held.items():
-            name, parts = copies.get(self._rank, ("", []))
-            try:
-                if not name and self._is_beside:
-                    raise CheckpointError("the job that saves there has not put it there")
-                if not name:
-                    name = replicas.adopt(self._order_of[nonce][0], nonce, [*copies])
-                manifest = self.steps.read(name)
-                of = parts_of(manifest)
-                needed = sum(sum(of[part].values()) for part in of.keys() - {*parts})
-                if not self.has_room(needed):
-                    raise CheckpointError(
-                        f"the budget has no room for the {shown_size(needed)} that it lacks there"
-                    )
-                names[nonce] = name
-            except CheckpointError as error:
-                whys[nonce] = f"{self.steps.root!r} cannot have it: {error}"
-        return names, whys
 
     def has_room(self, nbytes: int) -> bool:
         """Returns whether files of so many bytes fit into the budget; removes recycled files for
@@ -419,10 +365,11 @@ class LocalTier:
         and removes what may go.
         """
         if self.is_first():
-            self._note(name, DRAINED)
+            self.note(name, DRAINED)
             self.evict()
 
-    def _note(self, name: str, what: str) -> None:
+    def note(self, name: str, what: str) -> None:
+        """Notes DRAINED or REPLICATED on disk, in a step's directory."""
         path = self.steps.path(name, what)
         try:
             self._storage.close(self._storage.create(path, NEW_MODE))
@@ -440,14 +387,14 @@ class LocalTier:
         found = readable(self.steps)
         nonces = {item.name: item.manifest.nonce for item in found}
         for item in found:
-            is_useless = item.manifest.nonce in self._useless
+            is_useless = item.manifest.nonce in self.useless
             is_safe = self._is_safe(item.name)
             is_needed = self.is_due(item.manifest.step) or not of_use or (is_safe and not has_safe)
-            is_needed = is_needed and not (is_useless or self._has(item.name, DRAINED))
+            is_needed = is_needed and not (is_useless or self.has(item.name, DRAINED))
             # Its files are still being sent, here or from here.
             is_awaited = self.ring is not None and self.ring.is_reserved(item.name)
             is_needed = is_needed or is_awaited
-            if item.manifest.nonce in self._incomplete:
+            if item.manifest.nonce in self.incomplete:
                 # Nodes that are not of this job may have the rest: a newer step has to be here.
                 is_needed, is_useless = is_awaited or not of_use, True
             is_useless = is_useless or item.manifest.nonce in self.steps.verdicts.damaged
@@ -457,7 +404,7 @@ class LocalTier:
                 has_safe = has_safe or is_safe
         going = victims(entries, Policy(self.keep))
         for name in going:
-            self._remove(name, nonces[name])
+            self.remove(name, nonces[name])
         with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed
             self.steps.remove_dead()
             if self.ring is None:
@@ -468,14 +415,15 @@ class LocalTier:
                 if nbytes_max is None or has_room:
                     break
                 if not entry.is_pinned and entry.name not in going:
-                    self._remove(entry.name, nonces[entry.name])
+                    self.remove(entry.name, nonces[entry.name])
                     has_room = self.ring.make_room(most)
 
     def _is_safe(self, name: str) -> bool:
         """Returns whether a step outlives this node, or none does."""
-        return self.replicas is None or self._has(name, REPLICATED) or self._has(name, DRAINED)
+        return self.peers is None or self.has(name, REPLICATED) or self.has(name, DRAINED)
 
-    def _remove(self, name: str, nonce: str) -> None:
+    def remove(self, name: str, nonce: str) -> None:
+        """Removes a step, unless somebody reads it; logs an error."""
         try:
             self.steps.remove(name, nonce)
         except (StorageError, OSError) as error:
@@ -489,127 +437,11 @@ class LocalTier:
             return  # it is not to be touched: a later job's survey finds them
         attempts = [item.manifest for item in readable(self.steps) if item.manifest.step == step]
         if attempts:
-            last = _last_of(readable(self.root)).get(step, -1)
-            self._useless |= {each.nonce for each in attempts if each.sequence < last}
+            last = last_of(readable(self.root)).get(step, -1)
+            self.useless |= {each.nonce for each in attempts if each.sequence < last}
             self.evict()
 
-    def survey(self, agreement: Round, is_able: bool, number: int = 0) -> list[Undrained]:
-        """Returns the steps that the nodes hold together and the root lacks, newest first; none if
-        a rank is not able to drain them, or the job lives that saves them. All ranks call it, with
-        another `number` each time in one round.
-        """
-        for look, pause_s in enumerate((*_LOOK_PAUSES_S, None)):
-            key = f"{number} {look}"
-            told = self._surveyed(agreement, key, is_able, is_last=pause_s is None)
-            if not told["again"]:
-                break
-            time.sleep(pause_s or 0.0)
-        self._order_of = {nonce: (step, at) for nonce, (step, at, _its) in told["held"].items()}
-        self._held = {
-            nonce: {int(first): (name, parts) for first, (name, parts) in copies.items()}
-            for nonce, (_step, _sequence, copies) in told["held"].items()
-        }
-        return [
-            Undrained(
-                step,
-                nonce,
-                {int(first): name for first, name in names.items()},
-                {int(first): mine for first, mine in parts.items()},
-            )
-            for step, nonce, names, parts in told["undrained"]
-        ]
-
-    def _surveyed(self, agreement: Round, key: str, is_able: bool, is_last: bool) -> dict[str, Any]:
-        """Has each node list its steps, and the first rank sort them; keeps what it says of those
-        of this node.
-        """
-        is_first = self.is_first()
-        self._is_beside = is_first and self._lease.is_of_another()
-        why = "" if is_able else "a rank has too little staging memory for that"
-        if self._is_beside:
-            why = f"another job saves to {self.steps.root!r}"
-        found = survey_of_copy(self.steps) if is_first else []
-        there = {item.manifest.nonce: item for item in found}
-        listed = [*map(self._listed, there.values())]
-        agreement.put(f"local {key}", json.dumps([why, self._is_beside, listed]).encode())
-        if self._rank == 0:
-            records = [json.loads(record) for record in agreement.gather(f"local {key}")]
-            merged = self._merged([listing for *_, listing in records])
-            # The job beside may have removed a step here after it was listed there.
-            is_beside = any(beside for _why, beside, _listing in records)
-            merged["again"] = is_beside and not is_last and bool(merged["lost"])
-            why = next((why for why, *_ in records if why), "")
-            if not merged["again"]:
-                self._tell_survey(merged, why)
-            due = [nonce for step, nonce, *_ in merged["undrained"] if self.is_due(step)]
-            merged["drained beside"] = due if is_beside else []
-            merged["undrained"] = [] if why else merged["undrained"]
-            merged["why"] = why
-            agreement.put(f"survey {key}", json.dumps(merged).encode())
-        told: dict[str, Any] = json.loads(agreement.get(f"survey {key}"))
-        if not self._is_beside:  # else the job that saves here marks its own
-            for what, nonces in ((DRAINED, told["drained"]), (REPLICATED, told["replicated"])):
-                for nonce in there.keys() & {*nonces}:
-                    self._note(there[nonce].name, what)
-        self._useless = there.keys() & {*told["useless"]}
-        self._incomplete = there.keys() & {*told["incomplete"]}
-        for nonce in there.keys() & {*told["deleted"]}:
-            self._remove(there[nonce].name, nonce)
-        self._why_undrained, self._drained_beside = told["why"], {*told["drained beside"]}
-        return told
-
-    def is_drained_beside(self, nonce: str) -> bool:
-        """Returns whether the job beside is to copy a step to the root."""
-        return nonce in self._drained_beside
-
-    def await_drain_beside(self, nonce: str) -> None:
-        """Waits on the first rank, once, until that is done, or a newer step has come there, since
-        the step may have failed to, or gone already; for half of timeout_s, since the other ranks
-        wait for this one. Raises StorageError.
-        """
-        self._drained_beside.discard(nonce)
-        number, sequence = self._order_of[nonce]
-        beyond = max(sequence, self._newest)
-        until = time.monotonic() + self._timeout_s / 2
-        while self._rank == 0:
-            there = [item.manifest for item in readable(self.root)]
-            if any(each.nonce == nonce or each.sequence > beyond for each in there):
-                return
-            if time.monotonic() > until:
-                detail = f"step {number}, which another job is to copy there, has "
-                detail += f"not come within {self._timeout_s / 2:.0f} s, half of timeout_s"
-                raise StorageError("read", self.root.root, errno.ETIMEDOUT, detail=detail)
-            time.sleep(_DRAIN_POLL_S)
-
-    def _tell_survey(self, merged: dict[str, Any], why: str) -> None:
-        """Logs which steps stay on the nodes alone, and which are lost, on the first rank."""
-        if why and merged["undrained"]:
-            steps = ", ".join(str(step) for step, *_ in merged["undrained"])
-            log.warning("not copied to %s yet: steps %s; %s", self.root.root, steps, why)
-        for step, missing in merged["lost"]:
-            log.warning(
-                "skipping step %d of %s: no node of this job has %s, so it is lost if they were "
-                "on nodes that are gone, or was not committed",
-                *(step, self.steps.root, missing),
-            )
-
-    def _listed(self, item: Committed) -> dict[str, Any]:
-        """Returns what a node tells the others of its copy of a step."""
-        manifest = item.manifest
-        of = parts_of(manifest)
-        parts = [part for part in of if all(self._has(item.name, *its) for its in of[part].items())]
-        return {
-            "name": item.name,
-            "step": manifest.step,
-            "nonce": manifest.nonce,
-            "sequence": manifest.sequence,
-            "parts": parts,
-            "of": [*of],
-            "drained": self._has(item.name, DRAINED),
-            "replicated": self._has(item.name, REPLICATED),
-        }
-
-    def _has(self, name: str, file: str, nbytes: int | None = None) -> bool:
+    def has(self, name: str, file: str, nbytes: int | None = None) -> bool:
         """Returns whether a step has a file here, of this size if one is given."""
         try:
             status = self._storage.status(self.steps.path(name, file))
@@ -617,58 +449,8 @@ class LocalTier:
             return False
         return status is not None and nbytes in (None, status.st_size)
 
-    def _merged(self, listings: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        """Sorts the steps in the nodes' listings, on the first rank, by what is to be done."""
-        found, _faults = self.root.survey()
-        in_root = {item.manifest.nonce for item in found}
-        newest, last = found[0].manifest.sequence if found else -1, _last_of(found)
-        self._newest = newest
-        gone = deleted(self.root)
-        of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-        for rank, listing in enumerate(listings):
-            for each in listing:
-                self._highest = max(self._highest, each["sequence"])
-                if each["nonce"] not in gone:
-                    of.setdefault(each["nonce"], []).append((rank, each))
-        told: dict[str, Any] = {"drained": [], "useless": [], "undrained": [], "held": {}}
-        told |= {"deleted": sorted(gone), "incomplete": [], "lost": [], "replicated": []}
-        has_newest = False  # whether a step that is newer than all in the root is here, whole
-        for nonce, copies in sorted(of.items(), key=lambda pair: -pair[1][0][1]["sequence"]):
-            one = copies[0][1]
-            holder = {part: rank for rank, each in reversed(copies) for part in each["parts"]}
-            was_drained = any(each["drained"] for _rank, each in copies)
-            step, sequence, is_newer = one["step"], one["sequence"], one["sequence"] > newest
-            missing = [part for part in one["of"] if part not in holder]
-            if any(each["replicated"] for _rank, each in copies):  # all ranks agreed on that
-                told["replicated"].append(nonce)
-            if not missing:
-                its = {rank: (each["name"], each["parts"]) for rank, each in copies}
-                told["held"][nonce] = step, sequence, its
-            # The root lacks a drained step because retention removed it, or, if it is newer than
-            # all that the root has, because the root has lost it: then it is drained again.
-            if sequence < last.get(step, -1) and nonce not in in_root:
-                told["useless"].append(nonce)
-            elif (
-                nonce in in_root
-                or (was_drained and not is_newer)
-                or (sequence < newest and not self.is_due(step))
-            ):
-                told["drained"].append(nonce)
-            elif missing:
-                told["incomplete"].append(nonce)
-                if is_newer and not has_newest:
-                    told["lost"].append((step, named_parts(missing)))
-            elif self.is_due(step) or not has_newest:
-                parts: dict[int, list[int]] = {}
-                for part, rank in sorted(holder.items()):
-                    parts.setdefault(rank, []).append(part)
-                names = {rank: each["name"] for rank, each in copies}
-                told["undrained"].append([step, nonce, names, parts])
-            has_newest = has_newest or (is_newer and not missing)
-        return told
 
-
-def _last_of(found: list[Committed]) -> dict[int, int]:
+def last_of(found: list[Committed]) -> dict[int, int]:
     """Returns the highest sequence number of each step among the attempts at it."""
     ordered = sorted(found, key=lambda item: item.manifest.sequence)
     return {item.manifest.step: item.manifest.sequence for item in ordered}

@@ -26,12 +26,13 @@ from fastckpt.saving.ring import Ring, Slot
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.plan import StepPlace
 from fastckpt.tiers.drain import DRAIN_BLOCKS_MIN, Drain, StepInfo
-from fastckpt.tiers.local_tier import SLOW_S, LocalTier
+from fastckpt.tiers.local_tier import LocalTier
 from fastckpt.tiers.nodes import OBJECTS_PART, parts_of
 
 log = logging.getLogger("fastckpt")
 
 _WHY_CHARS = 2000
+SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and longer than the root
 
 
 class NodePlace(StepPlace):
@@ -152,9 +153,9 @@ class NodePlace(StepPlace):
         taken = {out.slot_label: out.image.nbytes for out in outputs if out.file.slot is not None}
         agreement.put("bytes", json.dumps([nbytes, taken]).encode())
         if first == agreement.rank:
-            near, far, replicas = nodes.beside(first), list[int](), self._tier.replicas
-            if replicas is not None:
-                far = replicas.sources(first)
+            near, far, peers = nodes.beside(first), list[int](), self._tier.peers
+            if peers is not None:
+                far = peers.sources(first)
             told = {rank: json.loads(agreement.get("bytes", rank)) for rank in (*near, *far)}
             needed = sum(all_of_it for all_of_it, _taken in told.values())
             there = sum(size for rank in near for size in told[rank][1].values())
@@ -197,7 +198,12 @@ class NodePlace(StepPlace):
         self._handle.stats.local_why = f"the local tier {why}"
         pace.heed(self._options.pacing)
         root = RootPlace(self._tier, self._agreement, self._draining, self._number, self._options)
-        root.begin()
+        try:
+            root.begin()
+        except BaseException:
+            root.abandon()
+            root.close()
+            raise
         return root
 
     # ---- the commit in the local tier
@@ -262,13 +268,13 @@ class NodePlace(StepPlace):
                 pass
             elif self._deadline_s is not None:
                 stats.replicas_why = "a step with a deadline is not sent"
-            elif tier.replicas is None:
+            elif tier.peers is None:
                 stats.replicas_why = "there are no ranks on other nodes that listen"
             else:
                 manifest = tier.steps.read(name)
                 of = parts_of(manifest)
                 files = {file: size for part in parts for file, size in of[part].items()}
-                why = tier.replicas.send(name, manifest, files)
+                why = tier.peers.send(name, manifest, files)
                 stats.replicas_why = why = self._agreed(why)
                 stats.replicated_s = None if why else self._handle.elapsed_s()
         except BaseException as error:  # wait_memory() has to say that they are not there
@@ -303,7 +309,7 @@ class NodePlace(StepPlace):
         # The save's staging memory is free now: later saves stage and commit locally meanwhile.
         save.life.forget_copies()
         save.release()
-        stats, rank, drainer = self._handle.stats, self._agreement.rank, self._tier.drainer
+        stats, rank = self._handle.stats, self._agreement.rank
         wrote = [rank] if self._wrote_shard else []
         parts = [*wrote, OBJECTS_PART] if rank == 0 else wrote
         self._replicate(parts)
@@ -311,16 +317,8 @@ class NodePlace(StepPlace):
             self._handle.path = self.step.path()
             return
         local_s = (stats.written_s or 0.0) - self._opened_s
-        info = StepInfo(self.step.name, None, parts)
-        drain = Drain(
-            self._handle,
-            self._draining,
-            drainer,
-            self._options,
-            info,
-            self._tier.fetching,
-            self._tier.note_drained,
-        )
+        info = StepInfo(self._number, self._nonce, self.step.name, None, parts)
+        drain = self._tier.drain(self._handle, self._draining, self._options, info)
         # If the job ends soon, the newest step has to be in the root, and not those before it.
         if self._deadline_s is None:
             drain.previous = save.previous
@@ -329,7 +327,7 @@ class NodePlace(StepPlace):
         by_node_s = (stats.local_committed_s or 0.0) - self._opened_s
         # Straight to the root, a codec would compress again what a drain only copies.
         takes_s = [drain.took_s] if self._options.codec is None else [drain.took_s, by_node_s]
-        drainer.note_times(by_node_s, max(takes_s))
+        self._tier.drainer.note_times(by_node_s, max(takes_s))
         # With a codec, compression took the time, and would take it without a tier, too.
         if self._options.codec is None and local_s > max(SLOW_S, drain.copied_s):
             self._tier.refuse(

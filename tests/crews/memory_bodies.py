@@ -28,7 +28,7 @@ from fastckpt.saving.lease import LEASE_FILE
 from fastckpt.storage import file_system, machine, vanishing
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.drain import Drain
-from fastckpt.tiers.replicas import Replicas
+from fastckpt.tiers.peers import Peers
 from tests.crews.group_crew import Member, Outcome, Told, attempt
 from tests.crews.steps_bodies import found_in, meet
 from tests.crews.steps_states import stamped
@@ -202,7 +202,7 @@ def save_beside_who_hangs(
     """One rank takes connections and never answers; returns of each step what the rest is told."""
     over = threading.Event()
     if member.rank == hanging:
-        Replicas._serve = lambda _self, _link: over.wait(60)  # type: ignore[method-assign]
+        Peers._serve = lambda _self, _link: over.wait(60)  # type: ignore[method-assign]
     told = []
     with Checkpointer(
         root,
@@ -283,14 +283,14 @@ class Trouble:
         self.kind, self.bad = kind, bad
         self._hangs = False
         if kind == "hung":
-            real = Replicas._serve
+            real = Peers._serve
 
-            def serve(replicas: Replicas, link: Any) -> None:
+            def serve(peers: Peers, link: Any) -> None:
                 if self._hangs:
                     threading.Event().wait(600)
-                real(replicas, link)
+                real(peers, link)
 
-            Replicas._serve = serve  # type: ignore[method-assign]
+            Peers._serve = serve  # type: ignore[method-assign]
 
     def timeout_s(self) -> float:
         return 6.0 if self.kind == "hung" else 60.0
@@ -324,8 +324,8 @@ class Trouble:
             self._file.flush()
             fcntl.flock(self._file, fcntl.LOCK_EX)
         meet(member)
-        if self.kind == "refused" and tier.replicas is not None:
-            tier.replicas.close()
+        if self.kind == "refused" and tier.peers is not None:
+            tier.peers.close()
         meet(member)
 
 
@@ -405,9 +405,9 @@ def save_unsent(
     for step in sent:
         assert saving.save(step, stamped(member, step)).wait_memory(60)
     assert saving._tier is not None and saving._tier.nodes() is not None
-    assert saving._tier.replicas is not None
+    assert saving._tier.peers is not None
     meet(member)
-    saving._tier.replicas.close()
+    saving._tier.peers.close()
     meet(member)
     with open(f"{report}-{member.rank}", "w", encoding="ascii") as file:
         for step in unsent:

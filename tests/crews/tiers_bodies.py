@@ -17,7 +17,7 @@ from fastckpt import Checkpointer, PerRank, SaveOptions
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.drain import Drain
-from fastckpt.tiers.local_tier import LocalTier
+from fastckpt.tiers.survey import Survey
 from tests.crews.group_crew import WAIT_S, Member, Outcome, attempt
 from tests.crews.steps_bodies import found_in, meet, saved
 from tests.crews.steps_states import stamped
@@ -129,13 +129,13 @@ def save_and_drain_later(member: Member, root: str, locals_: list[str], step: in
 
 def restore_beside(member: Member, root: str, locals_: list[str]) -> Outcome:
     """What is restored; tells the test when it waits for another job to copy that to the root."""
-    real = LocalTier.await_drain_beside
+    real = Survey.await_drain_beside
 
-    def wait(tier: LocalTier, nonce: str) -> None:
+    def wait(survey: Survey, nonce: str) -> None:
         member.store.set("waits", b"")
-        real(tier, nonce)
+        real(survey, nonce)
 
-    LocalTier.await_drain_beside = wait  # type: ignore[method-assign]
+    Survey.await_drain_beside = wait  # type: ignore[method-assign]
     with Checkpointer(root, group=member.group, local=locals_[member.rank]) as checkpointer:
         return attempt(lambda: found_in(member, checkpointer))
 

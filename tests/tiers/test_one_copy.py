@@ -7,11 +7,13 @@ What memory promises beside that is test_memory.py's business.
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import mmap
 import os
 import shutil
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -188,6 +190,28 @@ def test_a_memory_that_cannot_be_listed_any_more_is_left_as_it_is(
         assert checkpointer.restore(state(999, ELEMENTS)) == 2
 
 
+def test_a_save_lets_go_of_what_it_staged_in_at_its_end(
+    disk: Path, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not when garbage is collected: else a file that was removed might still take memory."""
+    made, real = list[weakref.ref[ImageTransfer]](), ImageTransfer.__init__
+
+    def init(transfer: ImageTransfer, *args: Any, **options: Any) -> None:
+        made.append(weakref.ref(transfer))
+        real(transfer, *args, **options)
+
+    monkeypatch.setattr(ImageTransfer, "__init__", init)
+    gc.disable()
+    try:
+        with Checkpointer(disk / "run", local=memory(local)) as checkpointer:
+            for step in (1, 2, 3, 4):
+                save(checkpointer, local, step)
+            pipeline.current().drain()
+            assert len(made) >= 4 and not any(each() for each in made)
+    finally:
+        gc.enable()
+
+
 def test_a_step_that_goes_past_the_memory_is_written_from_there(disk: Path, local: Path) -> None:
     """It was copied into pages in memory before that turned out."""
     with Checkpointer(disk / "run", local=memory(local)) as checkpointer:
@@ -213,6 +237,26 @@ def test_spares_make_room_for_what_neighbours_send(disk: Path, local: Path) -> N
         assert tier.has_room(20 * MIB) and spares(local) == 1
         assert tier.has_room(60 * MIB) and spares(local) == 0
         assert not tier.has_room(70 * MIB)
+
+
+def test_a_ring_has_a_budget_of_what_is_there_and_what_is_reserved(local: Path) -> None:
+    own, step = Ring(Storage(), str(local), SPARES), local / "step"
+    own.nbytes = 3 * MIB
+    assert own.used() == 0 and own.reserve("step", 4 * MIB) == 0, "it is too little, and empty"
+    assert own.reserve("step", 3 * MIB) is None and not own.is_reserved("another")
+    step.mkdir()
+    (step / SHARD).write_bytes(bytes(MIB))
+    assert own.used() == 3 * MIB and own.reserve("another", MIB) == 3 * MIB
+    own.settle("step")
+    assert own.used() == MIB
+    assert not own.keep(str(step), [SHARD]) and own.used() == MIB
+    slot = own.take(SHARD, MIB)
+    assert slot is not None and own.take(SHARD, MIB) is None
+    assert own.reserve("another", 3 * MIB, recycled=MIB) is None
+    assert not own.make_room(MIB // 2) and own.used() == MIB, "it is in use"
+    slot.release()
+    assert own.make_room(MIB // 2) and own.used() == 0
+    own.close()
 
 
 def test_who_looks_for_spares_keeps_none_from_being_removed(local: Path) -> None:

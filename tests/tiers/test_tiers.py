@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers import place as node_place
 from fastckpt.tiers.drain import Drain
+from fastckpt.tiers.survey import Survey
 from tests.kit.doubles import FailAt, Operation, Recorder, dead_pid, process_on
 from tests.kit.mounts import leave_free, mounted
 from tests.kit.noise import flip
@@ -349,12 +350,14 @@ def test_who_waits_for_a_job_beside_takes_a_newer_step_that_came_instead(
             tier, nonce = checkpointer._tier, "ab" * 16
             assert tier is not None
             newest = tier.root.committed()[0][0].manifest.sequence
-            tier._order_of = {nonce: (2, newest + 1)}
-            with pytest.raises(StorageError, match="step 2, which another job is to copy"):
-                tier.await_drain_beside(nonce)
-            tier._order_of = {nonce: (2, newest)}
-            beside.save(3, state(3)).result(WAIT_S)
-            tier.await_drain_beside(nonce)
+            with closing(checkpointer._coordinator.begin("a look", 2)) as agreement:
+                survey = Survey(tier, agreement)
+                survey._order_of = {nonce: (2, newest + 1)}
+                with pytest.raises(StorageError, match="step 2, which another job is to copy"):
+                    survey.await_drain_beside(nonce)
+                survey._order_of = {nonce: (2, newest)}
+                beside.save(3, state(3)).result(WAIT_S)
+                survey.await_drain_beside(nonce)
 
 
 def test_steps_that_never_came_to_the_root_do_not_outrank_those_of_a_later_job(
@@ -451,6 +454,20 @@ def test_a_full_tier_is_gone_past(disk: Path, caplog: pytest.LogCaptureFixture) 
         assert checkpointer.save(3, state(3)).wait_local(WAIT_S)
         assert checkpointer.restore(state(0)) == 3
     assert content(root, None)[0] == 3
+
+
+def test_the_tier_is_left_before_anything_is_made_in_the_root(disk: Path, local: Path) -> None:
+    """All choose once: a step is never half in one and half in the other."""
+    root = disk / "run"
+    with doors() as storage, Checkpointer(root, local=local) as checkpointer:
+        storage.faults["allocate", local] = errno.ENOSPC
+        handle = checkpointer.save(1, state(1))
+        assert "No space" in handle.result(WAIT_S).local_why
+        its = [each for each in storage.log if "step-00000001" in each.path]
+    places = [each.path.startswith(str(root)) for each in its]
+    assert places == sorted(places), "first operations in the tier, then those in the root"
+    here = {each.name for each in its if each.path.startswith(str(local))}
+    assert "create" in here and not here & {"write", "write_at", "sync"}
 
 
 @pytest.mark.filesystem

@@ -1,4 +1,4 @@
-"""Replicas: the files of a node's ranks in the memory of its neighbours, sent there and fetched.
+"""Peers: the files of a node's ranks in the memory of its neighbours, sent there and fetched.
 
 Whoever receives a file verifies it before it gets its name: against the manifest, which every node
 has published, and the CRC-32 of each block.
@@ -37,7 +37,7 @@ _PART_OF_TIMEOUT = 3  # ranks wait for each other while one waits for a neighbou
 _LOCK_POLL_S = 0.02
 
 
-class Replicas:
+class Peers:
     """One rank's exchange of files with its neighbours: it sends, fetches, and serves them.
 
     Args:

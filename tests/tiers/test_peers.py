@@ -26,7 +26,7 @@ from fastckpt.saving.ring import Ring
 from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage.file_system import Storage
 from fastckpt.tiers.nodes import RanksByNode, sizes_of
-from fastckpt.tiers.replicas import Replicas
+from fastckpt.tiers.peers import Peers
 from tests.kit.noise import flip
 from tests.kit.saves import wait_until
 from tests.kit.steps import directories, state
@@ -49,30 +49,28 @@ class Node:
         self.path = root / NAME
         self.steps = PosixSteps(Storage(), str(root))
         self.ring = Ring(self.steps.storage, str(root), SPARES)
-        self.replicas = Replicas(
-            memory or Memory(), self.steps, self.ring, rank, "127.0.0.1", timeout_s
-        )
+        self.peers = Peers(memory or Memory(), self.steps, self.ring, rank, "127.0.0.1", timeout_s)
 
     @property
     def manifest(self) -> Manifest:
         return self.steps.read(NAME)
 
     def send(self) -> str:
-        return self.replicas.send(NAME, self.manifest, sizes_of(self.manifest))
+        return self.peers.send(NAME, self.manifest, sizes_of(self.manifest))
 
     def fetch(self, file: str, holders: list[int]) -> str:
         (item,) = self.steps.committed()[0]
-        return self.replicas.fetch(item, holders, file, False)
+        return self.peers.fetch(item, holders, file, False)
 
 
 def joined(*nodes: Node, groups: str = "") -> None:
     """They learn of each other."""
     told = [
-        (*node.replicas.address, group)
+        (*node.peers.address, group)
         for node, group in zip(nodes, groups or "abcdefgh", strict=False)
     ]
     for node in nodes:
-        node.replicas.begin(RanksByNode([*range(len(nodes))]), told, SECRET)
+        node.peers.begin(RanksByNode([*range(len(nodes))]), told, SECRET)
 
 
 @pytest.fixture
@@ -82,10 +80,10 @@ def pair(disk: Path) -> Iterator[tuple[Node, Node]]:
         checkpointer.save(3, state(3))
     a, b = Node(0, disk / "a", 3.0), Node(1, disk / "b", 3.0)
     joined(a, b)
-    assert b.replicas.adopt(3, a.manifest.nonce, [0]) == NAME
+    assert b.peers.adopt(3, a.manifest.nonce, [0]) == NAME
     yield a, b
     for node in (a, b):
-        node.replicas.close()
+        node.peers.close()
 
 
 def test_a_neighbour_gets_the_files(pair: tuple[Node, Node]) -> None:
@@ -106,7 +104,7 @@ def test_nothing_is_fetched_into_memory_that_was_removed(pair: tuple[Node, Node]
     (item,) = b.steps.committed()[0]
     shutil.rmtree(b.path)
     for file in sizes_of(item.manifest):
-        assert b.replicas.fetch(item, [0], file, False) == ""
+        assert b.peers.fetch(item, [0], file, False) == ""
 
 
 def test_ranks_of_a_node_fetch_different_shards_at_the_same_time(
@@ -139,7 +137,7 @@ def test_what_comes_is_written_to_the_file_of_a_removed_step(
         with shard.open("rb") if reads else nullcontext() as reader:
             damaged = shard.read_bytes()
             assert b.steps.remove(NAME, b.manifest.nonce)
-            assert b.replicas.adopt(3, a.manifest.nonce, [0]) == NAME
+            assert b.peers.adopt(3, a.manifest.nonce, [0]) == NAME
             assert a.send() == ""
             assert reader is None or reader.read() == damaged
         assert (shard.stat().st_ino == number) == (not reads)
@@ -163,16 +161,16 @@ def test_who_lies_is_named_and_not_believed(
 
 def test_a_stranger_gets_nothing(pair: tuple[Node, Node]) -> None:
     a, b = pair
-    with pytest.raises(OSError), connected(b.replicas.address, os.urandom(32), 3.0):
+    with pytest.raises(OSError), connected(b.peers.address, os.urandom(32), 3.0):
         raise AssertionError("let in")
-    with socket.create_connection(b.replicas.address, 3.0) as stranger:
+    with socket.create_connection(b.peers.address, 3.0) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n" * 16)
         got = b""
         while piece := _received(stranger):
             got += piece
         assert len(got) <= 32, "no more than a challenge"
     link_secret = bytes.fromhex(SECRET)
-    with connected(b.replicas.address, link_secret, 3.0) as link:
+    with connected(b.peers.address, link_secret, 3.0) as link:
         for asked in (
             {"get": "../../../etc/passwd", "nonce": a.manifest.nonce},
             {"put": "../x", "nonce": a.manifest.nonce},
@@ -188,11 +186,11 @@ def test_strangers_take_no_place_of_the_ranks(pair: tuple[Node, Node]) -> None:
     a, b = pair
     with ExitStack() as strangers:
         peers = [
-            strangers.enter_context(socket.create_connection(b.replicas.address, 3.0))
+            strangers.enter_context(socket.create_connection(b.peers.address, 3.0))
             for _ in range(3 * _UNPROVEN_MAX)
         ]
         assert a.send() == ""
-        assert len(b.replicas._listener._unproven) <= _UNPROVEN_MAX
+        assert len(b.peers._listener._unproven) <= _UNPROVEN_MAX
         while _received(peers[0]):
             pass  # its challenge, and then the end
     assert directories(b.path) == directories(a.path)
@@ -212,16 +210,16 @@ def test_who_hangs_is_passed_over(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hung, c = Node(0, disk / "a", 0.9), Node(1, disk / "b", 0.9)
         port = silent.getsockname()[:2]
-        told = [(*hung.replicas.address, "x"), (*port, "y")]
-        hung.replicas.begin(RanksByNode([0, 1]), told, SECRET)
+        told = [(*hung.peers.address, "x"), (*port, "y")]
+        hung.peers.begin(RanksByNode([0, 1]), told, SECRET)
         assert "rank 1 at 127.0.0.1" in hung.send()
         assert "did not answer in time before" in hung.send(), "it is not tried again at once"
-        told = [(*port, "x"), (*c.replicas.address, "y"), (*a.replicas.address, "z")]
-        c.replicas.begin(RanksByNode([0, 1, 2]), told, SECRET)
+        told = [(*port, "x"), (*c.peers.address, "y"), (*a.peers.address, "z")]
+        c.peers.begin(RanksByNode([0, 1, 2]), told, SECRET)
         assert c.fetch("objects.pt", [0, 2]).endswith(f"/a/{NAME}/objects.pt")
         assert "was not taken from rank 0" in caplog.text
         for node in (hung, c):
-            node.replicas.close()
+            node.peers.close()
 
 
 @pytest.mark.parametrize("trouble", ["refused", "gone there", "no room here"])
@@ -236,7 +234,7 @@ def test_what_could_not_be_fetched_may_be_whole(
         raise OSError(errno.ENOSPC, "planted")
 
     if trouble == "refused":
-        a.replicas.close()
+        a.peers.close()
     elif trouble == "gone there":
         shutil.rmtree(a.path)
     else:
@@ -252,7 +250,7 @@ def test_what_could_not_be_fetched_may_be_whole(
 def test_a_step_stays_until_who_was_sent_a_file_has_it(pair: tuple[Node, Node]) -> None:
     a, _b = pair
     nonce = a.manifest.nonce
-    with connected(a.replicas.address, bytes.fromhex(SECRET), 30.0) as link:
+    with connected(a.peers.address, bytes.fromhex(SECRET), 30.0) as link:
         link.send({"get": "objects.pt", "nonce": nonce})
         nbytes = link.receive()["nbytes"]
         assert link.receive_bytes(nbytes) == (a.path / "objects.pt").read_bytes()
@@ -293,7 +291,7 @@ def test_a_rate_at_which_nothing_arrives_in_time_is_told(
     told = slow.send()
     assert "s at Memory(rate='10KB/s'), and a third of timeout_s is 1 s" in told, told
     assert "objects.pt" not in directories(b.path)
-    slow.replicas.close()
+    slow.peers.close()
 
 
 def test_who_stops_in_the_midst_of_a_file_is_not_waited_for() -> None:
@@ -317,17 +315,17 @@ def test_who_stops_in_the_midst_of_a_file_is_not_waited_for() -> None:
 def test_an_address_that_is_none_of_this_node_is_named(host: str, disk: Path) -> None:
     steps = PosixSteps(Storage(), str(disk))
     with pytest.raises(ValueError, match=r"^Memory\(address=.* cannot be listened at"):
-        Replicas(Memory(), steps, Ring(steps.storage, str(disk), SPARES), 0, host, 3.0)
+        Peers(Memory(), steps, Ring(steps.storage, str(disk), SPARES), 0, host, 3.0)
 
 
 def test_copies_go_to_the_next_nodes_of_other_groups(disk: Path) -> None:
     nodes = [Node(rank, disk / str(rank)) for rank in range(4)]
     joined(*nodes, groups="aabb")
-    one = nodes[0].replicas
+    one = nodes[0].peers
     assert [one.neighbours(rank) for rank in range(4)] == [[2], [3], [0], [1]]
     assert [one.sources(rank) for rank in range(4)] == [[2], [3], [0], [1]]
     for node in nodes:
-        node.replicas.close()
+        node.peers.close()
 
 
 def test_nothing_is_left_when_it_ends(disk: Path) -> None:
@@ -335,8 +333,8 @@ def test_nothing_is_left_when_it_ends(disk: Path) -> None:
     fds = len(os.listdir("/proc/self/fd"))
     node = Node(0, disk / "a")
     joined(node, node)
-    silent = socket.create_connection(node.replicas.address)
-    node.replicas.close()
+    silent = socket.create_connection(node.peers.address)
+    node.peers.close()
     silent.close()
     wait_until(lambda: {*threading.enumerate()} <= before)
     wait_until(lambda: len(os.listdir("/proc/self/fd")) == fds)
