@@ -87,25 +87,23 @@ def gains(saves: Row, gpu: Row) -> tuple[str, str]:
 
 def column(record: Row, name: str, head: str) -> dict[str, float]:
     """Return one column of a table of a record, by the first column."""
-    heads, _, *rows = (
-        [cell.strip() for cell in line.strip("| ").split(" | ")]
-        for line in record["tables"][name][0].splitlines()
-    )
+    heads, *rows = cells_of(record["tables"][name][0])
     return {row[0]: float(row[heads.index(head)]) for row in rows}
 
 
+def cells_of(text: str) -> list[list[str]]:
+    """Return the cells of a table of Markdown, its heads first."""
+    heads, _, *rows = (
+        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()
+    )
+    return [heads, *rows]
+
+
 def peers(result: Row) -> list[str]:
-    """Return the tables of saves and loads by peer: of one that follows others, and of the first in
-    a process; and how each peer saves.
-    """
+    """Return the table of saves and loads by peer, of those that follow others in a process."""
     groups, limits = by_peer(result["rows"]), result["limits"]
-    rows, first = [], []
-    for name, its in groups.items():
-        label = NAMES[name]
-        cells = [spread_of(its, key) for key in ("returned_s", *CLOCKS)]
-        rows.append([label, *cells])
-        begun = [each["warm_ups"][0] for each in its if each.get("warm_ups")]
-        first.append([label, *(spread_of(begun, key) for key in CLOCKS)])
+    clocks = ("returned_s", *CLOCKS)
+    rows = [[NAMES[name], *(spread_of(its, key) for key in clocks)] for name, its in groups.items()]
     copied = spread_of(limits, "torch_copy_s")
     rows.append(["*limit:* Tensor.copy_", copied, copied, "-", "-"])
     for key, place in (("write", 3), ("read", 4)):
@@ -114,14 +112,19 @@ def peers(result: Row) -> list[str]:
             row[place] = number(result["bytes"] / speed)
             rows.append(row)
     heads = ["seconds", "call returns", *CLOCKS.values()]
-    contracts = [[NAMES[kind.name], kind.contract] for kind in PEERS if kind.name in groups]
-    ways = "\n".join(f"| {label} | {contract} |" for label, contract in contracts)
-    return [
-        table(heads, rows),
-        "The first save and load of a process:",
-        table(["seconds", *CLOCKS.values()], first),
-        f"| peer | how it saves |\n| --- | --- |\n{ways}",
-    ]
+    return [table(heads, rows)]
+
+
+def details(saves: Row) -> str:
+    """Return the first save and load of a process by peer, and how each peer saves."""
+    contracts = {kind.name: kind.contract for kind in PEERS}
+    rows = []
+    for name, its in by_peer(saves["results"]["saves"]["rows"]).items():
+        first = [each["warm_ups"][0] for each in its if each.get("warm_ups")]
+        cells = (spread_of(first, key) for key in CLOCKS)
+        rows.append([NAMES[name], *cells, contracts[name]])
+    heads = ["first of a process, seconds", *CLOCKS.values(), "how it saves"]
+    return table(heads, rows)
 
 
 def line_of(record: Row, what: str) -> Line:
@@ -181,6 +184,19 @@ def comparison(records: dict[str, Row]) -> str:
             rival = ("DCP, s3torchconnector", its["dcp, s3torchconnector"])
             what = f"bucket ({server}): {heads[head]}"
             found.append(row_of(what, its["fastckpt"], None, rival, ("obstore", its["obstore"])))
+    for title, ways in records["dlio"]["tables"].items():
+        seconds = {row[0]: float(row[1].split()[0]) for row in cells_of(ways[0])[1:]}
+        for act in ("write", "read"):
+            its = [seconds[f"{act}, {name}"] for name in ("fastckpt", "torch.save")]
+            found.append(row_of(f"DLIO {title.partition(':')[0]}: {act}", its[0], its[1]))
+    gpu = records["gpu"]
+    for head, name in (("copied s", "state may change"), ("durable s", "durable")):
+        its = column(gpu, "commit", head)
+        rival = (NAMES["dcp-async-pinned"], its["dcp-async-pinned"])
+        found.append(row_of(f"H100, 2 GiB: {name}", its["fastckpt"], its["torch.save"], rival))
+    its = column(gpu, "load", "s")
+    rival = ("safetensors", its["safetensors"])
+    found.append(row_of("H100, 2 GiB: cold load", its["fastckpt.load"], its["torch.load"], rival))
     heads = ["seconds", "fastckpt", "torch.save, torch.load", "best rival", "limit of the machine"]
     return table([*heads, "fastest"], found)
 
@@ -202,10 +218,7 @@ def row_of(
 
 def of_ways(record: Row, server: str) -> dict[str, dict[str, float]]:
     """Return the medians of the table of an object store: by head, by way."""
-    heads, _, *rows = (
-        [cell.strip() for cell in line.strip("| ").split(" | ")]
-        for line in record["tables"][server][0].splitlines()
-    )
+    heads, *rows = cells_of(record["tables"][server][0])
     return {
         head: {row[0]: float(row[place].split()[0]) for row in rows}
         for place, head in enumerate(heads)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -174,9 +175,7 @@ def readme() -> str:
     saves = record_of("saves")
     if saves is None:
         return NOTHING
-    run, name = GPU_DISK
-    gpu = json.loads((ALONE / run / "bench" / name).read_text())
-    gpu["environment"]["commit"] = GPU_RUNS[run]
+    gpu = on_disk()
     rows, rivals = comparison.gains(saves, gpu)
     told = (
         f"{rivals} Below 1 x, the rival is faster, and verifies nothing. "
@@ -193,11 +192,25 @@ def dated(record: Row) -> str:
 
 def compare() -> str:
     """Return the user's table: ours beside torch's own, the best rival and the machine's limit."""
-    names = ("saves", "many", "training", "dcp", "export", "objects")
+    names = ("saves", "many", "training", "dcp", "export", "objects", "dlio")
     records = {name: record for name in names if (record := record_of(name)) is not None}
     if len(records) < len(names):
         return NOTHING
-    return comparison.comparison(records)
+    return comparison.comparison({**records, "gpu": on_disk()})
+
+
+def details() -> str:
+    """Return what else is known of the saves: the first of a process, and how each peer saves."""
+    saves = record_of("saves")
+    return NOTHING if saves is None else comparison.details(saves)
+
+
+def on_disk() -> Row:
+    """Return the record of saves from a GPU to a disk, and of loads from it."""
+    run, name = GPU_DISK
+    record: Row = json.loads((ALONE / run / "bench" / name).read_text())
+    record["environment"]["commit"] = GPU_RUNS[run]
+    return record
 
 
 # Where the records of runs on a GPU are, and of what commit: a copy without history says another.
@@ -256,6 +269,7 @@ def gpu_training() -> str:
 VIEWS: dict[str, Callable[[], str]] = {
     "readme": readme,
     "compare": compare,
+    "details": details,
     "gpu": gpu,
     "gpu-training": gpu_training,
 }
@@ -320,11 +334,12 @@ def size_of(record: Row) -> float:
 
 
 def write(documents: tuple[Path, ...] = DOCUMENTS) -> None:
-    """Write the tables into the documents, and draw the picture where matplotlib is installed."""
+    """Write the tables into the documents, and draw the pictures, one only with matplotlib."""
     record_of.cache_clear()
     for document in documents:
         document.write_text(made(document.read_text()))
         harness.progress(f"wrote {document.name}")
+    runpy.run_path(str(ROOT / "docs" / "pictures.py"), run_name="__main__")
     try:
         draw()
     except ImportError:

@@ -33,7 +33,7 @@ class DcpPinned(DcpAsyncStager):
 
     name = "dcp-async-pinned"
     contract = (
-        "background threads; pinned memory, reused; may mutate after staging_completion; "
+        "background threads; pinned memory, reused; state may change after staging_completion; "
         "the GPU is synchronized before the call, for its copies do not wait for the caller's"
     )
 

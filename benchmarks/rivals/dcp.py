@@ -62,7 +62,9 @@ class DcpAsyncStager(Dcp):
     """torch.distributed.checkpoint.async_save with a reused DefaultStager, staging in a thread."""
 
     name = "dcp-async-stager"
-    contract = "background threads; may mutate after staging_completion; staging memory reused"
+    contract = (
+        "background threads; state may change after staging_completion; staging memory reused"
+    )
     background = True
     modules = ("torch.distributed.checkpoint", "torch.distributed.checkpoint.staging")
 

@@ -39,7 +39,7 @@ class FastckptSteps(Peer):
         root: of the URL.
     """
 
-    contract = "background; may mutate on return"
+    contract = "background; the state may change on return"
     background = keeps_fence = fills_template = True
     modules = ("fastckpt",)
 

@@ -23,7 +23,7 @@ class TorchCheckpointing(Peer):
     """CheckpointManager as it is configured by default, but through the page cache."""
 
     name = "torch_checkpointing"
-    contract = "background process; may mutate under its lock(); page cache, harness fsyncs"
+    contract = "background process; state may change under its lock(); page cache, harness fsyncs"
     background = True
     fills_template = True
     modules = ("torch_checkpointing",)

@@ -291,6 +291,15 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert not broken
 
 
+def test_every_page_is_two_clicks_from_the_index() -> None:
+    reached = {ROOT / "docs" / "index.md"}
+    for _ in range(2):
+        links = [(page, link) for page in reached for link in _LINK.findall(page.read_text())]
+        targets = {(page.parent / link.partition("#")[0]).resolve() for page, link in links}
+        reached |= {target for target in targets if target.suffix == ".md" and target.exists()}
+    assert {*(ROOT / "docs").rglob("*.md")} <= reached
+
+
 def test_every_document_is_reached_from_the_readme() -> None:
     reached = {ROOT / "README.md"}
     ahead = [ROOT / "README.md"]
