@@ -183,12 +183,14 @@ _HINTS = {
     errno_names.EFBIG: "the file size limit (ulimit -f, or the file system's) is too small",
     errno_names.EROFS: "the file system is mounted read-only",
     errno_names.EPERM: "check the file's attributes and owner, and whether a ticket expired",
-    errno_names.EKEYREJECTED: "the store refuses the credentials, or what they may do: renew them",
+    errno_names.EKEYREJECTED: (
+        "the store rejects the credentials, or they do not permit this: renew them"
+    ),
     errno_names.EKEYEXPIRED: "a ticket expired: renew it (kinit)",
     errno_names.ESTALE: "the file was replaced, its server restarted, or a ticket expired",
     errno_names.EISDIR: "give the path of a file",
     errno_names.ENOMEM: "free memory, or raise the limit on address space (ulimit -v)",
-    errno_names.ETIMEDOUT: "see whether the server, or the disk, answers",
+    errno_names.ETIMEDOUT: "check that the server or the disk responds",
     errno_names.ENODATA: "the file became shorter while it was being read",
 }
 
@@ -209,7 +211,7 @@ def _refusing(path: str) -> str:
         return "this file" if not os.path.isdir(path) else "this directory"
     if not allows(first, os.W_OK):
         return f"the directory {first!r}"
-    return "it, and of its directory"
+    return "this path and of its directory"
 
 
 class CorruptCheckpoint(CheckpointError):
@@ -234,7 +236,7 @@ class Vanished(CheckpointError):
     """Raised if a path that was listed is gone, so that the directory has to be listed again."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(f"{path!r} was listed, but was removed meanwhile")
+        super().__init__(f"{path!r} was removed after it was listed")
         self.path = path
 
 

@@ -420,7 +420,10 @@ class Checkpointer:
                 if not overwritten:
                     raise
                 names = listed(map(repr, overwritten))
-                told = f"{error}; a step that was tried before may have overwritten {names}"
+                told = (
+                    f"{error}; an earlier attempt to restore another step may have overwritten "
+                    f"{names}"
+                )
                 raise CorruptCheckpoint(told) from None
         if found is None:
             return None
@@ -549,7 +552,8 @@ class Checkpointer:
     def __reduce__(self) -> str | tuple[object, ...]:
         raise TypeError(
             f"the Checkpointer of {self.root!r} belongs to this process and cannot be copied or "
-            "pickled: keep it out of what is, or make another one there"
+            "pickled: leave it out of the object that is copied or pickled, or create another "
+            "one there"
         )
 
     def __enter__(self) -> Checkpointer:
@@ -564,7 +568,7 @@ class Checkpointer:
         except Exception as failure:
             if error is None:
                 raise
-            log.warning("a save failed too: %s", failure)  # the body's own error is raised
+            log.warning("a save also failed: %s", failure)  # the body's own error is raised
 
     def _current(self) -> pipeline.Pipeline:
         if self._closed:
@@ -590,8 +594,8 @@ class Checkpointer:
         saver = _savers.setdefault(self._place, self)
         if saver is not self and saver._steps.storage is self._steps.storage:
             raise RootInUse(
-                f"{self.root!r} is in use by another Checkpointer of this process, which saves "
-                "there and is open; nothing was committed: close() that one before this one saves"
+                f"{self.root!r} is in use by another open Checkpointer of this process that "
+                "saves there; nothing was committed: close() the other one before this one saves"
             )
         _savers[self._place] = self
         if self._tier is None:  # else a slow root holds up nobody

@@ -145,7 +145,7 @@ def _checked_path(f: Any, storage_options: StorageOptions | None, timeout_s: flo
             raise NoPath("open", path, errno.ENOENT, detail="f is '', must be a path")
         return path_of("f", f, storage_options, timeout_s)
     if storage_options is not None:
-        raise ValueError("storage_options are for URLs, and f is no path")
+        raise ValueError("storage_options apply to URLs only, but f is not a path")
     return None
 
 
@@ -208,7 +208,9 @@ def load(
     asked = TorchLoad(f, map_location, pickle_module, options)
     maps = mmap if mmap is not None else _mmap_is_default()
     if group is not None and (mmap or not isinstance(f, str | os.PathLike)):
-        raise ValueError("group: ranks cannot load together with mmap, or a file-like object")
+        raise ValueError(
+            "group: several ranks cannot load together with mmap=True or from a file-like object"
+        )
     with _directory_told(f):
         if group is not None:
             return load_together(asked, verify, group, timeout_s)

@@ -64,9 +64,9 @@ def check_fence(value: object) -> None:
     check_choice("fence", value, _FENCES)
     if value == "step" and not getattr(sys, "_is_gil_enabled", lambda: True)():
         raise ValueError(
-            'fence is "step", which needs the GIL: this interpreter runs without it '
-            "(sys._is_gil_enabled() is False), so whether another thread is changing a tensor "
-            'while it is copied cannot be told. Pass fence="call", or run with PYTHON_GIL=1'
+            'fence is "step", which needs the GIL, but this interpreter runs without it '
+            "(sys._is_gil_enabled() is False): a change that another thread makes to a tensor "
+            'during the copy would go unnoticed. Pass fence="call", or run with PYTHON_GIL=1'
         )
 
 
@@ -85,14 +85,17 @@ def check_callable(name: str, value: object) -> object:
         raise TypeError(f"{name} is {_told(value)}, must be a function")
     calls = (value, value.__call__)  # the latter is what runs if it is an object of a class
     if any(inspect.iscoroutinefunction(each) or inspect.isasyncgenfunction(each) for each in calls):
-        raise TypeError(f"{name} is {shown(value)}, which is async: nothing here would await it")
+        raise TypeError(
+            f"{name} is {shown(value)}, which is async and would never be awaited: pass a plain "
+            "function"
+        )
     return value
 
 
 def check_text(name: str, value: object) -> str:
     """Returns a text, which bytes are not; raises TypeError for any other value."""
     if not isinstance(value, str):
-        raise TypeError(f"{name} is {_told(value)}, must be a text")
+        raise TypeError(f"{name} is {_told(value)}, must be a string")
     return value
 
 
@@ -105,7 +108,7 @@ def check_integer(name: str, value: object) -> int:
     except TypeError:
         raise TypeError(f"{name} is {_told(value)}, must be an integer") from None
     if number.bit_length() >= 64:
-        raise ValueError(f"{name} is {shown(number)}, must be an integer of 64 bits")
+        raise ValueError(f"{name} is {shown(number)}, must be a 64-bit integer")
     return number
 
 
@@ -138,7 +141,7 @@ def check_metrics(metrics: object) -> dict[str, float | str]:
     for name, value in metrics.items():
         check_text("a metric's name", name)
         if value is not None and not isinstance(value, str):
-            number = check_number(f"metrics[{shown(name)}]", value, "a number, a text or None")
+            number = check_number(f"metrics[{shown(name)}]", value, "a number, a string or None")
             value = number if isfinite(number) else str(number)
         if value is not None:
             kept[name] = value
@@ -148,7 +151,10 @@ def check_metrics(metrics: object) -> dict[str, float | str]:
 def check_keep_best(name: str, value: object) -> KeepBest:
     """Returns a metric, its mode, and a count. Raises ValueError, TypeError: it is none of that."""
     if not isinstance(value, tuple | list) or len(value) != 3 or not isinstance(value[0], str):
-        raise ValueError(f'{name} is {shown(value)}, must be such as ("val_loss", "min", 3)')
+        raise ValueError(
+            f'{name} is {shown(value)}, must be a metric, "min" or "max", and a count, such as '
+            '("val_loss", "min", 3)'
+        )
     check_choice(f"the mode of {name}", value[1], MODES)
     return value[0], value[1], check_count(f"the count of {name}", value[2])
 
@@ -179,7 +185,7 @@ def check_size(name: str, value: object) -> int:
     try:
         return check_count(name, value)
     except TypeError:
-        expected = 'must be a number of bytes or a text such as "1GiB"'
+        expected = 'must be a number of bytes or a string such as "1GiB"'
         raise TypeError(f"{name} is {_told(value)}, {expected}") from None
 
 
@@ -190,7 +196,7 @@ def check_rate(name: str, value: object) -> float:
             value = quantities.rate(value)
         except quantities.NotAQuantity as error:
             raise ValueError(f"{name}: {error}") from None
-    rate = check_number(name, value, 'bytes a second or a text such as "2GB/s"')
+    rate = check_number(name, value, 'bytes a second or a string such as "2GB/s"')
     if not (isfinite(rate) and rate > 0):
         raise ValueError(f"{name} is {shown(value)}, must be bytes a second above 0")
     return rate
@@ -245,16 +251,17 @@ def check_path(
         raise ValueError(f'{name} is {path!r}, must be a path ("." for the working directory)')
     if _URL.match(path) or _COLLAPSED_URL.match(path):
         raise ValueError(
-            f"{name} is {shown(path)}, a URL, which is not taken here: give {instead}, and copy "
+            f"{name} is {shown(path)}, but a URL is not accepted here: give {instead}, and copy "
             "from or to the URL by other means"
         )
     if "\0" in path:
-        raise ValueError(f"{name} is {shown(path)}, must be a path, without a null character")
+        raise ValueError(f"{name} is {shown(path)}, must be a path without null characters")
     try:
         os.fsencode(path)
     except UnicodeEncodeError:
         raise ValueError(
-            f"{name} is {shown(path)}, must be a path, without characters that no file has"
+            f"{name} is {shown(path)}, must be a path without characters that file names cannot "
+            "contain"
         ) from None
     # "~name" is left alone: it may be the name of a file, which torch.save would write.
     path = os.path.expanduser(path) if path == "~" or path.startswith("~/") else path

@@ -73,7 +73,8 @@ class Memory:
         address = optional(check_text, "address", self.address)
         if address is not None and address.strip("0.:") == "":
             raise ValueError(
-                f"address is {self.address!r}, must be one address of this node that others reach"
+                f"address is {self.address!r}, must be an address of this node that other nodes "
+                "can reach"
             )
         _ = self.path, self.budget_bytes, self.rate_bytes
 
@@ -127,7 +128,8 @@ def staging_bytes(least: int) -> int | None:
         if (nbytes := check_size(STAGING_VARIABLE, value)) >= least:
             return nbytes
     raise ValueError(
-        f"{STAGING_VARIABLE}={value!r} is not a number of bytes >= {least}, nor a text such as 1GiB"
+        f"{STAGING_VARIABLE}={value!r} is not a size of at least {least} bytes: give a number of "
+        "bytes or a string such as 1GiB"
     )
 
 

@@ -23,8 +23,8 @@ def listed(names: Iterable[str], count: int | None = None) -> str:
 
 
 def nearest(name: object, there: Iterable[object]) -> str:
-    """Returns words that begin with ": " about the names that are most like a missing one, to
-    follow "which the checkpoint has not"; "" if no name is near.
+    """Returns the names that are most like a missing one, in parentheses, to follow the message
+    about it; "" if no name is near.
     """
     names = [key for key in there if isinstance(key, str)]
     if not isinstance(name, str):
@@ -33,15 +33,22 @@ def nearest(name: object, there: Iterable[object]) -> str:
         last = _SEPARATOR.split(name)[-1]
         names = [n for n in names if _SEPARATOR.split(n)[-1] == last][:_COMPARED_MAX]
     near = get_close_matches(name, names)
-    return f": the nearest that it has are {', '.join(map(repr, near))}" if near else ""
+    return f" (similar names there: {', '.join(map(repr, near))})" if near else ""
+
+
+def missing_from_checkpoint(names: Iterable[str], hint: str = "") -> str:
+    """Returns the message about names of the state that a checkpoint lacks; a hint follows it."""
+    missing = [*map(repr, names)]
+    verb = "is" if len(missing) == 1 else "are"
+    return f"{listed(missing)} {verb} missing in the checkpoint{hint}"
 
 
 def fits_none(pattern: str | tuple[str, ...], names: Sequence[str]) -> str:
     """Returns what is wrong with a pattern of rename= that is in no name, and names like it."""
     text = pattern if isinstance(pattern, str) else pattern[0]
     near = get_close_matches(text, names[:_COMPARED_MAX])
-    told = f" (the nearest are {', '.join(map(repr, near))})" if near else ""
-    return f"rename has {pattern!r}, which fits no name{told}: correct it, or leave it out"
+    told = f" (similar names there: {', '.join(map(repr, near))})" if near else ""
+    return f"rename has {pattern!r}, which matches no name{told}: correct it or leave it out"
 
 
 def without_wrappers(names: Sequence[str]) -> list[str]:

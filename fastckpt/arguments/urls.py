@@ -55,24 +55,26 @@ def path_of(
     if isinstance(text, str) and is_mounted(text):
         mount, bucket, key = divided(text)
         if mount not in _mounts or not bucket or ".." in key.split("/"):
-            raise ValueError(f"{name} is {text!r}, must be a path, or a URL as s3://bucket/run")
+            raise ValueError(
+                f"{name} is {text!r}, must be a path, or a URL such as s3://bucket/run"
+            )
         return text
     match = _URL.match(text) if isinstance(text, str) else None
     if match is None:
         if storage_options is not None:
-            raise ValueError(f"storage_options are for URLs, and {name} is {text!r}")
-        return check_path(name, value, "a path, or a URL as s3://bucket/run, gs:// or az://")
+            raise ValueError(f"storage_options apply to URLs only, but {name} is {text!r}")
+        return check_path(name, value, "a path, or a URL such as s3://bucket/run, gs:// or az://")
     if importlib.util.find_spec("obstore") is None:
         raise ImportError(
-            f"{name} is {text!r}, a URL, which needs the package obstore, for Python 3.11 and "
-            "later: pip install obstore"
+            f"{name} is {text!r}, a URL: URLs need Python 3.11 or later and the package obstore "
+            "(pip install obstore)"
         )
     told: object = storage_options
     names = told.keys() if isinstance(told, Mapping) else [None] * (told is not None)
     if not all(isinstance(each, str) for each in names):
-        raise TypeError(f"storage_options is {told!r}, must have a value for each name")
+        raise TypeError(f"storage_options is {told!r}, must be a dict whose keys are strings")
     if "@" in match["bucket"]:
-        raise ValueError(f"{name} is a URL with credentials: they belong into storage_options")
+        raise ValueError(f"{name} is a URL with credentials: pass them in storage_options instead")
     parts = [part for part in (match["key"] or "").split("/") if part not in ("", ".")]
     # Some stores take a backslash for a slash, and no client sends control characters.
     if ".." in parts or "\\" in text or any(map(_is_control, text)):
@@ -119,7 +121,9 @@ def refuse_for_url(path: object, **asked: object) -> None:
     for name, value in asked.items() if is_url else ():
         refused, why = _REFUSED[name]
         if value == refused:
-            raise ValueError(f"{name}={value!r} {why}: not with a URL of an object store")
+            raise ValueError(
+                f"{name}={value!r} {why}, so it cannot be used with a URL of an object store"
+            )
 
 
 def divided(path: str) -> tuple[str, str, str]:

@@ -202,7 +202,9 @@ class BroadcastReadStream(ReadStream):
 def _unpacked(status: memoryview) -> Fault | None:
     rank, op, at, number = _STATUS.unpack(status)
     if _OPS[op] == PEERS:
-        return Fault(PEERS, text=f"rank {rank} gave up; its own error says why", ranks=(rank,))
+        return Fault(
+            PEERS, text=f"rank {rank} failed; the error raised there says why", ranks=(rank,)
+        )
     return Fault(_OPS[op], at, number) if op else None
 
 

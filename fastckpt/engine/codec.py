@@ -150,7 +150,7 @@ def _plane(stored: memoryview, count: int) -> memoryview | bytes:
         return stored
     # Checked first, so that a forged size allocates no more than a block.
     if zstandard.frame_content_size(stored) != count:
-        raise ValueError("a frame of another size")
+        raise ValueError("a frame of the wrong size")
     return zstandard.ZstdDecompressor().decompress(stored, max_output_size=count)
 
 
@@ -164,19 +164,19 @@ def _header(stored: memoryview | bytes, nbytes: int) -> tuple[list[_StoredRun], 
     """Returns the runs of a block of nbytes, and the size of the header."""
     magic, count = _HEAD.unpack_from(stored)
     if magic != _MAGIC or count > RUNS_MAX:
-        raise ValueError("this is no header")
+        raise ValueError("this is not a header")
     runs, at, end = list[_StoredRun](), _HEAD.size, 0
     for _ in range(count):
         size, kind = _HEAD.unpack_from(stored, at)
         width = _WIDTHS.get(kind, 0)
         if not size or not width or size % width:
-            raise ValueError("a run has no items, or its kind is not known")
+            raise ValueError("a run is empty or of an unknown kind")
         words = struct.unpack_from(f"<{width}I", stored, at + _HEAD.size)
         runs.append((size, kind, words))
         at += _HEAD.size + 4 * width
         end += sum(words)
     if sum(size for size, _kind, _words in runs) != nbytes:
-        raise ValueError("runs and block differ in their sizes")
+        raise ValueError("the sizes of the runs do not add up to that of the block")
     if at + end > len(stored):
         raise ValueError("a plane is cut off")
     return runs, at
@@ -236,7 +236,7 @@ class _Blocks:
         """Returns the number of a transfer's block; a transfer is always of a whole block."""
         index, inside = divmod(offset, self.block_bytes)
         is_whole = inside == 0 and index < self.count and len(memory) == self.size(index)
-        ensure(is_whole, f"{len(memory)} bytes at {offset} are no whole block")
+        ensure(is_whole, f"{len(memory)} bytes at {offset} are not a whole block")
         return index
 
 
@@ -469,8 +469,9 @@ class FrameReader:
             limit = stored_nbytes_max(self._blocks.size(index))
             if not 0 < stored <= limit or stored % PAGE_BYTES:
                 raise CorruptCheckpoint(
-                    f"the index of {path!r} gives frame {index} {stored} bytes, but a frame has a "
-                    f"multiple of {PAGE_BYTES}, at most {limit}: load another checkpoint"
+                    f"the index of {path!r} says that frame {index} has {stored} bytes, but a "
+                    f"frame has a multiple of {PAGE_BYTES}, at most {limit}: load another "
+                    "checkpoint"
                 )
         self._offsets = list(accumulate(frames, initial=0))
         self._codec = codec

@@ -131,7 +131,9 @@ class Devices:
                 except _engine.DeviceUnavailable as error:
                     self._refused = True
                     log.warning(
-                        "no copies beside compute; torch copies from GPUs itself: %s", error
+                        "copies cannot overlap with computation; torch copies from GPUs instead: "
+                        "%s",
+                        error,
                     )
             return self._driver is not None
 

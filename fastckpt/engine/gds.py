@@ -113,7 +113,7 @@ class Gds:
             new = reason not in self._warned
             self._warned.add(reason)
         if new:
-            log.warning("%s; GPUs are copied to the host instead", reason)
+            log.warning("%s; data on GPUs is copied to the host instead", reason)
 
     def abandon(self) -> list[object]:
         """Forgets everything, and returns it, so that the caller can keep it from being freed."""

@@ -191,7 +191,7 @@ class Stranded:
             is_empty = not self._held
         for held in done.values():
             if held.files is not None:
-                error = CheckpointError("its save had given up")
+                error = CheckpointError("its save was abandoned")
                 with suppress(OSError, CheckpointError):  # what stays is removed as debris
                     held.files.__exit__(CheckpointError, error, None)
         return is_empty
@@ -202,7 +202,8 @@ log = logging.getLogger("fastckpt")
 # The extension's errors if address space is short (ulimit -v), or threads (ulimit -u).
 _LIMITS = (MemoryError, RuntimeError)
 _RAISE_LIMITS = (
-    "raise the limits of the process (ulimit -v, ulimit -u), or set FASTCKPT_STAGING_BYTES to less"
+    "raise the limits of the process (ulimit -v, ulimit -u), or set FASTCKPT_STAGING_BYTES to a "
+    "lower value"
 )
 
 QUEUE_DEPTH = 16
@@ -280,7 +281,7 @@ class Staging:
         with self._lock:
             if self._abandoned:
                 raise CheckpointError(
-                    "the interpreter is exiting, or has forked: nothing is staged"
+                    "the interpreter is exiting or was forked: nothing can be staged"
                 )
             if self._engine is None:
                 self._engine = self._new_engine()
@@ -298,8 +299,8 @@ class Staging:
                 is_least = self._budget_bytes is not None or budget <= BLOCK_BYTES
                 if is_least and stagers == 2:
                     raise CheckpointError(
-                        f"the process has no {budget} bytes of address space for staging, or no "
-                        f"{stagers} threads to copy ({error}): {_RAISE_LIMITS}"
+                        f"cannot reserve {budget} bytes of address space for staging, or start "
+                        f"{stagers} threads for copies ({error}): {_RAISE_LIMITS}"
                     ) from error
                 stagers = max(2, stagers // 2)
                 if not is_least:
@@ -417,7 +418,7 @@ class Staging:
             StorageError: the file cannot be opened once more, or as route().
         """
         page, direct, buffered = scatterer.whole_page(), False, None
-        why, policy = "buffered: no page is this rank's alone", self.storage.policy(fd)[1]
+        why, policy = "buffered: no page belongs to this rank alone", self.storage.policy(fd)[1]
         if page is not None:
             direct, why, policy = self._direct(fd, path, "auto", True, page)
         if direct:
@@ -481,7 +482,7 @@ class Staging:
                     self._backends[key] = make()
                 except _LIMITS as error:
                     raise CheckpointError(
-                        f"no threads for reads and writes can be started ({error}): {_RAISE_LIMITS}"
+                        f"cannot start threads for reads and writes ({error}): {_RAISE_LIMITS}"
                     ) from error
             return self._backends[key]
 
@@ -634,7 +635,7 @@ class Staging:
         """
         if not self.stranded.sweep():
             log.warning(
-                "what saves that were given up asked of a server has not returned, and keeps "
+                "requests that abandoned saves made to a server have not returned, and keep "
                 "memory, threads and files"
             )
             self.abandon()

@@ -115,7 +115,7 @@ class TimedEngine:
             self._check(stream.failure())
             if not done:
                 raise CheckpointError(
-                    f"{self._path!r}: block {stream.corrupt_block()} was read other than written"
+                    f"{self._path!r}: block {stream.corrupt_block()} does not read back as written"
                 )
         finally:
             stream.close()

@@ -185,7 +185,7 @@ class ImageTransfer:
             if not self._has_returned(LOOK_S):
                 assert self._fd is not None
                 log.warning(
-                    "a write of %r at offset %d was given up but has not returned: its staging "
+                    "a write of %r at offset %d was abandoned and has not returned: its staging "
                     "memory and its file are kept until it does",
                     self._path,
                     self._job.standstill()[2],
@@ -221,7 +221,8 @@ class ImageTransfer:
         if writing:
             return f"a write of {self._path!r} at offset {offset} has not ended for {seconds:.0f} s"
         return (
-            f"{self._path!r} has waited for staging memory, which others hold, for {seconds:.0f} s"
+            f"{self._path!r} has waited {seconds:.0f} s for staging memory that other transfers "
+            "hold"
         )
 
     def _heed(self) -> None:
@@ -230,7 +231,7 @@ class ImageTransfer:
             return
         seconds, _writing, offset = self._job.standstill()
         if self._bound.is_over(seconds, self._awaited):
-            detail = f"{self._awaited()}: it is given up, since nothing got on for timeout_s"
+            detail = f"{self._awaited()}: abandoned, since nothing progressed for timeout_s"
             raise StorageError("write", self._path, errno.ETIMEDOUT, offset, detail)
 
     def write_to(self, fd: int, offset: int, route: Route, path: str = "") -> None:
@@ -253,7 +254,7 @@ class ImageTransfer:
         nbytes, through_host, reason = self._direct.end_file(sink)
         if reason:
             self._gds.warn(reason)
-            self._way = f"{reason}; {through_host} bytes of the GPU went through the host"
+            self._way = f"{reason}; {through_host} bytes from the GPU were copied through the host"
         if self._stats is not None:
             self._stats.staging_why = self._way
             if not nbytes:

@@ -165,8 +165,8 @@ def _end_told(error: BaseException, f: Any) -> None:
     is_torchs = isinstance(error, EOFError) and not isinstance(error, CheckpointError)
     if is_torchs and isinstance(f, str | os.PathLike):
         raise TruncatedFile(
-            f"{os.fspath(f)!r} is empty or was cut off, as by a crash while it was written: load "
-            "an older checkpoint"
+            f"{os.fspath(f)!r} is empty or was cut off, perhaps by a crash while it was written: "
+            "load an older checkpoint"
         ) from error
 
 
@@ -181,7 +181,7 @@ def _no_pickle_told(error: BaseException, f: Any) -> None:
     if frame.f_code.co_filename == _weights_only_unpickler.__file__:
         path = os.fspath(f) if isinstance(f, str | os.PathLike) else getattr(f, "name", f)
         raise pickle.UnpicklingError(
-            f"{path!r} is damaged, or no file of torch.save: its pickle ends in "
+            f"{path!r} is damaged or was not written by torch.save: its pickle raises "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -237,7 +237,10 @@ def _read_by_torch(asked: TorchLoad, opened: InputFile | None) -> Any:
         with _for_torch(opened) as path:
             return asked.read(path)
     if opened is None and isinstance(asked.f, str) and is_mounted(asked.f):
-        detail = "there is no such object; steps are for Checkpointer, open and load_into"
+        detail = (
+            "there is no such object; to read a step, use Checkpointer, fastckpt.open or "
+            "fastckpt.load_into"
+        )
         raise NoPath("open", asked.f, errno.ENOENT, detail=detail)
     return asked.read(asked.f)
 
@@ -262,7 +265,9 @@ def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int
     """Logs one line, on the first rank: the size of the file, and how long the load took."""
     seconds = time.perf_counter() - started
     if file is None:
-        told = f"in {shown_time(seconds)}, by torch.load: the file has no checksums of fastckpt"
+        told = (
+            f"in {shown_time(seconds)} by torch.load, since the file has no checksums of fastckpt"
+        )
     else:
         told = shown_transfer(file.nbytes, seconds)
     log.log(logging.DEBUG if rank else logging.INFO, "loaded %r: %s", path, told)

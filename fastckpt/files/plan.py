@@ -128,8 +128,8 @@ class FilePlace(Place):
             size = self.storage.fstat(self._fd).st_size
         if size != self._nbytes:
             raise CheckpointError(
-                f"{self._name!r} has {size} bytes instead of {self._nbytes}, which were written: "
-                "something else has changed it; nothing was committed"
+                f"{self._name!r} has {size} bytes, but {self._nbytes} were written: another "
+                "program changed it; nothing was committed"
             )
         self._replaced = atomic.publish(
             self.storage, self._name, self.path, self._durable, self._fd
@@ -345,7 +345,7 @@ class _Named(NamedTuple):
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)  # saves 1 us for each of these
         if not plain and is_sharded(tensor):
             raise TypeError(
-                f"{name} is a DTensor, of which each rank holds a part: save it with "
+                f"{name} is a DTensor, and each rank holds only a part of it: save it with "
                 "fastckpt.Checkpointer"
             )
         try:

@@ -157,7 +157,7 @@ def begin_save(
         return handle
     handle = InnerHandle(real, started, on_error=on_error)
     if through:
-        _refuse_group(group, f"to {handle.path!r}, which is no regular file")
+        _refuse_group(group, f"to {handle.path!r}, which is not a regular file")
         asked.write(path)
         return finish_stock(handle)
     if asked.pickle_module is not pickle:  # refused as torch does
@@ -210,8 +210,9 @@ def _warn_of_parts(captured: torch_pickle.Capture, obj: object, path: str) -> No
         if is_part and tensor.device_mesh.size() > 1:
             if name not in _parts_told:
                 log.warning(
-                    "%r gets this rank's part alone of the DTensor %s, and perhaps of others: save "
-                    "by a fastckpt.Checkpointer, on all ranks, or save what full_tensor() returns",
+                    "%r gets only this rank's part of the DTensor %s, and perhaps of other "
+                    "DTensors: save with a fastckpt.Checkpointer on all ranks, or save the "
+                    "result of full_tensor()",
                     path,
                     name,
                 )

@@ -38,7 +38,7 @@ class UrlPlace(FilePlace):
     def publish(self) -> None:
         size = self._upload.nbytes
         if size != self._nbytes:
-            raise CheckpointError(f"{self.path!r} got {size} bytes instead of {self._nbytes}")
+            raise CheckpointError(f"{self.path!r} received {size} bytes instead of {self._nbytes}")
         with reported("write", self.path):
             self._upload.finish()
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.names import listed, nearest
+from fastckpt.arguments.names import listed, missing_from_checkpoint, nearest
 from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.conversion import put_converted
@@ -120,7 +120,9 @@ def load_into(
         found = _load_into(source, state, fit, where)
     if found.unexpected and unexpected is None:
         told = listed(map(repr, found.unexpected))
-        log.warning("%r holds %s, which the state has not", where, told)
+        log.warning(
+            "%r holds values that are not in the state and were not loaded: %s", where, told
+        )
     return found
 
 
@@ -162,9 +164,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
     if is_missing := bool(missing) and fit.missing == "raise":
         near = nearest(next(iter(missing)), source.tensors) or _passed_over(source)
-        misfits.append(
-            f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
-        )
+        misfits.append(missing_from_checkpoint(missing, near))
     unused = (new for new in source.tensors if new not in used)
     left = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
     if left and fit.unexpected == "raise":
@@ -179,15 +179,17 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
 
 
 def _passed_over(source: Source) -> str:
-    """Returns words, to follow "the checkpoint has not", about the objects that it has instead."""
+    """Returns words, to follow the names of missing tensors, about the objects in their place."""
     count = sum(its for maker, its in source.rest.others.items() if maker.endswith(".DTensor"))
     if count:
         return (
-            f": it has DTensors instead ({count} of them), of each of which torch.save writes one "
-            "rank's part: save them by a Checkpointer, or what their full_tensor() returns"
+            f": it has {count} DTensors instead, and torch.save writes only one rank's part of "
+            "each: save them with a Checkpointer, or save the results of full_tensor()"
         )
     found = [f"{count} of {maker}" for maker, count in source.rest.others.items()]
-    return f": it has objects instead, which are not looked into ({listed(found)})" if found else ""
+    return (
+        f": it has objects instead, whose contents are not read ({listed(found)})" if found else ""
+    )
 
 
 def _identity(tensor: torch.Tensor) -> object:

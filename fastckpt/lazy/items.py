@@ -60,9 +60,11 @@ class ItemsSource:
             for chunk in stored.chunks:
                 info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
                 if info is None:
-                    raise CorruptCheckpoint(f"{path!r} does not tell where {name!r} lies")
+                    raise CorruptCheckpoint(f"{path!r} does not say where {name!r} is stored")
                 if getattr(info, "transform_descriptors", None):
-                    raise IncompatibleCheckpoint(f"{path!r} stores {name!r} compressed")
+                    raise IncompatibleCheckpoint(
+                        f"{path!r} stores {name!r} compressed, which is not supported"
+                    )
                 file = paths.get(info.relative_path)
                 if file is None:
                     file = paths[info.relative_path] = os.path.join(path, info.relative_path)
@@ -81,7 +83,7 @@ class ItemsSource:
             target = dcp_metadata.leads_outside(path, file)
             if target:
                 raise IncompatibleCheckpoint(
-                    f"{file!r} is a link to {target!r}, which lies outside of the checkpoint"
+                    f"{file!r} is a link to {target!r}, which is outside the checkpoint"
                 )
         self.is_verified = bool(files) and all(
             OURS.fullmatch(os.path.basename(file)) for file in files
@@ -105,7 +107,9 @@ class ItemsSource:
                 requests.setdefault(chunk.path, []).append((request, want.target[places]))
                 names.setdefault(chunk.path, {})[chunk.offset] = want.name
             if want.box.numel and not covers(want.box, parts):
-                raise CorruptCheckpoint(f"the checkpoint does not hold all of {want.name!r} once")
+                raise CorruptCheckpoint(
+                    f"the parts of {want.name!r} in the checkpoint overlap or leave gaps"
+                )
         for path, its in requests.items():
             its.sort(key=lambda pair: pair[0].offset)
             asked = [request for request, _target in its]

@@ -18,7 +18,7 @@ from fastckpt.errors import CheckpointError
 from fastckpt.lazy.source import Source
 from fastckpt.storage.file_system import Storage, known_status, reported
 
-OF_ANOTHER = ", of another host"
+OF_ANOTHER = ", from another host"
 _BESIDE_MAX = 100  # names in a bucket that are looked into
 
 
@@ -174,8 +174,8 @@ def bounded(path: str, names: list[str]) -> tuple[list[str], list[Part]]:
 
     def pass_over() -> int:
         raise WithoutChecksums(
-            f"{left} more names beside steps were not looked into, since each takes requests: "
-            "verify those that are checkpoints by their own URLs"
+            f"{left} more names beside the steps were not examined, since each takes requests: "
+            "verify the checkpoints among them by URL"
         )
 
     return sorted(names)[:_BESIDE_MAX], [Part(path, pass_over)]

@@ -158,7 +158,7 @@ class _Parts:
             if (0 not in shape) if known is None else known[0] != (dtype, shape):
                 raise CorruptCheckpoint(
                     f"{self._path!r} has no shards of {name!r} with the dtype and shape that its "
-                    "objects name"
+                    "objects record"
                 )
 
     def stored(self, placeholder: Placeholder) -> Stored:
@@ -186,7 +186,7 @@ def is_named_step(place: Place) -> bool:
 class Step(Kind):
     """A directory with a manifest."""
 
-    hint = "it is a step: load it by fastckpt.Checkpointer({path!r}).load() or restore()"
+    hint = "it is a step: load it with fastckpt.Checkpointer({path!r}).load() or restore()"
 
     def recognise(self, place: Place) -> bool:
         # Others write files of this name, too, and beside any checkpoint. A step without its
@@ -222,7 +222,7 @@ class UncommittedStep(Kind):
     def open(self, place: Place) -> tuple[str, Source]:
         raise CheckpointError(
             f"{place.path!r} has files of a Checkpointer's step, but no {MANIFEST}: its save was "
-            "not committed, or it is half a copy; open another step"
+            "not committed, or it was not copied completely; open another step"
         )
 
     def verify(self, place: Place) -> Iterator[Part]:
@@ -234,7 +234,7 @@ class UncommittedStep(Kind):
 class Run(Kind):
     """A directory of steps: opened is the newest that is whole, as the sizes of files tell."""
 
-    hint = "it is a root: load it by fastckpt.Checkpointer({path!r}).load() or restore()"
+    hint = "it is a root: load it with fastckpt.Checkpointer({path!r}).load() or restore()"
 
     def recognise(self, place: Place) -> bool:
         return any(map(NAME.match, place.names))
@@ -316,7 +316,7 @@ def _newest(place: Place, steps: StepStore) -> tuple[str, Source]:
     if found is None and problems:
         is_newer = isinstance(problems[0], IncompatibleCheckpoint)
         kind = IncompatibleCheckpoint if is_newer else CorruptCheckpoint
-        raise kind(f"no step under {root!r} is whole, or can be read: {problems[0]}")
+        raise kind(f"no step under {root!r} is complete and readable: {problems[0]}")
     if found is None:
         what = what_is_there(steps)
         raise CheckpointError(f"{root!r} holds no checkpoint of a known format: {what}")
@@ -364,8 +364,8 @@ def verify_file_of_step(place: Place, directory: str, file: str) -> int:
     steps = store_at(place.storage, directory)
     if not Place(place.storage, place.staging, directory).has(MANIFEST):
         raise CheckpointError(
-            f"{file!r} is of a step that was never committed: {directory!r} has no {MANIFEST}, "
-            "which would name the files that belong to it"
+            f"{file!r} belongs to a step that was never committed: {directory!r} has no "
+            f"{MANIFEST}, which lists the files of a step"
         )
     copies = StepCopies(place.storage, place.staging, [directory])
     with steps.hold(""):
@@ -378,7 +378,7 @@ def verify_file_of_step(place: Place, directory: str, file: str) -> int:
         if file == MANIFEST:
             return len(manifest.to_bytes())
         raise CheckpointError(
-            f"{file!r} is none of the files that the manifest of {directory!r} names"
+            f"{file!r} is not one of the files that the manifest of {directory!r} lists"
         )
 
 

@@ -83,7 +83,7 @@ class File(Kind):
                 head = file.read_at(min(file.nbytes(), _JSON_AT + 1), 0)
             if not head:
                 raise CorruptCheckpoint(
-                    f"{path!r} is empty: nothing was written to it, or it was lost"
+                    f"{path!r} is empty: nothing was written to it, or its contents were lost"
                 )
             if head.startswith(_ZIP):
                 make = torch_file
@@ -91,9 +91,9 @@ class File(Kind):
                 make = safetensors_file
             else:
                 raise CheckpointError(
-                    f"{path!r} is neither a zip file of torch.save (from before version 1.6, they "
-                    "are none) nor a safetensors file: pass the checkpoint's directory, if it is "
-                    "of one"
+                    f"{path!r} is neither a zip file of torch.save (version 1.6 or later) nor a "
+                    "safetensors file: if it belongs to a checkpoint that is a directory, pass "
+                    "the directory"
                 )
             closing = ExitStack()
             source = make(place.staging, file, closing.close)
@@ -151,8 +151,8 @@ class Files(Kind):
     """A directory with files of tensors; opened is one that has a single safetensors file."""
 
     hint = (
-        "it is a directory of safetensors files, as Hugging Face's are: load it by "
-        "fastckpt.load_into(state, {path!r}), or read single tensors by fastckpt.open({path!r})"
+        "it is a directory of safetensors files in Hugging Face's layout: load it with "
+        "fastckpt.load_into(state, {path!r}), or read single tensors with fastckpt.open({path!r})"
     )
 
     def recognise(self, place: Place) -> bool:
@@ -193,7 +193,7 @@ class Files(Kind):
                 what = f"a temporary directory{whose}"
                 aside = atomic.moved_aside(storage, path)
                 if aside is not None:
-                    what += f" that holds {os.path.basename(aside)}, which gets its name back"
+                    what += f" that holds {os.path.basename(aside)}, which will be renamed back"
             else:
                 remove = partial(atomic.remove_dead_file, storage, path)
                 what = f"a temporary file{whose}"
@@ -201,7 +201,7 @@ class Files(Kind):
         if not is_mounted(place.path):
             return
         for each in stale_uploads(place.path, atomic.DEAD_AFTER_S):
-            what = "an upload that has not ended"
+            what = "an unfinished upload"
             yield Debris(each.path, each.nbytes, what, each.age_s, True, each.abort)
 
 
@@ -262,7 +262,7 @@ def _unless_replaced(place: Place, record: str, check: Callable[[], int]) -> Cal
 class Dcp(Kind):
     """A checkpoint of torch.distributed.checkpoint, or an iteration of Megatron."""
 
-    hint = "it is a checkpoint of torch.distributed.checkpoint: load it by that module's load()"
+    hint = "it is a checkpoint of torch.distributed.checkpoint: load it with that module's load()"
 
     def recognise(self, place: Place) -> bool:
         return distcp.METADATA in place.names
@@ -334,7 +334,7 @@ def _verify_metadata(place: Place, name: str) -> int:
         raise WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksum")
     for file in sorted(dcp_metadata.named_files(content)):
         if not place.has(file):
-            raise CorruptCheckpoint(f"{file!r}, which {path!r} names, is missing")
+            raise CorruptCheckpoint(f"{file!r} is missing, but {path!r} lists it")
     return len(content)
 
 

@@ -279,7 +279,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
     def _check_open(self) -> None:
         if self._pid != os.getpid():
             raise ValueError(
-                f"{self.path!r} was opened before this process was forked: open it anew here"
+                f"{self.path!r} was opened before this process was forked: open it again in this "
+                "process"
             )
         if self._closed:
             raise self._closed_error()
@@ -304,8 +305,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
 
     def __reduce__(self) -> str | tuple[object, ...]:
         raise TypeError(
-            f"the open {self.path!r} belongs to this process and cannot be copied or pickled: open "
-            "it anew where it is needed"
+            f"{self.path!r} is open in this process only and cannot be copied or pickled: open "
+            "it again where it is needed"
         )
 
     def __enter__(self) -> LazyTensors:
@@ -412,8 +413,8 @@ class LazyTensor:
             torch.empty(0, dtype=self.dtype, device="cpu").numpy()
         except TypeError:
             raise TypeError(
-                f"{self.name!r} is of {self.dtype}, which numpy does not have: convert what "
-                "tensor[...] reads, as in tensor[...].float()"
+                f"{self.name!r} is of {self.dtype}, which numpy does not support: convert the "
+                "tensor that indexing returns, as in tensor[...].float()"
             ) from None
         array = self[...].numpy()
         return array if dtype is None else array.astype(dtype, copy=False)

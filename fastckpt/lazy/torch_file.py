@@ -191,7 +191,7 @@ def _content(
     nbytes, crc, _at = records[name]
     content = _bytes(body, begin_of(name), nbytes) if nbytes else b""
     if crc and crc32(content) != crc:
-        raise CorruptCheckpoint(f"record {name!r} is damaged: its CRC-32 is another")
+        raise CorruptCheckpoint(f"record {name!r} is damaged: its CRC-32 does not match")
     return content
 
 
@@ -199,7 +199,7 @@ def _bytes(body: Body, offset: int, nbytes: int) -> bytes | bytearray:
     """Returns a range of a file, verified if the file has checksums."""
     index = body.index
     if offset + nbytes > index.body_nbytes + len(index.tail) or nbytes > _READ_BYTES_MAX:
-        raise CorruptCheckpoint(f"a record at {offset} claims {nbytes} bytes, which it cannot have")
+        raise CorruptCheckpoint(f"a record at {offset} claims an impossible size of {nbytes} bytes")
     if offset >= index.body_nbytes:
         begin = offset - index.body_nbytes
         return bytes(index.tail[begin : begin + nbytes])

@@ -107,7 +107,7 @@ def names_of(content: bytes, *, is_of_step: bool) -> Names:
         nest, _end = plain_pickle.loads(content, _find, _storage, _STATEFUL)
     except plain_pickle.Refused as error:
         raise IncompatibleCheckpoint(
-            f"its pickle holds {error}: no torch.save with protocol 2 or later has written it"
+            f"its pickle holds {error}: it was not written by torch.save with protocol 2 or later"
         ) from None
     except plain_pickle.DAMAGE as error:
         raise CorruptCheckpoint(f"its pickle is malformed: {str(error)[:100]}") from None
@@ -151,8 +151,8 @@ class _Walk:
         self._left -= len(name) + _NODE_CHARACTERS
         if self._left < 0:
             raise IncompatibleCheckpoint(
-                "its pickle has the same values over and over, or nested too deeply: its tensors "
-                "have too many names"
+                "its pickle repeats values too often, or nests them too deeply: its tensors have "
+                "too many names"
             )
         return name
 
@@ -262,7 +262,7 @@ def _rebuilt_v2(
     if type(storage) is not _Storage or type(dtype := dtype or storage.dtype) is not torch.dtype:
         raise ValueError("a tensor has no storage, or no dtype")
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
-        raise ValueError("a tensor has not as many strides as dimensions")
+        raise ValueError("a tensor has more or fewer strides than dimensions")
     if len(shape) > _DIMS_MAX:
         raise ValueError(f"a tensor has {len(shape)} dimensions")
     # Looked at before they are hashed, which takes the longer, the more digits a number has.
@@ -271,7 +271,7 @@ def _rebuilt_v2(
     bits = bits or {}
     # Of torch.Tensor.is_conj() and is_neg().
     if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
-        raise ValueError("a tensor has attributes that are not known")
+        raise ValueError("a tensor has unknown attributes")
     form, span = _form(dtype, shape, strides, bool(bits.get("conj")), bool(bits.get("neg")))
     begin = offset * dtype.itemsize
     nbytes = begin + span if span else 0

@@ -98,7 +98,7 @@ class Meshes:
         if not self._devices:
             if self._is_plain or not _is_distributed():
                 return None
-            raise NoMesh("the state has no tensor that tells the mesh of this job")
+            raise NoMesh("no tensor of the state is on a mesh of this job")
         mesh = self._mesh(spread)
         sizes, coordinate, order = tuple(mesh.mesh.shape), mesh.get_coordinate(), spread.order
         box = shard_box(
@@ -118,7 +118,7 @@ class Meshes:
             fitting = [mesh for mesh in fitting if tuple(mesh.mesh.shape) == spread.sizes]
         if len(fitting) != 1:
             there = ", ".join(str(tuple(mesh.mesh.shape)) for mesh in self._devices)
-            raise NoMesh(f"the meshes of the state are {there}, and not one of them is like that")
+            raise NoMesh(f"not exactly one mesh of the state matches (it has {there})")
         return fitting[0]
 
 
@@ -180,9 +180,9 @@ def _is_distributed() -> bool:
 
 
 _HOW = (
-    "Pass in the same state what is on that mesh, such as the model; or let their object make them "
-    "before the restore, as an optimizer does by a step with zero gradients; or read whole tensors "
-    "by load()"
+    "Add an object on that mesh, such as the model, to the state; or let the object that owns "
+    "the tensors create them before the restore, as an optimizer does in a step with zero "
+    "gradients; or read whole tensors with load()"
 )
 
 
@@ -222,9 +222,9 @@ class Additions:
         if _has_numbers(saved) and self._meshes.are_new:
             self._cannot(
                 name,
-                "was saved by a job without DTensors, and this job has them: nothing says how it "
-                "is spread. Let its object make its state before the restore, as an optimizer does "
-                "by a step with zero gradients, or leave it out of the state",
+                "was saved by a job without DTensors, but this job uses them, so its placement "
+                "is unknown. Let the object that owns it create its state before the restore, as "
+                "an optimizer does in a step with zero gradients, or leave it out of the state",
             )
 
     def tensor(self, stored: Stored, spread: Spread | None) -> Any:
@@ -240,8 +240,8 @@ class Additions:
         if spread is not None and spread.kind:
             return self._cannot(
                 key,
-                f"was saved as a DTensor with parts that are {spread.kind}, which only the object "
-                "that they belong to can make: let it do so before the restore",
+                f"was saved as a DTensor whose parts are {spread.kind}: only the object that "
+                "owns them can create them, so let it do so before the restore",
             )
         try:
             room = None if spread is None else self._meshes.room(shape, spread)
@@ -285,9 +285,9 @@ class Additions:
         if found is None:
             self._cannot(
                 parted.name,
-                f"was saved as a DTensor, {parted.spread}, of parts that are "
-                f"{parted.spread.kind}, which cannot be divided otherwise: restore it on as many "
-                "ranks with the same placements, or leave its object out of the state",
+                f"was saved as a DTensor, {parted.spread}, whose parts are {parted.spread.kind} "
+                "and cannot be divided differently: restore it on the same number of ranks with "
+                "the same placements, or leave the object that owns it out of the state",
             )
         return found
 

@@ -183,13 +183,13 @@ class Parts:
             over = f"{key!r} is spread over a mesh of {len(self._ranks[mesh])} ranks"
             if len(self.everybody) == 1:
                 raise OtherRanks(
-                    f"{over}, and this process saves alone: pass group=, such as "
+                    f"{over}, but this process saves alone: pass group=, such as "
                     "torch.distributed.group.WORLD, on all of these ranks"
                 )
-            of_what = "group which saves" if among is self.everybody else "pipeline stage that has"
+            of_what = "saving group" if among is self.everybody else "pipeline stage that holds it"
             raise OtherRanks(
-                f"{over} that are not the {len(among)} ranks of the {of_what} it: distribute it "
-                "over all dimensions of the mesh, as Replicate where ranks hold the same"
+                f"{over}, which are not the {len(among)} ranks of the {of_what}: distribute it "
+                "over all dimensions of the mesh, with Replicate where ranks hold the same values"
             )
         sizes = tuple(mesh.mesh.shape)
         dims, order = _dims(key, tensor, sizes)
@@ -300,7 +300,8 @@ def _box(key: str, tensor: Any) -> Box:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise TypeError(
-            f"{key!r} is a DTensor on a mesh that lacks this rank: save and restore it on its ranks"
+            f"{key!r} is a DTensor on a mesh that does not include this rank: save and restore "
+            "it on the ranks of its mesh"
         )
     sizes = tuple(mesh.mesh.shape)
     dims, order = _dims(key, tensor, sizes)
@@ -316,9 +317,10 @@ def _check_local(key: str, tensor: Any, local: torch.Tensor, box: Box) -> None:
     """Raises TypeError unless a part has the sizes that its placement means."""
     if box.sizes != tuple(local.shape) and (local.numel() or 0 not in box.sizes):
         raise TypeError(
-            f"{key!r} holds {tuple(local.shape)} here, but {tuple(tensor.placements)} of "
-            f"{tuple(tensor.shape)} on a mesh {tuple(tensor.device_mesh.mesh.shape)} means "
-            f"{box.sizes}: this placement cannot be saved or restored"
+            f"{key!r} has a part of shape {tuple(local.shape)} on this rank, but "
+            f"{tuple(tensor.placements)} of {tuple(tensor.shape)} on a mesh "
+            f"{tuple(tensor.device_mesh.mesh.shape)} implies {box.sizes}: this placement cannot "
+            "be saved or restored"
         )
 
 
@@ -363,7 +365,7 @@ def _dims(key: str, tensor: Any, sizes: Sequence[int]) -> tuple[tuple[int | None
         # With any other split factor a rank holds rows at intervals, which are no rectangle.
         parts = prod(sizes[i] for i in range(number + 1, len(dims)) if dims[i] == dims[number])
         if tensor.placements[number].split_factor != parts:
-            _refuse_placement(key, tensor, "in which a rank holds no rectangle of it")
+            _refuse_placement(key, tensor, "under which a rank's part is not a rectangle")
     orders = getattr(getattr(tensor, "_spec", None), "shard_order", None) or ()
     if not late and any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in orders):
         _refuse_placement(key, tensor, f"applied in the order {orders}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fastckpt.arguments.names import listed
+from fastckpt.arguments.names import missing_from_checkpoint
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.state.dtensors import dtensor_part
 from fastckpt.state.fit import Fit
@@ -68,7 +68,7 @@ class Tied:
             for other in others:
                 if other.source not in seen and not _are_same(first, other, read):
                     found.append(
-                        f"{first.name} and {other.name} are one tensor in the state, and have "
+                        f"{first.name} and {other.name} are one tensor in the state, but have "
                         "different values in the checkpoint"
                     )
                 seen.add(other.source)
@@ -183,11 +183,11 @@ class Filling:
             return True
 
         lost = [name for name in self._overwritten if name not in self._names and stays(name)]
-        told = (
-            f"the checkpoint has no {listed(map(repr, lost))}, and what the state had there may "
-            "have been overwritten (make the state anew, and restore this step by its number)"
+        advice = (
+            ", and their old values in the state may have been overwritten (create the state "
+            "again, and restore this step by its number)"
         )
-        return [told] * bool(lost)
+        return [missing_from_checkpoint(lost, advice)] if lost else []
 
 
 def check_shape(at: str, tensor: Any) -> None:
@@ -207,12 +207,12 @@ def _check_target(tensor: torch.Tensor, saved: Any, path: str) -> None:
     if isinstance(saved, torch.Tensor):
         meta, kind = saved.is_meta, _memory_kind(saved)
     if tensor.is_meta != meta:
-        where = "is" if tensor.is_meta else "was, when it was saved,"
+        where = "is" if tensor.is_meta else "was saved"
         why = f"{where} on the meta device, where tensors have no values"
     elif _memory_kind(tensor) != kind:
         why = f"is {_memory_kind(tensor)}, in the checkpoint {kind}"
     elif kind == str(torch.strided) and _may_overlap(tensor):
-        why = "has elements that share memory, as expand() makes them (clone() it before)"
+        why = "has elements that share memory, as after expand() (clone() it first)"
     else:
         return
     raise TypeError(f"{path} {why}: it cannot be restored in place")

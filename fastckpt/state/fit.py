@@ -28,8 +28,8 @@ Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str]
 
 _MISFITS_TOLD_MAX = 50
 _ADVICE = (
-    ' (pass missing="keep" to leave what the checkpoint has not as it is, or rename= if it has '
-    "that under other names)"
+    ' (pass missing="keep" to keep values that are missing in the checkpoint as they are, or '
+    "rename= if they have other names there)"
 )
 _WILD = re.compile(r"[*?\[]")
 # A dict that stands in a file many times has leaves without end; each takes its depth.
@@ -106,11 +106,11 @@ def _check_replacement(pattern: Any, replacement: object) -> None:
     """Raises TypeError or ValueError unless this can stand in a dict of patterns."""
     if not isinstance(replacement, str):
         kind = type(replacement).__name__
-        raise TypeError(f"rename has {kind} for {pattern!r}, must be a replacement")
-    what = f"{pattern!r}, no regular expression"
+        raise TypeError(f"rename has {kind} for {pattern!r}, must be a string")
+    what = f"{pattern!r}, which is not a regular expression"
     try:
         re.compile(pattern)
-        what = f"{replacement!r} for {pattern!r}, no replacement of it"
+        what = f"{replacement!r} for {pattern!r}, which is not a replacement for it"
         re.sub(pattern, replacement, "")
     except (re.error, IndexError, TypeError) as error:  # IndexError: there is no such group
         raise ValueError(f"rename has {what}: {error}") from None
@@ -144,14 +144,12 @@ class Differences(NamedTuple):
 
 def nothing_chosen(only: str) -> str:
     """Returns what is wrong with a glob that no name in the state is like."""
-    return f"the state has no value with a name like only={only!r} (keys are joined by '/')"
+    return f"no name in the state matches only={only!r} (keys are joined by '/')"
 
 
 def unexpected(told: str) -> str:
     """Returns the misfit of a checkpoint with values that the state has not."""
-    return (
-        f"the checkpoint has {told}, which the state has not (unexpected='ignore' passes them over)"
-    )
+    return f"the checkpoint has {told}, but the state does not (unexpected='ignore' skips them)"
 
 
 def refusal(
@@ -172,13 +170,13 @@ def refused(
     """Returns the error about values that are asked for and were left out (see partial_objects),
     each with what makes the object there; `is_restore`: by a state, and not all that there are.
     """
-    restore = "Restore the rest," if is_restore else "Get the rest by restore(),"
+    restore = "Restore the rest," if is_restore else "Get the rest with restore(),"
     told = listed(f"{name!r} (made with {maker!r})" for name, maker in found)
     return UnpicklingError(
-        f"{where!r}: weights_only=True does not load {told}. {restore} with a state "
-        "without them or by only= (fastckpt.load_into reads tensors alone). If you trust whoever "
-        "wrote the checkpoint, pass weights_only=False, which runs code that the file names"
-        f"{how_to_allow(found)}"
+        f"{where!r}: weights_only=True refuses {told}. {restore} with a state that leaves them "
+        "out or with only= (fastckpt.load_into reads only tensors). If you trust whoever wrote "
+        "the checkpoint, pass weights_only=False, which runs code that the file "
+        f"names{how_to_allow(found)}"
     )
 
 
@@ -192,7 +190,7 @@ def refused_later(
     if not found:
         return ""
     told = listed(f"{name!r} (made with {maker})" for name, maker in found)
-    return f"{where!r}: what is at {told} needs weights_only=False to be read{how_to_allow(found)}"
+    return f"{where!r}: loading {told} needs weights_only=False{how_to_allow(found)}"
 
 
 def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[str]]:
@@ -221,7 +219,7 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[
             inside = unescaped(inside.setdefault(key, {}))
             if not (_is_inner(inside) or (isinstance(inside, dict) and not inside)):
                 raise IncompatibleCheckpoint(
-                    f"{where!r} does not fit: rename puts {old!r} at {new!r}, inside of a value"
+                    f"{where!r} does not fit: rename puts {old!r} at {new!r}, inside another value"
                 )
         if last in inside:
             raise name_taken(where, old, new)
@@ -231,7 +229,7 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[
 
 def name_taken(where: str, old: str, new: str) -> IncompatibleCheckpoint:
     """Returns the error that says that `rename` gives two values of a checkpoint one name."""
-    told = f"rename gives {old!r} the name {new!r}, which another value has"
+    told = f"rename gives {old!r} the name {new!r}, which another value already has"
     return IncompatibleCheckpoint(f"{where!r} does not fit: {told}")
 
 
@@ -255,7 +253,7 @@ def _left_in_place(nest: Any, new_name: Callable[[str], str | None], moved: list
         nonlocal steps
         steps += 1 + len(keys)
         if steps > _STEPS_MAX:
-            raise IncompatibleCheckpoint("the checkpoint has too many values to rename them")
+            raise IncompatibleCheckpoint("the checkpoint has too many values to be renamed")
         if _is_inner(value) and len(keys) < DEPTH_MAX:
             inner, kept = unescaped(value), {}
             for key, item in inner.items():

@@ -34,8 +34,8 @@ def other_parameters(at: object, own: Mapping[str, Any], saved: Any) -> str:
     theirs = sizes(saved) if isinstance(saved, dict) else None
     return (
         f"{at} is an optimizer with groups of {sizes(own)} parameters, in the checkpoint "
-        f"{'none' if theirs is None else theirs}: make it as it was, or leave it out of the state "
-        "or by only= if the model has changed"
+        f"{'none' if theirs is None else theirs}: create it with the same groups or, if the "
+        "model has changed, leave it out of the state or exclude it with only="
     )
 
 

@@ -44,8 +44,8 @@ def tell_lossy(path: str, names: Sequence[str]) -> None:
     """Warns of tensors for which put_converted() has said that they lose something."""
     if names:
         log.warning(
-            "%r: the tensors of the state have dtypes that cannot hold what was saved, so these "
-            'have other values now: %s (dtype="raise" refuses other dtypes)',
+            "%r: some tensors of the state have dtypes that cannot hold the saved values, so "
+            'their values differ now: %s (dtype="raise" refuses other dtypes)',
             path,
             listed(map(repr, names)),
         )

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastckpt.arguments.names import listed, nearest
+from fastckpt.arguments.names import listed, missing_from_checkpoint, nearest
 from fastckpt.errors import IncompatibleCheckpoint, retold
 from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.partial_objects import left_out, notes_in
@@ -204,27 +204,27 @@ class Template:
             told = listed(map(str, self._ignored))
             log.log(
                 level,
-                "%r holds %s, which the state to be restored does not ask for",
+                "%r holds values that are not in the state and were not restored: %s",
                 self._where,
                 told,
             )
         if self._copies:
             log.log(
                 level,
-                "%r: the state has dicts that state_dict() of an optimizer made: %s. restore() "
-                "puts the saved values into these dicts alone: an optimizer gets its learning "
-                "rates, and state that it did not have, by load_state_dict() of its dict after "
-                "the restore (by set_optimizer_state_dict(), if get_optimizer_state_dict() made "
-                "the dict). Or pass the optimizer itself in the state",
+                "%r: the state has dicts from an optimizer's state_dict(): %s. restore() fills "
+                "only these dicts. To give the optimizer its learning rates, and any state that "
+                "it did not have, pass the dict to its load_state_dict() after the restore (to "
+                "set_optimizer_state_dict(), if get_optimizer_state_dict() made the dict); or "
+                "put the optimizer itself into the state",
                 self._where,
                 listed(map(str, self._copies)),
             )
         if self._unmerged and self._per_rank is not None:
             log.log(
                 level,
-                "%r was saved by %d ranks, and is restored on %d: each rank gets of %s what it had "
-                "saved itself, if anything. PerRank.saved has the values of all ranks, and a "
-                "PerRank with merge= gets what that makes of them",
+                "%r was saved by %d ranks and is restored on %d: of %s, each rank gets the value "
+                "that it saved itself, if any. PerRank.saved has the values of all ranks, and a "
+                "PerRank with merge= gets the merged value",
                 self._where,
                 self._per_rank.saving_ranks,
                 self._per_rank.world_size,
@@ -388,8 +388,8 @@ class Template:
         if keys and self._fit.missing == "raise" and self._fit.only is None:
             missing = [at.of(key).name for key in keys]
             near = nearest(missing[0], _names_within(self._saved, _At()))
-            told = f"the state has {listed(map(repr, missing))}, which the checkpoint has not{near}"
-            raise refusal(self._where, [told, *self._useless], is_missing=True)
+            misfits = [missing_from_checkpoint(missing, near), *self._useless]
+            raise refusal(self._where, misfits, is_missing=True)
 
     def _asks_for_all(self, at: _At) -> bool:
         """Returns whether all that is in a container is asked for."""
@@ -404,7 +404,7 @@ class Template:
 
     def _own_value(self, value: PerRank, saved: Any, at: _At) -> None:
         if not isinstance(saved, dict) or not isinstance(saved.get(PER_RANK), str):
-            raise self._misfit(f"{at} is PerRank, in the checkpoint it is not")
+            raise self._misfit(f"{at} is a PerRank, but not in the checkpoint")
         name, its = saved[PER_RANK], self._per_rank
         assert its is not None
         self._actions.append(lambda: setattr(value, "read_saved", partial(its.of_all, name)))
@@ -415,7 +415,7 @@ class Template:
                 own = value.merge(saved_by_all, its.rank, its.world_size)
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
-                text = f"{at}: merge of the values of {its.saving_ranks} ranks failed with {why}"
+                text = f"{at}: merging the values of {its.saving_ranks} ranks failed with {why}"
                 raise self._misfit(text) from error
         else:
             self._unmerged += [at.name] if is_other else []
@@ -540,9 +540,9 @@ class Template:
         self._match_dict(own, saved, at, depth, is_module=True)
         if unknown and _is_strict(module) and self._fit.unexpected is None:
             raise self._misfit(
-                f"{at} is a module that has no {listed(map(repr, unknown))}, which the checkpoint "
-                "has: "
-                "restore into a dict of what is wanted of it, or pass unexpected='ignore'"
+                f"{at} is a module without {listed(map(repr, unknown))}, which the checkpoint "
+                "has: restore into a dict of the values that you want, or pass "
+                "unexpected='ignore'"
             )
 
     def _give(self, value: Any, state_dict: Any, at: _At) -> None:
@@ -553,7 +553,7 @@ class Template:
                 value.load_state_dict(state_dict)
             except Exception as error:
                 kind = type(value).__name__
-                told = f"{at}, {kind}, did not take what {self._where!r} has for it: {error}"
+                told = f"{at}, {kind}, rejected its state from {self._where!r}: {error}"
                 raise retold(error, told) from error
 
         self._actions.append(give)

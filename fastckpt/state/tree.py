@@ -464,10 +464,10 @@ class _Flattening:
                 self.flat.aside.setdefault(name or "", Pickled(content))
             if found is not None:
                 where = "the state" if name is None else repr(name)
-                inside = "" if found is value else f" inside of a {type(value).__name__}"
+                inside = "" if found is value else f" inside a {type(value).__name__}"
                 raise TypeError(
-                    f"{where} is a {type(found).__name__}{inside}, of which only this rank's part "
-                    "would be saved: put DTensors into plain dicts, lists and tuples"
+                    f"{where} is a {type(found).__name__}{inside}, and only this rank's part of "
+                    "it would be saved: put DTensors into plain dicts, lists and tuples"
                 )
         return value
 
@@ -567,8 +567,8 @@ def _no_memory(name: str) -> TypeError:
 
 def _contains_itself(name: str, above: str | None) -> ValueError:
     """Returns the error for a value that stands below itself, at the names of both."""
-    where = f"what stands at {above!r}" if above else "the state"
-    return ValueError(f"state contains itself: what stands at {name!r} is {where} again")
+    where = f"the value at {above!r}" if above else "the state"
+    return ValueError(f"state contains itself: the value at {name!r} is {where} again")
 
 
 def tensors_in(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:

@@ -121,7 +121,7 @@ def test_a_trial_tells_damage(disk: Path) -> None:
         trial.read(file.fileno(), crcs, target.data_ptr())
         assert torch.equal(source, target)
         os.pwrite(file.fileno(), b"\xff", MIB // 2 + 7)
-        with pytest.raises(CheckpointError, match="block 2 was read other than written"):
+        with pytest.raises(CheckpointError, match="block 2 does not read back as written"):
             trial.read(file.fileno(), crcs, target.data_ptr())
 
 

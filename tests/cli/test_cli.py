@@ -782,7 +782,7 @@ def test_verify_passes_over_what_was_not_committed(
     status, (line,) = verified(capsys, saved / "run" / "step-00000002")
     assert status == 1 and "this step was never committed" in line
     status, (line,) = verified(capsys, saved / "run" / "step-00000002" / "rank-00000.safetensors")
-    assert status == 1 and "is of a step that was never committed" in line
+    assert status == 1 and "belongs to a step that was never committed" in line
 
 
 @pytest.mark.parametrize(

@@ -229,8 +229,16 @@ def test_a_converted_step_has_its_number(disk: Path) -> None:
         ({"a": torch.ones(1)}, ["--to", "hf", "--shard-size", "much"], "shard-size"),
         (torch.ones(1), ["--to", "safetensors"], "has no name (it is alone, or its key is '')"),
         ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "q"], "rename is 'q', must be a dict"),
-        ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "{'p': 'q'}"], "has 'p', which fits no"),
-        ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "{1: 'q'}"], "rename has 1, no regular"),
+        (
+            {"q": torch.ones(1)},
+            ["--to", "hf", "--rename", "{'p': 'q'}"],
+            "has 'p', which matches no",
+        ),
+        (
+            {"q": torch.ones(1)},
+            ["--to", "hf", "--rename", "{1: 'q'}"],
+            "rename has 1, which is not a regular",
+        ),
         ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "{'q': open('x')}"], "malformed node"),
         ({"": torch.ones(1)}, ["--to", "pt"], "put it into a dict, under a name, or"),
     ],

@@ -128,7 +128,7 @@ def test_a_directory_that_a_dead_save_set_aside_gets_its_name_back(
     (disk / "taken").mkdir()
     assert main(["repair", str(disk)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    back = r"a temporary directory that holds run\x1b, which gets its name back, "
+    back = r"a temporary directory that holds run\x1b, which will be renamed back, "
     assert [back in line for line in lines] == ["run" in line for line in lines]
     assert len(lines) == 2 and all("a temporary directory" in line for line in lines)
     assert "\x1b" not in "".join(lines)
@@ -187,7 +187,7 @@ def test_what_another_host_left_is_told_and_stays(
     before = sorted(disk.rglob("*"))
     for options in ([], ["--yes"], ["--other-hosts"]):
         found = repaired(capsys, disk, *options, status=1)
-        assert len(found) == 3 and all(", of another host" in each["what"] for each in found)
+        assert len(found) == 3 and all(", from another host" in each["what"] for each in found)
         assert not any(each["is_dead"] or each["removed"] for each in found)
     assert sorted(each["age_s"] > 24 * 3600 for each in found) == [False, True, True]
     assert sorted(disk.rglob("*")) == before

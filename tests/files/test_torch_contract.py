@@ -651,7 +651,7 @@ def test_what_a_load_will_refuse_is_warned_of_once(
         fastckpt.save(state, disk / "a.pt").result()
     told = [each for each in caplog.records if "weights_only" in each.getMessage()]
     assert [each.levelname for each in told] == ["WARNING"]
-    assert f"what is at 'a/0' (made with {__name__}.Slotted) needs" in told[0].getMessage()
+    assert f"loading 'a/0' (made with {__name__}.Slotted) needs" in told[0].getMessage()
 
 
 @pytest.mark.parametrize("value", ["scalar", "array"])
@@ -665,7 +665,7 @@ def test_values_of_numpy_that_a_load_will_refuse_are_warned_of(
     with pytest.raises(pickle.UnpicklingError):
         fastckpt.load(disk / "a.pt")
     (told,) = [each for each in caplog.records if "weights_only" in each.getMessage()]
-    assert told.levelname == "WARNING" and "what is at 'best/0' (made with " in told.getMessage()
+    assert told.levelname == "WARNING" and "loading 'best/0' (made with " in told.getMessage()
     caplog.clear()
     makers = [numpy.dtype, type(numpy.dtype("f8")), type(numpy.dtype("i8")), numpy.ndarray]
     makers += [made.__reduce__()[0]]

@@ -512,7 +512,7 @@ def test_without_the_driver_torch_copies(
             assert saves.load(number)["w"].eq(number).all()
         saves.close()
     (warning,) = warnings_in(caplog.records)
-    assert "torch copies from GPUs itself" in warning.message
+    assert "torch copies from GPUs instead" in warning.message
     assert gpu.calls("cuInit") == 0
 
 

@@ -88,7 +88,7 @@ def test_an_expired_token_is_told_where_the_answer_has_no_body(
 ) -> None:
     """Amazon answers 400, and the answer to a HEAD holds no reason."""
     proxy.on("", lambda it: it.answer(400, error_text("ExpiredToken")), times=ALWAYS)
-    with pytest.raises(StorageError, match="refuses the credentials") as raised:
+    with pytest.raises(StorageError, match="rejects the credentials") as raised:
         calls(root, options(proxy.port))[number]()
     assert raised.value.errno == errno.EKEYREJECTED and "ExpiredToken" in str(raised.value)
 

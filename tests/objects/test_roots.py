@@ -231,7 +231,7 @@ def test_commands_take_urls(weed: Weed, root: str, disk: Path, bare: Any) -> Non
 
 @pytest.mark.parametrize("asked", [{"staging": "gds"}, {"backend": "io_uring"}], ids=str)
 def test_what_only_files_can_have_is_refused(client: Any, root: str, asked: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="not with a URL"):
+    with pytest.raises(ValueError, match="cannot be used with a URL"):
         fastckpt.Checkpointer(root, **gathered(**asked))
 
 

@@ -112,7 +112,7 @@ def test_a_save_whose_writes_do_not_return_fails(
     assert "has not ended for" in str(error) and "timeout_s" in str(error)
     told = [record.getMessage() for record in caplog.records]
     assert any("does the server, or the disk, answer?" in text for text in told), told
-    assert any(f"'{path}' at offset {8 * MIB} was given up" in text for text in told), told
+    assert any(f"'{path}' at offset {8 * MIB} was abandoned" in text for text in told), told
     assert torch.equal(torch.load(path)["w"], state_of(1)["w"]), "the checkpoint before stays"
     # What hangs keeps its one block and its file, whose number must not become another's.
     engine = current.staging.engine()

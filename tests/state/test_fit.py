@@ -65,7 +65,7 @@ def test_what_was_not_saved_is_kept_and_named(restore: Restore) -> None:
     }
     state["model"]["head"] = filled(torch.nn.Linear(2, 2), 8)
     saved = {"model": torch.nn.ModuleDict({"old": filled(torch.nn.Linear(2, 2), 1)})}
-    with pytest.raises(IncompatibleCheckpoint, match="has 'new', 'count', 'own', which"):
+    with pytest.raises(IncompatibleCheckpoint, match="'new', 'count', 'own' are missing"):
         restore(saved, state)
     found = restore(saved, state, missing="keep")
     head = ("model/head.weight", "model/head.bias")
@@ -109,9 +109,7 @@ def test_all_shapes_that_differ_are_told_at_once(restore: Restore) -> None:
 def test_what_the_state_has_not(restore: Restore, caplog: pytest.LogCaptureFixture) -> None:
     saved = {"model": backbone(1), "extra": torch.ones(3), "step": 5}
     state: dict[str, Any] = {"model": torch.nn.Sequential(filled(torch.nn.Linear(3, 600), 0))}
-    with pytest.raises(
-        IncompatibleCheckpoint, match=r"a module that has no '1\.weight', '1\.bias'"
-    ):
+    with pytest.raises(IncompatibleCheckpoint, match=r"a module without '1\.weight', '1\.bias'"):
         restore(saved, state)
     with pytest.raises(IncompatibleCheckpoint, match=r"has 'extra', 'step', 'model/1\.w"):
         restore(saved, state, unexpected="raise")
@@ -140,7 +138,7 @@ def test_a_pattern_that_fits_no_name_is_told(
 ) -> None:
     """A job that resumes from steps under old names, and then from its own, passes the same."""
     saved, patterns = {"model": {"w": torch.ones(3)}, "step": 5}, {"^modle/": "net/"}
-    told = r"rename has '\^modle/', which fits no name \(the nearest are 'model/w'\)"
+    told = r"rename has '\^modle/', which matches no name \(similar names there: 'model/w'\)"
     state = {"model": {"w": torch.zeros(3)}, "step": 0}
     restore(saved, state, rename=patterns)
     assert bool((state["model"]["w"] == 1).all())  # type: ignore[index]
@@ -154,7 +152,7 @@ def test_a_pattern_that_fits_no_name_is_told(
 def test_a_pattern_applies_to_what_those_before_it_made() -> None:
     names, told = Fit(rename={"^a": "b", "b$": "c", "a$": "d"}).new_names(["a", "b"])
     assert names == ["c", "c"]
-    assert told == ["rename has 'a$', which fits no name: correct it, or leave it out"]
+    assert told == ["rename has 'a$', which matches no name: correct it or leave it out"]
 
 
 def test_names_are_changed_by_a_function(restore: Restore) -> None:
@@ -209,7 +207,7 @@ def test_an_optimizer_of_another_model_changes_nothing(restore: Restore) -> None
     with pytest.raises(IncompatibleCheckpoint, match=told):
         restore(saved, state, missing="keep")
     with pytest.raises(
-        IncompatibleCheckpoint, match=rf"step-00000007-[0-9a-f]+' .*{told}.*by only="
+        IncompatibleCheckpoint, match=rf"step-00000007-[0-9a-f]+' .*{told}.*with only="
     ):
         restore(saved, {"optimizer": state["optimizer"]})
     assert not state["optimizer"].state
@@ -263,15 +261,15 @@ def test_a_nest_that_is_shared_is_not_renamed_for_ever() -> None:
     nest: dict[str, Any] = {"x": 1}
     for _ in range(30):
         nest = {"a": nest, "b": nest}
-    with pytest.raises(IncompatibleCheckpoint, match="too many values to rename"):
+    with pytest.raises(IncompatibleCheckpoint, match="too many values to be renamed"):
         renamed(nest, Fit(rename={"a": "b"}), "run")
 
 
 @pytest.mark.parametrize(
     ("rename", "told"),
     [
-        ({"^b$": "a"}, "rename gives 'b' the name 'a', which another value has"),
-        ({"^b$": "a/c"}, "rename puts 'b' at 'a/c', inside of a value"),
+        ({"^b$": "a"}, "rename gives 'b' the name 'a', which another value already has"),
+        ({"^b$": "a/c"}, "rename puts 'b' at 'a/c', inside another value"),
     ],
 )
 def test_names_that_are_taken(rename: Any, told: str, restore: Restore) -> None:
@@ -281,7 +279,7 @@ def test_names_that_are_taken(rename: Any, told: str, restore: Restore) -> None:
 
 def test_a_name_inside_of_an_array_is_taken() -> None:
     saved = {"array": numpy.zeros(3), "a": 1, "empty": {}}
-    with pytest.raises(IncompatibleCheckpoint, match="puts 'a' at 'array/x', inside of a value"):
+    with pytest.raises(IncompatibleCheckpoint, match="puts 'a' at 'array/x', inside another value"):
         renamed(saved, Fit(rename={"^a$": "array/x"}), "p")
     assert renamed(saved, Fit(rename={"^a$": "empty/x"}), "p")[0]["empty"] == {"x": 1}
 
@@ -328,7 +326,7 @@ def test_only_what_is_asked_for(restore: Restore) -> None:
 def test_a_glob_that_names_nothing_is_told(typo: str, unexpected: Any, restore: Restore) -> None:
     """Names that only the checkpoint has are none of the state."""
     saved, state = grown(1, 1, steps=1) | {"old": 1}, grown(1, 2, steps=1)
-    told = re.escape(f"no value with a name like only={typo!r}")
+    told = re.escape(f"no name in the state matches only={typo!r}")
     with pytest.raises(IncompatibleCheckpoint, match=told):
         restore(saved, state, only=typo, unexpected=unexpected)
 

@@ -63,7 +63,7 @@ def test_under_fsdp2(name: str, crew: Callable[[int], Crew], disk: Path) -> None
         is_same = ranks == SAVING
         for outcomes in crew(ranks)(bodies.restored, str(disk), name, is_same):
             if name in QUANTIZED and not is_same:
-                told = "cannot be divided otherwise: restore it on as many ranks"
+                told = "cannot be divided differently: restore it on the same number of ranks"
                 assert all(told in outcome for outcome in outcomes.values()), outcomes
             else:
                 check(outcomes, GROWS.get(name, ()))

@@ -216,8 +216,8 @@ def test_wrong_arguments_are_refused(memory: Path) -> None:
     for wrong, told in (
         (("val_loss", "least", 3), "the mode of keep_best is 'least'"),
         (("val_loss", "min", 0), "the count of keep_best is 0, must be at least 1"),
-        ("val_loss", "must be such as"),
-        (("val_loss", "min"), "must be such as"),
+        ("val_loss", "must be a metric, "),
+        (("val_loss", "min"), "must be a metric, "),
     ):
         with pytest.raises(ValueError, match=told):
             Checkpointer(memory, keep_last=1, keep_best=wrong)  # type: ignore[arg-type]

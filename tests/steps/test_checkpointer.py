@@ -122,7 +122,7 @@ def test_what_cannot_be_pickled_is_the_callers_error(disk: Path) -> None:
         cycle: list[Any] = []
         cycle.append(cycle)
         with pytest.raises(
-            ValueError, match=r"contains itself: .*at .a/0. is what stands at .a. again"
+            ValueError, match=r"contains itself: .*at .a/0. is the value at .a. again"
         ):
             checkpointer.save(1, {"a": cycle})
         checkpointer.save(1, state(1)).result(WAIT_S)
@@ -479,7 +479,7 @@ def test_the_error_of_the_body_counts(disk: Path, caplog: pytest.LogCaptureFixtu
     with full_disk(), pytest.raises(ZeroDivisionError), Checkpointer(disk / "run") as checkpointer:
         checkpointer.save(1, state(1))
         raise ZeroDivisionError
-    assert "a save failed too" in caplog.text and "No space" in caplog.text
+    assert "a save also failed" in caplog.text and "No space" in caplog.text
 
 
 def test_a_root_that_is_no_directory(disk: Path) -> None:

@@ -67,7 +67,9 @@ def test_it_is_restored_by_its_path(other: Callable[[Path], Path], run: Path) ->
             checkpointer.save(8, state(8))
     with fastckpt.open(path) as tensors:
         assert tensors.facts["step"] == 200 and tensors.is_verified
-    with pytest.raises(IsADirectoryError, match=r"it is a step: load it by fastckpt.Checkpointer"):
+    with pytest.raises(
+        IsADirectoryError, match=r"it is a step: load it with fastckpt.Checkpointer"
+    ):
         fastckpt.load(path)
 
 

@@ -522,7 +522,9 @@ def test_no_rank_keeps_what_a_damaged_step_was_read_into(
     flip(disk / "step-00000002" / "rank-00001.safetensors", 0.75)
     for outcome in crew(2)(bodies.keep_rows, str(disk)):
         assert isinstance(outcome.error, fastckpt.CorruptCheckpoint | fastckpt.PeerFailed), outcome
-        assert "step-00000001' does not fit: the checkpoint has no '1', and" in str(outcome.error)
+        assert "step-00000001' does not fit: '1' is missing in the checkpoint, and" in str(
+            outcome.error
+        )
 
 
 def test_no_step_is_whole(crew: Callable[[int], Crew], disk: Path) -> None:

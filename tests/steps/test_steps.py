@@ -857,7 +857,7 @@ def with_damage_in(root: Path, value: float, *states: dict[str, Any]) -> Checkpo
 
 def test_a_step_does_not_fit_a_state_that_a_damaged_one_was_read_into(root: Path) -> None:
     with with_damage_in(root, 2, full(a=1), full(a=3, b=2)) as checkpointer:
-        told = r"has 'b', which.*CRC-32 mismatch.* tried before may have overwritten 'a', 'b'"
+        told = r"'b' is missing.*CRC-32 mismatch.* another step may have overwritten 'a', 'b'"
         with pytest.raises(CorruptCheckpoint, match=told):
             checkpointer.restore(full(a=0, b=0))
 
