@@ -281,7 +281,7 @@ def validate(described: Any, body_nbytes: int) -> None:
             raise ValueError("an item is not four numbers and a type")
         offset, nbytes, data, data_nbytes, dtype = item
         if not end <= offset <= data <= data + data_nbytes <= offset + nbytes <= body_nbytes:
-            raise ValueError(f"an item at {offset} lies outside of the body or in another one")
+            raise ValueError(f"an item at {offset} is outside the body or overlaps another one")
         if dtype and (dtype not in DTYPES or data_nbytes % DTYPES[dtype].itemsize):
             raise ValueError(f"an item at {offset} cannot be of the type {dtype!r}")
         end = offset + nbytes

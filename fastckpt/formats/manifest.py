@@ -120,13 +120,14 @@ class Writer:
         if len(content) != self.index_nbytes:
             raise CorruptCheckpoint(f"the index has {len(content)} bytes, not {self.index_nbytes}")
         if hashlib.sha256(content).hexdigest() != self.index_sha256:
-            raise CorruptCheckpoint("the index is damaged: its SHA-256 is not the manifest's")
+            raise CorruptCheckpoint("the index is damaged: its SHA-256 does not match the manifest")
         index = ShardIndex.from_bytes(content)
         found = (index.nonce, index.rank, index.file, index.file_nbytes)
         if found != (nonce, self.rank, self.file, self.nbytes):
             raise CorruptCheckpoint(
-                f"the index is of another save or writer than the manifest says: it names nonce"
-                f" {index.nonce}, rank {index.rank} and {index.file} of {index.file_nbytes} bytes"
+                "the index belongs to another save or writer than the manifest says: it names "
+                f"nonce {index.nonce}, rank {index.rank} and {index.file} of {index.file_nbytes} "
+                "bytes"
             )
         return index
 
@@ -195,7 +196,9 @@ class Manifest:
         validate(written | {"sha256": digest})
         content += f',"sha256":"{digest}"}}\n'.encode()
         if len(content) > MANIFEST_BYTES_MAX:
-            raise ValueError(f"a manifest of {len(content)} bytes is over {MANIFEST_BYTES_MAX}")
+            raise ValueError(
+                f"a manifest has {len(content)} bytes, must have at most {MANIFEST_BYTES_MAX}"
+            )
         return content
 
     @classmethod
@@ -215,7 +218,7 @@ class Manifest:
             )
         if hashlib.sha256(content[: closing.start()]).hexdigest().encode() != closing[1]:
             raise CorruptCheckpoint(
-                "the manifest is damaged: its SHA-256 is not the one that it ends in"
+                "the manifest is damaged: its SHA-256 does not match the digest at its end"
             )
         try:
             written: Any = decode(content)
@@ -274,10 +277,14 @@ def validate_metrics(metrics: Mapping[str, object]) -> None:
         raise ValueError(f"there are {len(metrics)} metrics, must be at most {METRICS_MAX}")
     for name, value in metrics.items():
         if type(value) not in (float, str) or (type(value) is float and not isfinite(value)):
-            raise ValueError(f"the metric {shown(name)} is {shown(value)}, no number and no text")
+            raise ValueError(
+                f"the metric {shown(name)} is {shown(value)}, neither a number nor a string"
+            )
         texts = [name, value] if isinstance(value, str) else [name]
         if max(map(len, texts)) > METRIC_CHARS_MAX:
-            raise ValueError(f"the metric {shown(name)} has over {METRIC_CHARS_MAX} characters")
+            raise ValueError(
+                f"the metric {shown(name)} has more than {METRIC_CHARS_MAX} characters"
+            )
         check_texts(texts)
 
 

@@ -257,8 +257,8 @@ def how_to_allow(found: Iterable[tuple[str, str]]) -> str:
     words = ""
     if makers - _NEVER_FILLED:
         words = (
-            ", or before that a call of torch.serialization.add_safe_globals with what it is made "
-            "with"
+            "; alternatively, pass what it is made with to torch.serialization.add_safe_globals "
+            "first"
         )
     if makers & _NEVER_FILLED:
         words += " (which cannot allow a deque or a defaultdict: save a list or a dict instead)"
@@ -354,7 +354,7 @@ class _Unpickler:
                 self._used.update({id(wanted)} & self._open)
                 answer = self._done[id(wanted)][1:]
             elif id(wanted) in self._open:
-                raise pickle.UnpicklingError("an object is made of itself")
+                raise pickle.UnpicklingError("an object contains itself")
             else:
                 self._open.add(id(wanted))
                 makings.append(self._made(wanted) if type(wanted) is Kept else self._filled(wanted))

@@ -289,7 +289,7 @@ class _Machine:
         if type(called) is Ignored:
             stack[-1] = Ignored(called.name)
         elif type(called) not in (Callee, Kept):
-            raise Refused("a call of something that may not be called")
+            raise Refused("a call of an object that may not be called")
         elif type(arguments) is not tuple:
             raise ValueError("the arguments of a call are not a tuple")
         elif type(called) is Kept:
@@ -338,7 +338,7 @@ class _Machine:
                 self._check_parts(arguments)
             made: Any = named.made("newobj", arguments)
         elif type(named) is not Instance:
-            raise Refused("an instance of something that may have no instances")
+            raise Refused("an instance of a class that may not have instances")
         elif arguments != ():
             raise ValueError(f"a {named.kind.__name__} is made with arguments")
         else:
@@ -479,7 +479,7 @@ def _counted(size: int, make: Callable[[bytes], Any]) -> _Opcode:
         content, begin = machine.content, at + size
         end = begin + int.from_bytes(content[at:begin], "little")
         if end > len(content):
-            raise ValueError(f"it claims {end - begin} bytes from {begin} on, which it has not")
+            raise ValueError(f"it claims {end - begin} bytes from byte {begin} on, but ends before")
         machine.stack.append(make(content[begin:end]))
         return end
 
@@ -523,7 +523,7 @@ def _opcode(code: int) -> _Opcode:
 
     def refuse(_machine: _Machine, at: int) -> int:
         if name is None:
-            raise ValueError(f"byte {at - 1} is no opcode")
+            raise ValueError(f"byte {at - 1} is not an opcode")
         raise Refused(f"the opcode {name}")
 
     found: _Opcode | None = getattr(_Machine, f"op_{name.lower()}", None) if name else None

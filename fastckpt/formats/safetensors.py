@@ -222,7 +222,7 @@ def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, in
     check_texts(tensors)
     for name, tensor in tensors.items():
         if type(tensor) is not dict or tensor.keys() != _MEMBERS:
-            raise ValueError(f"{shown(name)} does not have just dtype, shape and data_offsets")
+            raise ValueError(f"{shown(name)} must have exactly dtype, shape and data_offsets")
     # A column for each member: what holds for all of 100,000 tensors is looked at for all at once.
     names = [*tensors]
     columns = [*zip(*map(itemgetter(*_MEMBERS), tensors.values()), strict=True)]

@@ -210,7 +210,7 @@ def _check_frames(index: Any, blocks: int) -> None:
     codec, frames, file_nbytes = index["codec"], index["frames"], index["file_nbytes"]
     if codec is None:
         if frames or file_nbytes != index["nbytes"]:
-            raise ValueError("it has frames, or another size as stored, but no codec")
+            raise ValueError("it has frames or a different stored size, but no codec")
         return
     if codec not in _SUFFIXES:
         raise ValueError(f"codec is {shown(codec)}, not null, zstd or planes")
@@ -300,7 +300,9 @@ def check_nonce(nonce: str) -> None:
 def check_file_name(name: str) -> None:
     """Raises ValueError unless this names a file, not a hidden one, in the directory itself."""
     if _FILE_NAME.fullmatch(name) is None:
-        raise ValueError(f"file name {shown(name)} is hidden, or not up to 40 of [A-Za-z0-9._-]")
+        raise ValueError(
+            f"file name {shown(name)} is hidden, or is not 1 to 40 characters of [A-Za-z0-9._-]"
+        )
 
 
 def crc_digits(crc: int) -> str:

@@ -353,7 +353,7 @@ def parse(tail: bytes, body_nbytes: int) -> BlockChecksums:
             refuse_other_version("the file", checksums.get("version"), VERSION)
         validate(checksums, body_nbytes)
         if checksums["version"] != version:
-            raise ValueError(f"its version {checksums['version']} is not that of the comment")
+            raise ValueError(f"its version {checksums['version']} does not match the comment")
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"its checksum record is malformed: {error}") from None
     crcs = crcs_in(checksums["crc32"])

@@ -180,7 +180,7 @@ def _entries(data: bytes, count: int) -> Directory:
         extra = at + _CENTRAL.size + row[10]
         comment = extra + row[11]
         if comment + row[12] > len(data):
-            raise ValueError("a record ends behind the directory")
+            raise ValueError("a record ends beyond the directory")
         if nbytes == _U32 or offset == _U32:
             nbytes, offset = _widened(nbytes, row[8], offset, data[extra:comment])
         names.append(data[at + _CENTRAL.size : extra].decode(errors="replace"))
@@ -237,7 +237,7 @@ def directory_of(read_at: Callable[[int, int], bytes], nbytes: int) -> Directory
         return found
     except (ValueError, struct.error) as error:
         raise CorruptCheckpoint(
-            f"it begins as a zip file, but is none ({error}): it is truncated or damaged"
+            f"it begins like a zip file, but is not one ({error}): it is truncated or damaged"
         ) from None
 
 

@@ -445,10 +445,10 @@ def check_alone(what: str, launched: tuple[int, int] | None) -> None:
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks > 1:
         raise ValueError(
-            f"{what} was made before torch.distributed.init_process_group(), so it knows one rank, "
-            f"but there are {ranks} now, which would replace each other's files: make it "
-            "afterwards, on all ranks; or pass group=, for one rank alone a group of that rank "
-            "(torch.distributed.new_subgroups(1)[0])"
+            f"{what} was created before torch.distributed.init_process_group(), so it knows only "
+            f"one rank, but there are {ranks} ranks now, which would replace each other's files: "
+            "create it afterwards, on all ranks; or pass group=, for a single rank a group of "
+            "that rank alone (torch.distributed.new_subgroups(1)[0])"
         )
     warn_of_unknown_ranks(what, launched)
 
@@ -467,10 +467,10 @@ def warn_of_unknown_ranks(what: str, launched: tuple[int, int] | None) -> None:
         return
     _has_warned = True
     log.warning(
-        "rank %d of %d: %s is of this rank alone, since torch.distributed is not initialised; "
-        "ranks that save to one directory alone replace each other's files. To save together, call "
-        "torch.distributed.init_process_group() first; or save on one rank, or to several "
-        "directories",
+        "rank %d of %d: %s belongs to this rank alone, since torch.distributed is not "
+        "initialised; ranks that save to one directory separately replace each other's files. To "
+        "save together, call torch.distributed.init_process_group() first; or save on one rank, "
+        "or to several directories",
         *(rank, ranks, what),
     )
 

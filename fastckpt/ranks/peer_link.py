@@ -105,13 +105,13 @@ class PeerLink:
         """Returns the next message."""
         (nbytes,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size))
         if nbytes > _MESSAGE_BYTES_MAX:
-            raise ConnectionAbortedError(f"a message of {nbytes} bytes is none of this job's")
+            raise ConnectionAbortedError(f"a message of {nbytes} bytes does not belong to this job")
         try:
             message = json.loads(self.receive_bytes(nbytes))
         except (ValueError, RecursionError):
             message = None
         if not isinstance(message, dict):
-            raise ConnectionAbortedError("a message is none of this job's")
+            raise ConnectionAbortedError("a message does not belong to this job")
         return message
 
     def send_file(self, fd: int, nbytes: int) -> dict[str, Any]:

@@ -275,7 +275,7 @@ class Round:
             else:
                 self._post(f"rank {self.rank} failed: {type(error).__name__}: {error}", [self.rank])
         except Exception as unheard:
-            log.warning("other ranks could not be told of %r: %s", error, unheard)
+            log.warning("could not report %r to the other ranks: %s", error, unheard)
 
     @contextmanager
     def failing(self) -> Iterator[None]:
@@ -359,7 +359,8 @@ class Round:
         except PeerFailed as unheard:
             if error is None:
                 raise
-            log.warning("other ranks could not be told of %r: %s", error, unheard)  # but in doubt
+            # The other ranks are in doubt.
+            log.warning("could not report %r to the other ranks: %s", error, unheard)
 
     def _hear_outcome(self) -> None:
         """Waits for rank 0's outcome; raises the failure of the commit."""
@@ -554,9 +555,7 @@ class Round:
                 for rank in itertools.islice(missing, _RANKS_LOOKED_AT):
                     past, did = self._whereabouts(rank, key)
                     if past and now - strayed.setdefault(rank, now) >= _GRACE_S:
-                        order = (
-                            "all ranks must make, save, load and restore the same in the same order"
-                        )
+                        order = "all ranks must make the same calls in the same order"
                         self._post(f"rank {rank} {did}: {order}", [rank], [rank])
             pause(since, deadline)
 
@@ -570,10 +569,10 @@ class Round:
         if self.name in under_way:
             return False, f"joined but did not send {key!r}"
         if last is None:
-            return True, f"{why or 'has closed'} and never joined {self.label!r}"
+            return True, f"{why or 'has closed'} and took no part in {self.label!r}"
         label = last.rpartition("#")[0]
         if self._session.is_past(self.name, last):
-            return True, f"is at {label!r} and never joined {self.label!r}"
+            return True, f"is at {label!r} and took no part in {self.label!r}"
         return False, f"did not join (its last was {label!r})"
 
     def _differing(self, rank: int) -> str:
@@ -592,10 +591,12 @@ class Round:
         if missing:
             which = "it is" if len(missing) == 1 else "they are"
             why = f"{', '.join(did)} within {self.timeout_s:g} s: {which} dead, hung, or slower "
-            why += "than timeout_s, as their own logs may tell"
+            why += "than timeout_s (see the logs of missing ranks)"
             self._post(why, missing, missing, time_was_up=True)
             self.check()
-            lost = f"rank 0 was committing and did not say how that went for {self.timeout_s:g} s"
+            lost = (
+                f"rank 0 was committing and did not report the outcome within {self.timeout_s:g} s"
+            )
             raise PeerFailed(f"{self.label}: {lost}: {_IN_DOUBT}", (0,), True, True)
 
     def _post(
@@ -615,12 +616,12 @@ class Round:
 
 def _late(rank: int, timeout_s: float, missing: list[int]) -> str:
     """Says to a rank that comes late that the others have given up on it and on the missing."""
-    why = f"this rank, {rank}, came later than the timeout_s of {timeout_s:g} s"
+    why = f"this rank, {rank}, arrived after the timeout_s of {timeout_s:g} s"
     others = [other for other in missing if other != rank]
     if others:
         more = f" and {len(others) - 8} more" if len(others) > 8 else ""
         named = ", ".join(map(str, others[:8])) + more
-        why += f"; the others waited in vain for rank{'s' * (len(others) > 1)} {named}, too"
+        why += f"; the others also waited in vain for rank{'s' * (len(others) > 1)} {named}"
     return why
 
 

@@ -235,7 +235,7 @@ def compare(
     if groups is not None:
         found = [*_contents(_read(groups)).values()]
         level = logging.DEBUG if agreement.rank else logging.WARNING
-        text = "%r is saved with the contents of rank 0, which need not be the right ones: %s%s"
+        text = "%r is saved with the contents of rank 0, which may not be the right ones: %s%s"
         log.log(level, text, path, "; ".join(found[:_NAMED_MAX]), _more(found))
 
 
@@ -253,8 +253,8 @@ def _tell_own(
         if unlike:
             more, told_now = len(unlike) - _VALUES_TOLD_MAX, unlike[:_VALUES_TOLD_MAX]
             log.warning(
-                "%r is saved with what rank 0 has of %s, and rank %d has other values or keys "
-                "there: what each rank is to keep for itself belongs into a fastckpt.PerRank",
+                "%r is saved with rank 0's values of %s, but rank %d has other values or keys "
+                "there: put values that each rank keeps for itself into a fastckpt.PerRank",
                 path,
                 ", ".join(repr(name) if name else "the whole state" for name in told_now)
                 + f" and {more} more" * (more > 0),
@@ -318,16 +318,16 @@ def disagreement(
             found.append(f"{_ranks(ranks)} did not see that {names[0]} differed before")
         if base[4] != other[4]:  # another seed sampled other ranges, so their CRCs say nothing
             found.append(
-                f"{_ranks(ranks)} had missed an earlier call, and from the next one on is in step "
-                "with rank 0 again"
+                f"{_ranks(ranks)} missed an earlier call; from the next call on, all ranks are "
+                "in step again"
             )
     unequal = {} if found else _contents(details)
     found += unequal.values()
     missed = sum(base[4] != other[4] for _, other in details[1:])
     advice = (
-        "they are taken from rank 0 from the next save on, though its need not be the right ones: "
-        "if they should be equal, find out why they are not; if each rank is to keep its own, it "
-        "belongs into a fastckpt.PerRank, which a Checkpointer saves"
+        "from the next save on they are taken from rank 0, whose contents may not be the right "
+        "ones: if they should be equal, find out why they differ; if they should differ, put "
+        "them into a fastckpt.PerRank and save with a Checkpointer"
         if unequal
         else "every rank must call every save"
         if 0 < missed == len(found)
@@ -378,7 +378,7 @@ def _structure_differences(base: dict[str, str], other: dict[str, str], ranks: s
         if name in other and other[name] != text
     ]
     if not found and list(base) != list(other):
-        found = [f"the order of the tensors on {ranks} is not that of rank 0"]
+        found = [f"the order of the tensors on {ranks} differs from that on rank 0"]
     return found
 
 

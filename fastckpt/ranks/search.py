@@ -208,5 +208,5 @@ def _neither(unread: StorageError | None, failure: CheckpointError) -> Checkpoin
     if unread is None:
         return failure
     number, detail = unread.errno or errno.EIO, f"{unread.detail}; " if unread.detail else ""
-    detail += f"it was to be copied to where all ranks can read it, but {failure}"
+    detail += f"copying it to where all ranks can read it failed: {failure}"
     return StorageError(unread.op, unread.path, number, unread.offset, detail)

@@ -19,9 +19,9 @@ _UNHANDLED = {
     **dict.fromkeys((signal.SIGKILL, signal.SIGSTOP), "which no process can handle"),
     **dict.fromkeys(
         (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL),
-        "which tells of a fault that has to end the process",
+        "which reports a fault that must end the process",
     ),
-    signal.SIGCHLD: "which tells that a child process has ended",
+    signal.SIGCHLD: "which reports the end of a child process",
 }
 
 
@@ -63,14 +63,14 @@ class SignalHandlers:
         here = threading.current_thread()
         if numbers and here is not threading.main_thread():
             raise ValueError(
-                f"signals {_names(numbers)} can be handled on the main thread alone, and this is "
-                f"thread {here.name!r}: do this on the main thread"
+                f"signals {_names(numbers)} can be handled only on the main thread, but this is "
+                f"thread {here.name!r}: install them on the main thread"
             )
         foreign = [number for number in numbers if signal.getsignal(number) is None]
         if foreign:
             raise ValueError(
-                f"signals {_names(foreign)} have handlers that were not installed by Python, which "
-                "therefore cannot put them back: choose other signals"
+                f"signals {_names(foreign)} have handlers that Python did not install and cannot "
+                "restore: choose other signals"
             )
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class StopAgreement:
         self._failure: BaseException | None = None
         self._wanted, self._known = Latch(), Latch()
         if not start_thread(self._run, "fastckpt-stop"):
-            raise CheckpointError("no thread can be started, which looks for requests to stop")
+            raise CheckpointError("cannot start the thread that watches for requests to stop")
 
     def ask(self) -> None:
         """Asks all ranks to stop. It may be called in a signal handler."""
@@ -82,7 +82,7 @@ class StopAgreement:
             return False
         if not self._known.wait(patience_s):
             raise PeerFailed(
-                "the job was asked to stop, and the store that ranks agree through does not answer"
+                "the job was asked to stop, but the store that ranks agree through does not answer"
             )
         if self._failure is not None:
             raise retold(self._failure, str(self._failure))
@@ -138,7 +138,7 @@ class StopAgreement:
             return bool(self._call("check", ["asked"]))
         except PeerFailed as error:
             self._is_deaf = True
-            log.warning("whether other ranks are asked to stop is not known any more: %s", error)
+            log.warning("requests to stop on other ranks are no longer noticed: %s", error)
             return False
 
     def _promise(self) -> None:
@@ -172,7 +172,9 @@ class StopAgreement:
             if self._is_miscounted and all(self._call("check", its) for its in self._promises()):
                 self._set_stop()
             if self._is_closing:
-                raise CheckpointError("this rank has left the job, and knows no stop any more")
+                raise CheckpointError(
+                    "this rank has left the job and no longer learns when to stop"
+                )
             if time.monotonic() >= until:
                 raise self._missing()
             pause(since, until)
@@ -188,8 +190,8 @@ class StopAgreement:
         named = ", ".join(f"rank {rank}" for rank in missing[:_RANKS_NAMED]) or "some rank"
         more = f" and {len(missing) - _RANKS_NAMED} more" if len(missing) > _RANKS_NAMED else ""
         return PeerFailed(
-            f"the job was asked to stop, and {named}{more} did not agree within "
-            f"{self._timeout_s:g} s on when: all ranks make StopSignals, and must be alive",
+            f"the job was asked to stop, but {named}{more} did not agree within "
+            f"{self._timeout_s:g} s on when to stop: all ranks must be alive and have StopSignals",
             tuple(missing),
         )
 

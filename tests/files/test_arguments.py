@@ -481,7 +481,7 @@ def test_the_budget_of_the_environment_may_be_a_text(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(environment.STAGING_VARIABLE, "1GiB")
     assert default_budget_bytes() == 1 << 30
     monkeypatch.setenv(environment.STAGING_VARIABLE, "1MiB")
-    with pytest.raises(ValueError, match="='1MiB' is not a number of bytes >= 8388608, nor a text"):
+    with pytest.raises(ValueError, match="='1MiB' is not a size of at least 8388608 bytes: give a"):
         default_budget_bytes()
 
 

@@ -30,7 +30,7 @@ def test_what_is_nested_too_deeply_is_refused(opening: str) -> None:
         (b"\xef\xbb\xbf1", "Expecting value"),
         (b'{"a": 1, "b": 2, "a": 3}', "an object has a name twice"),
         (b"[" + b"9" * 33 + b"]", "the number 9{9}... is too long: it has 33 digits"),
-        (b"[NaN]", "the number NaN is too large, or is none"),
+        (b"[NaN]", "the number NaN is too large, or is not a number"),
         (b"[-Infinity]", "the number -Infinity is too large"),
         (b"[1e999]", "the number 1e999 is too large"),
     ],

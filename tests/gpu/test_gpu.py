@@ -882,7 +882,7 @@ def test_ranks_save_steps_from_the_device(
     assert {outcome.value[0] for outcome in outcomes} == {"pinned"}
     first, second = (outcome.value[1] for outcome in outcomes)
     assert second == [] and len(first) == 1
-    assert "is saved with what rank 0 has of 'small', and rank 1 has other values" in first[0]
+    assert "is saved with rank 0's values of 'small', but rank 1 has other values" in first[0]
     with fastckpt.Checkpointer(disk / "run") as checkpointer:
         loaded = checkpointer.load(0)
     expected = state_of(0, "cpu")

@@ -365,7 +365,7 @@ def test_timeout_names_the_missing_and_what_they_did() -> None:
         "nothing was committed",
     )
     assert failure.ranks == (2, 3, 4)
-    late = "this rank, 2, came later than the timeout_s of 1.5 s; .* for ranks 3, 4, too; nothing"
+    late = "this rank, 2, arrived after the timeout_s of 1.5 s; .* for ranks 3, 4; nothing"
     with pytest.raises(PeerFailed, match=late):
         rounds[2].check()
 
@@ -415,8 +415,10 @@ def test_rank_at_another_step_is_found(brisk: None) -> None:
     on_each(coordinators, commit, "step 100")
     mine, its = coordinators[0].begin("step 200"), coordinators[1].begin("step 300")
     here, there = together(lambda: commit(mine), lambda: commit(its))
-    assert_same_failure([here], "rank 1 is at 'step 300' and never joined 'step 200'", "same order")
-    assert_same_failure([there], "rank 0 is at 'step 200' and never joined 'step 300'")
+    assert_same_failure(
+        [here], "rank 1 is at 'step 300' and took no part in 'step 200'", "same order"
+    )
+    assert_same_failure([there], "rank 0 is at 'step 200' and took no part in 'step 300'")
     assert (here.ranks, there.ranks) == ((1,), (0,))
 
 
@@ -426,7 +428,7 @@ def test_rank_that_left_out_a_step_begun_here_is_found(brisk: None) -> None:
     both = [coordinators[0].begin("step 1"), coordinators[0].begin("step 2")]
     only = coordinators[1].begin("step 2")
     outcomes = together(*[lambda r=r: commit(r) for r in (*both, only)])
-    assert_same_failure(outcomes[:1], "rank 1 is at 'step 2' and never joined 'step 1'")
+    assert_same_failure(outcomes[:1], "rank 1 is at 'step 2' and took no part in 'step 1'")
     assert outcomes[1:] == ["0,1", "0,1"]
 
 
@@ -434,7 +436,7 @@ def test_rank_that_has_closed_is_found(brisk: None) -> None:
     coordinators = opened(dist.HashStore(), 2)
     on_each(coordinators, commit, "step 1")
     coordinators[1].close()
-    with pytest.raises(PeerFailed, match="rank 1 has closed and never joined 'step 2'"):
+    with pytest.raises(PeerFailed, match="rank 1 has closed and took no part in 'step 2'"):
         commit(coordinators[0].begin("step 2"))
 
 
@@ -444,7 +446,7 @@ def test_rank_that_could_not_begin_says_why(brisk: None) -> None:
     with pytest.raises(Died), ExitStack() as begun:
         begun.push(coordinators[1].give_up)
         raise Died("no such file")
-    why = r"rank 1 could not begin \(Died: no such file\) and never joined 'step 1'"
+    why = r"rank 1 could not begin \(Died: no such file\) and took no part in 'step 1'"
     with pytest.raises(PeerFailed, match=why) as caught:
         commit(coordinators[0].begin("step 1"))
     assert caught.value.ranks == (1,)
@@ -453,7 +455,7 @@ def test_rank_that_could_not_begin_says_why(brisk: None) -> None:
     on_each(again, commit, "step 1")
     assert on_each(again, commit, "step 2") == ["0,1", "0,1"]
     again[1].close()
-    with pytest.raises(PeerFailed, match="rank 1 has closed and never joined 'step 3'"):
+    with pytest.raises(PeerFailed, match="rank 1 has closed and took no part in 'step 3'"):
         commit(again[0].begin("step 3"))
 
 
@@ -1016,7 +1018,7 @@ def test_a_rank_that_nobody_named_has_missed_the_call_too(store: dist.Store, bri
     assert on_each(coordinators, commit) == ["0,1,2"] * 3
     missed(coordinators, 0, 1)
     (late,) = on_each(coordinators[:1], commit, timeout_s=0.3)
-    assert isinstance(late, PeerFailed) and "this rank, 0, came later" in str(late)
+    assert isinstance(late, PeerFailed) and "this rank, 0, arrived after" in str(late)
     assert on_each(coordinators, commit, timeout_s=30) == ["0,1,2"] * 3
 
 
@@ -1044,7 +1046,7 @@ def test_a_rank_that_is_too_late_hears_why_and_is_in_step_again(
     missed(coordinators, 1)
     (outcome,) = on_each(coordinators[1:], commit)
     assert isinstance(outcome, PeerFailed)
-    assert "this rank, 1, came later than the timeout_s" in str(outcome)
+    assert "this rank, 1, arrived after the timeout_s" in str(outcome)
     assert "waited in vain" not in str(outcome)
     assert on_each(coordinators, commit) == ["0,1"] * 2
 

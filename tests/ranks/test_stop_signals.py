@@ -180,11 +180,11 @@ def test_a_process_ends_without_close() -> None:
         ((None,), ValueError, "signals has None"),
         (("SIGKILL",), ValueError, "SIGKILL, which no process can handle"),
         (("STOP",), ValueError, "SIGSTOP, which no process can handle"),
-        ((signal.SIGSEGV,), ValueError, "SIGSEGV, which tells of a fault"),
-        ((int(signal.SIGFPE),), ValueError, "SIGFPE, which tells of a fault"),
-        (("SIGBUS",), ValueError, "SIGBUS, which tells of a fault"),
-        (("ILL",), ValueError, "SIGILL, which tells of a fault"),
-        (("SIGCHLD",), ValueError, "SIGCHLD, which tells that a child process has ended"),
+        ((signal.SIGSEGV,), ValueError, "SIGSEGV, which reports a fault"),
+        ((int(signal.SIGFPE),), ValueError, "SIGFPE, which reports a fault"),
+        (("SIGBUS",), ValueError, "SIGBUS, which reports a fault"),
+        (("ILL",), ValueError, "SIGILL, which reports a fault"),
+        (("SIGCHLD",), ValueError, "SIGCHLD, which reports the end of a child process"),
     ],
 )
 def test_wrong_signals(given: object, error: type[Exception], text: str) -> None:
@@ -197,7 +197,7 @@ def test_what_is_open_is_closed_where_no_thread_can_be_started(
 ) -> None:
     closed = told_of_closing(monkeypatch)
     monkeypatch.setattr(stop_signals, "start_thread", lambda *_: False)
-    with pytest.raises(CheckpointError, match="no thread can be started"):
+    with pytest.raises(CheckpointError, match="cannot start the thread"):
         StopSignals(None, ("SIGUSR1",))
     assert closed == [Coordinator]
 
@@ -255,5 +255,5 @@ def test_another_thread_is_told_of_the_main_one() -> None:
     thread = threading.Thread(target=make, name="trainer")
     thread.start()
     thread.join()
-    assert "SIGUSR1 can be handled on the main thread alone" in said[0] and "'trainer'" in said[0]
+    assert "SIGUSR1 can be handled only on the main thread" in said[0] and "'trainer'" in said[0]
     assert "fastckpt-stop" not in [each.name for each in threading.enumerate()]

@@ -209,13 +209,15 @@ def test_values_that_differ_are_told_once(crew: Callable[[int], Crew], disk: Pat
     first, *others = crew(3)(bodies.save_values_of_each_rank, str(disk / "run"))
     assert others == [[], []]
     told = "\n".join(line for line in first if "PerRank" in line)
-    found = re.findall(r"rank 0 has of (.*), and rank [12] has other values or keys there", told)
+    found = re.findall(
+        r"rank 0's values of (.*), but rank [12] has other values or keys there", told
+    )
     assert found == ["'seen', 'python/1', 'numpy', 'set', 'object/1', 'rng'", "'late'"]
 
 
 def test_containers_that_differ_are_told(crew: Callable[[int], Crew], disk: Path) -> None:
     first, other = crew(2)(bodies.save_containers_of_each_rank, str(disk / "run"))
-    found = re.findall(r"rank 0 has of (.*), and rank 1 has other", "\n".join(first))
+    found = re.findall(r"rank 0's values of (.*), but rank 1 has other", "\n".join(first))
     names = [
         "other",
         "fewer/0",
@@ -314,7 +316,7 @@ def test_one_made_before_the_ranks_know_each_other_is_refused(
     crew: Callable[[int], Crew], disk: Path
 ) -> None:
     """It would save alone, on every rank. A group of one rank is for those who mean that."""
-    told = "Checkpointer of .* was made before .*init_process_group.* there are 2 now.* pass group="
+    told = "created before .*init_process_group.* there are 2 ranks now.* pass group="
     for rank, (outcomes, steps) in enumerate(
         crew(2)(bodies.save_by_one_made_too_early, str(disk / "run"))
     ):
@@ -369,7 +371,9 @@ def test_a_rank_that_saves_nothing_or_another_step(
                 if rank == absent:
                     assert type(outcome.error) is ValueError, outcome
                 else:
-                    pattern = rf"rank {absent} is at .step -1 of .* and never joined .step {step} "
+                    pattern = (
+                        rf"rank {absent} is at .step -1 of .* and took no part in .step {step} "
+                    )
                     assert_peer_failed(outcome, [absent], pattern)
             elif wrong == "another step":
                 pattern = rf"step {step + (rank == absent)} of .*: rank \d.* .step {step} of"
