@@ -88,7 +88,7 @@ def _member(named: Any, name: Any) -> enum.Enum:
     maker = named.make if isinstance(named, Callee) else None
     if isinstance(maker, _Enumeration) and name in maker.kind.__members__:
         return maker.kind[name]
-    raise Refused("getattr of something else than an enumeration")
+    raise Refused("getattr of an object that is not an enumeration")
 
 
 def _numbers(values: Any) -> torch.Size:
@@ -195,7 +195,7 @@ def _check_end(end: bytes, path: str, nbytes: int) -> None:
     if match is None and not end.endswith(pickle.STOP):
         raise CorruptCheckpoint(f"{path!r} is truncated or damaged: its pickle has no end")
     if match is not None and int(match[2], 16) != nbytes - _END_BYTES:
-        raise CorruptCheckpoint(f"{path!r} is damaged: its checksum is of another size")
+        raise CorruptCheckpoint(f"{path!r} is damaged: its checksum has the wrong size")
 
 
 def check(content: bytes, path: str) -> bool:
@@ -213,7 +213,7 @@ def check(content: bytes, path: str) -> bool:
         )
     body = content[:-_END_BYTES]
     if int(match[2], 16) != len(body) or int(match[3], 16) != zlib.crc32(body):
-        raise CorruptCheckpoint(f"{path!r} is damaged: its bytes have another CRC-32 or size")
+        raise CorruptCheckpoint(f"{path!r} is damaged: its CRC-32 or size does not match")
     return True
 
 
@@ -274,7 +274,9 @@ def content_of(storage: Storage, path: str) -> bytes:
     with opened_regular(storage, path) as file, reported("read", path):
         nbytes = file.nbytes()
         if nbytes > _NBYTES_MAX:
-            raise CorruptCheckpoint(f"{path!r} has {nbytes} bytes, which no .metadata file has")
+            raise CorruptCheckpoint(
+                f"{path!r} has {nbytes} bytes, an impossible size for a .metadata file"
+            )
         if nbytes > _LARGE_BYTES:  # a file with a hole at its end may have any size
             _check_end(file.read_at(_END_BYTES, nbytes - _END_BYTES), path, nbytes)
         try:
@@ -315,13 +317,13 @@ def described(content: bytes, path: str, weights_only: bool) -> Metadata:
         if collecting:
             gc.enable()
     if not has_checksum and end != len(content):
-        raise CorruptCheckpoint(f"{path!r} is damaged: more than a checksum follows the pickle")
+        raise CorruptCheckpoint(f"{path!r} is damaged: unexpected bytes follow the pickle")
     if not isinstance(value, Metadata):
         raise CorruptCheckpoint(f"{path!r} holds a {type(value).__name__}, must be Metadata")
     try:
         validate(value)
     except (ValueError, AttributeError) as error:  # attributes that were not pickled are missing
-        raise CorruptCheckpoint(f"{path!r} describes no checkpoint: {error}") from None
+        raise CorruptCheckpoint(f"{path!r} does not describe a checkpoint: {error}") from None
     except IncompatibleCheckpoint as error:
         raise IncompatibleCheckpoint(f"{path!r}: {error}") from None
     return value
@@ -336,16 +338,16 @@ def _unpickled(content: bytes, path: str, weights_only: bool) -> tuple[Any, int]
         return pickle.load(file), file.tell()
     except Refused as error:
         raise pickle.UnpicklingError(
-            f"{path!r} holds {error}, which a .metadata file need not have and which may run code: "
-            "if you trust whoever wrote it, read it with Reader(path, weights_only=False)"
+            f"{path!r} holds {error}, which a .metadata file does not need and which may run "
+            "code: if you trust whoever wrote it, read it with Reader(path, weights_only=False)"
         ) from None
     except _DAMAGE as error:
         said = str(error)[:_SHOWN_CHARS_MAX]
         raise CorruptCheckpoint(f"{path!r} is truncated or damaged: {said}") from None
     except MemoryError:
         raise CorruptCheckpoint(
-            f"{path!r} has {len(content)} bytes, but asks for more memory than there is: it is "
-            "damaged, unless memory is short"
+            f"{path!r} has {len(content)} bytes, but needs more memory than is available: it is "
+            "damaged, or memory is short"
         ) from None
 
 
@@ -360,21 +362,21 @@ def validate(value: Metadata) -> None:
         raise ValueError("its state_dict_metadata is not a dict")
     for name, stored in value.state_dict_metadata.items():
         if type(name) is not str:
-            raise ValueError("a key of its state_dict_metadata is not a text")
+            raise ValueError("a key of its state_dict_metadata is not a string")
         if not isinstance(stored, BytesStorageMetadata):
             _check_stored(name, stored)
     if not isinstance(value.storage_data, dict):
         raise IncompatibleCheckpoint(
-            f"its storage_data is a {type(value.storage_data).__name__}, not a dict: read it with "
-            "the reader of whatever wrote it"
+            f"its storage_data is a {type(value.storage_data).__name__}, not a dict: read it "
+            "with the reader of the library that wrote it"
         )
     for index, info in value.storage_data.items():
         if not isinstance(index, MetadataIndex) or type(index.fqn) is not str:
             raise ValueError("a key of its storage_data is not a MetadataIndex")
         if not isinstance(info, filesystem._StorageInfo):
             raise IncompatibleCheckpoint(
-                f"it says by a {type(info).__name__} where {shown(index.fqn)} lies, not by a "
-                "_StorageInfo: read it with the reader of whatever wrote it"
+                f"it locates {shown(index.fqn)} with a {type(info).__name__}, not with a "
+                "_StorageInfo: read it with the reader of the library that wrote it"
             )
         _check_info(index.fqn, info)
     if not isinstance(value.storage_meta, StorageMeta | None):
@@ -398,9 +400,9 @@ def _check_stored(name: str, stored: Any) -> None:
         values: Any
         for values in (chunk.offsets, chunk.sizes):
             if not isinstance(values, tuple) or len(values) != len(sizes):
-                raise ValueError(f"a chunk of {shown(name)} has not {len(sizes)} dimensions")
+                raise ValueError(f"a chunk of {shown(name)} does not have {len(sizes)} dimensions")
             if not are_numbers(values):
-                raise ValueError(f"a chunk of {shown(name)} is not placed by numbers")
+                raise ValueError(f"the place of a chunk of {shown(name)} is not given in numbers")
 
 
 def _check_info(name: str, info: Any) -> None:
@@ -414,7 +416,7 @@ def _check_info(name: str, info: Any) -> None:
     if transforms is not None and not (
         isinstance(transforms, list | tuple) and all(type(text) is str for text in transforms)
     ):
-        raise ValueError(f"the transforms of {shown(name)} are not a list of texts")
+        raise ValueError(f"the transforms of {shown(name)} are not a list of strings")
 
 
 def check_cover(key: str, tensor: TensorStorageMetadata) -> None:

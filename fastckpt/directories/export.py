@@ -266,7 +266,7 @@ def _named(
     if not found:
         names = listed(old for old, _tensor in tensors)
         left = f": only={only!r} and rename leave out {names}" if names else ""
-        raise ValueError(f"the state holds no tensor that is to be exported{left}")
+        raise ValueError(f"the state holds no tensor to export{left}")
     return found
 
 
@@ -338,8 +338,8 @@ def take_name(
     if name in taken or name == reserved:
         other = repr(taken[name]) if name in taken else "the header of safetensors files"
         raise ValueError(
-            f"{old!r} would be named {name!r}, which {other} is: give it another name, or leave "
-            "one out"
+            f"{old!r} would be named {name!r}, which is already the name of {other}: give it "
+            "another name, or leave one out"
         )
     taken[name] = old
 
@@ -440,10 +440,10 @@ def _config_of(state: object) -> bytes:
     except (AttributeError, TypeError, ValueError) as error:
         if not _has_warned:
             _has_warned = True
-            why = "the state is no model that has a config" if config is None else str(error)
+            why = "the state is not a model with a config" if config is None else str(error)
             log.warning(
-                "an export has no config.json, without which from_pretrained() opens nothing: pass "
-                "its path in files= (%s; this is said once)",
+                "an export has no config.json, and from_pretrained() cannot open it without one: "
+                "pass the path of one in files= (%s; this warning is given once)",
                 why,
             )
         return b""
@@ -456,10 +456,10 @@ def _check_file(storage: Storage, path: str) -> None:
         if status is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     if not stat.S_ISREG(status.st_mode):
-        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+        kind = "a directory" if stat.S_ISDIR(status.st_mode) else "not a regular file"
         raise ValueError(f"files has {path!r}, which is {kind}: give the path of each file")
     if status.st_size > _FILE_BYTES_MAX:
         raise ValueError(
-            f"files has {path!r}, which has more than {shown_size(_FILE_BYTES_MAX)}: files as "
-            "config.json are meant, which are read into memory: leave it out"
+            f"files has {path!r}, which is larger than {shown_size(_FILE_BYTES_MAX)}: files= is "
+            "for small files such as config.json, which are read into memory; leave it out"
         )

@@ -94,7 +94,7 @@ class ItemsFile:
             try:
                 self._file = file = input_file(storage, path)
             except FileNotFoundError:
-                raise CorruptCheckpoint(f"{path!r}, which the metadata names, is missing") from None
+                raise CorruptCheckpoint(f"{path!r} is missing, but the metadata names it") from None
         try:
             if self._is_ours and (contents := contents_of(file)):
                 index, items = contents.index, contents.items
@@ -110,8 +110,8 @@ class ItemsFile:
             end = max(request.offset + request.nbytes for request in requests)
             if end > (nbytes := index.body_nbytes):
                 raise CorruptCheckpoint(
-                    f"{path!r} has {nbytes} bytes, but items up to {end}: it is truncated or "
-                    "of another checkpoint"
+                    f"{path!r} has {nbytes} bytes, but its items end at {end}: it is truncated "
+                    "or belongs to another checkpoint"
                 )
             self._found = {request: self._locate(request) for request in {*requests}}
             self._read(requests)
@@ -139,8 +139,9 @@ class ItemsFile:
         item = self._items.get(request.offset)
         if item is None or item.nbytes != request.nbytes:
             raise CorruptCheckpoint(
-                f"{self._path!r} has no item of {request.nbytes} bytes at {request.offset}, where "
-                f"{self._name(request)} is to be: it is of another checkpoint than the metadata"
+                f"{self._path!r} has no item of {request.nbytes} bytes at {request.offset}, "
+                f"where {self._name(request)} should be: it does not belong to the same "
+                "checkpoint as the metadata"
             )
         if not item.dtype:
             return None
@@ -307,7 +308,7 @@ def _damaged(
     wrong = [item for item in near if _crc(read_at, item) != item.crc]
     known = names()
     told = [repr(known.get(i.offset, f"item at {i.offset}")) for i in wrong or near]
-    what = "" if wrong else "what stands around the elements of "
+    what = "" if wrong else "the bytes around the elements of "
     return f"{what}{listed(dict.fromkeys(told))}; {OVERWRITTEN}"
 
 

@@ -171,14 +171,14 @@ def disagreement(root: str, number: int, damaged: Collection[str] = ()) -> str |
     if latest in (number, RELEASE):
         return None
     if not isinstance(latest, int):
-        held = "is missing" if text is None else f"holds {text!r}, which is no iteration"
+        held = "is missing" if text is None else f"holds {text!r}, which is not an iteration"
         why = f"{TRACKER} {held}"
     else:
         path = os.path.join(root, directory_name(latest))
-        what = f"has no {METADATA}" if os.path.isdir(path) else "is not there"
+        what = f"has no {METADATA}" if os.path.isdir(path) else "is missing"
         what = "is damaged" if path in damaged else what
         why = f"iteration {latest}, which {TRACKER} names, {what}"
-    return f"iteration {number} is loaded, the last of the others that was committed: {why}"
+    return f"iteration {number} is loaded, the last other one that was committed: {why}"
 
 
 def is_legacy(directory: str) -> bool:

@@ -318,8 +318,8 @@ class DirectoryPlace(Place):
         if self._hidden is None and len(self._record) > 1 and self._holds_one():
             # Files that always have the same name are another checkpoint's now.
             raise CheckpointError(
-                f"another job has saved to {self._path!r} meanwhile: its checkpoint stays, and "
-                "this one was not committed; give each job a directory of its own"
+                f"another job saved to {self._path!r} in the meantime: its checkpoint stays, and "
+                "this one was not committed; give each job a separate directory"
             )
         if write is not None:
             self._replaced, self._unneeded = write(self.directory)
@@ -361,7 +361,7 @@ class DirectoryPlace(Place):
                 continue
             if self._version() == before:
                 return sorted(name for name in self._seen if not is_part(name))
-        detail = f"other processes have replaced it {_LOOKS_MAX} times while it was looked at"
+        detail = f"other processes replaced it {_LOOKS_MAX} times while it was being read"
         raise StorageError("list", path, errno.EBUSY, detail=detail)
 
     def _keep_late(self, hidden: HiddenDirectory) -> None:
@@ -390,7 +390,7 @@ class DirectoryPlace(Place):
             return self._is_part or (lambda name: False)
         if not is_directory(storage, path):
             raise CheckpointError(
-                f"{path!r} is a file, and is not replaced by a directory: save to another path"
+                f"{path!r} is a file, and a directory does not replace it: save to another path"
             )
         status = storage.status(os.path.join(path, file_list.NAME), link=True)
         if status is not None and not stat.S_ISREG(status.st_mode):
@@ -438,7 +438,7 @@ class DirectoryPlace(Place):
             )
         except CheckpointError as error:
             if not is_visible(error):
-                error.reword(f"{error}; {self._path!r} is committed, but {path!r} is as it was")
+                error.reword(f"{error}; {self._path!r} is committed, but {path!r} is unchanged")
                 error.visible = True
             raise
         if replaced is not None:
@@ -464,7 +464,7 @@ class DirectoryPlace(Place):
                 if self._is_committed and self._seen and not hidden.is_kept:
                     self._keep_late(hidden)
             except OSError as error:
-                log.warning("files that came to %r last may be lost: %s", self._path, error)
+                log.warning("files that were added to %r last may be lost: %s", self._path, error)
             finally:
                 hidden.discard()
         if self._lease is not None and not is_registered(self._lease):

@@ -133,7 +133,7 @@ def _begun(
         try:
             fill(draft)
             if not later and not is_directory(current.storage, draft.directory):
-                raise CheckpointError(f"fill() has put nothing into {draft.directory!r}")
+                raise CheckpointError(f"fill() did not put anything into {draft.directory!r}")
             path = handle.path
             place = DirectoryPlace(
                 current.storage,

@@ -53,8 +53,8 @@ def check(path: str, storage: Storage | None = None, rank: int = 0, world_size: 
             found = persistently(partial(crc32_of, storage, inside, name, file.nbytes), inside)
             if found != file:
                 raise CorruptCheckpoint(
-                    f"{name!r} has {found.nbytes} bytes of CRC-32 {found.crc32:08x}, but "
-                    f"{file.nbytes} of {file.crc32:08x} were written"
+                    f"{name!r} has {found.nbytes} bytes with CRC-32 {found.crc32:08x}, but "
+                    f"{file.nbytes} with {file.crc32:08x} were written"
                 )
     except CorruptCheckpoint as error:
         raise CorruptCheckpoint(f"{path!r} is damaged: {error}") from None
@@ -106,8 +106,8 @@ def check_common(path: str, crc32: int, planner_data: Any) -> bool:
     expected = planner_data.get(COMMON_CRC) if isinstance(planner_data, dict) else None
     if expected not in (None, crc32):
         raise CorruptCheckpoint(
-            f"{path!r} is damaged, or of another save: its CRC-32 is {crc32}, but .metadata says "
-            f"{expected}"
+            f"{path!r} is damaged, or belongs to another save: its CRC-32 is {crc32}, but "
+            f".metadata says {expected}"
         )
     return expected is not None
 

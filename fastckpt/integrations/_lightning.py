@@ -33,7 +33,7 @@ from fastckpt.storage.file_system import reported
 
 log = logging.getLogger("fastckpt")
 
-_NO_STEP_FENCE = "what Lightning passes may be changed between two optimizer steps, by callbacks"
+_NO_STEP_FENCE = "callbacks may change the state between two optimizer steps"
 
 
 class BackgroundCheckpointIO:
@@ -83,7 +83,7 @@ class BackgroundCheckpointIO:
             Exception: whatever torch.save raises for an object that cannot be pickled.
         """
         if storage_options is not None:
-            raise TypeError(f"{type(self).__name__} takes no storage_options, give None")
+            raise TypeError(f"{type(self).__name__} does not take storage_options: pass None")
         local = _on_file_system(path)
         if self.is_saving:  # a signal handler calls this: the save it interrupts holds locks
             self._stock.save_checkpoint(self, checkpoint, path)

@@ -99,8 +99,8 @@ class Stages:
                     }
                 if shared := union.keys() & part.keys():
                     raise CheckpointError(
-                        f"two pipeline stages have {min(shared)!r} in their {what}: which of them "
-                        "is to be saved cannot be said"
+                        f"two pipeline stages have {min(shared)!r} in their {what}: it is "
+                        "ambiguous which of them to save"
                     )
                 union |= part
         agreement.close(0.0)

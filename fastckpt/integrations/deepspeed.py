@@ -81,7 +81,7 @@ def install(
     saves_by = getattr(engine, "checkpoint_engine", None)
     if type(saves_by) is not TorchCheckpointEngine:
         raise ValueError(
-            f"engine saves by {type(saves_by).__name__}, not by DeepSpeed's default: call "
+            f"engine saves with {type(saves_by).__name__}, not with DeepSpeed's default: call "
             "install() once, with neither checkpoint.writer nor datastates_ckpt in the "
             "configuration"
         )
@@ -150,7 +150,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         the other ranks would wait for one that raises here.
         """
         unmade, self._unmade = self._unmade, None
-        self._seal(CheckpointError(f"given up: tag {info.tag!r} was begun before it ended"))
+        self._seal(CheckpointError(f"abandoned: tag {info.tag!r} began before it ended"))
         self.drain()
         directory = os.path.realpath(check_path("save_dir", info.save_dir))
         path = os.path.realpath(os.path.join(directory, info.tag))
@@ -256,7 +256,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         Raises:
             CheckpointError: with on_error="raise", the last tag failed, and nobody asked for why.
         """
-        self._seal(CheckpointError("given up: the engine is being destroyed"))
+        self._seal(CheckpointError("abandoned: the engine is being destroyed"))
         self._saves.wait(FREEING_S)  # the round is closed in the end
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:

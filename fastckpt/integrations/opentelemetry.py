@@ -59,10 +59,18 @@ class Telemetry:
         meter = metrics.get_meter(_SCOPE, meter_provider=meter_provider)
         self._tracer = trace.get_tracer(_SCOPE, tracer_provider=tracer_provider)
         self._saves = meter.create_counter("fastckpt.saves", "{save}", "saves that have ended")
-        self._size = meter.create_counter("fastckpt.save.size", "By", "written by this process")
-        self._stall = meter.create_histogram("fastckpt.save.stall", "s", "the caller was blocked")
-        self._durable = meter.create_histogram("fastckpt.save.durable", "s", "until the commit")
-        self._drain = meter.create_histogram("fastckpt.save.drain", "s", "from nodes to the root")
+        self._size = meter.create_counter(
+            "fastckpt.save.size", "By", "bytes written by this process"
+        )
+        self._stall = meter.create_histogram(
+            "fastckpt.save.stall", "s", "time for which the caller was blocked"
+        )
+        self._durable = meter.create_histogram(
+            "fastckpt.save.durable", "s", "time until the commit"
+        )
+        self._drain = meter.create_histogram(
+            "fastckpt.save.drain", "s", "time for copying from nodes to the root"
+        )
 
     def __call__(self, handle: SaveHandle) -> None:
         """Reports a save that has ended: a callback of its handle."""

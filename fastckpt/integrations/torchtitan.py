@@ -90,11 +90,11 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             check_options(self.options)
             check_choice("checkpoint.codec", self.codec, CODECS)
             if self.create_seed_checkpoint and self.load_only:
-                raise ValueError("create_seed_checkpoint saves, which load_only forbids")
+                raise ValueError("create_seed_checkpoint cannot save with load_only")
             if self.create_seed_checkpoint and self.last_save_in_hf:
                 raise ValueError(
-                    "create_seed_checkpoint with last_save_in_hf would make no step to begin with: "
-                    "leave last_save_in_hf out of the job that makes the seed"
+                    "create_seed_checkpoint with last_save_in_hf would save no step to start "
+                    "from: remove last_save_in_hf from the job that creates the seed"
                 )
 
     def __init__(
@@ -119,7 +119,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         if config.last_save_in_hf and sd_adapter is None:
             raise ValueError(
                 "checkpoint.last_save_in_hf is True, but sd_adapter is not provided: this model "
-                "has no names that Hugging Face knows"
+                "has no mapping to Hugging Face's names"
             )
         self.states = states
         self.states.update(
@@ -133,9 +133,9 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         self._stages = Stages.found(self.states[MODEL].cached_state_dict, config.options.timeout_s)
         if self._stages is not None and config.last_save_in_hf:
             raise ValueError(
-                "checkpoint.last_save_in_hf is True, but with pipeline parallelism no rank has all "
-                "names of the model: leave it out, and have a job without pipeline stages, which "
-                "begins with the last step, write the model"
+                "checkpoint.last_save_in_hf is True, but with pipeline parallelism no rank has "
+                "the whole model: remove it, and write the model in a job without pipeline "
+                "stages that starts from the last step"
             )
         self._own_data = None if dataloader is None else _OwnData(dataloader).per_rank
         self._checkpointer = Checkpointer(
@@ -224,7 +224,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             newest = os.path.join(self.folder, f"step-{found[-1]}")
             raise ValueError(
                 f"checkpoint.folder {self.folder!r} has checkpoints of torchtitan's DCP manager, "
-                "which this one would not go on with: to do so, give another folder, "
+                "which this manager cannot continue: to start from them, set another folder, "
                 f"initial_load_path={newest!r} and initial_load_model_only=False"
             )
         what = "checkpoint.initial_load_path"
@@ -233,7 +233,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         elif path is None:
             return _NOTHING, "", None, False
         if not path or not (filesystem.is_remote(path) or os.path.isdir(path)):
-            raise ValueError(f"{what} is {path!r}, which is no directory of a checkpoint")
+            raise ValueError(f"{what} is {path!r}, which is not the directory of a checkpoint")
         logger.info("Loading the initial checkpoint from %s.", path)
         kind = _DCP if os.path.isfile(os.path.join(path, METADATA)) else _FOLDER
         kind = _HUGGING_FACE if config.initial_load_in_hf else kind
@@ -264,8 +264,8 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
     def _load_hugging_face(self, path: str) -> None:
         if self._adapter is None:
             raise ValueError(
-                "checkpoint.initial_load_in_hf is True, but sd_adapter is not provided: this model "
-                "has no names that Hugging Face knows"
+                "checkpoint.initial_load_in_hf is True, but sd_adapter is not provided: this "
+                "model has no mapping to Hugging Face's names"
             )
         tensors = self._adapter.to_hf(self.states[MODEL].state_dict())
         if self._config.initial_load_in_hf_quantized:  # torchtitan's own reader dequantizes
@@ -308,8 +308,8 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
 
 _ADVICE = (
-    "it was saved with another number of data-parallel ranks; "
-    f'pass exclude_from_loading=["{DATALOADER}"] to begin the data anew'
+    "it was saved with another number of data-parallel ranks; pass "
+    f'exclude_from_loading=["{DATALOADER}"] to start the data from the beginning'
 )
 
 

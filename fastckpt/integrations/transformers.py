@@ -124,7 +124,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
                 raise ValueError(f"{type(self).__name__} cannot save checkpoints with {what}")
         if self.is_fsdp_enabled and (why := _fsdp.gathers(self.accelerator.state.fsdp_plugin)):
             raise ValueError(
-                f"{type(self).__name__} cannot save checkpoints with {why}, by "
+                f"{type(self).__name__} cannot save checkpoints with {why}, with "
                 f"fsdp_config={{'state_dict_type': {_fsdp.SHARDED!r}}}"
             )
 
@@ -140,7 +140,10 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         if best is not None and best.failure() is not None:
             path = self.state.best_model_checkpoint
             if path is not None and os.path.realpath(path) == best.path:
-                log.warning("%r, the best checkpoint, could not be saved: there is none now", path)
+                log.warning(
+                    "%r, the best checkpoint, could not be saved: no best checkpoint exists now",
+                    path,
+                )
                 self.state.best_model_checkpoint = None
         self._saves.raise_first()
 
@@ -198,7 +201,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
                 super(AsyncTrainer, self)._save_checkpoint(model, trial)
             except (OSError, RuntimeError) as error:  # the latter is torch.save's
                 why = f"{type(error).__name__}: {error}"
-                text = f"a file of {path!r} that the Trainer writes by itself failed with {why}"
+                text = f"a file of {path!r} that the Trainer writes itself failed with {why}"
                 failed = CheckpointError(text)
                 failed.__cause__ = error
                 draft.fail(failed)

@@ -484,7 +484,7 @@ def test_a_metadata_file_with_holes_is_no_fault(
     os.truncate(saved / "dcp" / ".metadata", 1 << 42)
     assert main([command, str(saved / "dcp")]) == 1
     said = capsys.readouterr()
-    assert "which no .metadata file has" in said.out + said.err
+    assert "an impossible size for a .metadata file" in said.out + said.err
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])

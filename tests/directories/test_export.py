@@ -168,7 +168,7 @@ def test_an_export_without_a_config_is_told_once(
         for turn in range(2):
             fastckpt.export(state, disk / f"{turn}").result(WAIT_S)
         (told,) = [each for each in caplog.messages if "has no config.json" in each]
-        assert "pass its path in files=" in told
+        assert "pass the path of one in files=" in told
         caplog.clear()
     assert not (disk / "0" / "config.json").exists()
 
@@ -369,7 +369,7 @@ def test_what_files_cannot_hold_is_named(disk: Path) -> None:
         ({"a": torch.ones(1)}, {"files": ["x/fastckpt.json"]}, ValueError, "of another file"),
         ({"a": torch.ones(1)}, {"files": [INDEX]}, ValueError, "of another file"),
         ({"a": torch.ones(1)}, {"files": ["/tmp"]}, ValueError, "'/tmp', which is a directory: g"),
-        ({"a": torch.ones(1)}, {"files": ["/dev/null"]}, ValueError, "which is no regular file"),
+        ({"a": torch.ones(1)}, {"files": ["/dev/null"]}, ValueError, "which is not a regular file"),
     ],
     ids=lambda value: "",
 )
@@ -388,7 +388,7 @@ def test_a_file_that_is_too_large_is_not_cut(disk: Path, monkeypatch: pytest.Mon
     fastckpt.export({"a": torch.ones(1)}, disk / "a", files=[config]).result(WAIT_S)
     assert (disk / "a" / "config.json").read_text() == "x" * 1000
     config.write_text("x" * 1001)
-    with pytest.raises(ValueError, match=r"config.json', which has more than 1000 B:"):
+    with pytest.raises(ValueError, match=r"config.json', which is larger than 1000 B:"):
         fastckpt.export({"a": torch.ones(1)}, disk / "b", files=[config])
     assert not (disk / "b").exists()
 

@@ -691,7 +691,7 @@ def test_metadata_that_describes_no_checkpoint_is_told(
     if part == "properties" and weights_only:
         match = "have other types"
     else:
-        match = "describes no checkpoint|storage_data is a list"
+        match = "does not describe a checkpoint|storage_data is a list"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(value))
     kind = IncompatibleCheckpoint if what == "items in a list" else CorruptCheckpoint
     with pytest.raises(kind, match=match):

@@ -151,6 +151,6 @@ def test_what_a_rank_has_not_staged_is_written_by_one_that_can() -> None:
 def test_what_nobody_has_staged_fails_once() -> None:
     job = Job()
     assert names_of(job.plan(["w y", "w", "y"], w=1, y=2)) == ["", "w", "y"]
-    with pytest.raises(CheckpointError, match="rank 0 is to write 'y', which it had not copied"):
+    with pytest.raises(CheckpointError, match="rank 0 must write 'y', but had not copied it"):
         job.plan(["w y", "w", "x"], w=1)
     assert names_of(job.plan(["w y", "w", "x"], w=1)) == ["y", "w", "x"]

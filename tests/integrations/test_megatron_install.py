@@ -258,9 +258,12 @@ def damage_common(path: Path) -> None:
         (damage_common, "skipping .*iter_0000003: .*"),
         (lambda path: next(path.glob("__1_*.distcp")).unlink(), "skipping .*iter_0000003: .*"),
         (lambda path: (path / ".metadata").unlink(), ".* iteration 3, .* has no .metadata"),
-        (shutil.rmtree, ".*iteration 3, which .* names, is not there"),
+        (shutil.rmtree, ".*iteration 3, which .* names, is missing"),
         (lambda path: (path.parent / TRACKER).unlink(), f".*: {TRACKER} is missing"),
-        (lambda path: (path.parent / TRACKER).write_text(""), ".* holds '', which is no iteration"),
+        (
+            lambda path: (path.parent / TRACKER).write_text(""),
+            ".* holds '', which is not an iteration",
+        ),
     ],
     ids=["data", "common", "no data", "no metadata", "missing", "no tracker", "empty tracker"],
 )
@@ -292,7 +295,7 @@ def test_nothing_whole_is_an_error_and_nothing_at_all_is_none(run: Run, three: P
         run.loads()
     for number in run.iterations():
         shutil.rmtree(run.root / f"iter_000000{number}")
-    with pytest.raises(CorruptCheckpoint, match="names iter_0000003, which is not complete"):
+    with pytest.raises(CorruptCheckpoint, match="names iter_0000003, but neither that iteration"):
         run.loads()
 
 
@@ -301,7 +304,7 @@ def test_the_commit_before_was_saved_on_other_sizes(run: Run, three: Path) -> No
     shutil.copytree(three, run.root)
     run(("save", 4), tensor_model_parallel_size=2, world_size=4)
     damage_data(run.root / "iter_0000004")
-    with pytest.raises(CorruptCheckpoint, match="begin again with --ckpt-step 3"):
+    with pytest.raises(CorruptCheckpoint, match="restart with --ckpt-step 3"):
         run.loads(world_size=4)
 
 

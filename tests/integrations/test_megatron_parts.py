@@ -158,7 +158,7 @@ def test_replicas_are_read_once_and_holes_are_named() -> None:
     catalog = Catalog({"first": [piece], "second": [piece.moved(4)]})
     assert list(catalog.runs([piece], 0, 8)) == ["first"]
     half = Catalog({"first": [Piece("w", (0,), (4,), 0, (1,))]})
-    with pytest.raises(Uncovered, match=r"'w': 4 elements are stored of the 8 needed"):
+    with pytest.raises(Uncovered, match=r"'w': 4 elements are stored, but 8 are needed"):
         half.runs([piece], 0, 8)
     assert half.runs([piece], 0, 8, partial=True)["first"].size == 4
     twice = Catalog({"a": [piece], "b": [Piece("w", (2,), (4,), 0, (1,))]})
@@ -468,7 +468,10 @@ def test_verify_compares_all_of_an_iteration(
     common.write_bytes(content.getvalue())  # of another save, whole by itself
     capsys.readouterr()
     assert main(["verify", str(tmp_path)]) == main(["verify", str(common)]) == 1
-    assert f"{str(common)!r} is damaged, or of another save: its CRC-32" in capsys.readouterr().out
+    assert (
+        f"{str(common)!r} is damaged, or belongs to another save: its CRC-32"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -484,7 +487,7 @@ def test_what_another_job_is_saving_stays(number: int, tmp_path: Path) -> None:
         gate.set()
         error = theirs.exception(WAIT_S)
     assert complete_in(str(tmp_path)) == sorted({1, number})
-    assert (str(error) if error else "").startswith("another job has saved to") == (number == 1)
+    assert (str(error) if error else "").startswith("another job saved to") == (number == 1)
     path = tmp_path / iterations.directory_name(1)
     rows = {"rows": torch.zeros(4, 2)}
     dist_checkpoint.load(rows, storage_reader=dcp.Reader(path), no_dist=True)
@@ -495,12 +498,12 @@ def test_what_another_job_is_saving_stays(number: int, tmp_path: Path) -> None:
 def test_the_state_of_modelopt_is_not_left_out(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model[0]._modelopt_state = []
-    with pytest.raises(NotImplementedError, match="changed by NVIDIA ModelOpt"):
+    with pytest.raises(NotImplementedError, match="NVIDIA ModelOpt changed"):
         megatron.save_checkpoint(1, model, save=str(tmp_path))
     assert not list(tmp_path.iterdir())
     begun(tmp_path, 1, 1.0).result(WAIT_S)
     (tmp_path / iterations.directory_name(1) / "modelopt_state").mkdir()
-    with pytest.raises(IncompatibleCheckpoint, match="restored by Megatron's own load_checkpoint"):
+    with pytest.raises(IncompatibleCheckpoint, match="only Megatron's load_checkpoint restores"):
         megatron.load_checkpoint(torch.nn.Linear(2, 2), load=str(tmp_path))
 
 

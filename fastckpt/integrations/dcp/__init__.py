@@ -263,8 +263,8 @@ def _writer(storage_writer: Any, checkpoint_id: Any, options: SaveOptions | None
         return Writer(checkpoint_id, options=SaveOptions() if options is None else options)
     if not isinstance(storage_writer, Writer):
         raise TypeError(
-            f"storage_writer is a {type(storage_writer).__name__}, must be a "
-            f"{__name__}.Writer: give others to torch.distributed.checkpoint.async_save"
+            f"storage_writer is a {type(storage_writer).__name__}, must be a {__name__}.Writer: "
+            "pass other writers to torch.distributed.checkpoint.async_save"
         )
     if checkpoint_id is None:
         checkpoint_id = storage_writer.path
@@ -396,7 +396,8 @@ class _Planning:
         for item in dcp_plans.unstaged(final, staged) if staged is not None else ():
             raise CheckpointError(
                 f"{self._agreement.label}: {type(self._planner).__name__}.finish_plan() added "
-                f"{item.index.fqn!r} to the plan, which was not copied when async_save returned"
+                f"{item.index.fqn!r} to the plan, but it was not copied before async_save "
+                "returned"
             )
 
 

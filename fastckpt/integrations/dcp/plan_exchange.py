@@ -237,9 +237,9 @@ def _moved(
                 to = next(others, -1)
             if to < 0:
                 raise CheckpointError(
-                    f"{label}: rank {rank} is to write {item.index.fqn!r}, which it had not copied "
-                    "when async_save returned: the parts of the state have changed on some ranks "
-                    "and not on others; nothing was committed, and the next save plans anew"
+                    f"{label}: rank {rank} must write {item.index.fqn!r}, but had not copied it "
+                    "when async_save returned: the parts of the state changed on some ranks "
+                    "only; nothing was committed, and the next save makes a new plan"
                 )
             parts[to].append(item)
     return [with_member(plan, "items", items) for plan, items in zip(central, parts, strict=True)]

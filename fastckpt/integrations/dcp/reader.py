@@ -251,12 +251,13 @@ class Reader(StorageBase, StorageReader):
         path = os.path.join(self.path, name)
         if not dcp_metadata.is_within(name):
             raise CorruptCheckpoint(
-                f"the metadata of {self.path!r} names the file {shown(name)}, which is not in it"
+                f"the metadata of {self.path!r} names the file {shown(name)}, which is not in "
+                "that directory"
             )
         target = "" if self.follow_links else dcp_metadata.leads_outside(self.path, path)
         if target:
             raise IncompatibleCheckpoint(
-                f"{path!r} is a link to {target!r}, which lies outside of the checkpoint: if you "
+                f"{path!r} is a link to {target!r}, which is outside the checkpoint: if you "
                 "trust whoever made it, read it with Reader(path, follow_links=True)"
             )
         return path
@@ -291,8 +292,9 @@ class Reader(StorageBase, StorageReader):
         """Has torch read the items that went through its extensions for streams."""
         if self.weights_only and any(item.type == LoadItemType.BYTE_IO for item in plan.items):
             raise pickle.UnpicklingError(
-                f"{self.path!r} holds objects that went through an extension of torch, which only "
-                "torch can load, running code that they name: pass weights_only=False to Reader"
+                f"{self.path!r} holds objects that were written with an extension of torch: only "
+                "torch can load them, and that runs code that they name; to allow it, pass "
+                "weights_only=False to Reader"
             )
         for item in plan.items:
             self._path(self._info(item).relative_path)

@@ -98,7 +98,9 @@ class Writer(StorageBase, StorageWriter):
         self._commits = True  # whether this rank does
         self.by_torch = True  # who leads this rank through a save
         if _extensions:
-            raise ValueError(f"_extensions is {_extensions}, must be empty: none are applied here")
+            raise ValueError(
+                f"_extensions is {_extensions}, must be empty: extensions are not supported"
+            )
         if getattr(serialization_format, "name", "TORCH_SAVE") != "TORCH_SAVE":
             raise ValueError(f"serialization_format is {serialization_format}, must be TORCH_SAVE")
         given = {
@@ -108,7 +110,7 @@ class Writer(StorageBase, StorageWriter):
             "cache_staged_state_dict": cache_staged_state_dict,
         }
         if unused := ", ".join(name for name, differs in given.items() if differs):
-            log.info("the Writer for %r does not use %s: fastckpt has no need of it", path, unused)
+            log.info("the Writer for %r ignores %s, which fastckpt does not need", path, unused)
         self.reset(check_path("path", path))
 
     def with_options(self, options: SaveOptions) -> Writer:

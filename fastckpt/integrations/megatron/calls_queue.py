@@ -118,7 +118,7 @@ class _Call:
         self._agreed.wait()
         if self._failure is not None:
             raise CheckpointError(
-                f"ranks do not agree on how the save to {self.handle.path!r} has ended: "
+                f"ranks disagree on the outcome of the save to {self.handle.path!r}: "
                 f"{self._failure}"
             ) from self._failure
 

@@ -188,12 +188,12 @@ def nothing_complete(root: str, latest: int | str) -> CheckpointError:
     path = os.path.join(root, name)
     if iterations.is_legacy(path):
         return IncompatibleCheckpoint(
-            f"{path!r} is in Megatron's format torch, which is not loaded by fastckpt: convert it "
-            "by Megatron's --ckpt-convert-format torch_dist, without fastckpt"
+            f"{path!r} is in Megatron's format torch, which fastckpt does not load: convert it "
+            "with Megatron's --ckpt-convert-format torch_dist, without fastckpt"
         )
     return CorruptCheckpoint(
-        f"{iterations.TRACKER} of {root!r} names {name}, which is not complete, nor is any other "
-        "iteration; to begin anew, give an empty directory"
+        f"{iterations.TRACKER} of {root!r} names {name}, but neither that iteration nor any "
+        "other is complete; to start from the beginning, pass an empty directory"
     )
 
 
@@ -235,7 +235,7 @@ class _Loading:
         if has_state and not is_by_modelopt(self._models):
             raise IncompatibleCheckpoint(
                 f"{self.path!r} has a directory {_OF_MODELOPT!r}, the state of NVIDIA ModelOpt, "
-                "which is restored by Megatron's own load_checkpoint, also under install()"
+                "which only Megatron's load_checkpoint restores, also under install()"
             )
         self._metadata, self.common = whole(self.path, self._weights_only)
         if any(_is_by_fsdp(model) for model in self._models):
@@ -301,7 +301,7 @@ class _Loading:
             set_rng_state(states[own if own < len(states) else 0])
         elif load_rng:
             log.warning(
-                "random number generators stay as they are: %r has no state for this rank, as it "
-                "was saved without them or on another parallelism",
+                "random number generators are unchanged: %r has no state for this rank, since it "
+                "was saved without it or with another parallelism",
                 self.path,
             )

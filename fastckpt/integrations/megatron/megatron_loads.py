@@ -249,7 +249,9 @@ class MegatronLoads:
                 state["fastckpt_optimizer_maps"] = optimizers.saved_maps(optimizer, models)
             except IncompatibleCheckpoint as error:
                 if not self._has_warned:
-                    log.warning("only the same parallel sizes will load what is saved: %s", error)
+                    log.warning(
+                        "this checkpoint will load only with the same parallel sizes: %s", error
+                    )
                 self._has_warned = True
         return state
 
@@ -326,6 +328,6 @@ def _check_alike(first: _Look, then: _Look) -> None:
     if told[0] != told[1] or kinds[0] != kinds[1]:
         number = int(os.path.basename(then.path).rpartition("_")[2])
         raise CorruptCheckpoint(
-            f"{first.path!r} is damaged, and {then.path!r} was saved on other parallel sizes or "
-            f"with other flags: to load it, begin again with --ckpt-step {number}"
+            f"{first.path!r} is damaged, and {then.path!r} was saved with other parallel sizes "
+            f"or flags: to load it, restart with --ckpt-step {number}"
         )

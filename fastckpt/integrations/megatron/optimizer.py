@@ -240,8 +240,8 @@ def _pieces(param: torch.Tensor, sharded: Mapping[Any, Any]) -> list[Piece]:
         part.data.untyped_storage()._cdata != storage for part in parts
     ):
         raise IncompatibleCheckpoint(
-            f"{how.key!r} is saved by a factory that does more than cut it: its optimizer state "
-            "cannot be resharded; save with distrib_optim_sharding_type='fully_reshardable'"
+            f"{how.key!r} is saved by a factory that does more than split it: its optimizer "
+            "state cannot be resharded; save with distrib_optim_sharding_type='fully_reshardable'"
         )
     return [
         Piece(

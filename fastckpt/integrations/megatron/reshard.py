@@ -157,7 +157,7 @@ class Uncovered(ValueError):
 
     def __init__(self, keys: Iterable[str], found: int, wanted: int) -> None:
         names = ", ".join(sorted({repr(key) for key in keys}))
-        super().__init__(f"{names}: {found} elements are stored of the {wanted} needed")
+        super().__init__(f"{names}: {found} elements are stored, but {wanted} are needed")
 
 
 class Catalog:

@@ -60,9 +60,9 @@ def refuse_modelopt(models: Sequence[Any]) -> None:
     """Raises NotImplementedError for models that have more state than what is saved of them."""
     if is_by_modelopt(models):
         raise NotImplementedError(
-            "the model was changed by NVIDIA ModelOpt, whose state save_checkpoint does not save, "
-            "and without that the weights cannot be loaded as what they are; Megatron's own "
-            "save_checkpoint saves it, also under install()"
+            "NVIDIA ModelOpt changed the model, but this save_checkpoint does not save "
+            "ModelOpt's state, and the weights cannot be loaded correctly without it; use "
+            "Megatron's save_checkpoint, also under install()"
         )
 
 

@@ -91,7 +91,7 @@ def install(
     ]
     for module, name, value in in_place:
         setattr(module, name, value)
-    log.info("%s saves and loads by fastckpt", _CHECKPOINTING)
+    log.info("%s saves and loads with fastckpt", _CHECKPOINTING)
 
 
 def _module(name: str) -> ModuleType:
