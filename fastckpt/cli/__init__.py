@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except _FAILURES as error:
-        said = str(error) or "there is too little memory"  # which MemoryError says by its name
+        said = str(error) or "there is not enough memory"  # which MemoryError says by its name
         if getattr(parsed, "json", False):  # which promises one object, whatever happens
             with suppress(OSError):  # as the error may be that nothing can be written there
                 print(json.dumps({"error": said}, indent=1))

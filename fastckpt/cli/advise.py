@@ -183,38 +183,51 @@ class _Option(NamedTuple):
 _RATE, _SIZE, _TIME = quantities.rate, quantities.size, quantities.time
 _SHOWN: dict[Any, Any] = {_RATE: shown_rate, _SIZE: shown_size, _TIME: shown_time, int: str}
 _OPTIONS = {
-    "d2h_rate": _Option("--d2h", _RATE, "RATE", "each GPU to pinned host memory"),
-    "writer_rate": _Option("--writer", _RATE, "RATE", "what one process writes"),
-    "network_rate": _Option("--network", _RATE, "RATE", "a node to the storage"),
+    "d2h_rate": _Option("--d2h", _RATE, "RATE", "from each GPU to pinned host memory"),
+    "writer_rate": _Option("--writer", _RATE, "RATE", "written by one process"),
+    "network_rate": _Option("--network", _RATE, "RATE", "from a node to the storage"),
     "osts": _Option("--osts", int, "N", "storage targets of the file system (lfs df)"),
-    "ost_rate": _Option("--ost", _RATE, "RATE", "each storage target"),
-    "nvme_rate": _Option("--nvme", _RATE, "RATE", "a node's local disks, written first"),
-    "staging_bytes": _Option("--staging", _SIZE, "SIZE", "host memory a node has for it"),
-    "step_s": _Option("--step-time", _TIME, "TIME", "of a training step"),
-    "commit_s": _Option("--commit-time", _TIME, "TIME", "agreement, syncs and renames"),
-    "restart_s": _Option("--restart-time", _TIME, "TIME", "failure to first new step"),
-    "torch_rate": _Option("--torch", _RATE, "RATE", "one torch.save, to compare with"),
-    "torch_writers": _Option("--torch-writers", int, "N", "processes that call torch.save there"),
+    "ost_rate": _Option("--ost", _RATE, "RATE", "written to each storage target"),
+    "nvme_rate": _Option(
+        "--nvme", _RATE, "RATE", "of a node's local disks, which are written first"
+    ),
+    "staging_bytes": _Option("--staging", _SIZE, "SIZE", "host memory of a node for staging"),
+    "step_s": _Option("--step-time", _TIME, "TIME", "duration of a training step"),
+    "commit_s": _Option("--commit-time", _TIME, "TIME", "for agreement, syncs and renames"),
+    "restart_s": _Option("--restart-time", _TIME, "TIME", "from a failure to the first new step"),
+    "torch_rate": _Option("--torch", _RATE, "RATE", "of one torch.save, for comparison"),
+    "torch_writers": _Option(
+        "--torch-writers", int, "N", "processes that call torch.save in the comparison"
+    ),
 }
 
 
 def add_arguments(commands: Any) -> None:
     parser = commands.add_parser(
         "advise",
-        help="what checkpoints of a job will cost, and how often to take one",
-        description="Predicts stall, commit and loss of checkpoints from a model "
-        "(docs/project/scale.md). "
-        "Sizes are as 4.3TiB or 24GB, rates as 75GB/s, times as 3h, 5min or 20ms.",
+        help="predict what checkpoints of a job cost, and how often to save one",
+        description=(
+            "Predicts with a model how long checkpoints stall training, when they are committed "
+            "and how much time is lost (docs/project/scale.md). Write sizes like 4.3TiB or "
+            "24GB, rates like 75GB/s, times like 3h, 5min or 20ms."
+        ),
     )
     count, size = quantity_argument(quantities.count), quantity_argument(_SIZE)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--params", type=count, metavar="N", help="parameters, as 340e9")
-    what.add_argument("--size", type=size, help="of one checkpoint in all")
+    what.add_argument(
+        "--params", type=count, metavar="N", help="number of parameters, such as 340e9"
+    )
+    what.add_argument("--size", type=size, help="total size of one checkpoint")
     parser.add_argument("--bytes-per-param", type=float, default=BYTES_PER_PARAMETER, metavar="N")
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="ranks of the job")
-    nodes = f"default: one for {_GPUS_PER_NODE} GPUs"
+    parser.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="number of ranks of the job"
+    )
+    nodes = f"default: one for each {_GPUS_PER_NODE} GPUs"
     parser.add_argument("--nodes", type=int, metavar="N", help=nodes)
-    failures = "of the whole job; default: from Llama 3's failures of a GPU"
+    failures = (
+        "mean time between failures of the whole job; default: from the failure rate of Llama "
+        "3's GPUs"
+    )
     parser.add_argument("--mtbf", type=quantity_argument(_TIME), metavar="TIME", help=failures)
     defaults = {field.name: field.default for field in fields(Job)}
     for name, option in _OPTIONS.items():
@@ -288,7 +301,7 @@ def _report(job: Job, found: Advice) -> list[str]:
             ],
         ),
         *_lines(
-            f"Beside it, torch.save by {job.torch_writers}, while training waits",
+            f"For comparison: torch.save by {job.torch_writers}, while training waits",
             [
                 ("training stands still", shown_time(found.torch_s)),
                 ("checkpoint every", shown_time(found.torch_interval_s)),

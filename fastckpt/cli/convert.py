@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
     if count:
         first = listed(map(shown_name, names), count)
         where = " anywhere in it" if arguments.prefix or arguments.glob != "*" else ""
-        words.append(f"left out: {count} values{where} that are no tensors ({first})")
+        words.append(f"left out: {count} values{where} that are not tensors ({first})")
     print("; ".join([*words, *filter(None, [shown_others(others)])]))
     return 0
 
@@ -125,18 +125,20 @@ def _rules(text: str) -> Mapping[str, str]:
     try:
         rules = ast.literal_eval(text.strip())
         if not isinstance(rules, dict):
-            raise ValueError("it is no dict")
+            raise ValueError("it is not a dict")
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise CheckpointError(
-            f"--rename is {text!r}, must be a dict of texts as load_into(rename=) takes it, such "
-            f'as {{"^model/": ""}}: {error}'
+            f"--rename is {text!r}, must be a dict of strings for load_into(rename=), such as "
+            f'{{"^model/": ""}}: {error}'
         ) from None
     return rules
 
 
 def _check_absent(target: str, is_step: bool) -> None:
     if is_there(target, link=True) and not (is_step and is_directory(target)):
-        raise CheckpointError(f"{target!r} exists, and convert replaces nothing: remove it first")
+        raise CheckpointError(
+            f"{target!r} exists, and convert never replaces a file: remove it first"
+        )
 
 
 def _publish(storage: Storage, fd: int, name: str, path: str) -> None:
@@ -163,7 +165,7 @@ def _check_room(directory: str, nbytes: int) -> None:
     free = pipeline.current().storage.free_bytes(directory)
     if nbytes > free:
         raise CheckpointError(
-            f"{directory!r} has {shown_size(free)} free, and the tensors take {shown_size(nbytes)}"
+            f"{directory!r} has {shown_size(free)} free, but the tensors need {shown_size(nbytes)}"
         )
 
 
@@ -172,7 +174,7 @@ def _check_root(path: str) -> None:
     names = pipeline.current().storage.names(path)
     others = [name for name in names if not STEP_NAME.match(name) and name != LOG_NAME]
     if others:
-        raise CheckpointError(f"{path!r} holds {others[0]!r}, and so is no root of steps")
+        raise CheckpointError(f"{path!r} holds {others[0]!r}, so it is not a root of steps")
 
 
 def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> list[Copy]:
@@ -195,15 +197,16 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
         found.append(Copy(name, olds[number], dtype))
     if not found:
         raise CheckpointError(
-            f"{tensors.path!r} holds no tensor that is to be copied: --glob {arguments.glob!r} "
-            f"goes by the names that inspect lists, --prefix {prefix!r} by those that are written, "
+            f"{tensors.path!r} holds no matching tensor: --glob {arguments.glob!r} applies to "
+            f"the names that inspect lists, --prefix {prefix!r} to the names that are written, "
             f"with {'.' if is_dotted else '/'!r} between keys"
         )
     unknown = [copy.name for copy in found if not safetensors.supported(copy.dtype)]
     if unknown and is_dotted:
         names = listed(map(shown_name, unknown))
         raise IncompatibleCheckpoint(
-            f"safetensors files have no dtype for {names}: choose others by --glob, or --to pt"
+            f"safetensors files have no dtype for {names}: choose others with --glob, or use "
+            "--to pt"
         )
     return found
 
@@ -216,10 +219,14 @@ def _nested(state: Mapping[str, Any]) -> dict[str, Any]:
         for key in keys[:-1]:
             below = inside.setdefault(key, {})
             if not isinstance(below, dict):
-                raise CheckpointError(f"{name!r} is inside of a tensor: choose one by --glob")
+                raise CheckpointError(
+                    f"{name!r} lies below the name of another tensor: choose one with --glob"
+                )
             inside = below
         if keys[-1] in inside:
-            raise CheckpointError(f"{name!r} is in the way of another: choose one by --glob")
+            raise CheckpointError(
+                f"{name!r} is also the beginning of another tensor's name: choose one with --glob"
+            )
         inside[keys[-1]] = tensor
     return nest
 
@@ -409,7 +416,7 @@ def _to_step(path: str, nest: dict[str, Any], step: int) -> None:
         path, options=fastckpt.SaveOptions(staging_bytes=_STAGING_BYTES)
     ) as checkpointer:
         if step in checkpointer.steps():
-            raise CheckpointError(f"{path!r} has step {step}: choose another number by --step")
+            raise CheckpointError(f"{path!r} has step {step}: choose another number with --step")
         checkpointer.save(step, nest).result()
 
 

@@ -105,7 +105,7 @@ def _foreign(root: str) -> Iterator[Row]:
     if keys:
         more = f" and {len(keys) - _KEYS_TOLD} more" if len(keys) > _KEYS_TOLD else ""
         named = ", ".join(map(repr, keys[:_KEYS_TOLD])) + more
-        yield Row("foreign keys", f"objects of other programs, which are passed over: {named}")
+        yield Row("foreign keys", f"objects of other programs, which are ignored: {named}")
 
 
 def _told(route: Route) -> str:
@@ -144,7 +144,7 @@ def _gpu(directory: str) -> Iterator[Row]:
     if "cuda" not in staging.devices.readable():
         yield Row("copies", "by torch, within save(): the driver cannot be used")
         return
-    yield Row("copies", "beside compute, to pinned memory")
+    yield Row("copies", "to pinned memory, while the GPU computes")
     queue = staging.devices.reads([storage]).ranges[0].queue
     direct, refusal = staging.gds.way("gds", queue)
     if direct is None:

@@ -35,7 +35,7 @@ def tiers_of(storage: Storage, root: str, directories: Sequence[str]) -> Iterato
         own = given if os.path.basename(given) == name else os.path.join(given, name)
         if own != given and name not in names and (others := roots_in(storage, given)):
             told = ", ".join(sorted(map(os.path.basename, others)))
-            log.warning("%r has no step of %r, but of other roots: %s", given, root, told)
+            log.warning("%r has no step of %r, only steps of other roots: %s", given, root, told)
         yield store_at(storage, own)
 
 
@@ -70,5 +70,5 @@ def opened(
                 name = os.path.basename(tensors.path)
                 found.append((in_order(Committed(name, steps.read(name))), tensors.path))
         except CheckpointError as error:
-            log.warning("passing over %s: %s", steps.root, error)
+            log.warning("skipping %s: %s", steps.root, error)
     return fastckpt.open(max(found)[1] if found else path, rename=rename)

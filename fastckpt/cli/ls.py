@@ -79,7 +79,7 @@ def _wrong(steps: StepStore, name: str, manifest: Manifest, is_local: bool) -> s
         try:
             status = steps.storage.status(steps.path(name, file))
         except OSError as error:
-            return f"{file} cannot be looked at: {error}"
+            return f"{file} cannot be examined: {error}"
         if status is None and not is_local:  # a local tier has the files of its node
             return f"{file} is missing"
         if status is not None and status.st_size != nbytes:

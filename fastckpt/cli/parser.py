@@ -17,7 +17,7 @@ from fastckpt.cli.shared_arguments import path_argument, quantity_argument
 
 CONVERT_DTYPES = ("fp32", "bf16", "fp16")
 _FORMATS = ("pt", "safetensors", "hf", "dcp", "step")
-_NEWEST = "of a root, also look for the newest step there"
+_NEWEST = "if the path is a root, also look for its newest step there"
 _MIB = 1 << 20
 
 
@@ -51,8 +51,8 @@ def _directory(told: str, **options: Any) -> Argument:
 def _local(what: str) -> Argument:
     """Returns --local, which means the same to every command that has it."""
     told = (
-        "this node's local tier, as given to Checkpointer(local=DIR), where files that only other "
-        f"nodes have may be missing: {what}; may be given several times"
+        "this node's local tier, as passed to Checkpointer(local=DIR), which may lack files that "
+        f"only other nodes hold: {what}; may be given several times"
     )
     return _path("--local", "DIR", told, action="append", default=[])
 
@@ -81,28 +81,28 @@ def _count(name: str, what: str, default: int) -> Argument:
     return _any(name, type=_positive, default=default, metavar="N", help=told)
 
 
-_GLOB = _any("--glob", default="*", help='only names like this, such as "*.weight"')
+_GLOB = _any("--glob", default="*", help='only names that match this glob, such as "*.weight"')
 _COMMANDS = {
     "ls": _command(
         "list the steps under a root",
         "Lists the steps of a Checkpointer's root, the one committed last first: size, age, "
         "ranks, metrics and pins, and whether all their files are there with the right sizes "
-        "(`verify` reads them, too). The exit status is 0, or 1 if a step is damaged or there is "
-        "nothing.",
+        "(`verify` also reads them). The exit status is 0, or 1 if a step is damaged or there is "
+        "none.",
         _path("root", "ROOT", "a Checkpointer's root"),
-        _local("also list what it has of ROOT"),
+        _local("also list its steps of ROOT"),
     ),
     "inspect": _command(
         "list the tensors of a checkpoint",
-        "Lists the tensors of a checkpoint by name, with dtype, shape, size and files, and reads "
-        "none of them. Nothing of the checkpoint is run. The exit status is 0, or 1 if PATH is "
-        "missing, damaged or no checkpoint.",
+        "Lists the tensors of a checkpoint by name, with dtype, shape, size and files, without "
+        "reading their data. No code of the checkpoint is run. The exit status is 0, or 1 if "
+        "PATH is missing, damaged or not a checkpoint.",
         _path(
             "path",
             "PATH",
             "a file of fastckpt.save, torch.save or safetensors, a step or a Checkpointer's root "
-            "(its newest step that is whole; what is passed over is told), or a directory of "
-            "DCP, Megatron or Hugging Face",
+            "(its newest complete step; skipped steps are reported), or a directory of DCP, "
+            "Megatron or Hugging Face",
         ),
         _GLOB,
         _local(_NEWEST),
@@ -110,114 +110,133 @@ _COMMANDS = {
     "diff": _command(
         "compare the tensors of two checkpoints",
         "Compares two checkpoints of any kind: names, dtypes, shapes and contents of their "
-        'tensors, and nothing else. Names with "/" between keys fit those of safetensors and '
-        'DCP, which have ".". Nothing of them is run. The exit status is 0 if the tensors are '
-        "equal, and 1 if they differ, or one is missing, damaged or no checkpoint.",
-        _path("a", "A", "as inspect's PATH"),
-        _path("b", "B", "as inspect's PATH"),
+        'tensors, and nothing else. Names with "/" between keys match names of safetensors and '
+        'DCP, which use ".". No code of the checkpoints is run. The exit status is 0 if the '
+        "tensors are equal, and 1 if they differ, or if a path is missing, damaged or not a "
+        "checkpoint.",
+        _path("a", "A", "like PATH of inspect"),
+        _path("b", "B", "like PATH of inspect"),
         _GLOB,
         _local(_NEWEST),
     ),
     "convert": _command(
         "copy the tensors of a checkpoint into another format",
         "Copies the tensors of a checkpoint of any kind, bit by bit unless --dtype is given, and "
-        "nothing else of it: no steps, no objects; it says what was left out. Nothing of SRC is "
-        "run. What is verified when read is verified. DST appears when it is whole and durable, "
-        "or not at all. The exit status is 0, or 1 if something could not be done.",
-        _path("source", "SRC", "as inspect's PATH"),
-        _path("target", "DST", "the path to make, which must not exist (a root of steps may)"),
+        "nothing else; it lists what it leaves out. No code of SRC is run. Data with checksums "
+        "is verified. DST appears only when it is complete and durable. The exit status is 0, or "
+        "1 if the copy failed.",
+        _path("source", "SRC", "like PATH of inspect"),
+        _path(
+            "target",
+            "DST",
+            "the path to create, which must not exist (a root of steps may exist)",
+        ),
         _any(
             "--to",
             required=True,
             choices=_FORMATS,
-            help='"pt": a file for torch.load; "safetensors": one file; "hf": a directory of '
-            'safetensors files with an index, as Hugging Face has; "dcp": a directory of '
-            'torch.distributed.checkpoint; "step": a step of a Checkpointer, whose root is DST. '
-            "The first, fourth and fifth pass through an unnamed file of the size of the tensors "
-            "beside DST",
+            help=(
+                '"pt": a file for torch.load; "safetensors": one file; "hf": a directory of '
+                'safetensors files with an index, as Hugging Face has; "dcp": a directory of '
+                'torch.distributed.checkpoint; "step": a step of a Checkpointer, whose root is '
+                'DST. "pt", "dcp" and "step" need room beside DST for an unnamed temporary file '
+                "of the size of the tensors"
+            ),
         ),
-        _any("--glob", default="*", help="only tensors of such names, as inspect has"),
+        _any("--glob", default="*", help="only tensors whose names in inspect match this glob"),
         _any(
             "--prefix",
             default="",
-            help="only tensors whose name begins with this, which is taken off; for safetensors "
-            'and hf names have "." between keys ("model."), else they are those that inspect '
-            'lists ("model/")',
+            help=(
+                "only tensors whose names begin with this prefix, which is removed; for "
+                'safetensors and hf, names have "." between keys ("model."); otherwise they are '
+                'the names that inspect lists ("model/")'
+            ),
         ),
         _any(
             "--rename",
             default="{}",
             metavar="DICT",
-            help="other names, by the dict of patterns that load_into takes in Python: "
-            '\'{"^model/": ""}\'; --glob and --prefix then go by the new names',
+            help=(
+                "new names, as the dict of patterns that load_into(rename=) takes in Python: "
+                '\'{"^model/": ""}\'; --glob and --prefix then apply to the new names'
+            ),
         ),
         _any(
             "--dtype",
             choices=CONVERT_DTYPES,
             help="convert tensors of floating-point numbers to this dtype",
         ),
-        _any("--shard-size", default="5GB", metavar="SIZE", help="of hf's files, default: 5GB"),
+        _any(
+            "--shard-size",
+            default="5GB",
+            metavar="SIZE",
+            help="largest size of hf's files; default: 5GB",
+        ),
         _any("--step", type=int, help="the number of the step; default: that of SRC, or 0"),
         _local(_NEWEST),
     ),
     "verify": _command(
         "read checkpoints and compare all checksums",
-        "Reads every byte under each PATH and compares checksums. The exit status is 0 if all is "
-        "as it was written; 1 if something is damaged or missing, or a PATH holds no checkpoint; "
-        "3 if none of that was found, but something could not be read in several attempts; 4 if "
-        "the rest is as it was written, but something has no checksums (stock files of torch or "
-        'safetensors), is told as "unchecked", and may be damaged or not.',
+        "Reads every byte under each PATH and compares checksums. The exit status is 0 if "
+        "everything is as it was written; 1 if something is damaged or missing, or a PATH holds "
+        "no checkpoint; 3 if no damage was found, but something could not be read in several "
+        "attempts; 4 if the rest is as it was written, but something has no checksums (stock "
+        'files of torch or safetensors): it is listed as "unchecked", and may be damaged.',
         _path(
             "paths",
             "PATH",
-            "a file of fastckpt.save, a step, a Checkpointer's root with what lies beside its "
-            "steps, a .distcp file, a checkpoint of DCP, Transformers or Accelerate, an export, "
-            "or a directory of such",
+            "a file of fastckpt.save, a step, a Checkpointer's root and the checkpoints beside "
+            "its steps, a .distcp file, a checkpoint of DCP, Transformers or Accelerate, an "
+            "export, or a directory of these",
             nargs="*",
         ),
-        _local("also read what it has of each PATH, or without a PATH all that it has"),
+        _local("also read its copies of each PATH or, without a PATH, everything in it"),
     ),
     "repair": _command(
-        "list, and remove, what dead saves left behind",
-        "Lists what saves left in a directory that were killed: temporary files and directories, "
-        "steps that were never committed, and data files that no .metadata of DCP names. With "
-        "--yes it removes what is surely dead: what a process of this host left that is gone. "
-        "Committed checkpoints, damaged ones too, and what a live process has locked or is known "
-        "to be writing stay. The exit status is 0 if nothing is left, else 1.",
+        "list or remove the remains of killed saves",
+        "Lists what killed saves left in a directory: temporary files and directories, steps "
+        "that were never committed, and data files that no .metadata of DCP names. With --yes it "
+        "removes remains that are certainly dead: those of processes of this host that have "
+        "ended. Committed checkpoints stay, even damaged ones, and so does everything that a "
+        "live process has locked or is known to be writing. The exit status is 0 if nothing is "
+        "left, else 1.",
         _path(
             "directory",
             "DIR",
             "a Checkpointer's root, or a directory that checkpoints are saved to",
         ),
-        _flag("--yes", "remove what is surely dead"),
+        _flag("--yes", "remove remains that are certainly dead"),
         _flag(
             "--other-hosts",
-            "with --yes, also remove what processes of other hosts left (each node of a cluster "
-            "is one), and data files of DCP, which do not say whose they are. Whether these are "
-            "dead only you can know, by their age, which is shown, unless another node's lock is "
-            "seen here: first see to it that no job is saving to DIR",
+            "with --yes, also remove the remains of processes of other hosts (each node of a "
+            "cluster is a host), and data files of DCP, which do not name their owner. Only you "
+            "can know from their age, which is shown, whether these are dead, unless the lock of "
+            "another node is visible here: first make sure that no job is saving to DIR",
         ),
         _flag(
             "--takeover",
-            "leave the root to the job that saves there next, although another one seems to "
-            "live, as after a crash of its host; if it does live, its next save fails with "
+            "release the root to the next job that saves there, although another job seems to be "
+            "alive, as after a crash of its host; if that job is alive, its next save fails with "
             "RootInUse",
         ),
-        _local("also list, and remove, what saves left there on their way to DIR"),
+        _local("also list, or remove, the remains there of saves to DIR"),
     ),
     "report": _command(
-        "tell from a log why saves were slow",
+        "show from a log why saves were slow",
         "Prints a line for each save in the log that Checkpointer(log=True) keeps, or with "
         "--step how long each phase of one save took, and on which rank. The exit status is 0, "
         "or 1 if there is no log, no such step, or the log is damaged.",
         _path("log", "LOG", "the log, or its root"),
-        _any("--step", type=int, help="only this step, in detail: its last save"),
+        _any("--step", type=int, help="only the last save of this step, in detail"),
         _any(
             "--limit",
             type=quantity_argument(quantities.rate),
             metavar="RATE",
-            help="what the storage can take, such as 2.5GB/s, of which the share is shown that "
-            "saves reached; default: the rate of the fastest save in the log",
+            help=(
+                "the rate that the storage can sustain, such as 2.5GB/s: the report shows which "
+                "share of it saves reached; default: the rate of the fastest save in the log"
+            ),
         ),
     ),
     "doctor": _command(
@@ -226,19 +245,22 @@ _COMMANDS = {
         "reasons. Writes one page to a file in DIR, and removes it. The exit status is 0 if "
         "saves to DIR would work, 1 if not, or if --gpu is given and torch finds no GPU.",
         _directory("default: ."),
-        _flag("--gpu", "use the GPU to find out more; else it stays untouched"),
+        _flag("--gpu", "also use the GPU, which is left alone otherwise"),
     ),
 }
 
 _MEASURED = (
-    " All that is written to DIR is removed again. The exit status is 0; 1 if it could not be "
-    "measured, or if bytes came back other than they were written; 130 if it was interrupted."
+    " The files that it writes to DIR are removed afterwards. The exit status is 0; 1 if the "
+    "measurement failed, or if the bytes read differ from those written; 130 if it was interrupted."
 )
 _ON = _directory(
-    "on the file system that is measured; default: .", type=partial(path_argument, check=check_path)
+    "a directory on the file system to measure; default: .",
+    type=partial(path_argument, check=check_path),
 )
 _DEVICE = _any(
-    "--device", choices=("cpu", "cuda"), help="where the state lies; default: a GPU if there is one"
+    "--device",
+    choices=("cpu", "cuda"),
+    help="the device that holds the state; default: a GPU if there is one",
 )
 
 
@@ -250,14 +272,14 @@ def _sized(size: str, rounds: int) -> tuple[Argument, Argument]:
 
 _WHATS = {
     "io": _command(
-        "the engine's writes and reads beside fio's",
+        "compare the engine's writes and reads with fio's",
         "Writes and reads one file with fastckpt's engine, which also copies and checksums each "
-        "block, by backend, block size and queue depth (threads: as many threads), each in turn "
-        "with fio if it is on PATH: io_uring, O_DIRECT, room allocated before, an fsync at the "
-        "end. Bytes are compared." + _MEASURED,
+        "block, for each backend, block size and queue depth (for threads, their number), in "
+        "turn with fio if it is on PATH. fio uses io_uring, O_DIRECT, preallocated space and an "
+        "fsync at the end. The bytes are compared." + _MEASURED,
         _ON,
         *_sized("512MiB", 3),
-        _flag("--quick", "measure few cells"),
+        _flag("--quick", "measure fewer combinations"),
         _any(
             "--blocks",
             nargs="+",
@@ -274,35 +296,35 @@ _WHATS = {
         ),
     ),
     "save": _command(
-        "fastckpt.save beside torch.save and safetensors",
-        "Saves a random state with each, in turn, and times two things: when the call returns "
+        "compare fastckpt.save with torch.save and safetensors",
+        "Saves a random state with each, in turn, and measures two times: until the call returns "
         "(with the step fence, the next step() of an optimizer may wait for copies; `train` "
-        "counts that), and when the bytes are durable, an fsync included. What was saved is "
-        "loaded, by torch.load or safetensors, and compared." + _MEASURED,
+        "counts that), and until the bytes are durable, including an fsync. The files are loaded "
+        "with torch.load or safetensors and compared." + _MEASURED,
         _ON,
         *_sized("512MiB", 5),
         _DEVICE,
     ),
     "load": _command(
-        "fastckpt.load beside torch.load and safetensors",
-        "Loads a random state from a file that each has written, in turn, with the file dropped "
-        "from the page cache before (if some of it stays, the caches of the whole machine are "
-        "dropped where that is allowed). Memory that was only mapped is read before the clock "
-        "stops. What was loaded is compared." + _MEASURED,
+        "compare fastckpt.load with torch.load and safetensors",
+        "Loads a random state from a file that each library wrote, in turn, after dropping the "
+        "file from the page cache (if part of it stays, the caches of the whole machine are "
+        "dropped where that is allowed). Mapped memory is read before the clock stops. The "
+        "loaded tensors are compared." + _MEASURED,
         _ON,
         *_sized("512MiB", 5),
         _DEVICE,
         _flag("--warm", "also load from the page cache"),
     ),
     "train": _command(
-        "what saves cost a training loop",
+        "measure what saves cost a training loop",
         "Trains a small model without saves, with torch.save and fsync, and with fastckpt.save "
         "in the background, in turn. The clock of each stops when its last save is durable, so "
         "that no write is left out." + _MEASURED,
         _ON,
         *_sized("256MiB", 3),
         _DEVICE,
-        _count("--every", "steps from save to save", 10),
+        _count("--every", "training steps between saves", 10),
         _count("--saves", "a round", 3),
     ),
 }
@@ -329,7 +351,7 @@ def make_parser(version: str) -> argparse.ArgumentParser:
     advise.add_arguments(commands)
     bench = commands.add_parser(
         "bench",
-        help="measure saves, loads and transfers here, beside torch, safetensors and fio",
+        help="measure saves, loads and transfers here, compared with torch, safetensors and fio",
         description="Measures on this machine and in a directory. `fastckpt bench WHAT --help` "
         "says how each is measured." + _MEASURED,
     )

@@ -28,8 +28,8 @@ def run(arguments: argparse.Namespace) -> int:
             Lease(storage, root).take_over()
             if not arguments.json:
                 print(
-                    f"{shown_name(root)} is free: the job that saves there next has it. If another "
-                    "one lives, its next save there fails"
+                    f"{shown_name(root)} is released to the next job that saves there. If "
+                    "another job is alive, its next save there fails"
                 )
     found = list[Debris]()
     for root in roots:
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             state = ", removed" if told["removed"] else ", not removed" if arguments.yes else ""
             if not (each.is_dead or arguments.other_hosts):
-                state += "; nothing here tells whether its save lives: see --other-hosts"
+                state += "; this host cannot tell whether its save is alive: see --other-hosts"
             facts = f"{shown_size(each.nbytes)}, changed {shown_time(each.age_s)} ago"
             print(f"{shown_name(each.path)}: {shown_name(each.what)}, {facts}{state}")
     if arguments.json:

@@ -81,7 +81,7 @@ def _time(seconds: float | None) -> str:
 def _print_one(entry: dict[str, Any], limit: float) -> None:
     began = shown_name(entry["began"])
     stored = f", {_stored(entry)} of files" if _stored(entry) else ""
-    print(f"step {entry['step']}, begun {began}: {shown_size(entry['nbytes'])}{stored}")
+    print(f"step {entry['step']}, started {began}: {shown_size(entry['nbytes'])}{stored}")
     if entry["error"] is not None:
         print(f"failed: {shown_name(entry['error'])}")
     print(f"{'phase':10}{'median':>12}{'longest':>12}  on rank")
@@ -111,7 +111,7 @@ def _print_writes(entry: dict[str, Any]) -> None:
         print(f"copies waited for staging memory, at most {_most(waited)}")
     paced = [seconds for seconds in columns.get("paced_s", ()) if seconds]
     if paced and entry.get("drain_s") is None:  # else it is the drain that waited
-        print(f"writes waited for the limits that were asked for, at most {_most(paced)}")
+        print(f"writes waited for drain_rate or max_writers, at most {_most(paced)}")
     totals = [sum(column) for column in zip(*columns.get("writes", ()), strict=True)]
     if sum(totals):
         ends = [f"up to {shown_size(size)}" for size in entry["write_sizes"][:-1]]

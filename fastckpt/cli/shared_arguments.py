@@ -74,8 +74,8 @@ def real_root(text: str) -> str:
     path = os.path.realpath(text)
     if is_there(path) and not is_directory(path):
         raise CheckpointError(
-            f"{path!r} is no directory, as a root is: `fastckpt inspect` and `fastckpt verify` "
-            "take files"
+            f"{path!r} is not a directory, but a root is one: `fastckpt inspect` and `fastckpt "
+            "verify` accept files"
         )
     return path
 
@@ -114,4 +114,4 @@ def shown_others(others: Mapping[str, int]) -> str:
     if not others:
         return ""
     kinds = (f"{count} of {shown_name(name)}" for name, count in others.items())
-    return f"not looked into: {listed(kinds)}"
+    return f"contents not read: {listed(kinds)}"

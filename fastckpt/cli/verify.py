@@ -86,7 +86,7 @@ def _verdict(name: str, check: Callable[[], int]) -> Verdict:
     except WithoutChecksums as note:
         return Verdict("unchecked", name, str(note), status=_UNCHECKED)
     except Vanished:
-        return Verdict("removed", name, "by a save, while others were read")
+        return Verdict("removed", name, "by a save, while other files were read")
     except (StorageError, OSError) as error:
         return Verdict("unread", name, str(error), status=_UNREAD)
     except CheckpointError as error:

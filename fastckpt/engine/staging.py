@@ -363,7 +363,7 @@ class Staging:
     def upload_route(self, upload: Upload, requested: str) -> Route:
         """Returns the route of an object that is written. Raises BackendUnavailable."""
         if requested == "io_uring":
-            raise BackendUnavailable("backend 'io_uring' is for files, and this is an object")
+            raise BackendUnavailable("backend 'io_uring' is for files, but this is an object")
         sink = upload.sink(self._object_threads())
         return self._decided(Route(sink, False, WHY, refusal=upload.refusal), upload.path)
 

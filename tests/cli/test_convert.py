@@ -137,9 +137,9 @@ def test_values_that_are_no_tensors_are_told(
     fastckpt.Checkpointer(disk / "root").save(3, state | {"own": fastckpt.PerRank(5)}).result(60)
     dcp.save({"w": state["w"], "step": 3, "lr": 0.1}, checkpoint_id=disk / "dcp", no_dist=True)
     for source, left in (
-        ("file.pt", "4 values that are no tensors (step, args/a~1b, args/lr, name)"),
-        ("root", "4 values that are no tensors (step, args/a~1b, args/lr, own)"),
-        ("dcp", "2 values that are no tensors (step, lr)"),
+        ("file.pt", "4 values that are not tensors (step, args/a~1b, args/lr, name)"),
+        ("root", "4 values that are not tensors (step, args/a~1b, args/lr, own)"),
+        ("dcp", "2 values that are not tensors (step, lr)"),
     ):
         options = [str(disk / source), str(disk / f"of {source}"), "--to", to]
         assert main(["convert", *options]) == 0
@@ -147,7 +147,7 @@ def test_values_that_are_no_tensors_are_told(
     objects = {f"value {number}": number for number in range(30)}
     torch.save(state | objects, disk / "file.pt")
     assert main(["convert", str(disk / "file.pt"), str(disk / "many"), "--to", to]) == 0
-    left = "33 values that are no tensors (step, value 0, value 1, value 2, value 3 and 28 more)"
+    left = "33 values that are not tensors (step, value 0, value 1, value 2, value 3 and 28 more)"
     assert f"; left out: {left}" in capsys.readouterr().out
 
 
@@ -169,7 +169,7 @@ def test_values_are_counted_wherever_they_are(
     for number, choice in enumerate((["--prefix", "net/"], ["--glob", "net/*"])):
         to = ["--to", "pt", *choice]
         assert main(["convert", str(disk / "a.pt"), str(disk / f"{number}.pt"), *to]) == 0
-        said = "; left out: 1 values anywhere in it that are no tensors (step)"
+        said = "; left out: 1 values anywhere in it that are not tensors (step)"
         assert said in capsys.readouterr().out
 
 
@@ -224,7 +224,7 @@ def test_a_converted_step_has_its_number(disk: Path) -> None:
     ("state", "options", "words"),
     [
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ["--to", "hf"], "'a.b'"),
-        ({"a": torch.ones(1)}, ["--to", "hf", "--glob", "x"], "no tensor that is to be copied"),
+        ({"a": torch.ones(1)}, ["--to", "hf", "--glob", "x"], "holds no matching tensor"),
         ({"a": torch.ones(1, dtype=torch.cfloat)}, ["--to", "safetensors"], "no dtype for a: ch"),
         ({"a": torch.ones(1)}, ["--to", "hf", "--shard-size", "much"], "shard-size"),
         (torch.ones(1), ["--to", "safetensors"], "has no name (it is alone, or its key is '')"),
@@ -261,7 +261,7 @@ def test_a_root_of_something_else_is_refused(
     assert main(["convert", str(path), str(disk / "out"), "--to", "step"]) == 0
     (disk / "out" / "mine").touch()
     assert main(["convert", str(path), str(disk / "out"), "--to", "step", "--step", "2"]) == 1
-    assert "is no root of steps" in capsys.readouterr().err
+    assert "it is not a root of steps" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("to", READERS)
@@ -305,7 +305,7 @@ def test_nothing_is_replaced(to: str, disk: Path, capsys: pytest.CaptureFixture[
     path = by_torch({"w": torch.ones(3)}, disk)
     (disk / "out").write_text("mine")
     assert main(["convert", str(path), str(disk / "out"), "--to", to]) == 1
-    assert "replaces nothing" in capsys.readouterr().err
+    assert "never replaces" in capsys.readouterr().err
     assert (disk / "out").read_text() == "mine"
 
 
@@ -325,7 +325,7 @@ def test_what_was_made_meanwhile_is_not_replaced(
 
     monkeypatch.setattr(convert, "_batches", overtaken)
     assert main(["convert", first, out, "--to", to]) == 1
-    said = "out' has step 0" if to == "step" else "out' exists, and convert replaces nothing"
+    said = "out' has step 0" if to == "step" else "out' exists, and convert never replaces"
     assert said in capsys.readouterr().err
     assert not READERS[to](disk / "out")["w"].any()
     assert sorted(os.listdir(disk)) == ["1.pt", "2.pt", "out"]
@@ -340,7 +340,7 @@ def test_what_was_made_at_the_last_moment_is_not_replaced(
     number = other.stat().st_ino
     late(target, lambda: other.rename(target), monkeypatch)
     assert main(["convert", str(path), str(target), "--to", to]) == 1
-    assert "out' exists, and convert replaces nothing" in capsys.readouterr().err
+    assert "out' exists, and convert never replaces" in capsys.readouterr().err
     assert target.stat().st_ino == number and {*READERS[to](target)} == {"w"}
     wait_for_directories(str(disk))
     assert sorted(os.listdir(disk)) == sorted([path.name, "out"])
@@ -446,5 +446,5 @@ def test_what_would_fail_late_fails_at_once(disk: Path, capsys: pytest.CaptureFi
     huge = torch.ones(()).expand(1 << 50)
     torch.save({"huge": huge}, disk / "huge.pt")
     assert main(["convert", str(disk / "huge.pt"), b, "--to", "hf"]) == 1
-    assert "free, and the tensors take 4.00 PiB" in capsys.readouterr().err
+    assert "free, but the tensors need 4.00 PiB" in capsys.readouterr().err
     assert sorted(path.name for path in disk.iterdir()) == ["a.pt", "huge.pt"]

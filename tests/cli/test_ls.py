@@ -96,7 +96,7 @@ def test_a_local_tier_has_steps_of_other_roots(
     assert not [each for each in caplog.records if each.levelno > logging.INFO]
     shutil.rmtree(tier / tier_name(str(root)))
     assert len(listed(capsys, str(root), "--local", str(tier))) == 1
-    assert caplog.messages[-1].startswith(f"{str(tier)!r} has no step of {str(root)!r}, but of")
+    assert caplog.messages[-1].startswith(f"{str(tier)!r} has no step of {str(root)!r}, only")
 
 
 def test_the_newest_step_of_both_tiers_is_inspected(

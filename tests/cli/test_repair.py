@@ -146,7 +146,7 @@ def test_what_cannot_be_listed_is_one_line(disk: Path, capsys: pytest.CaptureFix
         out == ""
         and err.count("\n") == 1
         and str(disk / "file") in err
-        and "verify` take files" in err
+        and "verify` accept files" in err
     )
     (disk / "step-00000001").mkdir()
     for name in ("names", "names directories"):
@@ -193,7 +193,9 @@ def test_what_another_host_left_is_told_and_stays(
     assert sorted(disk.rglob("*")) == before
     assert main(["repair", str(disk), "--yes"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert all("not removed; nothing here tells whether its save lives" in line for line in lines)
+    assert all(
+        "not removed; this host cannot tell whether its save is alive" in line for line in lines
+    )
     assert sum("changed 3.00 d ago" in line for line in lines) == 2
     assert all(each["removed"] for each in repaired(capsys, disk, *OTHERS, status=0))
     assert os.listdir(disk) == []

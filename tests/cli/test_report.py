@@ -111,7 +111,7 @@ def test_the_way_to_the_root_has_a_line_of_its_own(
     assert rows["drain"].split() == ["drain", "9.00", "s"]
     assert rows["what"] == "what took longest: drain 9.00 s"
     assert main(["report", str(disk), "--step", "2"]) == 0
-    assert "limits that were asked for, at most 7.50 s" in capsys.readouterr().out
+    assert "drain_rate or max_writers, at most 7.50 s" in capsys.readouterr().out
 
 
 def test_what_a_run_has_logged(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_what_a_run_has_logged(disk: Path, capsys: pytest.CaptureFixture[str]) -
         checkpointer.save(7, {"w": torch.ones(1 << 20)}).result(60)
     assert main(["report", str(disk), "--step", "7"]) == 0
     out = capsys.readouterr().out
-    assert "step 7, begun 20" in out and "sync" in out and "committed after" in out
+    assert "step 7, started 20" in out and "sync" in out and "committed after" in out
 
 
 def test_texts_cannot_steer_the_terminal(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in command.lines(result):
             print(line)
     for wrong in result["wrong"]:
-        print(f"fastckpt bench: other bytes came back: {wrong}", file=sys.stderr)
+        print(f"fastckpt bench: the bytes read differ from those written: {wrong}", file=sys.stderr)
     return int(bool(result["wrong"]))
 
 

@@ -76,8 +76,8 @@ def check_room(directory: str, nbytes: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise OSError(
-            f"{directory} has {shown_size(free)} free, and {shown_size(nbytes)} are needed to "
-            "measure"
+            f"{directory} has {shown_size(free)} free, but the measurement needs "
+            f"{shown_size(nbytes)}"
         )
 
 

@@ -146,7 +146,7 @@ class Transfers:
             finally:
                 storage.close(fd)
         if not torch.equal(source, target):
-            raise CheckpointError(f"{cell}: other bytes were read than written")
+            raise CheckpointError(f"{cell}: the bytes read differ from those written")
         return {"write": self._nbytes / write_s, "read": self._nbytes / read_s}
 
 
