@@ -108,9 +108,11 @@ class HeldTensor:
         self.release()
 
 
-def wait_until(condition: Callable[[], object], what: str = "it was so") -> None:
+def wait_until(
+    condition: Callable[[], object], what: str = "it was so", limit_s: float = WAIT_S
+) -> None:
     """For what nobody announces: looks again and again."""
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, f"waited in vain until {what}"
         time.sleep(0.001)
