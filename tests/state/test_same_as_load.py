@@ -166,7 +166,7 @@ def test_an_object_decides_about_entries_that_are_no_tensors(
             self.nest = nest
 
     saved, state = Kept({"yielded": 4}), Loader({"workers": {"0": 0}, "main": 0})
-    with pytest.raises(AssertionError, match=r"'loader', Loader, did not .*: no workers were"):
+    with pytest.raises(AssertionError, match=r"'loader', Loader, rejected .*: no workers were"):
         restored({"loader": saved}, {"loader": state}, **how)
     assert state.nest == {"workers": {"0": 0}, "main": 0}
 

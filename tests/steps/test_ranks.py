@@ -202,7 +202,7 @@ def test_values_of_ranks_on_other_numbers_of_ranks(
             continue
         assert merged == {"samples": 201 // restoring + rank}
         assert len(told) == (1 if rank == 0 else 0)
-        assert all("gets of 'own', 'epoch' what it" in line for line in told)
+        assert all("of 'own', 'epoch', each rank gets" in line for line in told)
 
 
 def test_values_that_differ_are_told_once(crew: Callable[[int], Crew], disk: Path) -> None:
