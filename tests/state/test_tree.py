@@ -1265,7 +1265,7 @@ def test_an_object_that_does_not_take_its_state_is_named(run: Run) -> None:
         def load_state_dict(self, state: Any) -> None:
             raise ValueError("no, thanks")
 
-    with pytest.raises(ValueError, match=r"'net/x', Refusing, did not .*step-00000001.*: no, tha"):
+    with pytest.raises(ValueError, match=r"'net/x', Refusing, rejected .*step-00000001.*: no, tha"):
         run({"net": {"x": Odd(1)}}, {"net": {"x": Refusing(2)}})
     own = {"rng": PerRank(Refusing(2))}
     with pytest.raises(ValueError, match=r"'rng', Refusing, did not .*: no, thanks"):
