@@ -54,35 +54,39 @@ def of_peer(rows: list[Row], name: str, key: str) -> float:
     return value
 
 
-def ratios(ours: float, base: float, rival: float) -> str:
-    """Return how many times faster ours is than torch's own and than the best rival."""
-    shown = (f"{value:.2g} x" for value in (base / ours, rival / ours))
-    return "**{}** / {}".format(*shown)
+def gain(
+    machine: str, ours: list[float], torchs: list[float], rivals: list[Best]
+) -> list[list[str]]:
+    """Return the rows of one machine: our seconds, and how often as long the others take."""
+    seconds = [f"{value:.2g} s" for value in ours]
+    base = [f"{theirs / mine:.2g} x" for mine, theirs in zip(ours, torchs, strict=True)]
+    best = [f"{its[1] / mine:.2g} x ({its[0]})" for mine, its in zip(ours, rivals, strict=True)]
+    return [
+        [f"**fastckpt**, {machine}", *(f"**{value}**" for value in seconds)],
+        ["torch.save, torch.load", *base],
+        ["the fastest other library", *best],
+    ]
 
 
-def gains(saves: Row, gpu: Row) -> tuple[str, str]:
-    """Return the table of the README, and who the rivals are."""
+def gains(saves: Row, gpu: Row) -> str:
+    """Return the table of the README."""
     rows = saves["results"]["saves"]["rows"]
-    cells, rivals = [], []
-    for key in CLOCKS:
-        rival = best_rival(rows, key)
-        values = (of_peer(rows, name, key) for name in (Fastckpt.name, "torch.save"))
-        cells.append(ratios(*values, rival[1]))
-        rivals.append(rival[0])
+    ours, base = (
+        [of_peer(rows, it, key) for key in CLOCKS] for it in (Fastckpt.name, "torch.save")
+    )
+    size = saves["results"]["saves"]["bytes"] / 2**30
+    rivals = [best_rival(rows, key) for key in CLOCKS]
+    lines = gain(f"{size:.2g} GiB, two CPU cores", ours, base, rivals)
     copied, durable = (column(gpu, "commit", head) for head in ("copied s", "durable s"))
     loads = column(gpu, "load", "s")
-    on_gpu = [
-        ratios(its["fastckpt"], its["torch.save"], its["dcp-async-pinned"])
-        for its in (copied, durable)
-    ]
-    on_gpu.append(ratios(loads["fastckpt.load"], loads["torch.load"], loads["safetensors"]))
-    heads = ["faster than **torch.save, torch.load** / the best rival"]
-    heads += ["until the state may change", "until durable", "cold load"]
-    size = saves["results"]["saves"]["bytes"] / 2**30
-    lines = [[f"{size:.2g} GiB on two CPU cores", *cells], ["2 GiB on one H100", *on_gpu]]
-    on_cpu = f"{rivals[0]}, {rivals[1]} and {rivals[2]}, one for each column"
-    told = f"Best rivals: on the CPU {on_cpu}; on the H100 DCP async_save with pinned memory for "
-    return table(heads, lines), f"{told}saves, and safetensors for loads."
+    lines += gain(
+        "2 GiB, one H100",
+        [copied["fastckpt"], durable["fastckpt"], loads["fastckpt.load"]],
+        [copied["torch.save"], durable["torch.save"], loads["torch.load"]],
+        [("DCP, pinned", its["dcp-async-pinned"]) for its in (copied, durable)]
+        + [("safetensors", loads["safetensors"])],
+    )
+    return table(["", "training stalls", "durable on the disk after", "cold load"], lines)
 
 
 def column(record: Row, name: str, head: str) -> dict[str, float]:
