@@ -1268,7 +1268,7 @@ def test_an_object_that_does_not_take_its_state_is_named(run: Run) -> None:
     with pytest.raises(ValueError, match=r"'net/x', Refusing, rejected .*step-00000001.*: no, tha"):
         run({"net": {"x": Odd(1)}}, {"net": {"x": Refusing(2)}})
     own = {"rng": PerRank(Refusing(2))}
-    with pytest.raises(ValueError, match=r"'rng', Refusing, did not .*: no, thanks"):
+    with pytest.raises(ValueError, match=r"'rng', Refusing, rejected .*: no, thanks"):
         run({"rng": PerRank(Odd(1))}, own)
 
 
