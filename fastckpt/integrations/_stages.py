@@ -80,17 +80,17 @@ class Stages:
                 agreement.put("facts", packed(facts))
             if agreement.rank == 0:  # passes them on: others' records are gone when they leave
                 for key in ("values", "facts"):
-                    found = [agreement.get(key, ranks[0]) for ranks in self.ranks]
-                    agreement.put(f"all {key}", packed(found))
-            told = [unpacked(each) for each in unpacked(agreement.get("all values"))]
-            if not self._known.keys() >= {digest for digest, _values in told}:
+                    records = [agreement.get(key, ranks[0]) for ranks in self.ranks]
+                    agreement.put(f"all {key}", packed(records))
+            values_of_stages = [unpacked(each) for each in unpacked(agreement.get("all values"))]
+            if not self._known.keys() >= {digest for digest, _values in values_of_stages}:
                 all_facts = unpacked(agreement.get("all facts"))
                 self._known = {
                     digest: unpacked(facts)
-                    for (digest, _values), facts in zip(told, all_facts, strict=True)
+                    for (digest, _values), facts in zip(values_of_stages, all_facts, strict=True)
                 }
             union: dict[str, Any] = {}
-            for ranks, (digest, values) in zip(self.ranks, told, strict=True):
+            for ranks, (digest, values) in zip(self.ranks, values_of_stages, strict=True):
                 part, left = mine, iter(values)
                 if ranks != self._mine:
                     part = {

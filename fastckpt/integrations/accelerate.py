@@ -104,9 +104,9 @@ def save_state(
 
     def rotate() -> None:
         if beside is not None and project.total_limit is not None:
-            found = [each for _, each in numbered(os.path.dirname(path), _NAME)]
+            directories = [each for _, each in numbered(os.path.dirname(path), _NAME)]
             limit = max(1, project.total_limit)
-            retain(committed_first(path, found), limit, beside=beside)
+            retain(committed_first(path, directories), limit, beside=beside)
 
     return save_directory(
         path,
@@ -151,10 +151,10 @@ def load_state(
             return [path for _, path in numbered(directory, _NAME)]
         return [given] if os.path.isdir(given) else []
 
-    found = newest_whole(listed, group_of_job(), timeout_s) or input_dir
-    if found is None:
+    newest = newest_whole(listed, group_of_job(), timeout_s) or input_dir
+    if newest is None:
         raise FileNotFoundError(f"{_automatic(accelerator)!r} holds no checkpoint")
-    accelerator.load_state(os.fspath(found), **arguments)
+    accelerator.load_state(os.fspath(newest), **arguments)
 
 
 def _refuse_others(accelerator: Accelerator) -> None:

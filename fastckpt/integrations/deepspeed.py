@@ -170,13 +170,13 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         """Makes a directory. A failure is not raised but fails the tag that is open or is created
         next: rank 0 calls this alone, and the others would wait at a barrier for ever.
         """
-        storage, made = pipeline.current().storage, os.path.realpath(path)
-        if self._open is not None and self._open.handle.path == made:
-            made = os.path.dirname(made)  # the tag gives its directory the name
+        storage, directory = pipeline.current().storage, os.path.realpath(path)
+        if self._open is not None and self._open.handle.path == directory:
+            directory = os.path.dirname(directory)  # the tag gives its directory the name
         try:
             with reported("make directory", path):
-                if storage.status(made) is None:
-                    make_directory(storage, made, self._options.durable)
+                if storage.status(directory) is None:
+                    make_directory(storage, directory, self._options.durable)
                 super().makedirs(path, exist_ok)
         except StorageError as error:
             if self._open is None:

@@ -342,11 +342,11 @@ class _OwnData:
 
 def _of_all(values: list[Any], _rank: int = 0, _ranks: int = 1) -> dict[str, Any]:
     """Returns the states of all dataloaders in one, whose keys name the data-parallel rank."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in chain.from_iterable(each.items() for each in values):
-        if pickle.dumps(found.setdefault(key, value)) != pickle.dumps(value):
+        if pickle.dumps(result.setdefault(key, value)) != pickle.dumps(value):
             raise IncompatibleCheckpoint(f"ranks saved different dataloaders as {key!r}: {_ADVICE}")
-    return found
+    return result
 
 
 def _told_by_first(choose: Callable[[], _Choice], timeout_s: float) -> _Choice:
@@ -372,5 +372,5 @@ def _steps_of_dcp(folder: str) -> list[int]:
     if not os.path.isdir(folder):
         return []
     names = [name for name in os.listdir(folder) if name.startswith("step-")]
-    found = [name for name in names if os.path.isfile(os.path.join(folder, name, METADATA))]
-    return sorted(int(name[5:]) for name in found if name[5:].isdecimal())
+    directories = [name for name in names if os.path.isfile(os.path.join(folder, name, METADATA))]
+    return sorted(int(name[5:]) for name in directories if name[5:].isdecimal())

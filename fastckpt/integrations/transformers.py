@@ -171,8 +171,8 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
 
     def _parents(self, resume_from: str | bool | None) -> list[str]:
         """Returns the directories with checkpoints from which training may resume."""
-        given = [os.path.dirname(resume_from)] if isinstance(resume_from, str) else []
-        return [str(self.args.output_dir), *filter(None, given)]
+        directories = [os.path.dirname(resume_from)] if isinstance(resume_from, str) else []
+        return [str(self.args.output_dir), *filter(None, directories)]
 
     def _whole(self, resume_from: str | bool) -> str | bool:
         """Returns the checkpoint to resume from, verified; if there is none, the argument."""
@@ -331,9 +331,9 @@ def _rotate(committed: str, limit: int | None, best: str | None) -> None:
     if limit is None or limit <= 0:
         return
     run_dir = os.path.realpath(os.path.dirname(committed))
-    found = [path for _number, path in numbered(run_dir, _NAME)]
-    times = {path: os.path.getmtime(path) for path in found}
+    directories = [path for _number, path in numbered(run_dir, _NAME)]
+    times = {path: os.path.getmtime(path) for path in directories}
     if times and max(times.values()) - min(times.values()) >= 1:  # else clocks may be coarse
-        found.sort(key=times.__getitem__, reverse=True)
-    kept = None if best is None else os.path.realpath(best)
-    retain(committed_first(os.path.realpath(committed), found), limit, best=kept)
+        directories.sort(key=times.__getitem__, reverse=True)
+    best_path = None if best is None else os.path.realpath(best)
+    retain(committed_first(os.path.realpath(committed), directories), limit, best=best_path)

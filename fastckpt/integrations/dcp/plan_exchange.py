@@ -125,12 +125,12 @@ class PlanExchange:
                 write what it has not staged. Whatever plan_all raises.
         """
         try:
-            known = self._agreed(agreement, offer, plan_all)
+            agreed = self._agreed(agreement, offer, plan_all)
         except BaseException:  # the next save of this plan is to plan anew, whatever went wrong
             self._known = [it for it in self._known if it not in offer.same]
             raise
-        self._known = [*[it for it in self._known if it is not known][1 - _KNOWN_MAX :], known]
-        return known.central, known.metadata
+        self._known = [*[it for it in self._known if it is not agreed][1 - _KNOWN_MAX :], agreed]
+        return agreed.central, agreed.metadata
 
     def _agreed(
         self,
@@ -145,14 +145,14 @@ class PlanExchange:
             agreement.put("plan", b"=" + json.dumps([*same]).encode())
         if agreement.rank == 0:
             return self._decide(agreement, offer, same, plan_all)
-        told = agreement.get("central")
-        if told == _ASK:
+        answer = agreement.get("central")
+        if answer == _ASK:
             if same:
                 again = offer.local, offer.staged
                 agreement.put("plan again", packed(again))
-            told = agreement.get("central again")
-        chosen = told[1:].decode()
-        if told.startswith(b"="):
+            answer = agreement.get("central again")
+        chosen = answer[1:].decode()
+        if answer.startswith(b"="):
             return same[chosen]
         central = unpacked(agreement.get(f"central plan {agreement.rank}"))
         return _Known(chosen, offer.settings, offer.local, central, None)
@@ -204,8 +204,8 @@ def with_member(plan: SavePlan, name: str, value: object) -> SavePlan:
 
 def unstaged(plan: SavePlan, staged: SavePlan) -> list[WriteItem]:
     """Returns the items of a plan that have not been staged as they are there."""
-    held = {item.index: item for item in staged.items}
-    return [item for item in plan.items if held.get(item.index) != item]
+    items = {item.index: item for item in staged.items}
+    return [item for item in plan.items if items.get(item.index) != item]
 
 
 def _unstaged(central: SavePlan, offer: Offer) -> list[WriteItem]:

@@ -134,11 +134,11 @@ class Reader(StorageBase, StorageReader):
             CheckpointError: they are not; torch raises it on all ranks.
         """
         sources = [plan.storage_data for plan in plans]
-        found = {source.save_id for source in sources if isinstance(source, _Source)}
-        if len(found) > 1:
+        save_ids = {source.save_id for source in sources if isinstance(source, _Source)}
+        if len(save_ids) > 1:
             raise CheckpointError(
                 f"{self.path!r} was overwritten while ranks began to load it: they found the saves "
-                f"{sorted(map(str, found))}; nothing was loaded, load it again"
+                f"{sorted(map(str, save_ids))}; nothing was loaded, load it again"
             )
         return [
             dataclasses.replace(plan, storage_data=source.given)
@@ -217,9 +217,9 @@ class Reader(StorageBase, StorageReader):
 
     def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
         path, current = self._path(name), pipeline.current()
-        asked = [(self._request(item), item) for item in items]
-        asked.sort(key=lambda pair: pair[0].offset)
-        requests = [request for request, _ in asked]
+        pairs = [(self._request(item), item) for item in items]
+        pairs.sort(key=lambda pair: pair[0].offset)
+        requests = [request for request, _ in pairs]
         # A planner with a commit_tensor() of its own looks at the tensor, which must have arrived.
         looks = type(planner).commit_tensor is not DefaultLoadPlanner.commit_tensor
         with ItemsFile(
@@ -227,7 +227,7 @@ class Reader(StorageBase, StorageReader):
         ) as file:
             # Each tensor is asked for in its turn, for planners expect resolve_tensor() and
             # commit_tensor() in pairs; reading ahead needs the requests alone.
-            for request, item in asked:
+            for request, item in pairs:
                 if item.type == LoadItemType.BYTE_IO:
                     content = file.content(request)
                     if self.weights_only:

@@ -146,8 +146,8 @@ def load_checkpoint(
     agreement.close()
     if loading is None:
         if search.damaged:
-            told = "; ".join(f"{path}: {what}" for (_, path), what in search.damaged.items())
-            raise CorruptCheckpoint(f"no checkpoint in {load!r} is whole: {told}")
+            damage = "; ".join(f"{path}: {what}" for (_, path), what in search.damaged.items())
+            raise CorruptCheckpoint(f"no checkpoint in {load!r} is whole: {damage}")
         return 0, 0
     loading.put()
     if dist.get_rank() == 0:
@@ -263,11 +263,11 @@ class _Loading:
         for mine in rng_objects(None):
             if mine.unique_key in keys:
                 state[mine.key] = mine
-        asked = set(state)
+        names = set(state)
 
         def apart(key: str) -> bool:
             if key.endswith(f".{MAP}") or key == OWN_RNG:
-                return key not in asked
+                return key not in names
             return buckets is not None and _BUCKETS.match(key) is not None
 
         self._state = dist_checkpointing.load(

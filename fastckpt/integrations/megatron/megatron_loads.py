@@ -56,9 +56,9 @@ def agreed(label: str, act: Callable[[], Any], timeout_s: float) -> Any:
     """
     agreement = together(group_of_job()).coordinator.begin(label, timeout_s, "nothing was loaded")
     with agreement.failing():
-        found, problem = None, ""
+        result, problem = None, ""
         try:
-            found = telling_damage(act)
+            result = telling_damage(act)
         except CorruptCheckpoint as error:
             problem = str(error)
         agreement.put("read", problem.encode(errors="replace"))
@@ -70,7 +70,7 @@ def agreed(label: str, act: Callable[[], Any], timeout_s: float) -> Any:
     agreement.close()
     if verdict:
         raise CorruptCheckpoint(verdict)
-    return found
+    return result
 
 
 class AgreeingLoadStrategy(LoadStrategy):
@@ -323,9 +323,9 @@ def _check_alike(first: _Look, then: _Look) -> None:
     can go on with another one.
     """
     saved = [look.common.get("args") for look in (first, then)]
-    told = [[getattr(each, name, None) for name in _SAME] for each in saved]
+    settings = [[getattr(each, name, None) for name in _SAME] for each in saved]
     kinds = [(sorted(map(str, look.common)), look.common.get(CONTENT)) for look in (first, then)]
-    if told[0] != told[1] or kinds[0] != kinds[1]:
+    if settings[0] != settings[1] or kinds[0] != kinds[1]:
         number = int(os.path.basename(then.path).rpartition("_")[2])
         raise CorruptCheckpoint(
             f"{first.path!r} is damaged, and {then.path!r} was saved with other parallel sizes "

@@ -108,8 +108,8 @@ def steps_known(optimizer: Any) -> Iterator[None]:
 
         def put(param: Any, tensors: dict[str, Any], each: Any = each) -> None:
             state = type(each)._get_main_param_and_optimizer_states(each, param)
-            kept = {"step": state["step"]} if "step" in state else {}
-            type(each)._set_main_param_and_optimizer_states(each, param, {**tensors, **kept})
+            rest = {"step": state["step"]} if "step" in state else {}
+            type(each)._set_main_param_and_optimizer_states(each, param, {**tensors, **rest})
 
         each._set_main_param_and_optimizer_states = put
     try:
@@ -150,7 +150,7 @@ def load_buckets(
     """
     stored = StoredBuckets(directory, metadata, weights_only)
     sharded = _sharded_of(model_state)
-    wanted: list[tuple[Any, Any, dict[str, torch.Tensor]]] = []
+    loads: list[tuple[Any, Any, dict[str, torch.Tensor]]] = []
     copies: list[BucketCopy] = []
     for group, each in distributed(optimizer):
         arrays = _arrays(group, each, sharded)
@@ -163,14 +163,14 @@ def load_buckets(
         _load_groups(each, stored.load_state(sorted(groups) or stored.groups[:1]))
         for param, runs in runs_of:
             tensors = each._get_main_param_and_optimizer_states(param)
-            wanted.append((each, param, tensors))
+            loads.append((each, param, tensors))
             for state, tensor in tensors.items():
                 if state != "step":
                     copies += [BucketCopy(f"{name}.{state}", tensor, r) for name, r in runs.items()]
                     if sum(r.size for r in runs.values()) < tensor.numel():
                         tensor.zero_()  # the vocabulary is padded further here
     stored.read(copies)
-    for each, param, tensors in wanted:
+    for each, param, tensors in loads:
         each._set_main_param_and_optimizer_states(param, tensors)
     return sum(copy.runs.size * copy.tensor.element_size() for copy in copies)
 
@@ -180,10 +180,10 @@ def _load_groups(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None
     its own, with the stored step.
     """
     groups = state["optimizer"]["param_groups"]
-    known = {identity(values) for values in groups}
+    identities = {identity(values) for values in groups}
     steps = {"step": groups[0]["step"]} if groups and "step" in groups[0] else {}
     for own in optimizer.optimizer.param_groups:
-        if identity(own) not in known:
+        if identity(own) not in identities:
             groups.append({name: own[name] for name in own if name != "params"} | steps)
     optimizer.load_state_dict(state)
 

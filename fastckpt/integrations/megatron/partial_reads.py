@@ -95,8 +95,8 @@ def read(
 def _allowed() -> Any:
     """Allows in its body the classes that Megatron allows."""
     # At its end, a context takes away only what it has added: classes others have allowed stay.
-    known = torch.serialization.get_safe_globals()
-    return torch.serialization.safe_globals([each for each in _ALLOWED if each not in known])
+    allowed = torch.serialization.get_safe_globals()
+    return torch.serialization.safe_globals([each for each in _ALLOWED if each not in allowed])
 
 
 def unpickled(content: io.BytesIO, name: str, weights_only: bool = True) -> Any:

@@ -88,19 +88,21 @@ class Runs:
         """Returns the (source, target) distances of equal runs, equally far apart; else None."""
         if not len(self.length) or (self.length != self.length[0]).any():
             return None
-        found = [np.unique(np.diff(starts)) for starts in (self.source, self.target)]
-        if any(len(steps) > 1 for steps in found):
+        differences = [np.unique(np.diff(starts)) for starts in (self.source, self.target)]
+        if any(len(steps) > 1 for steps in differences):
             return None
-        source, target = (int(steps[0]) if len(steps) else 1 for steps in found)
+        source, target = (int(steps[0]) if len(steps) else 1 for steps in differences)
         return (source, target) if target > 0 else None
 
     def within(self, start: int, stop: int) -> Runs:
         """Returns the runs to target elements start <= i < stop, counted from `start`."""
         first = np.maximum(self.target, start)
         last = np.minimum(self.target + self.length, stop)
-        kept = last > first
-        skipped = (first - self.target)[kept]
-        return Runs(self.source[kept] + skipped, first[kept] - start, (last - first)[kept])
+        overlaps = last > first
+        skipped = (first - self.target)[overlaps]
+        return Runs(
+            self.source[overlaps] + skipped, first[overlaps] - start, (last - first)[overlaps]
+        )
 
     def joined(self) -> Runs:
         """Returns the same copies in order of the source; neighbours on both sides become one."""
@@ -142,11 +144,11 @@ def common_runs(source: Piece, target: Piece) -> Runs | None:
             (at - offset) * stride
             for at, offset, stride in zip(low, piece.offset, piece.strides, strict=True)
         )
-        found = np.array([begin], dtype=np.int64)
+        offsets = np.array([begin], dtype=np.int64)
         for count, stride in zip(counts[:outer], piece.strides[:outer], strict=True):
             steps = np.arange(count, dtype=np.int64) * stride
-            found = (found[:, None] + steps[None, :]).ravel()
-        return found
+            offsets = (offsets[:, None] + steps[None, :]).ravel()
+        return offsets
 
     at = starts(source)
     return Runs(at, starts(target), np.full(len(at), length, dtype=np.int64))
@@ -185,16 +187,16 @@ class Catalog:
         Raises:
             Uncovered: elements are stored nowhere, or more than once.
         """
-        found: dict[str, list[Runs]] = {}
+        result: dict[str, list[Runs]] = {}
         for target in pieces:
             for name, source in self._held.get(target.key, {}).values():
                 runs = common_runs(source, target)
                 if runs is not None and (runs := runs.within(start, stop)).size:
-                    found.setdefault(name, []).append(runs)
-        size = sum(runs.size for parts in found.values() for runs in parts)
+                    result.setdefault(name, []).append(runs)
+        size = sum(runs.size for parts in result.values() for runs in parts)
         if size > stop - start or (size < stop - start and not partial):
             raise Uncovered((piece.key for piece in pieces), size, stop - start)
-        return {name: _one(parts).joined() for name, parts in found.items()}
+        return {name: _one(parts).joined() for name, parts in result.items()}
 
 
 def _one(parts: list[Runs]) -> Runs:
@@ -222,8 +224,8 @@ def split_at(runs: Runs, starts: Indices, sizes: Indices) -> list[tuple[int, int
         while at < stop:
             if number == len(ends) or at < starts[number]:
                 raise Uncovered(["an array"], at - source, length)
-            taken = min(stop, int(ends[number])) - at
-            cuts.append((number, at - int(starts[number]), target + at - source, taken))
-            at += taken
+            count = min(stop, int(ends[number])) - at
+            cuts.append((number, at - int(starts[number]), target + at - source, count))
+            at += count
             number += 1
     return cuts

@@ -233,9 +233,9 @@ def _state(
     state = model_state(models, metadata)
     if optimizer is not None:
         maps = saved_maps(optimizer, state) if metadata[SHARDING] == "dp_reshardable" else []
-        kept = optimizer.sharded_state_dict(dict(state), metadata=metadata)
-        state |= {"optimizer": kept, "fastckpt_optimizer_maps": maps}
+        result = optimizer.sharded_state_dict(dict(state), metadata=metadata)
+        state |= {"optimizer": result, "fastckpt_optimizer_maps": maps}
     if scheduler is not None:
         state["opt_param_scheduler"] = scheduler.state_dict()
-    kept = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-    return state | {CONTENT: kept}
+    result = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+    return state | {CONTENT: result}

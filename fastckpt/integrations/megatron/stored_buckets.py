@@ -60,26 +60,26 @@ class StoredBuckets:
             own: the group whose arrays come first.
             expected: if that group has just these arrays, only they are returned.
         """
-        found: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[Piece]] = {}
         if own in self.groups:
-            found = self._pieces(own)
-            if found == expected:
-                return found
+            pieces = self._pieces(own)
+            if pieces == expected:
+                return pieces
         self._fetch(self.groups)
         for group in self.groups:
             if group != own:
-                found |= self._pieces(group)
-        return found
+                pieces |= self._pieces(group)
+        return pieces
 
     def load_state(self, groups: list[str]) -> dict[str, Any]:
         """Returns parameter groups and gradient scaler of groups of ranks, for load_state_dict."""
         self._fetch(groups)
-        found: dict[tuple[Any, ...], Any] = {}
+        state_of: dict[tuple[Any, ...], Any] = {}
         for group in groups:
             for values in self._objects[f"{group}.optimizer"]["param_groups"]:
-                found.setdefault(identity(values), values)
+                state_of.setdefault(identity(values), values)
         scaler = self._objects.get(f"{groups[0]}.grad_scaler")
-        state: dict[str, Any] = {"optimizer": {"param_groups": list(found.values())}}
+        state: dict[str, Any] = {"optimizer": {"param_groups": list(state_of.values())}}
         return state | ({} if scaler is None else {"grad_scaler": scaler})
 
     def read(self, copies: Iterable[BucketCopy]) -> None:

@@ -175,10 +175,12 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         """Begins to save a state dict without its common state and with its factories applied;
         `common` and `afterwards` are Writer's.
         """
-        held = dict(holdings(nested_values(sharded_state_dict)))
-        is_common_new = common is None and _COMMON_KEY not in held  # Megatron's own save() calls
+        holders_of = dict(holdings(nested_values(sharded_state_dict)))
+        is_common_new = (
+            common is None and _COMMON_KEY not in holders_of
+        )  # Megatron's own save() calls
         handle: InnerHandle = dcp.async_save(
-            held,
+            holders_of,
             storage_writer=Writer(
                 directory, common, is_common_new, afterwards, options=self._options
             ),
@@ -247,14 +249,14 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> Any:
         """Returns shapes and dtypes of all tensors, and the keys of all objects."""
         metadata = stored_metadata(checkpoint_dir)
-        found: dict[str, Any] = {
+        result: dict[str, Any] = {
             key: ShardedObject.empty_from_unique_key(key)
             for key, value in metadata.state_dict_metadata.items()
             if not hasattr(value, "size")
         }
-        found |= self.load_tensors_metadata(checkpoint_dir, metadata)
+        result |= self.load_tensors_metadata(checkpoint_dir, metadata)
         apart = self._apart or (lambda key: False)
-        return {name: value for name, value in found.items() if not apart(value.key)}
+        return {name: value for name, value in result.items() if not apart(value.key)}
 
 
 class _Planner(stock.MCoreLoadPlanner):  # type: ignore[misc]
@@ -281,15 +283,15 @@ def _request_class(async_strategy: str) -> Any:
 
 def holdings(values: Iterable[Any]) -> Holdings:
     """Returns the values of a state dict that this rank offers to write."""
-    held: dict[Any, Any] = {}
+    holders: dict[Any, Any] = {}
     objects: dict[str, list[Any]] = {}
     for value in values:
         if isinstance(value, ShardedTensor):
             if may_write(value.replica_id):  # one tensor may be in a state dict twice
-                held.setdefault((value.key, tuple(value.global_offset)), value)
+                holders.setdefault((value.key, tuple(value.global_offset)), value)
         elif is_main_replica(value.replica_id):
             objects.setdefault(value.unique_key, []).append(value.data)
-    return held | {key: serialized(data) for key, data in objects.items()}
+    return holders | {key: serialized(data) for key, data in objects.items()}
 
 
 def serialized(value: Any) -> io.BytesIO:

@@ -114,8 +114,8 @@ def _load_strategy(megatrons: Any, ours: Any, *given: Any, **named: Any) -> Any:
     """Stands in for Megatron's class, or for its function, which may find another format."""
     if inspect.isclass(megatrons):
         return ours()
-    found = megatrons(*given, **named)
-    return ours() if isinstance(found, TorchDistLoadShardedStrategy) else found
+    strategy = megatrons(*given, **named)
+    return ours() if isinstance(strategy, TorchDistLoadShardedStrategy) else strategy
 
 
 def _queue_names(queues: Any, name: str, options: SaveOptions) -> list[tuple[ModuleType, str, Any]]:
