@@ -173,8 +173,8 @@ class StorageError(CheckpointError, OSError):
         self.args = (self.errno, text)
 
     def __reduce__(self) -> tuple[object, ...]:
-        known = (self.op, self.path, self.errno, self.offset, self.detail, self.visible)
-        return type(self), known, {"_text": self._text, "in_doubt": self.in_doubt}
+        fields = (self.op, self.path, self.errno, self.offset, self.detail, self.visible)
+        return type(self), fields, {"_text": self._text, "in_doubt": self.in_doubt}
 
 
 _HINTS = {
@@ -342,16 +342,16 @@ def retold(error: AnyError, text: str) -> AnyError:
     call that did not fail itself. An error that can have no other message is returned as it is.
     """
     try:
-        told = copy.copy(error)
-        if isinstance(told, CheckpointError):
-            told.reword(text)
-        elif isinstance(told, OSError) and told.errno is not None:
-            told = type(told)(told.errno, text)  # changing the args does not change its text
+        result = copy.copy(error)
+        if isinstance(result, CheckpointError):
+            result.reword(text)
+        elif isinstance(result, OSError) and result.errno is not None:
+            result = type(result)(result.errno, text)  # changing the args does not change its text
         else:
-            told.args = (text,)
-        if text not in str(told):  # the class does not make its text of its arguments
+            result.args = (text,)
+        if text not in str(result):  # the class does not make its text of its arguments
             return error
     except Exception:  # the class does not let its errors be copied: better the old text than none
         return error
-    told.__cause__ = error
-    return told
+    result.__cause__ = error
+    return result

@@ -255,7 +255,7 @@ class Checkpointer:
         step = check_integer("step", step)
         optional(check_deadline, "deadline_s", deadline_s)
         by = None if self._coordinator.rank else self._options.keep_best
-        told = retention.checked_metrics(self._steps, step, metrics, by)
+        own_metrics = retention.checked_metrics(self._steps, step, metrics, by)
         current = self._changing()
         options, label = self._options, f"step {step} of {self.root!r}"
         if deadline_s is not None:
@@ -301,7 +301,7 @@ class Checkpointer:
                 agreement,
                 step,
                 content,
-                told,
+                own_metrics,
                 place,
                 options,
                 current.storage,
@@ -413,21 +413,21 @@ class Checkpointer:
         with self._restoring() as agreement:
             spread = Spread(agreement, self.group, state, str(fit))
             try:
-                found = self._first_whole(
+                result = self._first_whole(
                     agreement, step, lambda reader: read(reader, spread), required
                 )
             except IncompatibleCheckpoint as error:
                 if not overwritten:
                     raise
                 names = listed(map(repr, overwritten))
-                told = (
+                message = (
                     f"{error}; an earlier attempt to restore another step may have overwritten "
                     f"{names}"
                 )
-                raise CorruptCheckpoint(told) from None
-        if found is None:
+                raise CorruptCheckpoint(message) from None
+        if result is None:
             return None
-        number, template = found
+        number, template = result
         spread.pass_on()
         template.put()
         self._tell("restored", number, started)
@@ -456,24 +456,24 @@ class Checkpointer:
 
         started = time.perf_counter()
         with self._restoring() as agreement:
-            found = self._first_whole(agreement, step, read, required=True)
-        assert found is not None
-        self._tell("loaded", found[0], started)
-        return found[1]
+            result = self._first_whole(agreement, step, read, required=True)
+        assert result is not None
+        self._tell("loaded", result[0], started)
+        return result[1]
 
     def steps(self) -> list[int]:
         """Returns the committed steps, ascending, as this rank sees the directory now. Raises
         StorageError: it or a manifest could not be read in several attempts.
         """
-        found, _faults = self._steps.survey()
-        return sorted({item.manifest.step for item in found})
+        infos, _faults = self._steps.survey()
+        return sorted({item.manifest.step for item in infos})
 
     def latest(self) -> int | None:
         """Returns the step committed last, which need not have the highest number, as this rank
         sees the directory now; None if there is none. Raises StorageError as steps().
         """
-        found, _faults = self._steps.survey()
-        return found[0].manifest.step if found else None
+        infos, _faults = self._steps.survey()
+        return infos[0].manifest.step if infos else None
 
     def best(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """Returns the step with the best value of a metric, as this rank sees the directory when

@@ -110,7 +110,7 @@ def save(
     optional(check_callable, "before_commit", before_commit)
     pacing = Pacing(drain_rate)
     how = WriteOptions.of(check_options(options), stripe=stripe, pacing=pacing)
-    asked = TorchSave(
+    request = TorchSave(
         obj,
         pickle_module,
         pickle_protocol,
@@ -119,7 +119,7 @@ def save(
     )
     path = _checked_path(f, storage_options, how.timeout_s)
     refuse_for_url(path or "", staging=how.staging, backend=how.backend)
-    return begin_save(asked, f, path, how, group, before_commit, started)
+    return begin_save(request, f, path, how, group, before_commit, started)
 
 
 def prepare(nbytes: int | str) -> None:
@@ -205,7 +205,7 @@ def load(
     if path is not None and path != str(f):  # torch's messages tell the types of paths apart
         f = path
     options = {"weights_only": weights_only, "mmap": mmap, **pickle_load_args}
-    asked = TorchLoad(f, map_location, pickle_module, options)
+    request = TorchLoad(f, map_location, pickle_module, options)
     maps = mmap if mmap is not None else _mmap_is_default()
     if group is not None and (mmap or not isinstance(f, str | os.PathLike)):
         raise ValueError(
@@ -213,8 +213,8 @@ def load(
         )
     with _directory_told(f):
         if group is not None:
-            return load_together(asked, verify, group, timeout_s)
-        return load_alone(asked, verify, maps, staging)
+            return load_together(request, verify, group, timeout_s)
+        return load_alone(request, verify, maps, staging)
 
 
 @telling

@@ -137,15 +137,15 @@ def check_metrics(metrics: object) -> dict[str, float | str]:
     """Returns metrics as they are kept: finite numbers, and texts for all others; without None."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics are {_told(metrics)}, must be a dict")
-    kept = dict[str, float | str]()
+    result = dict[str, float | str]()
     for name, value in metrics.items():
         check_text("a metric's name", name)
         if value is not None and not isinstance(value, str):
             number = check_number(f"metrics[{shown(name)}]", value, "a number, a string or None")
             value = number if isfinite(number) else str(number)
         if value is not None:
-            kept[name] = value
-    return kept
+            result[name] = value
+    return result
 
 
 def check_keep_best(name: str, value: object) -> KeepBest:

@@ -138,8 +138,8 @@ def client_options(scheme: str) -> dict[str, str]:
     read these where it is told a part of its options of HTTP.
     """
     begin = _OF_CLIENTS[scheme]
-    told = {name.removeprefix(begin): name for name in os.environ if name.startswith(begin)}
-    return {key.lower(): os.environ[told[key]] for key in _HTTP & told.keys()}
+    variables = {name.removeprefix(begin): name for name in os.environ if name.startswith(begin)}
+    return {key.lower(): os.environ[variables[key]] for key in _HTTP & variables.keys()}
 
 
 def is_told(scheme: str, key: str) -> bool:
@@ -181,16 +181,16 @@ def _tasks_here(text: str) -> int:
     """Returns the tasks on this node, $SLURM_NODEID, in SLURM's text for all nodes; the most of any
     node, if the text does not tell this one's; 0, if it is no such text.
     """
-    found = [_TASKS.fullmatch(each) for each in text.split(",")]
-    groups = [(int(each[1]), int(each[2] or 1)) for each in found if each]
-    if len(groups) < len(found):
+    matches = [_TASKS.fullmatch(each) for each in text.split(",")]
+    groups = [(int(each[1]), int(each[2] or 1)) for each in matches if each]
+    if len(groups) < len(matches):
         return 0
     node = os.environ.get("SLURM_NODEID", "")
-    left = int(node) if _COUNT.fullmatch(node) else sum(nodes for _, nodes in groups)
+    remaining = int(node) if _COUNT.fullmatch(node) else sum(nodes for _, nodes in groups)
     for tasks, nodes in groups:
-        if left < nodes:
+        if remaining < nodes:
             return tasks
-        left -= nodes
+        remaining -= nodes
     return max(tasks for tasks, _ in groups)
 
 

@@ -16,10 +16,10 @@ _LISTED_MAX = 5
 
 def listed(names: Iterable[str], count: int | None = None) -> str:
     """Returns the first few of these names, and how many more there are: of `count`, if given."""
-    told = [*names]
-    left = (count or len(told)) - _LISTED_MAX
-    more = f" and {left} more" if left > 0 else ""
-    return ", ".join(told[:_LISTED_MAX]) + more
+    items = [*names]
+    rest = (count or len(items)) - _LISTED_MAX
+    more = f" and {rest} more" if rest > 0 else ""
+    return ", ".join(items[:_LISTED_MAX]) + more
 
 
 def nearest(name: object, there: Iterable[object]) -> str:
@@ -47,8 +47,8 @@ def fits_none(pattern: str | tuple[str, ...], names: Sequence[str]) -> str:
     """Returns what is wrong with a pattern of rename= that is in no name, and names like it."""
     text = pattern if isinstance(pattern, str) else pattern[0]
     near = get_close_matches(text, names[:_COMPARED_MAX])
-    told = f" (similar names there: {', '.join(map(repr, near))})" if near else ""
-    return f"rename has {pattern!r}, which matches no name{told}: correct it or leave it out"
+    hint = f" (similar names there: {', '.join(map(repr, near))})" if near else ""
+    return f"rename has {pattern!r}, which matches no name{hint}: correct it or leave it out"
 
 
 def without_wrappers(names: Sequence[str]) -> list[str]:

@@ -139,12 +139,12 @@ class Pacing:
 
     def text(self) -> str:
         """Returns the limits in words; "" if there are none."""
-        asked = []
+        limits = []
         if self.rate is not None:
-            asked.append(f"drain_rate {self.rate / 1e6:g} MB/s a node")
+            limits.append(f"drain_rate {self.rate / 1e6:g} MB/s a node")
         if self.max_writers is not None:
-            asked.append(f"max_writers {self.max_writers}")
-        return ", ".join(asked)
+            limits.append(f"max_writers {self.max_writers}")
+        return ", ".join(limits)
 
 
 @dataclass(frozen=True, kw_only=True)

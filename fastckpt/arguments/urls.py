@@ -69,10 +69,10 @@ def path_of(
             f"{name} is {text!r}, a URL: URLs need Python 3.11 or later and the package obstore "
             "(pip install obstore)"
         )
-    told: object = storage_options
-    names = told.keys() if isinstance(told, Mapping) else [None] * (told is not None)
+    options: object = storage_options
+    names = options.keys() if isinstance(options, Mapping) else [None] * (options is not None)
     if not all(isinstance(each, str) for each in names):
-        raise TypeError(f"storage_options is {told!r}, must be a dict whose keys are strings")
+        raise TypeError(f"storage_options is {options!r}, must be a dict whose keys are strings")
     if "@" in match["bucket"]:
         raise ValueError(f"{name} is a URL with credentials: pass them in storage_options instead")
     parts = [part for part in (match["key"] or "").split("/") if part not in ("", ".")]

@@ -59,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(fastckpt.__version__)
     with suppress(ImportError):  # completion in a shell is there if argcomplete is
         importlib.import_module("argcomplete").autocomplete(parser)
-    given = sys.argv[1:] if arguments is None else arguments
-    parsed = parser.parse_args(given or ["doctor"])
+    argv = sys.argv[1:] if arguments is None else arguments
+    parsed = parser.parse_args(argv or ["doctor"])
     try:
         # Only now, since most import torch.
         with redirect_stdout(_Shown(sys.stdout)):
@@ -71,11 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except _FAILURES as error:
-        said = str(error) or "there is not enough memory"  # which MemoryError says by its name
+        message = str(error) or "there is not enough memory"  # which MemoryError says by its name
         if getattr(parsed, "json", False):  # which promises one object, whatever happens
             with suppress(OSError):  # as the error may be that nothing can be written there
-                print(json.dumps({"error": said}, indent=1))
-        print(shown_text(as_url(f"fastckpt {parsed.command}: {said}")), file=sys.stderr)
+                print(json.dumps({"error": message}, indent=1))
+        print(shown_text(as_url(f"fastckpt {parsed.command}: {message}")), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

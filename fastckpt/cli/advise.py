@@ -58,8 +58,10 @@ class Job:
                 raise ValueError(f"{name} is {value}, must be finite and {least}")
         for name in ("nodes", "torch_writers"):
             if getattr(self, name) > self.ranks:
-                told = f"{name} is {getattr(self, name)}, more than there are ranks ({self.ranks})"
-                raise ValueError(told)
+                message = (
+                    f"{name} is {getattr(self, name)}, more than there are ranks ({self.ranks})"
+                )
+                raise ValueError(message)
 
     @property
     def rank_bytes(self) -> float:
@@ -239,7 +241,7 @@ def add_arguments(commands: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
+    values = {name: value for name in _OPTIONS if (value := getattr(arguments, name)) is not None}
     size, nodes, mtbf_s = arguments.size, arguments.nodes, arguments.mtbf
     try:
         if arguments.gpus < 1:
@@ -250,7 +252,7 @@ def run(arguments: argparse.Namespace) -> int:
             nodes=-(-arguments.gpus // _GPUS_PER_NODE) if nodes is None else nodes,
             # Any failure of a GPU ends the job, and rates of independent failures add up.
             mtbf_s=3600 / (FAILURES_PER_GPU_HOUR * arguments.gpus) if mtbf_s is None else mtbf_s,
-            **given,
+            **values,
         )
     except ValueError as error:
         arguments.error(str(error))
@@ -263,7 +265,7 @@ def run(arguments: argparse.Namespace) -> int:
         ("time between failures", shown_time(job.mtbf_s)),
     ]
     for name, option in _OPTIONS.items():
-        source = "given" if name in given else "assumed"
+        source = "given" if name in values else "assumed"
         text = f"{_shown(name, getattr(job, name))} ({source}, {option.flag})"
         rows.append((option.text, text))
     print("\n".join([*_lines("The job", rows), *_report(job, advise(job))]))

@@ -108,8 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
         nbytes, others = sum(copy.nbytes for copy in copies), tensors.others
         count, names = tensors.left_out
     if arguments.json:
-        told = {"path": target, "tensors": len(copies), "nbytes": nbytes, "others": others}
-        print(json.dumps({**told, "left_out": count}, indent=1))
+        summary = {"path": target, "tensors": len(copies), "nbytes": nbytes, "others": others}
+        print(json.dumps({**summary, "left_out": count}, indent=1))
         return 0
     words = [f"{target}: {len(copies)} tensors, {shown_size(nbytes)}"]
     if count:
@@ -189,26 +189,26 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
     # A name that is a path is also empty if the tensor is alone, and so has no key at all.
     has_empty = not is_dotted and not tensors.has_paths
     spelled = without_wrappers if is_dotted else list
-    olds, taken, found = [*tensors.values()], dict[str, str](), list[Copy]()
+    olds, old_names, copies = [*tensors.values()], dict[str, str](), list[Copy]()
     for number, name, dtype in chosen(
         named, _DTYPES.get(arguments.dtype), without_prefix, arguments.glob, spelled, has_empty
     ):
-        take_name(name, olds[number].name, taken, safetensors.METADATA if is_dotted else None)
-        found.append(Copy(name, olds[number], dtype))
-    if not found:
+        take_name(name, olds[number].name, old_names, safetensors.METADATA if is_dotted else None)
+        copies.append(Copy(name, olds[number], dtype))
+    if not copies:
         raise CheckpointError(
             f"{tensors.path!r} holds no matching tensor: --glob {arguments.glob!r} applies to "
             f"the names that inspect lists, --prefix {prefix!r} to the names that are written, "
             f"with {'.' if is_dotted else '/'!r} between keys"
         )
-    unknown = [copy.name for copy in found if not safetensors.supported(copy.dtype)]
+    unknown = [copy.name for copy in copies if not safetensors.supported(copy.dtype)]
     if unknown and is_dotted:
         names = listed(map(shown_name, unknown))
         raise IncompatibleCheckpoint(
             f"safetensors files have no dtype for {names}: choose others with --glob, or use "
             "--to pt"
         )
-    return found
+    return copies
 
 
 def _nested(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -237,13 +237,13 @@ def _read(
     """Returns the elements of parts, one-dimensional and as bytes. Adds the new names of those with
     numbers that their dtype cannot hold to `lossy`.
     """
-    found = tensors.read([(copy.tensor.name, index) for copy, index in batch])
-    for number, ((copy, _index), part) in enumerate(zip(batch, found, strict=True)):
+    values = tensors.read([(copy.tensor.name, index) for copy, index in batch])
+    for number, ((copy, _index), part) in enumerate(zip(batch, values, strict=True)):
         if part.dtype != copy.dtype:
-            found[number] = torch.empty(part.shape, dtype=copy.dtype, device="cpu")
-            if put_converted(found[number], part):
+            values[number] = torch.empty(part.shape, dtype=copy.dtype, device="cpu")
+            if put_converted(values[number], part):
                 lossy.add(copy.name)
-    return [part.contiguous().view(-1).view(torch.uint8) for part in found]
+    return [part.contiguous().view(-1).view(torch.uint8) for part in values]
 
 
 def _batches(copies: Sequence[Copy]) -> Iterator[list[tuple[Copy, Any]]]:
@@ -274,7 +274,7 @@ def _stream(
     """
     total, lossy = sum(copy.nbytes for copy in copies), set[str]()
     with (
-        progress(total, "converted") as told,
+        progress(total, "converted") as report,
         ThreadPoolExecutor(_READERS, "fastckpt-convert") as reader,
     ):
         ahead: deque[tuple[Sequence[tuple[Copy, Any]], Future[list[torch.Tensor]]]] = deque()
@@ -283,7 +283,7 @@ def _stream(
             batch, future = ahead.popleft()
             for (copy, _index), content in zip(batch, future.result(), strict=True):
                 yield copy, content
-                told(content.numel())
+                report(content.numel())
 
         for batch in _batches(copies):
             ahead.append((batch, reader.submit(_read, tensors, batch, lossy)))

@@ -47,32 +47,32 @@ def run(arguments: argparse.Namespace) -> int:
         only_a = [name for name in names if name not in in_b]
         only_b = [name for name in names if name not in in_a]
         both = [name for name in names if name in in_a and name in in_b]
-        found = []
+        differences = []
         with progress(sum(a[in_a[name]].nbytes for name in both), "compared") as done:
             for name in both:
                 difference = compare(a[in_a[name]], b[in_b[name]], done)
-                found += [difference._replace(name=name)] if difference else []
+                differences += [difference._replace(name=name)] if difference else []
         others = {"A": a.others, "B": b.others}
     if arguments.json:
-        told = {
+        summary = {
             "only_a": only_a,
             "only_b": only_b,
-            "different": [difference._asdict() for difference in found],
-            "equal": len(both) - len(found),
+            "different": [difference._asdict() for difference in differences],
+            "equal": len(both) - len(differences),
             "others": others,
         }
-        print(json.dumps(told, indent=1))
+        print(json.dumps(summary, indent=1))
     else:
         for where, its in (("A", only_a), ("B", only_b)):
             for name in its:
                 print(f"only in {where}: {shown_name(name)}")
-        for difference in found:
+        for difference in differences:
             print(f"{shown_name(difference.name)}: {difference.text}")
         for where, kinds in others.items():
             if kinds:
                 print(f"in {where} {shown_others(kinds)}")
-        print(f"{len(both) - len(found)} of {len(names)} tensors are equal")
-    return 1 if found or only_a or only_b else 0
+        print(f"{len(both) - len(differences)} of {len(names)} tensors are equal")
+    return 1 if differences or only_a or only_b else 0
 
 
 def _by_name(tensors: fastckpt.LazyTensors, others: fastckpt.LazyTensors) -> dict[str, str]:
@@ -80,9 +80,9 @@ def _by_name(tensors: fastckpt.LazyTensors, others: fastckpt.LazyTensors) -> dic
     if only the others' names have no paths of keys, as after a conversion.
     """
     if tensors.has_paths and not others.has_paths:
-        found = {dotted(name): name for name in tensors}
-        if len(found) == len(tensors):
-            return found
+        names = {dotted(name): name for name in tensors}
+        if len(names) == len(tensors):
+            return names
     return {name: name for name in tensors}
 
 

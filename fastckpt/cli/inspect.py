@@ -39,7 +39,7 @@ class _Kind(NamedTuple):
 def run(arguments: argparse.Namespace) -> int:
     with opened(arguments.path, arguments.local) as tensors:
         names, kinds = _listed(tensors, arguments.glob)
-        told = {
+        summary = {
             "path": tensors.path,
             "kind": tensors.kind,
             "verified": tensors.is_verified,
@@ -50,26 +50,26 @@ def run(arguments: argparse.Namespace) -> int:
         }
     if arguments.json:
         content = [{"name": n, **kind.row} for n, kind in zip(names, kinds, strict=True)]
-        print(json.dumps({**told, "content": content}, indent=1))
+        print(json.dumps({**summary, "content": content}, indent=1))
     else:
-        _print(told, names, kinds)
+        _print(summary, names, kinds)
     return 0
 
 
 def _listed(tensors: fastckpt.LazyTensors, glob: str) -> tuple[list[str], list[_Kind]]:
     """Returns the names that the pattern fits, and what is told of each."""
-    known: dict[int, tuple[Any, _Kind]] = {}  # by the identity of what many tensors share
+    entries: dict[int, tuple[Any, _Kind]] = {}  # by the identity of what many tensors share
 
     def kind_of(stored: Any) -> _Kind:
-        found = _kind(stored.dtype, stored.shape, stored.shards)
-        if len(known) < _KINDS_MAX:
-            known[id(stored)] = stored, found
-        return found
+        kind = _kind(stored.dtype, stored.shape, stored.shards)
+        if len(entries) < _KINDS_MAX:
+            entries[id(stored)] = stored, kind
+        return kind
 
     names, kinds = [*tensors], list[_Kind]()
     for _name, stored in tensors.listed():
-        its = known.get(id(stored))
-        kinds.append(kind_of(stored) if its is None else its[1])
+        entry = entries.get(id(stored))
+        kinds.append(kind_of(stored) if entry is None else entry[1])
     if glob == "*":
         return names, kinds
     fits = {*fnmatch.filter(names, glob)}
@@ -79,12 +79,12 @@ def _listed(tensors: fastckpt.LazyTensors, glob: str) -> tuple[list[str], list[_
 
 @lru_cache(_KINDS_MAX)
 def _kind(dtype: torch.dtype, shape: tuple[int, ...], shards: tuple[Any, ...]) -> _Kind:
-    told, nbytes = str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize
+    text, nbytes = str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize
     files = [os.path.basename(shard.path) for shard in shards]
     distinct = [*dict.fromkeys(files)]
     file = shown_name(distinct[0]) if len(distinct) == 1 else f"{len(distinct)} files"
-    row = {"dtype": told, "shape": [*shape], "nbytes": nbytes, "files": files}
-    return _Kind(row, (told, str([*shape]), shown_size(nbytes), file))
+    row = {"dtype": text, "shape": [*shape], "nbytes": nbytes, "files": files}
+    return _Kind(row, (text, str([*shape]), shown_size(nbytes), file))
 
 
 def _print(told: dict[str, Any], names: list[str], kinds: list[_Kind]) -> None:

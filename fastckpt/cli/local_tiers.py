@@ -28,14 +28,14 @@ def tiers_of(storage: Storage, root: str, directories: Sequence[str]) -> Iterato
         StorageError: one of the directories cannot be listed.
     """
     for directory in directories:
-        given = os.path.realpath(directory)
-        with reported("list", given):
-            names = storage.names(given)
+        local = os.path.realpath(directory)
+        with reported("list", local):
+            names = storage.names(local)
         name = tier_name(root)
-        own = given if os.path.basename(given) == name else os.path.join(given, name)
-        if own != given and name not in names and (others := roots_in(storage, given)):
-            told = ", ".join(sorted(map(os.path.basename, others)))
-            log.warning("%r has no step of %r, only steps of other roots: %s", given, root, told)
+        own = local if os.path.basename(local) == name else os.path.join(local, name)
+        if own != local and name not in names and (others := roots_in(storage, local)):
+            roots = ", ".join(sorted(map(os.path.basename, others)))
+            log.warning("%r has no step of %r, only steps of other roots: %s", local, root, roots)
         yield store_at(storage, own)
 
 
@@ -63,12 +63,12 @@ def opened(
     shelves = [store_at(storage, root), *tiers_of(storage, root, directories)]
     if not any(steps.names() for steps in shelves[1:]):
         return fastckpt.open(path, rename=rename)
-    found: list[tuple[tuple[int, int], str]] = []
+    candidates: list[tuple[tuple[int, int], str]] = []
     for steps in shelves:
         try:
             with fastckpt.open(steps.root) as tensors:
                 name = os.path.basename(tensors.path)
-                found.append((in_order(Committed(name, steps.read(name))), tensors.path))
+                candidates.append((in_order(Committed(name, steps.read(name))), tensors.path))
         except CheckpointError as error:
             log.warning("skipping %s: %s", steps.root, error)
-    return fastckpt.open(max(found)[1] if found else path, rename=rename)
+    return fastckpt.open(max(candidates)[1] if candidates else path, rename=rename)

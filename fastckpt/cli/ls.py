@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rows(steps: StepStore, *, is_local: bool) -> Iterator[dict[str, Any]]:
-    found, faults = steps.committed()
-    for name, manifest in found:
+    infos, faults = steps.committed()
+    for name, manifest in infos:
         wrong = _wrong(steps, name, manifest, is_local)
         yield {
             **_row(steps, name, is_local),

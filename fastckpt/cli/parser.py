@@ -50,11 +50,11 @@ def _directory(told: str, **options: Any) -> Argument:
 
 def _local(what: str) -> Argument:
     """Returns --local, which means the same to every command that has it."""
-    told = (
+    text = (
         "this node's local tier, as passed to Checkpointer(local=DIR), which may lack files that "
         f"only other nodes hold: {what}; may be given several times"
     )
-    return _path("--local", "DIR", told, action="append", default=[])
+    return _path("--local", "DIR", text, action="append", default=[])
 
 
 def _positive(text: str) -> int:
@@ -77,8 +77,8 @@ def _block(text: str) -> int:
 
 
 def _count(name: str, what: str, default: int) -> Argument:
-    told = f"{what}; default: {default}"
-    return _any(name, type=_positive, default=default, metavar="N", help=told)
+    text = f"{what}; default: {default}"
+    return _any(name, type=_positive, default=default, metavar="N", help=text)
 
 
 _GLOB = _any("--glob", default="*", help='only names that match this glob, such as "*.weight"')
@@ -265,8 +265,8 @@ _DEVICE = _any(
 
 
 def _sized(size: str, rounds: int) -> tuple[Argument, Argument]:
-    told = f"default: {size}"
-    as_size = _any("--size", type=quantity_argument(_size), default=size, help=told)
+    text = f"default: {size}"
+    as_size = _any("--size", type=quantity_argument(_size), default=size, help=text)
     return as_size, _any("--rounds", type=_positive, default=rounds, help=f"default: {rounds}")
 
 
@@ -331,8 +331,8 @@ _WHATS = {
 
 
 def _add(parsers: Any, commands: dict[str, Command]) -> None:
-    for name, (told, description, arguments) in commands.items():
-        parser = parsers.add_parser(name, help=told, description=description)
+    for name, (summary, description, arguments) in commands.items():
+        parser = parsers.add_parser(name, help=summary, description=description)
         for flag, options in arguments:
             parser.add_argument(flag, **options)
         parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -22,8 +22,8 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
     try:
         bar = importlib.import_module("tqdm").tqdm
     except ImportError:  # it is no dependency
-        with _percentage(total, what) as told:
-            yield told
+        with _percentage(total, what) as report:
+            yield report
         return
     size = {"total": total, "unit": "B", "unit_scale": True, "unit_divisor": 1024}
     with bar(**size, desc=what, delay=1, leave=False, disable=None) as shown:

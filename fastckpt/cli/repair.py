@@ -31,18 +31,18 @@ def run(arguments: argparse.Namespace) -> int:
                     f"{shown_name(root)} is released to the next job that saves there. If "
                     "another job is alive, its next save there fails"
                 )
-    found = list[Debris]()
+    debris = list[Debris]()
     for root in roots:
         with reported("list", root):
-            found += debris_at(Place(storage, pipeline.current().staging, root))
+            debris += debris_at(Place(storage, pipeline.current().staging, root))
     rows = []
-    for each in found:
+    for each in debris:
         may_go = arguments.yes and (each.is_dead or arguments.other_hosts)
-        told = each._asdict() | {"removed": may_go and each.remove()}
-        del told["remove"]
-        rows.append(told)
+        entry = each._asdict() | {"removed": may_go and each.remove()}
+        del entry["remove"]
+        rows.append(entry)
         if not arguments.json:
-            state = ", removed" if told["removed"] else ", not removed" if arguments.yes else ""
+            state = ", removed" if entry["removed"] else ", not removed" if arguments.yes else ""
             if not (each.is_dead or arguments.other_hosts):
                 state += "; this host cannot tell whether its save is alive: see --other-hosts"
             facts = f"{shown_size(each.nbytes)}, changed {shown_time(each.age_s)} ago"
@@ -53,6 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
                 {"directory": directory, "taken_over": arguments.takeover, "debris": rows}, indent=1
             )
         )
-    elif not found:
+    elif not debris:
         print(f"nothing to repair in {shown_name(directory)}")
     return int(not all(row["removed"] for row in rows))

@@ -17,20 +17,20 @@ from fastckpt.steps.log import entries
 
 def run(arguments: argparse.Namespace) -> int:
     path = os.path.realpath(arguments.log)
-    found = entries(pipeline.current().storage, path)
-    if not found:
+    saves = entries(pipeline.current().storage, path)
+    if not saves:
         raise CheckpointError(f"no save is logged in {path!r}: the log is empty")
-    limit = arguments.limit or max((entry["rate"] or 0 for entry in found), default=0)
+    limit = arguments.limit or max((entry["rate"] or 0 for entry in saves), default=0)
     if arguments.step is not None:
-        found = [entry for entry in found if entry["step"] == arguments.step][-1:]
-        if not found:
+        saves = [entry for entry in saves if entry["step"] == arguments.step][-1:]
+        if not saves:
             raise CheckpointError(f"{path!r} has no save of step {arguments.step}")
     if arguments.json:
-        print(json.dumps({"log": path, "saves": found}, indent=1))
+        print(json.dumps({"log": path, "saves": saves}, indent=1))
     elif arguments.step is not None:
-        _print_one(found[0], limit)
+        _print_one(saves[0], limit)
     else:
-        _print(found, limit)
+        _print(saves, limit)
     return 0
 
 
@@ -116,8 +116,8 @@ def _print_writes(entry: dict[str, Any]) -> None:
     if sum(totals):
         ends = [f"up to {shown_size(size)}" for size in entry["write_sizes"][:-1]]
         names = [*ends, "larger"]
-        told = (f"{n} {name}" for n, name in zip(totals, names, strict=True) if n)
-        print(f"{sum(totals)} writes: {', '.join(told)}")
+        counts = (f"{n} {name}" for n, name in zip(totals, names, strict=True) if n)
+        print(f"{sum(totals)} writes: {', '.join(counts)}")
 
 
 def _most(seconds: list[float]) -> str:

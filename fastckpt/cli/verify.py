@@ -44,14 +44,14 @@ class Verdict(NamedTuple):
 def run(arguments: argparse.Namespace) -> int:
     if not arguments.paths and not arguments.local:
         arguments.error("the following arguments are required: PATH, or --local DIR")
-    found = []
+    verdicts = []
     for verdict in _all_verdicts(arguments.paths, arguments.local):
-        found.append(verdict)
+        verdicts.append(verdict)
         if not arguments.json:
             print(f"{verdict.kind:9} {shown_name(verdict.path)}: {verdict.text}", flush=True)
     if arguments.json:
-        print(json.dumps({"parts": [verdict._asdict() for verdict in found]}, indent=1))
-    statuses = {verdict.status for verdict in found}
+        print(json.dumps({"parts": [verdict._asdict() for verdict in verdicts]}, indent=1))
+    statuses = {verdict.status for verdict in verdicts}
     return next((each for each in (_DAMAGED, _UNREAD, _UNCHECKED) if each in statuses), 0)
 
 

@@ -219,11 +219,11 @@ def check(content: bytes, path: str) -> bool:
 
 def named_files(content: bytes) -> set[str]:
     """Finds the names of data files in the bytes of a `.metadata` file, without unpickling."""
-    found = set[bytes]()
+    names = set[bytes]()
     for begin in range(0, len(content), _SEARCH_BYTES):  # in parts: a search keeps the GIL
         part = content[begin : begin + _SEARCH_BYTES + _NAME_BYTES_MAX]
-        found.update(match.group() for match in _NAMED.finditer(part))
-    return {name.decode() for name in found}
+        names.update(match.group() for match in _NAMED.finditer(part))
+    return {name.decode() for name in names}
 
 
 def files_named_by(storage: Storage, path: str) -> set[str]:
@@ -342,8 +342,8 @@ def _unpickled(content: bytes, path: str, weights_only: bool) -> tuple[Any, int]
             "code: if you trust whoever wrote it, read it with Reader(path, weights_only=False)"
         ) from None
     except _DAMAGE as error:
-        said = str(error)[:_SHOWN_CHARS_MAX]
-        raise CorruptCheckpoint(f"{path!r} is truncated or damaged: {said}") from None
+        text = str(error)[:_SHOWN_CHARS_MAX]
+        raise CorruptCheckpoint(f"{path!r} is truncated or damaged: {text}") from None
     except MemoryError:
         raise CorruptCheckpoint(
             f"{path!r} has {len(content)} bytes, but needs more memory than is available: it is "
@@ -476,12 +476,12 @@ def unneeded(
         return []
     others = [name for name in names if name.endswith(NAME) and name != NAME]
     if rank is None:
-        found = [] if others else [name for name in names if is_data_file(name)]
+        files = [] if others else [name for name in names if is_data_file(name)]
     else:
         own = f"__{rank}_"
-        found = [name for name in names if name.startswith(own) and is_data_file(name)]
-        found = [] if NAME in names else found
-    paths = {name: os.path.join(directory, name) for name in found if name not in named}
+        files = [name for name in names if name.startswith(own) and is_data_file(name)]
+        files = [] if NAME in names else files
+    paths = {name: os.path.join(directory, name) for name in files if name not in named}
     return [path for name, path in paths.items() if name in replaced or is_left(storage, path)]
 
 

@@ -236,8 +236,8 @@ class _SharedOutput(Output):
 def _listed(output: WholeFile) -> File:
     """Returns the list entry of a file that has arrived."""
     image, tail = output.image, output.tail
-    left, crc = image.body_nbytes, 0
+    rest, crc = image.body_nbytes, 0
     for block in output.file.transfer.block_crcs():
-        crc = combine_crcs(crc, block, min(left, BLOCK_BYTES))
-        left -= BLOCK_BYTES
+        crc = combine_crcs(crc, block, min(rest, BLOCK_BYTES))
+        rest -= BLOCK_BYTES
     return File(image.nbytes, combine_crcs(crc, zlib.crc32(tail), len(tail)))

@@ -196,9 +196,9 @@ class Draft(HiddenDirectory):
                 return False
             if tensor.numel() and not safetensors.fits(tensor):
                 return False
-        held = {key: self.held(tensor.detach()) for key, tensor in tensors.items()}
-        self.pending.append(_Tensors(name, held, dict(metadata)))
-        self._watch(held)
+        copies = {key: self.held(tensor.detach()) for key, tensor in tensors.items()}
+        self.pending.append(_Tensors(name, copies, dict(metadata)))
+        self._watch(copies)
         return True
 
     def add_content(self, content: bytes, name: str) -> None:

@@ -244,7 +244,7 @@ def _named(
     tensors = [(joined(keys), tensor) for keys, tensor in tensors_in(state)]
     named = [(old, tensor.dtype) for old, tensor in tensors]
     found, taken = list[SharedTensor](), dict[str, str]()
-    seen: set[object] = set()
+    identities: set[object] = set()
     misfits: list[str] = []
     for number, name, stored in chosen(named, dtype, rename, only):
         old, tensor = tensors[number]
@@ -255,9 +255,9 @@ def _named(
         except TypeError as error:
             misfits.append(str(error))
             continue
-        if held.identity in seen:
+        if held.identity in identities:
             continue
-        seen.add(held.identity)
+        identities.add(held.identity)
         take_name(name, old, taken)
         leaf = held.leaf._replace(local=draft.held(held.leaf.local))
         found.append(SharedTensor(name, stored, leaf))
@@ -265,8 +265,8 @@ def _named(
         raise TypeError(f"safetensors files cannot hold all of the state: {'; '.join(misfits)}")
     if not found:
         names = listed(old for old, _tensor in tensors)
-        left = f": only={only!r} and rename leave out {names}" if names else ""
-        raise ValueError(f"the state holds no tensor to export{left}")
+        hint = f": only={only!r} and rename leave out {names}" if names else ""
+        raise ValueError(f"the state holds no tensor to export{hint}")
     return found
 
 
@@ -312,20 +312,20 @@ def chosen(
     news, useless = fit.new_names([tensors[number][0] for number in numbers])
     if useless:
         raise ValueError(useless[0])
-    kept = [(number, new) for number, new in zip(numbers, news, strict=True) if new is not None]
-    for number, new in kept:
+    pairs = [(number, new) for number, new in zip(numbers, news, strict=True) if new is not None]
+    for number, new in pairs:
         if not new and not (may_be_empty and new == tensors[number][0]):
             raise ValueError(
                 f"nothing is left of the name {tensors[number][0]!r}: give the tensor another one, "
                 "or leave it out"
             )
-    names = spelled([new for _number, new in kept])
-    found = list[Chosen]()
-    for (number, _new), name in zip(kept, names, strict=True):
+    names = spelled([new for _number, new in pairs])
+    result = list[Chosen]()
+    for (number, _new), name in zip(pairs, names, strict=True):
         own = tensors[number][1]
         is_cast = dtype is not None and own.is_floating_point
-        found.append(Chosen(number, name, dtype if dtype is not None and is_cast else own))
-    return found
+        result.append(Chosen(number, name, dtype if dtype is not None and is_cast else own))
+    return result
 
 
 def take_name(
@@ -396,25 +396,25 @@ def _add_others(
     """
     # The first two are taken whether or not they are written: without an index, one that is copied
     # would name files that are not there.
-    taken = {file_list.NAME, hugging_face.INDEX, *contents}
+    names = {file_list.NAME, hugging_face.INDEX, *contents}
     if index := hugging_face.index(contents):
         draft.add_content(index, hugging_face.INDEX)
     storage = pipeline.current().storage
     for path in copied:
         name = os.path.basename(path)
-        if name in taken:
+        if name in names:
             raise ValueError(
                 f"files has {path!r}, but {name!r} is the name of another file of the export: "
                 "leave it out"
             )
-        taken.add(name)
+        names.add(name)
         _check_file(storage, path)
         with reported("read", path):
             content = storage.read_file(os.path.realpath(path), _FILE_BYTES_MAX)
         if name == hugging_face.CONFIG and dtype is not None:
             content = hugging_face.config(content, str(dtype)[6:])  # without "torch."
         draft.add_content(content, name)
-    if not taken & {hugging_face.CONFIG, hugging_face.ADAPTER_CONFIG}:
+    if not names & {hugging_face.CONFIG, hugging_face.ADAPTER_CONFIG}:
         own = [tensor.dtype for shard in contents.values() for tensor in shard]
         stored = next((each for each in own if each.is_floating_point), own[0])
         if config := _config_of(state):
@@ -434,9 +434,9 @@ def _config_of(state: object) -> bytes:
         model = inner  # of torch.compile or DistributedDataParallel
     config: Any = getattr(model, "config", None) if isinstance(model, Module) else None
     try:
-        told = json.loads(config.to_json_string())
-        told["architectures"] = told.get("architectures") or [type(model).__name__]
-        return json.dumps(told, indent=2).encode() + b"\n"
+        values = json.loads(config.to_json_string())
+        values["architectures"] = values.get("architectures") or [type(model).__name__]
+        return json.dumps(values, indent=2).encode() + b"\n"
     except (AttributeError, TypeError, ValueError) as error:
         if not _has_warned:
             _has_warned = True

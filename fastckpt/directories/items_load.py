@@ -160,10 +160,10 @@ class ItemsFile:
             with reported("read", self._path):
                 nbytes = min(request.nbytes, max(map(len, fronts)))
                 head = self._file.read_at(nbytes, request.offset)
-            known = [number for number, front in enumerate(fronts) if head.startswith(front)]
-            if not known:
+            matches = [number for number, front in enumerate(fronts) if head.startswith(front)]
+            if not matches:
                 return None
-            self._older = known[0]
+            self._older = matches[0]
         front = fronts[min(self._older, len(fronts) - 1)]
         data_nbytes = prod(request.sizes) * request.dtype.itemsize
         return front if len(front) + data_nbytes <= request.nbytes else None
@@ -173,23 +173,23 @@ class ItemsFile:
         rows: list[CopyRow] = []
         objects: dict[int, list[distcp.Item]] = {}  # by the only block that each lies in
         for request in requests:
-            found, item = self._found[request], self._items.get(request.offset)
+            place, item = self._found[request], self._items.get(request.offset)
             if request.dtype is None and item is not None and item.nbytes == request.nbytes > 0:
                 last = (item.offset + item.nbytes - 1) // block_bytes
                 if item.offset // block_bytes == last and not item.dtype:
                     objects.setdefault(last, []).append(item)
                     continue
-            if found is None or request.lengths == request.sizes:
+            if place is None or request.lengths == request.sizes:
                 rows.append((request.offset, 0, request.nbytes, 1, 0, 0))
                 continue
-            rows.append((request.offset, 0, len(found.front), 1, 0, 0))
-            rows += _rows(request, found, 0, row_major(request.lengths))
-        wanted = {*blocks_of([row for row in rows if row[2]], block_bytes)}
+            rows.append((request.offset, 0, len(place.front), 1, 0, 0))
+            rows += _rows(request, place, 0, row_major(request.lengths))
+        blocks = {*blocks_of([row for row in rows if row[2]], block_bytes)}
         for block, items in objects.items():
-            if block not in wanted and not self._read_apart(items):
-                wanted.add(block)
-        if wanted:
-            self._stream = self._body.stream(sorted(wanted))
+            if block not in blocks and not self._read_apart(items):
+                blocks.add(block)
+        if blocks:
+            self._stream = self._body.stream(sorted(blocks))
 
     def _read_apart(self, items: Sequence[distcp.Item]) -> bool:
         """Reads objects of one block without its rest, verified by checksums of their own; returns
@@ -227,8 +227,8 @@ class ItemsFile:
             CorruptCheckpoint, StorageError, DeviceError: the target may be partly overwritten.
             AssertionError: the stored tensor has other sizes than the request says.
         """
-        found = self._found[request]
-        if found is None or not self._is_fronted(request, found):
+        place = self._found[request]
+        if place is None or not self._is_fronted(request, place):
             part = self._unpickled(request)
             with torch.no_grad():
                 target.copy_(part)
@@ -242,12 +242,12 @@ class ItemsFile:
         before: list[CopyRow] = [(request.offset, address_of(ends), 1, 1, 0, 0)] if whole else []
         after: list[CopyRow] = [(last, address_of(ends) + 1, 1, 1, 0, 0)] if whole else []
         kinds = self._staging.devices.readable()
-        direct = target.dtype == found.dtype and takes_bytes(target, kinds)
-        received = target if direct else _on_the_host(request.lengths, found.dtype)
-        rows = _rows(request, found, received.data_ptr(), received.stride())
+        direct = target.dtype == place.dtype and takes_bytes(target, kinds)
+        received = target if direct else _on_the_host(request.lengths, place.dtype)
+        rows = _rows(request, place, received.data_ptr(), received.stride())
         if received.device.type != "cpu" and sum(row[3] for row in rows) > _RUNS_MAX:
-            received = _on_the_host(request.lengths, found.dtype)
-            rows = _rows(request, found, received.data_ptr(), received.stride())
+            received = _on_the_host(request.lengths, place.dtype)
+            rows = _rows(request, place, received.data_ptr(), received.stride())
         if received is target:
             note_overwritten([target])
         self._run([*before, *rows, *after], received)
@@ -306,10 +306,10 @@ def _damaged(
     """Names the items of a damaged range whose own checksums are wrong, or all if none are."""
     near = [item for item in items if item.offset < end and item.offset + item.nbytes > begin]
     wrong = [item for item in near if _crc(read_at, item) != item.crc]
-    known = names()
-    told = [repr(known.get(i.offset, f"item at {i.offset}")) for i in wrong or near]
+    name_of = names()
+    texts = [repr(name_of.get(i.offset, f"item at {i.offset}")) for i in wrong or near]
     what = "" if wrong else "the bytes around the elements of "
-    return f"{what}{listed(dict.fromkeys(told))}; {OVERWRITTEN}"
+    return f"{what}{listed(dict.fromkeys(texts))}; {OVERWRITTEN}"
 
 
 def _crc(read_at: Callable[[int, int], bytes], item: distcp.Item) -> int:

@@ -148,13 +148,13 @@ def in_order(roots: Sequence[str], first: str) -> list[tuple[int, str]]:
     """Returns the complete iterations of these directories as (iteration, directory): `first`, then
     the others, from the last commit backwards.
     """
-    found = [each for root in roots for each in numbered(root, _NAME, is_complete)]
+    iterations = [each for root in roots for each in numbered(root, _NAME, is_complete)]
 
     def order(choice: tuple[int, str]) -> tuple[bool, int, int]:
         number, path = choice
         return path == first, _changed_ns(os.path.join(path, METADATA)), number
 
-    return sorted(found, key=order, reverse=True)
+    return sorted(iterations, key=order, reverse=True)
 
 
 def _changed_ns(path: str) -> int:
@@ -171,8 +171,8 @@ def disagreement(root: str, number: int, damaged: Collection[str] = ()) -> str |
     if latest in (number, RELEASE):
         return None
     if not isinstance(latest, int):
-        held = "is missing" if text is None else f"holds {text!r}, which is not an iteration"
-        why = f"{TRACKER} {held}"
+        content = "is missing" if text is None else f"holds {text!r}, which is not an iteration"
+        why = f"{TRACKER} {content}"
     else:
         path = os.path.join(root, directory_name(latest))
         what = f"has no {METADATA}" if os.path.isdir(path) else "is missing"
@@ -217,9 +217,9 @@ def retain(
     """
     if retention.keep_last is None:
         return []
-    known = numbered(root, _NAME)
+    iterations = numbered(root, _NAME)
     entries = list[Entry]()
-    for number, path in known:
+    for number, path in iterations:
         is_pinned = number == newest or path in in_flight or os.path.islink(path)
         if number <= newest and is_complete(path):
             entries.append(Entry(path, number, is_pinned=is_pinned))
@@ -227,7 +227,7 @@ def retain(
             entries.append(Entry(path, number, is_useless=True))
     going = victims(entries, Policy(retention.keep_last, retention.keep_every))
     removed = []
-    for number, path in reversed(known):
+    for number, path in reversed(iterations):
         try:
             if path in going:
                 remove_directory(path)

@@ -269,8 +269,8 @@ class DirectoryPlace(Place):
         agreement, hidden = self._agreement, self._hidden
         agreement.put("arrived", file_list.to_record(files))
         if agreement.rank == 0:
-            found = map(file_list.from_record, agreement.gather("arrived"))
-            merged = dict(chain.from_iterable(each.items() for each in found))
+            records = map(file_list.from_record, agreement.gather("arrived"))
+            merged = dict(chain.from_iterable(each.items() for each in records))
             agreement.put("all arrived", file_list.to_record(merged))
         elif hidden is not None and hidden.is_own:
             merged = file_list.from_record(agreement.get("all arrived"))

@@ -50,8 +50,8 @@ class SharedTensor(NamedTuple):
 
     def text(self) -> str:
         """Returns what all ranks must have alike of the tensor."""
-        held, stored = str(self.leaf.local.dtype)[6:], str(self.dtype)[6:]
-        return f"{held} {[*self.leaf.shape]}, {self.leaf.placement}, as {stored}"
+        dtype, stored = str(self.leaf.local.dtype)[6:], str(self.dtype)[6:]
+        return f"{dtype} {[*self.leaf.shape]}, {self.leaf.placement}, as {stored}"
 
 
 class SharedFile:

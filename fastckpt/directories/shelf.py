@@ -24,11 +24,11 @@ def numbered(
     def look() -> list[tuple[int, str]] | None:
         listed = os.listdir(parent) if os.path.isdir(parent) else []
         matches = [match for match in map(names.match, listed) if match]
-        found = [(int(match[1]), os.path.join(parent, match.string)) for match in matches]
-        whole = [each for each in found if is_whole(each[1])]
-        gone = [path for _number, path in found if not os.path.lexists(path)]
-        if gone and not whole:  # a newer one was there before they were removed
-            raise Vanished(gone[-1])
+        entries = [(int(match[1]), os.path.join(parent, match.string)) for match in matches]
+        whole = [each for each in entries if is_whole(each[1])]
+        vanished = [path for _number, path in entries if not os.path.lexists(path)]
+        if vanished and not whole:  # a newer one was there before they were removed
+            raise Vanished(vanished[-1])
         return sorted(whole, reverse=True) or None
 
     return listed_anew(look) or []

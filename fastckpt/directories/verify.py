@@ -50,10 +50,10 @@ def check(path: str, storage: Storage | None = None, rank: int = 0, world_size: 
         largest_first = sorted(files.items(), key=lambda item: -item[1].nbytes)
         for name, file in largest_first[rank::world_size]:
             inside = os.path.join(path, name)
-            found = persistently(partial(crc32_of, storage, inside, name, file.nbytes), inside)
-            if found != file:
+            contents = persistently(partial(crc32_of, storage, inside, name, file.nbytes), inside)
+            if contents != file:
                 raise CorruptCheckpoint(
-                    f"{name!r} has {found.nbytes} bytes with CRC-32 {found.crc32:08x}, but "
+                    f"{name!r} has {contents.nbytes} bytes with CRC-32 {contents.crc32:08x}, but "
                     f"{file.nbytes} with {file.crc32:08x} were written"
                 )
     except CorruptCheckpoint as error:
@@ -126,8 +126,8 @@ def verified_common(path: str, storage: Storage) -> int | None:
         described = dcp_metadata.read(storage, os.path.join(directory, dcp_metadata.NAME), True)
     except (FileNotFoundError, UnpicklingError, IncompatibleCheckpoint):
         return None
-    found = crc32_of(storage, path, name)
-    return found.nbytes if check_common(path, found.crc32, described.planner_data) else None
+    contents = crc32_of(storage, path, name)
+    return contents.nbytes if check_common(path, contents.crc32, described.planner_data) else None
 
 
 def newest_whole(
@@ -167,8 +167,8 @@ def newest_whole(
 
     with agreement.failing():
         search = Search(agreement, lambda: [(0, path) for path in paths()], trial_of)
-        found = listed_anew(search.look)
-        if found is None and search.damaged:
+        choice = listed_anew(search.look)
+        if choice is None and search.damaged:
             raise CorruptCheckpoint(next(iter(search.damaged.values())))
     agreement.close()
-    return found
+    return choice

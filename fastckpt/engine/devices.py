@@ -143,7 +143,7 @@ class Devices:
         Raises:
             DeviceError: the driver refuses, or a current stream is being captured into a graph.
         """
-        found: dict[int, list[tuple[int, int]]] = {}
+        ranges_of: dict[int, list[tuple[int, int]]] = {}
         ordinals: dict[torch.device, int | None] = {}  # a device's attributes take long
         for storage in storages if self.in_use() else ():
             device = storage.device
@@ -152,11 +152,11 @@ class Devices:
             ordinal = ordinals[device]
             if ordinal is not None and (nbytes := storage.nbytes()):
                 begin = storage.data_ptr()
-                found.setdefault(ordinal, []).append((begin, begin + nbytes))
-        if not found:
+                ranges_of.setdefault(ordinal, []).append((begin, begin + nbytes))
+        if not ranges_of:
             return DeviceSources()
         try:
-            queues = {ordinal: self._queue(ordinal) for ordinal in sorted(found)}
+            queues = {ordinal: self._queue(ordinal) for ordinal in sorted(ranges_of)}
             for ordinal, queue in queues.items():
                 queue.follow(self._runtime.current_stream(ordinal).cuda_stream)
         except _engine.StreamCaptured as error:
@@ -165,12 +165,14 @@ class Devices:
             raise DeviceError(f"{error}: nothing was copied") from None
         ranges = [
             (begin, end, ordinal)
-            for ordinal, bounds in found.items()
+            for ordinal, bounds in ranges_of.items()
             for begin, end in _merged(bounds)
         ]
-        kept = [_engine.DeviceRange(b, e, queues[ordinal]) for b, e, ordinal in sorted(ranges)]
-        first = next(ordinal for ordinal in queues if queues[ordinal] is kept[0].queue)
-        return DeviceSources(self._runtime, queues, kept, torch.device(self._kind, first))
+        ranges_read = [
+            _engine.DeviceRange(b, e, queues[ordinal]) for b, e, ordinal in sorted(ranges)
+        ]
+        first = next(ordinal for ordinal in queues if queues[ordinal] is ranges_read[0].queue)
+        return DeviceSources(self._runtime, queues, ranges_read, torch.device(self._kind, first))
 
     def queue(self, device: torch.device) -> _engine.DeviceQueue:
         """Returns the queue of a device that target() gave.
@@ -211,9 +213,9 @@ class Devices:
 
     def abandon(self) -> list[object]:
         """Forgets everything, and returns it, so that the caller can keep it from being freed."""
-        kept: list[object] = [*self._queues.values(), self._driver]
+        objects: list[object] = [*self._queues.values(), self._driver]
         self._queues, self._driver, self._refused = {}, None, True
-        return kept
+        return objects
 
     def close(self) -> None:
         """Frees the queues, on which nothing may be in flight."""

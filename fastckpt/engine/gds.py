@@ -117,9 +117,9 @@ class Gds:
 
     def abandon(self) -> list[object]:
         """Forgets everything, and returns it, so that the caller can keep it from being freed."""
-        kept: list[object] = [self._library, *self._direct.values()]
+        objects: list[object] = [self._library, *self._direct.values()]
         self._library, self._direct, self._refusal = None, {}, "the process has forked, or ends"
-        return kept
+        return objects
 
     def close(self) -> None:
         """Frees blocks and threads; nothing may be in flight."""

@@ -46,8 +46,8 @@ class RankClocks(NamedTuple):
     def of(cls, stats: SaveStats) -> RankClocks:
         """Returns those of this rank, so far."""
         clocks = (getattr(stats, name) for name in cls._fields[1:-1])
-        known = (nan if clock is None else clock for clock in clocks)
-        return cls._make([stats.nbytes, *known, stats.writes])
+        values = (nan if clock is None else clock for clock in clocks)
+        return cls._make([stats.nbytes, *values, stats.writes])
 
     def to_bytes(self) -> bytes:
         """Returns them as CLOCKS_BYTES bytes, for the first rank."""
@@ -159,20 +159,20 @@ class SaveStats:
         if self.total_nbytes is not None:
             nbytes, whose = self.total_nbytes, f" by {self.ranks} ranks" if self.ranks > 1 else ""
         if self.backend == "stock" and not nbytes and self.committed_s is not None:
-            told = [f"bytes not counted, in {shown_time(self.committed_s)}"]
+            words = [f"bytes not counted, in {shown_time(self.committed_s)}"]
         elif self.committed_s is None:
-            told = [f"{shown_size(nbytes)}{whose}, not committed"]
+            words = [f"{shown_size(nbytes)}{whose}, not committed"]
         else:
-            told = [shown_transfer(nbytes, self.committed_s, whose)]
+            words = [shown_transfer(nbytes, self.committed_s, whose)]
         if self.local_committed_s is not None:
-            told.append(f"on the node after {shown_time(self.local_committed_s)}")
+            words.append(f"on the node after {shown_time(self.local_committed_s)}")
         if self.replicated_s is not None:
-            told.append(f"at its neighbours after {shown_time(self.replicated_s)}")
+            words.append(f"at its neighbours after {shown_time(self.replicated_s)}")
         if self.stall_s is not None:
-            told.append(f"the caller was blocked for {shown_time(self.stall_s)}")
+            words.append(f"the caller was blocked for {shown_time(self.stall_s)}")
         if self.backend:
-            told.append(f"{self.backend}, O_DIRECT" if self.direct else self.backend)
-        return "; ".join(told)
+            words.append(f"{self.backend}, O_DIRECT" if self.direct else self.backend)
+        return "; ".join(words)
 
 
 class Progress(NamedTuple):
@@ -227,12 +227,12 @@ def slowest_of(ranks: Sequence[RankClocks]) -> tuple[int, str, float] | None:
     """Returns the rank whose files were durable last, the phase in which it took most longer than
     the median of all ranks, or of a rank alone the longest one, and how long that was.
     """
-    known = [number for number, its in enumerate(ranks) if not isnan(its.synced_s)]
-    if not known:
+    numbers = [number for number, its in enumerate(ranks) if not isnan(its.synced_s)]
+    if not numbers:
         return None
-    rank = max(known, key=lambda number: ranks[number].synced_s)
+    rank = max(numbers, key=lambda number: ranks[number].synced_s)
     own = {name: took for name, took in ranks[rank].phases().items() if not isnan(took)}
-    phases = [ranks[number].phases() for number in known]
+    phases = [ranks[number].phases() for number in numbers]
     usual = {
         name: sorted(each[name] for each in phases)[len(phases) // 2] if phases[1:] else 0.0
         for name in own

@@ -171,10 +171,10 @@ class Stranded:
         its number would be written to. Returns whether it has.
         """
         with self._lock:
-            held = self._held.get(fd)
-            if held is not None:
-                held.files = files.pop_all()
-            return held is not None
+            entry = self._held.get(fd)
+            if entry is not None:
+                entry.files = files.pop_all()
+            return entry is not None
 
     def sweep(self) -> bool:
         """Leaves the contexts of the files to which nothing is on its way any more, as after an
@@ -337,12 +337,12 @@ class Staging:
         """
         direct, why, policy = self._direct(fd, path, requested, writing, offset)
         patience_s = PATIENCE_S if policy.remote else 0.0
-        wanted = policy.backend if requested == "auto" else requested
+        choice = policy.backend if requested == "auto" else requested
         if requested != "auto":
             why = f"{why}; backend {requested!r} was asked for"
         if requested == "auto" and not direct:
-            wanted = "threads"  # io_uring hands buffered transfers to kernel workers anyway
-        if wanted == "io_uring":
+            choice = "threads"  # io_uring hands buffered transfers to kernel workers anyway
+        if choice == "io_uring":
             ring = self._uring_backend(self._mount(fd))
             if not isinstance(ring, str):
                 return self._decided(Route(ring, direct, why, patience_s), path)
@@ -437,13 +437,13 @@ class Staging:
 
     def _decided(self, route: Route, path: str) -> Route:
         """Logs a route when it is taken for the first time; ranks of a machine decide alike."""
-        taken = f"{route.sink.name}, {'direct' if route.direct else 'buffered'}"
+        text = f"{route.sink.name}, {'direct' if route.direct else 'buffered'}"
         with self._lock:
-            new = (taken, route.why) not in self._logged
-            self._logged.add((taken, route.why))
+            new = (text, route.why) not in self._logged
+            self._logged.add((text, route.why))
         if new:
             level = logging.INFO if is_first_on_machine() else logging.DEBUG
-            log.log(level, "using %s, for %r and files like it: %s", taken, path, route.why)
+            log.log(level, "using %s, for %r and files like it: %s", text, path, route.why)
         return route
 
     def _mount(self, fd: int) -> int:
@@ -516,9 +516,11 @@ class Staging:
                 route = self.input_route(file)
             engine, own = self.engine(), None
             if block_bytes != engine.block_bytes:  # blocks of another size need their own arena
-                held = min(WINDOW_BLOCKS, -(-nbytes // block_bytes))
-                held = min(held, engine.arena_blocks * engine.block_bytes // block_bytes)
-                arena_bytes = max(1, held) * block_bytes
+                window_blocks = min(WINDOW_BLOCKS, -(-nbytes // block_bytes))
+                window_blocks = min(
+                    window_blocks, engine.arena_blocks * engine.block_bytes // block_bytes
+                )
+                arena_bytes = max(1, window_blocks) * block_bytes
                 engine = own = _engine.Engine(arena_bytes, block_bytes, stager_count())
             window = max(1, min(WINDOW_BLOCKS, engine.arena_blocks // 2))
             of_engine = engine.read(
@@ -615,14 +617,14 @@ class Staging:
         """Forgets everything without freeing it: a forked child lacks its threads, and at exit a
         daemon thread may be in it.
         """
-        kept = [
+        objects = [
             self._engine,
             self.stranded,
             *self._backends.values(),
             *self.gds.abandon(),
             *self.devices.abandon(),
         ]
-        for thing in kept:  # or destructors would wait for threads that do not exist here
+        for thing in objects:  # or destructors would wait for threads that do not exist here
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
         self._engine, self._backends, self._unstaged = None, {}, {}
         self._abandoned = True

@@ -336,8 +336,8 @@ class ImageTransfer:
     def _room_text(self) -> str:
         assert self._job is not None
         with suppress(OSError):  # the error being explained counts
-            left = self._storage.free_bytes(os.path.dirname(self._path))
-            return "up to " + room_text(self.nbytes - self._job.nbytes_written(), left)
+            room = self._storage.free_bytes(os.path.dirname(self._path))
+            return "up to " + room_text(self.nbytes - self._job.nbytes_written(), room)
         return ""
 
     def block_crcs(self) -> list[int]:

@@ -265,12 +265,12 @@ def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int
     """Logs one line, on the first rank: the size of the file, and how long the load took."""
     seconds = time.perf_counter() - started
     if file is None:
-        told = (
+        summary = (
             f"in {shown_time(seconds)} by torch.load, since the file has no checksums of fastckpt"
         )
     else:
-        told = shown_transfer(file.nbytes, seconds)
-    log.log(logging.DEBUG if rank else logging.INFO, "loaded %r: %s", path, told)
+        summary = shown_transfer(file.nbytes, seconds)
+    log.log(logging.DEBUG if rank else logging.INFO, "loaded %r: %s", path, summary)
 
 
 def _load_placed(asked: TorchLoad, file: VerifiedFile) -> Any:
@@ -309,16 +309,16 @@ def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) 
         file: VerifiedFile | None = None
         try:
             # The file that the first rank finds exists, though an NFS client may not see it yet.
-            wanted = b"" if agreement.rank == 0 else agreement.get("found")
+            reference = b"" if agreement.rank == 0 else agreement.get("found")
             until = time.monotonic() + min(timeout_s, APPEARS_S)
             while True:
-                found = b""
+                digest = b""
                 try:
-                    opened, file, found = from_the_path(lambda: _found(asked.f, verify, group))
+                    opened, file, digest = from_the_path(lambda: _found(asked.f, verify, group))
                 finally:
                     if agreement.rank == 0:  # b"": the file is damaged, as other ranks will find
-                        agreement.put("found", found)
-                if found == wanted or not wanted or time.monotonic() >= until:
+                        agreement.put("found", digest)
+                if digest == reference or not reference or time.monotonic() >= until:
                     break
                 if not current.storage.look_again(path):
                     break
@@ -327,10 +327,10 @@ def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) 
                 time.sleep(_APPEARS_POLL_S)
             if opened is not None:
                 stack.callback(opened.close)
-            differing = same_state.same(agreement, "file", found, lambda: found)
+            differing = same_state.same(agreement, "file", digest, lambda: digest)
             if differing is not None:
-                told = "; ".join(f"ranks {ranks}: {text.decode()}" for ranks, text in differing)
-                raise RanksDisagree(f"ranks found different files at {path!r}: {told}")
+                details = "; ".join(f"ranks {ranks}: {text.decode()}" for ranks, text in differing)
+                raise RanksDisagree(f"ranks found different files at {path!r}: {details}")
         except BaseException as error:
             agreement.fail(error)
             if file is not None:
@@ -361,8 +361,8 @@ def _found(
     except BaseException:
         opened.close()
         raise
-    found = b"none of fastckpt's" if file is None else f"{file.closing_crc:08x}".encode()
-    return opened, file, found
+    digest = b"none of fastckpt's" if file is None else f"{file.closing_crc:08x}".encode()
+    return opened, file, digest
 
 
 def _forget(opened: InputFile | None, file: VerifiedFile | None) -> None:

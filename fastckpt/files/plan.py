@@ -247,8 +247,8 @@ class FilePlan(Plan):
     def _tell_refusals(self) -> None:
         """Warns of what weights_only=True will refuse, once of each class that is needed."""
         path = self._place.path
-        if told := refused_later(path, self._pickled, _met, reads_numpy=False):
-            log.warning("%s", told)
+        if refusals := refused_later(path, self._pickled, _met, reads_numpy=False):
+            log.warning("%s", refusals)
         self._pickled = []
 
     def publish(self, records: list[bytes]) -> None:

@@ -29,8 +29,8 @@ def put_converted(target: torch.Tensor, values: torch.Tensor) -> bool:
         if are_rounded and torch.finfo(target.dtype).max >= torch.finfo(values.dtype).max:
             return False
         if not are_rounded:
-            held = target.to("cpu").to(values.dtype)
-            return not torch.equal(_comparable(held), _comparable(values))
+            result = target.to("cpu").to(values.dtype)
+            return not torch.equal(_comparable(result), _comparable(values))
         if target.dtype == torch.float8_e4m3fn:  # torch makes its largest number of larger ones
             exact = values.double().abs()
             return bool(((exact > _ROUNDED_TO_MAX) & torch.isfinite(exact)).any())

@@ -36,12 +36,12 @@ def divided(tensors: Sequence[T], shard_bytes: int) -> dict[str, Sequence[T]]:
     Returns:
         Each file's tensors by its name; at least one file, and none is empty unless all are.
     """
-    begins, left = [0], shard_bytes
+    begins, room = [0], shard_bytes
     for number, tensor in enumerate(tensors):
-        if tensor.nbytes > left and number > begins[-1]:
+        if tensor.nbytes > room and number > begins[-1]:
             begins.append(number)
-            left = shard_bytes
-        left -= tensor.nbytes
+            room = shard_bytes
+        room -= tensor.nbytes
     count = len(begins)
     ends = zip(begins, [*begins[1:], len(tensors)], strict=True)
     if count == 1:
@@ -70,12 +70,12 @@ def config(content: bytes, dtype: str) -> bytes:
         dtype: its name, such as "bfloat16".
     """
     try:
-        told = json.loads(content)
+        config = json.loads(content)
     except (ValueError, RecursionError):
         return content
-    if not isinstance(told, dict) or not _tell_dtype(told, dtype):
+    if not isinstance(config, dict) or not _tell_dtype(config, dtype):
         return content
-    return json.dumps(told, indent=2).encode() + b"\n"
+    return json.dumps(config, indent=2).encode() + b"\n"
 
 
 def _tell_dtype(told: dict[str, Any], dtype: str) -> bool:

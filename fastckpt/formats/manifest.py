@@ -122,8 +122,8 @@ class Writer:
         if hashlib.sha256(content).hexdigest() != self.index_sha256:
             raise CorruptCheckpoint("the index is damaged: its SHA-256 does not match the manifest")
         index = ShardIndex.from_bytes(content)
-        found = (index.nonce, index.rank, index.file, index.file_nbytes)
-        if found != (nonce, self.rank, self.file, self.nbytes):
+        identity = (index.nonce, index.rank, index.file, index.file_nbytes)
+        if identity != (nonce, self.rank, self.file, self.nbytes):
             raise CorruptCheckpoint(
                 "the index belongs to another save or writer than the manifest says: it names "
                 f"nonce {index.nonce}, rank {index.rank} and {index.file} of {index.file_nbytes} "

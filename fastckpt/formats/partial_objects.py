@@ -208,14 +208,14 @@ def notes_in(value: Any, name: str | None) -> Iterator[tuple[str, str]]:
     of them, and of a name its beginning, since files can hold more than memory has room for. What
     stands there many times is told once.
     """
-    ahead, seen, found = [(_Place(name), value)], set[int](), 0
-    while ahead and found < _NOTES_MAX:
+    ahead, visited, count = [(_Place(name), value)], set[int](), 0
+    while ahead and count < _NOTES_MAX:
         place, value = ahead.pop()
-        if type(value) not in (Note, *_NESTS) or id(value) in seen:
+        if type(value) not in (Note, *_NESTS) or id(value) in visited:
             continue
-        seen.add(id(value))
+        visited.add(id(value))
         if type(value) is Note:
-            found += 1
+            count += 1
             yield place.text(), value.maker
             continue
         inner = [each for each in items_in(value) if type(each[1]) in (Note, *_NESTS)]
@@ -232,12 +232,12 @@ def newly_refused(
         pickled, before: the pickle, and the makers that were met before.
         reads_numpy: whether numpy_maker() will make NumPy's values; torch itself refuses them.
     """
-    met = {(m.decode(), n.decode()) for m, n in _GLOBAL.findall(pickled)} - before
-    before.update(met)
+    names = {(m.decode(), n.decode()) for m, n in _GLOBAL.findall(pickled)} - before
+    before.update(names)
     kinds = {("", kind.decode()) for kind in _NUMPY_KIND.findall(pickled)} - before
     before.update(kinds)
     numpy = numpy_maker if reads_numpy else _nothing
-    refused = {left_out(_asked(*each)) for each in met if numpy(*each) is None} - {None}
+    refused = {left_out(_asked(*each)) for each in names if numpy(*each) is None} - {None}
     refused |= {"numpy.dtype"} if kinds and reads_numpy else set()
     if not refused:
         return []
@@ -336,11 +336,11 @@ class _Unpickler:
         if (module, name) not in self._names:
             if len(self._names) == _GLOBALS_MAX:
                 raise pickle.UnpicklingError("it names too many classes and functions")
-            found = self.numpy(module, name)
-            if found is None:
+            maker = self.numpy(module, name)
+            if maker is None:
                 with ThreadPoolExecutor(1, "fastckpt-allowed") as other:
-                    found = other.submit(_asked, module, name).result()
-            self._names[module, name] = found
+                    maker = other.submit(_asked, module, name).result()
+            self._names[module, name] = maker
         return self._names[module, name]
 
     def load(self) -> Any:

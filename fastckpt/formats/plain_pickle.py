@@ -222,9 +222,9 @@ class _Machine:
         return at
 
     def op_dict(self, at: int) -> int:
-        values, made = self._marked(), dict[Any, Any]()
-        self._put_items(made, values)
-        self.stack.append(made)
+        values, result = self._marked(), dict[Any, Any]()
+        self._put_items(result, values)
+        self.stack.append(result)
         return at
 
     def op_frozenset(self, at: int) -> int:
@@ -336,14 +336,14 @@ class _Machine:
         if isinstance(named, Ignored):
             if type(named) is Kept and type(arguments) is tuple:
                 self._check_parts(arguments)
-            made: Any = named.made("newobj", arguments)
+            result: Any = named.made("newobj", arguments)
         elif type(named) is not Instance:
             raise Refused("an instance of a class that may not have instances")
         elif arguments != ():
             raise ValueError(f"a {named.kind.__name__} is made with arguments")
         else:
-            made = object.__new__(named.kind)
-        self.stack.append(made)
+            result = object.__new__(named.kind)
+        self.stack.append(result)
         return at
 
     def op_newobj_ex(self, at: int) -> int:
@@ -394,10 +394,10 @@ class _Machine:
         characters = max(len(module), len(name))
         if characters > _NAME_CHARACTERS_MAX:
             raise ValueError(f"the name of a global has {characters} characters")
-        found = self._find(module, name)
-        if type(found) is Instance:
-            self._records[found.kind] = found
-        self.stack.append(found)
+        maker = self._find(module, name)
+        if type(maker) is Instance:
+            self._records[maker.kind] = maker
+        self.stack.append(maker)
 
     def _copy(self, count: int) -> None:
         self._copies -= count
@@ -526,8 +526,8 @@ def _opcode(code: int) -> _Opcode:
             raise ValueError(f"byte {at - 1} is not an opcode")
         raise Refused(f"the opcode {name}")
 
-    found: _Opcode | None = getattr(_Machine, f"op_{name.lower()}", None) if name else None
-    return found or _MADE.get(name or "", refuse)
+    opcode: _Opcode | None = getattr(_Machine, f"op_{name.lower()}", None) if name else None
+    return opcode or _MADE.get(name or "", refuse)
 
 
 _OPCODES = [*map(_opcode, range(256))]

@@ -232,12 +232,12 @@ def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, in
         wrong = next(at for at, pair in enumerate(offsets) if len(pair) != 2)
     if wrong is not None:
         raise ValueError(f"data_offsets of {shown(names[wrong])} are not two numbers")
-    found: dict[str, tuple[Kind, int]] = {}
+    entries: dict[str, tuple[Kind, int]] = {}
     kinds = kinds_of(dtypes, shapes, names)
     for name, kind, (begin, end) in zip(names, kinds, offsets, strict=True):
         if end - begin != kind.nbytes:
             raise ValueError(f"data_offsets of {shown(name)} do not span its {kind.nbytes} bytes")
-        found[name] = kind, size + begin
+        entries[name] = kind, size + begin
     end = 0
     for (begin, following), name in sorted(zip(offsets, names, strict=True)):
         if begin != end:
@@ -246,7 +246,7 @@ def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, in
         end = following
     if size + end != nbytes:
         raise ValueError(f"its data ends at {size + end}, but the file at {nbytes}")
-    return found
+    return entries
 
 
 def _check_header_nbytes(size: int, nbytes: int) -> None:

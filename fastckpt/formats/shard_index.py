@@ -93,10 +93,10 @@ class ShardIndex:
     @cached_property
     def by_key(self) -> dict[str, list[Piece]]:
         """The pieces of each tensor, by its key."""
-        found: dict[str, list[Piece]] = {}
+        pieces_of: dict[str, list[Piece]] = {}
         for piece in self.pieces:
-            found.setdefault(piece.key, []).append(piece)
-        return found
+            pieces_of.setdefault(piece.key, []).append(piece)
+        return pieces_of
 
     def keys_in(self, begin: int, end: int) -> list[str]:
         """Returns the keys of the tensors with bytes in a range of the uncompressed file."""
@@ -243,13 +243,13 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
     for number, form in enumerate(
         zip(dtypes, map(tuple, shapes), map(tuple, offsets), map(tuple, sizes), strict=True)
     ):
-        its = rectangles.get(form)
-        if its is None:
+        rectangle = rectangles.get(form)
+        if rectangle is None:
             its_nbytes = _check_piece(*(column[number] for column in columns[:5]))
-            its = form[1], Box(*form[2:]), its_nbytes
+            rectangle = form[1], Box(*form[2:]), its_nbytes
             if len(rectangles) < KINDS_MAX:
-                rectangles[form] = its
-        found.append(its)
+                rectangles[form] = rectangle
+        found.append(rectangle)
     wholes, boxes, nbytes = ([*map(itemgetter(member), found)] for member in range(3))
     pieces = tuple(map(_piece, zip(keys, dtypes, wholes, boxes, begins, strict=True)))
     extents = [*zip(begins, nbytes, keys, strict=True)]

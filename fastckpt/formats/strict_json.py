@@ -105,12 +105,12 @@ def columns_of(
 
 
 def _fits(column: list[Any], kind: type | tuple[type, ...]) -> bool:
-    found = {*map(type, column)}
-    if not found <= {*(kind if isinstance(kind, tuple) else (kind,))}:
+    types = {*map(type, column)}
+    if not types <= {*(kind if isinstance(kind, tuple) else (kind,))}:
         return False
-    if int not in found:
+    if int not in types:
         return True
-    return _in_range(column if len(found) == 1 else [m for m in column if type(m) is int])
+    return _in_range(column if len(types) == 1 else [m for m in column if type(m) is int])
 
 
 def _in_range(numbers: list[int]) -> bool:

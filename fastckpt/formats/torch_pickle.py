@@ -191,7 +191,7 @@ class _Met:
 
     def records(self) -> list[tuple[str, bytes | torch.UntypedStorage]]:
         """Returns the records of the storages, with copies of what cannot be read later."""
-        found: list[tuple[str, bytes | torch.UntypedStorage]] = []
+        result: list[tuple[str, bytes | torch.UntypedStorage]] = []
         copies: list[torch.Tensor] = []
         originals: list[torch.Tensor] = []
         for storage, device, nbytes in self._storages:
@@ -207,10 +207,10 @@ class _Met:
                     originals.append(octets.set_(storage))
                     copies.append(torch.empty(nbytes, dtype=torch.uint8, device=device))
                     content = copies[-1].untyped_storage()
-            found.append((f"data/{len(found)}", content))
+            result.append((f"data/{len(result)}", content))
         if copies:  # hundreds by one kernel, in the order of the streams; the host does not wait
             torch._foreach_copy_(copies, originals)
-        return found
+        return result
 
     def _lasts(self, storage: torch.UntypedStorage, nbytes: int) -> bool:
         """Tells whether a storage may be read later, for torch counts its changes."""
@@ -222,8 +222,8 @@ def _tags_devices() -> bool:
     their devices then; a program may have registered others.
     """
     taggers = [row[1] for row in getattr(torch.serialization, "_package_registry", ())]
-    found = {getattr(tagger, "func", tagger).__module__ for tagger in taggers}
-    return found == {torch.serialization.__name__}
+    modules = {getattr(tagger, "func", tagger).__module__ for tagger in taggers}
+    return modules == {torch.serialization.__name__}
 
 
 class _Identity:
@@ -353,10 +353,10 @@ class Pickled(bytes):
 @lru_cache(128)  # most objects are the same from one save to the next
 def _digest_of(pickled: bytes) -> bytes:
     try:
-        made, _end = plain_pickle.loads(
+        value, _end = plain_pickle.loads(
             pickled, lambda module, name: Kept(f"{module}.{name}"), lambda _tensor: None
         )
-        return _digest(made, {})
+        return _digest(value, {})
     except Exception:  # it is nested too deeply, or has operations of old protocols
         return b""
 
@@ -379,9 +379,9 @@ def _digest(value: Any, done: dict[int, bytes]) -> bytes:
         parts = [_digest(item, done) for item in value]
     else:
         parts = [repr(value).encode(errors="replace")]
-    found = hashlib.blake2b(b" ".join((kind.__name__.encode(), *parts)), digest_size=16).digest()
-    done[id(value)] = found
-    return found
+    digest = hashlib.blake2b(b" ".join((kind.__name__.encode(), *parts)), digest_size=16).digest()
+    done[id(value)] = digest
+    return digest
 
 
 class _Search(pickle.Pickler):
@@ -451,8 +451,8 @@ def unpickled(
     except pickle.UnpicklingError as error:
         if not weights_only:
             raise
-        said = str(error).splitlines() or [""]
-        reason = next((line for line in said if "WeightsUnpickler" in line), said[0]).strip()
+        lines = str(error).splitlines() or [""]
+        reason = next((line for line in lines if "WeightsUnpickler" in line), lines[0]).strip()
         raise pickle.UnpicklingError(
             f"{what}: some of the objects need weights_only=False, which runs code that the file "
             f"names: if you trust whoever wrote it, {how}. "

@@ -79,9 +79,9 @@ def arrange(captured: Capture, first_rank: Set[str]) -> RecordDivision:
     storages = [(name, c) for name, c in captured.records if name.startswith("data/")]
     small = {name: nbytes_of(c) for name, c in storages if nbytes_of(c) < SMALL_BYTES}
     largest = sorted(small, key=lambda name: (-small[name], name))
-    left = sum(small.values())
-    while left > SMALL_SUM_BYTES_MAX:
-        left -= small.pop(largest.pop(0))
+    rest = sum(small.values())
+    while rest > SMALL_SUM_BYTES_MAX:
+        rest -= small.pop(largest.pop(0))
     front: list[tuple[str, bytes | torch.UntypedStorage]] = []
     shared: list[tuple[str, torch.UntypedStorage]] = []
     for name, content in storages:
@@ -93,7 +93,7 @@ def arrange(captured: Capture, first_rank: Set[str]) -> RecordDivision:
             shared.append((name, content))
     placed = {name for name, _ in [*front, *shared]} | _COMPUTED_OFFSETS
     tail = [(name, c) for name, c in captured.records if name not in placed]
-    return RecordDivision(front, shared, tail, left)
+    return RecordDivision(front, shared, tail, rest)
 
 
 VERSION = 1

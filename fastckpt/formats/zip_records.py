@@ -169,8 +169,8 @@ def directory(data: bytes, end: int) -> Directory:
 
 def _entries(data: bytes, count: int) -> Directory:
     """Returns the first records of a directory, at most `count`, and fewer if it has fewer."""
-    found = Directory([], [], [], [], [])
-    names, offsets, sizes, crcs, methods = found
+    directory = Directory([], [], [], [], [])
+    names, offsets, sizes, crcs, methods = directory
     at = 0
     while len(names) < count and at + _CENTRAL.size <= len(data):
         row = _CENTRAL.unpack_from(data, at)
@@ -189,7 +189,7 @@ def _entries(data: bytes, count: int) -> Directory:
         crcs.append(crc)
         methods.append(method)
         at = comment + row[12]
-    return found
+    return directory
 
 
 def _widened(nbytes: int, stored_nbytes: int, offset: int, extra: bytes) -> tuple[int, int]:
@@ -231,10 +231,10 @@ def directory_of(read_at: Callable[[int, int], bytes], nbytes: int) -> Directory
             *_, count, size, offset = row
         if size > DIRECTORY_BYTES_MAX or offset + size > end:
             raise ValueError(f"its directory claims {size} bytes at {offset}")
-        found = _entries(read_at(size, offset) if size else b"", size)
-        if len(found.names) != count:
-            raise ValueError(f"its directory has {len(found.names)} records, not {count}")
-        return found
+        directory = _entries(read_at(size, offset) if size else b"", size)
+        if len(directory.names) != count:
+            raise ValueError(f"its directory has {len(directory.names)} records, not {count}")
+        return directory
     except (ValueError, struct.error) as error:
         raise CorruptCheckpoint(
             f"it begins like a zip file, but is not one ({error}): it is truncated or damaged"

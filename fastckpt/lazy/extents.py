@@ -112,8 +112,8 @@ class _Forms:
 
     def stored(self, place: Place) -> Stored:
         form = place[0]
-        known = self._described.get(id(form))
-        return self._describe(form) if known is None else known[1]
+        entry = self._described.get(id(form))
+        return self._describe(form) if entry is None else entry[1]
 
     def _describe(self, form: Form) -> Stored:
         shards = (Shard(self._bodies[form.file].path, whole(form.shape)),)
@@ -280,19 +280,19 @@ class _LastBlock:
         numbers = blocks_of(rows, body.index.block_bytes)
         if len(numbers) > 1:
             return False
-        begin, wanted = numbers[0] * body.index.block_bytes, (body.path, numbers[0])
-        asked, self._asked, kept = self._asked, wanted, self._kept  # others read at a time
-        if kept is None or kept[0] != wanted:
-            if asked != wanted:
+        begin, place = numbers[0] * body.index.block_bytes, (body.path, numbers[0])
+        previous, self._asked, buffer = self._asked, place, self._kept  # others read at a time
+        if buffer is None or buffer[0] != place:
+            if previous != place:
                 return False
             nbytes = min(body.index.block_bytes, body.index.body_nbytes - begin)
-            kept = wanted, torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+            buffer = place, torch.empty(nbytes, dtype=torch.uint8, device="cpu")
             with closing(body.stream(numbers)) as stream:
-                body.move(stream, [(begin, kept[1].data_ptr(), nbytes, 1, nbytes, nbytes)])
+                body.move(stream, [(begin, buffer[1].data_ptr(), nbytes, 1, nbytes, nbytes)])
                 body.check(stream, stream.arrive())
-            self._kept = kept
+            self._kept = buffer
         for offset, address, nbytes, count, stride, step in rows:
-            at = kept[1].data_ptr() + offset - begin
+            at = buffer[1].data_ptr() + offset - begin
             for number in range(count):
                 ctypes.memmove(address + number * step, at + number * stride, nbytes)
         return True

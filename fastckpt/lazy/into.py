@@ -117,13 +117,13 @@ def load_into(
     current.wait_for(os.path.realpath(checked))
     where, source = opened(current.storage, current.staging, checked)
     with closing(source):
-        found = _load_into(source, state, fit, where)
-    if found.unexpected and unexpected is None:
-        told = listed(map(repr, found.unexpected))
+        differences = _load_into(source, state, fit, where)
+    if differences.unexpected and unexpected is None:
+        names = listed(map(repr, differences.unexpected))
         log.warning(
-            "%r holds values that are not in the state and were not loaded: %s", where, told
+            "%r holds values that are not in the state and were not loaded: %s", where, names
         )
-    return found
+    return differences
 
 
 def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
@@ -146,19 +146,19 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         was_asked = True
         check_shape(repr(name), tensor)
         # Hugging Face and torch.distributed.checkpoint join keys by a dot.
-        found = name if name in source.tensors else ".".join(keys)
-        if found not in source.tensors:
+        source_name = name if name in source.tensors else ".".join(keys)
+        if source_name not in source.tensors:
             missing[name] = tensor
             continue
-        used.add(found)
-        stored = source.tensors[found]
-        old = olds.get(found, found)
+        used.add(source_name)
+        stored = source.tensors[source_name]
+        old = olds.get(source_name, source_name)
         there = "in the checkpoint" + (f", where it is {old!r}," if old != name else "")
-        known = (found, stored)
-        place = filling.place(repr(name), name, tensor, found, stored, known, there)
+        origin = (source_name, stored)
+        place = filling.place(repr(name), name, tensor, source_name, stored, origin, there)
         if place is not None:
             memory, box = place
-            parts.append(_Part(name, found, stored, tensor, memory.detach(), box))
+            parts.append(_Part(name, source_name, stored, tensor, memory.detach(), box))
     if missing:  # of weights that are tied, a checkpoint may hold one name
         filled = {_identity(part.tensor) for part in parts}
         missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
@@ -166,16 +166,16 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         near = nearest(next(iter(missing)), source.tensors) or _passed_over(source)
         misfits.append(missing_from_checkpoint(missing, near))
     unused = (new for new in source.tensors if new not in used)
-    left = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
-    if left and fit.unexpected == "raise":
-        misfits.append(unexpected(listed(map(repr, left))))
+    extra = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
+    if extra and fit.unexpected == "raise":
+        misfits.append(unexpected(listed(map(repr, extra))))
     if fit.only is not None and not was_asked:
         misfits.append(nothing_chosen(fit.only))
     if misfits := misfits or filling.tied.conflicts(partial(_whole_part, source)):
         raise refusal(path, misfits, is_missing=is_missing)
     tell_lossy(path, _read(source, parts))
     renamed = {old: new for new, old in olds.items() if new != old}
-    return Differences(tuple(missing), tuple(left), renamed, tuple(filling.cast))
+    return Differences(tuple(missing), tuple(extra), renamed, tuple(filling.cast))
 
 
 def _passed_over(source: Source) -> str:
@@ -186,9 +186,11 @@ def _passed_over(source: Source) -> str:
             f": it has {count} DTensors instead, and torch.save writes only one rank's part of "
             "each: save them with a Checkpointer, or save the results of full_tensor()"
         )
-    found = [f"{count} of {maker}" for maker, count in source.rest.others.items()]
+    objects = [f"{count} of {maker}" for maker, count in source.rest.others.items()]
     return (
-        f": it has objects instead, whose contents are not read ({listed(found)})" if found else ""
+        f": it has objects instead, whose contents are not read ({listed(objects)})"
+        if objects
+        else ""
     )
 
 
@@ -235,9 +237,9 @@ def _read(source: Source, parts: Sequence[_Part]) -> list[str]:
 
 def _whole_part(source: Source, named: tuple[str, Stored], box: Box) -> torch.Tensor:
     """Returns a part of a stored tensor, read for itself."""
-    wanted = _to_memory(*named, box)
-    source.read([wanted])
-    return wanted.target.expand(box.sizes)
+    request = _to_memory(*named, box)
+    source.read([request])
+    return request.target.expand(box.sizes)
 
 
 def _to_memory(name: str, stored: Stored, box: Box) -> Wanted:
@@ -248,10 +250,10 @@ def _to_memory(name: str, stored: Stored, box: Box) -> Wanted:
 
 
 def _read_converted(source: Source, parts: Sequence[_Part]) -> list[str]:
-    wanted = [_to_memory(part.name, part.stored, part.box) for part in parts]
-    source.read(wanted)
+    requests = [_to_memory(part.name, part.stored, part.box) for part in parts]
+    source.read(requests)
     return [
         part.name
-        for part, want in zip(parts, wanted, strict=True)
+        for part, want in zip(parts, requests, strict=True)
         if put_converted(part.memory, want.target.expand(part.box.sizes))
     ]

@@ -112,9 +112,9 @@ class ItemsSource:
                 )
         for path, its in requests.items():
             its.sort(key=lambda pair: pair[0].offset)
-            asked = [request for request, _target in its]
-            told = partial(names.__getitem__, path)
-            with ItemsFile(self._storage, self._staging, path, asked, told) as file:
+            ranges = [request for request, _target in its]
+            name_of = partial(names.__getitem__, path)
+            with ItemsFile(self._storage, self._staging, path, ranges, name_of) as file:
                 try:
                     for request, target in its:
                         if prod(request.lengths):

@@ -116,9 +116,9 @@ class Place:
         self, names: list[str], path: str, what: str, is_dead: bool, remove: Callable[[], bool]
     ) -> Debris:
         """Returns the debris that these files or directories are, with all that is in them."""
-        found = [status for name in names for status in self._statuses(name)]
-        nbytes = sum(each.st_size for each in found if not stat.S_ISDIR(each.st_mode))
-        changed = max((each.st_mtime for each in found), default=0.0)
+        statuses = [status for name in names for status in self._statuses(name)]
+        nbytes = sum(each.st_size for each in statuses if not stat.S_ISDIR(each.st_mode))
+        changed = max((each.st_mtime for each in statuses), default=0.0)
         return Debris(path, nbytes, what, max(0.0, time.time() - changed), is_dead, remove)
 
     def _statuses(self, name: str) -> Iterator[os.stat_result]:
@@ -168,13 +168,13 @@ def bounded(path: str, names: list[str]) -> tuple[list[str], list[Part]]:
     """Returns which of the names in a directory are looked into: of a bucket not all, since each
     takes requests. And the part that says so.
     """
-    left = len(names) - _BESIDE_MAX
-    if not is_mounted(path) or left <= 0:
+    rest = len(names) - _BESIDE_MAX
+    if not is_mounted(path) or rest <= 0:
         return sorted(names), []
 
     def pass_over() -> int:
         raise WithoutChecksums(
-            f"{left} more names beside the steps were not examined, since each takes requests: "
+            f"{rest} more names beside the steps were not examined, since each takes requests: "
             "verify the checkpoints among them by URL"
         )
 

@@ -154,8 +154,8 @@ class _Parts:
             if type(view) is not Placeholder:
                 continue
             key, dtype, shape = view
-            known = self._found.get(key)
-            if (0 not in shape) if known is None else known[0] != (dtype, shape):
+            entry = self._found.get(key)
+            if (0 not in shape) if entry is None else entry[0] != (dtype, shape):
                 raise CorruptCheckpoint(
                     f"{self._path!r} has no shards of {name!r} with the dtype and shape that its "
                     "objects record"
@@ -163,15 +163,15 @@ class _Parts:
 
     def stored(self, placeholder: Placeholder) -> Stored:
         """Returns the tensor of a placeholder; many have one description in common."""
-        known = self._found.get(placeholder.key)
-        if known is None:  # it has no elements
+        entry = self._found.get(placeholder.key)
+        if entry is None:  # it has no elements
             return Stored(placeholder.dtype, placeholder.shape, ())
-        stored = self._described.get(id(known))
+        stored = self._described.get(id(entry))
         if stored is None:
             if len(self._described) >= KINDS_MAX:
                 self._described.clear()
-            (dtype, shape), shards = known
-            stored = self._described[id(known)] = Stored(dtype, shape, tuple(shards))
+            (dtype, shape), shards = entry
+            stored = self._described[id(entry)] = Stored(dtype, shape, tuple(shards))
         return stored
 
 
@@ -247,12 +247,12 @@ class Run(Kind):
         tier, and has the files of a node alone.
         """
         steps = store_at(place.storage, place.path)
-        begun = [name for name in steps.incomplete() if not _has(place, name, MANIFEST)]
-        for name in begun:
+        incomplete = [name for name in steps.incomplete() if not _has(place, name, MANIFEST)]
+        for name in incomplete:
             if not is_export(place, name):
                 yield Part(steps.path(name), mention)
         for name in sorted(steps.names()):
-            if name not in begun:
+            if name not in incomplete:
                 yield Part(steps.path(name), partial(_verify, place, steps, name, is_local))
 
     def debris(self, place: Place) -> Iterator[Debris]:
@@ -294,12 +294,12 @@ def _newest(place: Place, steps: StepStore) -> tuple[str, Source]:
     problems: list[CheckpointError] = []
 
     def newest() -> tuple[str, Source] | None:
-        found, faults = steps.survey()
+        choice, faults = steps.survey()
         for fault in faults:  # one of these may be the newest
             if str(fault.error) not in map(str, problems):
                 log.warning("skipping %s: %s", steps.path(fault.name), fault.error)
                 problems.append(fault.error)
-        for item in found:
+        for item in choice:
             try:
                 with ExitStack() as failing:
                     step = _opened(place, steps, item.name)
@@ -312,15 +312,15 @@ def _newest(place: Place, steps: StepStore) -> tuple[str, Source]:
                 problems.append(error)
         return None
 
-    found = listed_anew(newest)  # a save may remove steps meanwhile
-    if found is None and problems:
+    choice = listed_anew(newest)  # a save may remove steps meanwhile
+    if choice is None and problems:
         is_newer = isinstance(problems[0], IncompatibleCheckpoint)
         kind = IncompatibleCheckpoint if is_newer else CorruptCheckpoint
         raise kind(f"no step under {root!r} is complete and readable: {problems[0]}")
-    if found is None:
+    if choice is None:
         what = what_is_there(steps)
         raise CheckpointError(f"{root!r} holds no checkpoint of a known format: {what}")
-    return found
+    return choice
 
 
 def mention() -> int:

@@ -289,9 +289,9 @@ class Dcp(Kind):
         for name in metadata:
             check = partial(_verify_metadata, place, name)
             yield Part(place.inside(name), _unless_replaced(place, name, check))
-        left = _left_over(place) if files and metadata else []
+        remains = _left_over(place) if files and metadata else []
         for name in files:
-            yield Part(place.inside(name), _leave if name in left else checks[name])
+            yield Part(place.inside(name), _leave if name in remains else checks[name])
 
     def debris(self, place: Place) -> Iterator[Debris]:
         """Yields the data files, in a directory and those in it, that no .metadata names: of a save
@@ -384,8 +384,8 @@ class HuggingFace(Kind):
     def open(self, place: Place) -> tuple[str, Source]:
         indexes = sorted(name for name in place.names if name.endswith(INDEX_SUFFIX))
         index = INDEX if INDEX in indexes else indexes[0]
-        found = hugging_face_directory(place.storage, place.staging, place.path, index)
-        return place.path, found
+        source = hugging_face_directory(place.storage, place.staging, place.path, index)
+        return place.path, source
 
 
 class MegatronRun(Kind):
@@ -433,10 +433,10 @@ def hint_for_load(path: str) -> str:
     current = pipeline.current()
     place = Place(current.storage, current.staging, path)
     try:
-        found = next((kind for kind in KINDS if kind.recognise(place)), None)
+        match = next((kind for kind in KINDS if kind.recognise(place)), None)
     except StorageError:  # this hint only adds to an error that the caller raises
         return ""
-    return "" if found is None else found.hint.format(path=path)
+    return "" if match is None else match.hint.format(path=path)
 
 
 def parts_at(place: Place) -> Iterator[Part]:

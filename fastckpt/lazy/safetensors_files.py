@@ -77,13 +77,15 @@ def _weight_map(content: bytes) -> dict[str, str]:
         index = decode(content)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"the index is malformed: {error}") from None
-    found = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) for name in weight_map.values()
+    ):
         raise CorruptCheckpoint("the index has no weight_map of file names")
-    for name in set(found.values()):
+    for name in set(weight_map.values()):
         if not _is_file_name(name):
             raise CorruptCheckpoint(f"{shown(name)} is not a name of a file in the directory")
-    return found
+    return weight_map
 
 
 def _is_file_name(name: str) -> bool:
@@ -104,7 +106,7 @@ def _opened(staging: Staging, file: InputFile, number: int) -> tuple[Body, dict[
         size = safetensors.header_nbytes(head, nbytes)
         with reported("read", path):
             head = file.read_at(size, 0)
-        found = safetensors.parse(head, nbytes)
+        header = safetensors.parse(head, nbytes)
     body = Body(staging, file, BlockChecksums(nbytes, BLOCK_BYTES, (), b""))
 
     @lru_cache(KINDS_MAX)
@@ -112,6 +114,6 @@ def _opened(staging: Staging, file: InputFile, number: int) -> tuple[Body, dict[
         return Form(number, kind.dtype, kind.shape, row_major(kind.shape))
 
     tensors: dict[str, Place] = {
-        name: (form(kind), "", begin, kind.nbytes) for name, (kind, begin) in found.items()
+        name: (form(kind), "", begin, kind.nbytes) for name, (kind, begin) in header.items()
     }
     return body, tensors

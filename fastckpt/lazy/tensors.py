@@ -40,19 +40,19 @@ def selected(index: Any, shape: Sequence[int]) -> Selection:
         ValueError: a slice has a step below 1.
         TypeError: the index has something else, such as a list or a tensor.
     """
-    given = index if isinstance(index, tuple) else (index,)
-    used = sum(item is not None and item is not Ellipsis for item in given)
+    items = index if isinstance(index, tuple) else (index,)
+    used = sum(item is not None and item is not Ellipsis for item in items)
     if used > len(shape):
         raise IndexError(f"{used} indices for a tensor of {len(shape)} dimensions")
-    dots = [number for number, item in enumerate(given) if item is Ellipsis]
+    dots = [number for number, item in enumerate(items) if item is Ellipsis]
     if len(dots) > 1:
         raise IndexError('an index has at most one "..."')
-    at = dots[0] if dots else len(given)
+    at = dots[0] if dots else len(items)
     fill = (slice(None),) * (len(shape) - used)
     offsets: list[int] = []
     sizes: list[int] = []
     rest: list[Any] = []
-    for item in (*given[:at], *fill, *given[at + 1 :]):
+    for item in (*items[:at], *fill, *items[at + 1 :]):
         if item is None:
             rest.append(None)
             continue
@@ -141,8 +141,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         try:
             stored = self._source.tensors[name]
         except KeyError:
-            known = f"{name!r}{nearest(name, self)}"
-            raise KeyError(f"{self.path!r} holds no tensor {known}") from None
+            hint = f"{name!r}{nearest(name, self)}"
+            raise KeyError(f"{self.path!r} holds no tensor {hint}") from None
         return LazyTensor(self, name, stored)
 
     def __contains__(self, name: object) -> bool:
@@ -180,12 +180,12 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         """
         if isinstance(names, str):
             raise TypeError(f"names is {names!r}, must be a list of names")
-        wanted = [self[name] for name in names]
+        tensors = [self[name] for name in names]
         where = torch.device(device)
         self._check_open()  # before the lock, which another thread may have held in a fork
         with self._lock:
             self._check_open()
-            new = [tensor for tensor in wanted if tensor.name not in self._ahead]
+            new = [tensor for tensor in tensors if tensor.name not in self._ahead]
             if not new:
                 return
             if self._reader is None:
@@ -194,9 +194,9 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             self._ahead.update({tensor.name: future for tensor in new})
 
     def _read_all(self, tensors: list[LazyTensor], device: torch.device) -> dict[str, torch.Tensor]:
-        wanted = [self._wanted(tensor.name, whole(tensor.shape), device) for tensor in tensors]
-        self._read(wanted)
-        return {want.name: want.target for want in wanted}
+        requests = [self._wanted(tensor.name, whole(tensor.shape), device) for tensor in tensors]
+        self._read(requests)
+        return {want.name: want.target for want in requests}
 
     def _wanted(self, name: str, box: Box, device: torch.device) -> Wanted:
         """Returns a rectangle to read, of which repeated dimensions are read once, and memory."""
@@ -229,9 +229,9 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         another one that was to be read together with it could not be read.
         """
         self._check_open()
-        found = self._ahead.pop(name, None)
+        prefetched = self._ahead.pop(name, None)
         try:
-            return None if found is None else found.result().pop(name)
+            return None if prefetched is None else prefetched.result().pop(name)
         except CancelledError:
             raise self._closed_error() from None
         except (CorruptCheckpoint, StorageError):
@@ -253,17 +253,17 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         """
         chosen = [(name, *selected(index, self[name].shape)) for name, index in parts]
         where = torch.device(device)
-        wanted = [self._wanted(name, box, where) for name, box, _rest in chosen]
-        self._read(wanted)
+        requests = [self._wanted(name, box, where) for name, box, _rest in chosen]
+        self._read(requests)
         return [
             want.target.expand(box.sizes)[rest]
-            for want, (_name, box, rest) in zip(wanted, chosen, strict=True)
+            for want, (_name, box, rest) in zip(requests, chosen, strict=True)
         ]
 
     def _part(self, name: str, index: Any, device: torch.device) -> torch.Tensor:
         """Returns a part of a tensor, from what was read ahead, if it was."""
-        found = self._taken(name)
-        if found is None:
+        prefetched = self._taken(name)
+        if prefetched is None:
             return self.read([(name, index)], device)[0]
         stored = self._source.tensors[name]
         box, rest = selected(index, stored.shape)
@@ -271,10 +271,10 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             slice(0, 1) if dim in stored.repeated else slice(at, at + size)
             for dim, (at, size) in enumerate(zip(*box, strict=True))
         )
-        taken = found[part].to(device)
-        if taken.shape != found.shape and taken.device == found.device:
-            taken = taken.clone()  # it must not keep the memory of the whole
-        return taken.expand(box.sizes)[rest]
+        result = prefetched[part].to(device)
+        if result.shape != prefetched.shape and result.device == prefetched.device:
+            result = result.clone()  # it must not keep the memory of the whole
+        return result.expand(box.sizes)[rest]
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():

@@ -54,17 +54,17 @@ class TorchZip(NamedTuple):
     def source(self, kind: str, close: Callable[[], None] = lambda: None) -> ExtentsSource:
         """Returns a Source of the tensors that lie in this file; its close() calls `close`."""
         with naming(self.body.path):
-            found = self._placed()
+            views = self._placed()
         staging, rest = self.body.staging, self.rest
-        return ExtentsSource(kind, staging, [self.body], found, close, rest, self.begin_of)
+        return ExtentsSource(kind, staging, [self.body], views, close, rest, self.begin_of)
 
     def _placed(self) -> dict[str, StoredView]:
-        found = {n: view for n, view in self.tensors.items() if type(view) is StoredView}
-        records = map(self.records.get, map(itemgetter(1), found.values()), repeat(_NONE))
-        have, need = map(itemgetter(0), records), map(itemgetter(3), found.values())
-        for name in compress(found, map(lt, have, need)):
-            raise CorruptCheckpoint(f"tensor {name!r} reaches beyond record {found[name].record!r}")
-        return found
+        views = {n: view for n, view in self.tensors.items() if type(view) is StoredView}
+        records = map(self.records.get, map(itemgetter(1), views.values()), repeat(_NONE))
+        have, need = map(itemgetter(0), records), map(itemgetter(3), views.values())
+        for name in compress(views, map(lt, have, need)):
+            raise CorruptCheckpoint(f"tensor {name!r} reaches beyond record {views[name].record!r}")
+        return views
 
 
 def torch_file(staging: Staging, file: InputFile, close: Callable[[], None]) -> ExtentsSource:
@@ -176,8 +176,8 @@ def _opened(
         raise CorruptCheckpoint(f"its zip has no record {_PICKLE!r}: torch did not write it")
     content = partial(_content, body, records, begin_of)
     if _BYTE_ORDER in records and (order := content(_BYTE_ORDER)) != _LITTLE:
-        found = bytes(order[:20])
-        raise IncompatibleCheckpoint(f"its byte order is {found!r}, must be {_LITTLE!r}")
+        byte_order = bytes(order[:20])
+        raise IncompatibleCheckpoint(f"its byte order is {byte_order!r}, must be {_LITTLE!r}")
     names = names_of(bytes(content(_PICKLE)), is_of_step=is_of_step)
     return TorchZip(body, records, begin_of, names.tensors, names.rest)
 

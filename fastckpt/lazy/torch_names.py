@@ -403,5 +403,5 @@ _KNOWN: dict[tuple[str, str], Any] = {
 
 
 def _find(module: str, name: str) -> Any:
-    known = _KNOWN.get((module, name), _KNOWN)
-    return Ignored(f"{module}.{name}") if known is _KNOWN else known
+    entry = _KNOWN.get((module, name), _KNOWN)
+    return Ignored(f"{module}.{name}") if entry is _KNOWN else entry

@@ -303,7 +303,7 @@ def covers(target: Box, parts: Sequence[Box]) -> bool:
     # different polynomials are hardly ever equal at a random point of a field.
     draw = SystemRandom().randrange
     numbers: list[dict[int, int]] = [{} for _ in divided]
-    left = 0
+    volume = 0
     for box, sign in chain([(target, -1)], zip(inside, repeat(1))):
         weight = sign
         for dim, number_of in zip(divided, numbers, strict=True):
@@ -313,8 +313,8 @@ def covers(target: Box, parts: Sequence[Box]) -> bool:
                 if cut not in number_of:
                     number_of[cut] = draw(_FIELD)
             weight = weight * (number_of[end] - number_of[begin]) % _FIELD
-        left += weight
-    return left % _FIELD == 0
+        volume += weight
+    return volume % _FIELD == 0
 
 
 def span(box: Box, shape: Sequence[int]) -> tuple[float, float]:

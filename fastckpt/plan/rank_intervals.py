@@ -191,9 +191,9 @@ class Checksums:
         return bisect_left(self._described, segment)
 
     def _slot_crc(self, number: int) -> int:
-        crc, seen = 0, 0
+        crc, nbytes_read = 0, 0
         for rank, first, nbytes in self._holders(number):
             part = self._parts[rank][1][number - first]
-            crc = part if not seen else self._combine(crc, part, nbytes)
-            seen += nbytes
+            crc = part if not nbytes_read else self._combine(crc, part, nbytes)
+            nbytes_read += nbytes
         return crc

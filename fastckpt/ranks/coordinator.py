@@ -114,20 +114,20 @@ def _cloned(store: Any) -> Any:
     """Returns store.clone(), on a thread of its own: if the server dies just before, torch's client
     tries for the store's own timeout, of minutes, and nothing can end it.
     """
-    made: SimpleQueue[Any] = SimpleQueue()
+    answers: SimpleQueue[Any] = SimpleQueue()
 
     def clone() -> None:
         try:
-            made.put((store.clone(), None))
+            answers.put((store.clone(), None))
         except (RuntimeError, OSError) as error:
-            made.put((None, error))
+            answers.put((None, error))
 
     try:
         threading.Thread(target=clone, name="fastckpt-store", daemon=True).start()
     except RuntimeError:  # no thread can be started
         clone()
     try:
-        client, error = made.get(timeout=OPERATION_S)
+        client, error = answers.get(timeout=OPERATION_S)
     except Empty:
         raise ConnectionError(f"no connection within {OPERATION_S:g} s") from None
     if error is not None:
@@ -184,10 +184,10 @@ class KnownTerms:
         """Returns why another rank does not take part on these terms of this one, in words; "" if
         it may, as far as is known.
         """
-        told = client.compare_set(f"{self._prefix}/{rank}", _ABSENT, _ABSENT)
-        if told == _ABSENT:
+        answer = client.compare_set(f"{self._prefix}/{rank}", _ABSENT, _ABSENT)
+        if answer == _ABSENT:
             return ""
-        made, used, why = json.loads(told)
+        made, used, why = json.loads(answer)
         mine = self._made()
         others = [terms for terms in used if terms not in mine]
         if own in made or not (why or others):

@@ -348,14 +348,14 @@ class Round:
         """Tells the others, from rank 0, how its commit went, once; raises only if it went well."""
         if self._has_told:
             return
-        self._has_told, told = True, list[object]()
+        self._has_told, outcome = True, list[object]()
         if error is not None:
             text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
             in_doubt = bool(getattr(error, "in_doubt", False))
             kind = type(error).__name__
-            told = [text.encode(errors="replace").decode(), is_visible(error), in_doubt, kind]
+            outcome = [text.encode(errors="replace").decode(), is_visible(error), in_doubt, kind]
         try:
-            self.put("outcome", json.dumps(told).encode())
+            self.put("outcome", json.dumps(outcome).encode())
         except PeerFailed as unheard:
             if error is None:
                 raise
@@ -364,9 +364,9 @@ class Round:
 
     def _hear_outcome(self) -> None:
         """Waits for rank 0's outcome; raises the failure of the commit."""
-        told = json.loads(self.get("outcome"))
-        if told:
-            text, self.may_be_visible, in_doubt, kind = told
+        outcome = json.loads(self.get("outcome"))
+        if outcome:
+            text, self.may_be_visible, in_doubt, kind = outcome
             if kind == RootInUse.__name__:
                 raise RootInUse(self._text(text), (0,))
             raise PeerFailed(text, (0,), self.may_be_visible, in_doubt)
@@ -435,11 +435,11 @@ class Round:
         """Returns whether every rank has closed this round, as this one has; or every rank but
         those whose absence it failed for, which may be dead.
         """
-        left = self._call("compare_set", self._at("left"), _ABSENT, _ABSENT)
-        if left == _ABSENT:  # rank 0 deletes the key after the last has left
+        count = self._call("compare_set", self._at("left"), _ABSENT, _ABSENT)
+        if count == _ABSENT:  # rank 0 deletes the key after the last has left
             return True
         missing = json.loads(self._end)[2] if without_missing and self.failed else ()
-        return int(left) + len(missing) >= self.world_size
+        return int(count) + len(missing) >= self.world_size
 
     def delete(self) -> None:
         """Deletes this rank's records; on rank 0 also the keys that all ranks share."""
@@ -458,11 +458,11 @@ class Round:
             raise self._unreachable(error) from None
 
     def _unreachable(self, error: ConnectionError) -> PeerFailed:
-        known = _COMMITTED if self._is_committed else _IN_DOUBT
+        consequence = _COMMITTED if self._is_committed else _IN_DOUBT
         return PeerFailed(
             f"{self.label}: the store that ranks agree through is unreachable ({error}): the "
             "process that hosts it, likely rank 0's or the launcher's agent, is gone; "
-            + (known if self.may_be_visible else self._consequence),
+            + (consequence if self.may_be_visible else self._consequence),
             visible=self.may_be_visible,
             in_doubt=self.may_be_visible and not self._is_committed,
         )
@@ -510,10 +510,12 @@ class Round:
     def _later(self) -> int | None:
         """Returns the number of the next round that another rank has begun and this one has not."""
         others = set(range(self.world_size)) - {self.rank, *json.loads(self._end)[1]}
-        told = self._call("compare_set", f"last/{min(others)}", _ABSENT, _ABSENT) if others else b""
-        if told in (b"", _ABSENT):
+        record = (
+            self._call("compare_set", f"last/{min(others)}", _ABSENT, _ABSENT) if others else b""
+        )
+        if record in (b"", _ABSENT):
             return None
-        for number in numbers_in(told, self.label):
+        for number in numbers_in(record, self.label):
             if number > self._number and not self._session.is_taken(self.label, number):
                 return number
         return None
@@ -561,11 +563,11 @@ class Round:
 
     def _whereabouts(self, rank: int, key: str) -> tuple[bool, str]:
         """Returns whether a rank can no longer join this round, and what it did instead."""
-        told = self._call("compare_set", f"last/{rank}", _ABSENT, _ABSENT)
-        if told == _ABSENT:
+        record = self._call("compare_set", f"last/{rank}", _ABSENT, _ABSENT)
+        if record == _ABSENT:
             differing = self._differing(rank)
             return bool(differing), differing or "did not join"
-        last, under_way, why = json.loads(told)
+        last, under_way, why = json.loads(record)
         if self.name in under_way:
             return False, f"joined but did not send {key!r}"
         if last is None:

@@ -89,8 +89,8 @@ def compared(
         for ranks in groups:
             detailed = agreement.get(f"{key}.detail", ranks[0])
             agreement.put(f"{key}.detail of {ranks[0]}", detailed)
-    told = [(ranks, agreement.get(f"{key}.detail of {ranks[0]}")) for ranks in groups]
-    return told or None, other
+    details = [(ranks, agreement.get(f"{key}.detail of {ranks[0]}")) for ranks in groups]
+    return details or None, other
 
 
 log = logging.getLogger("fastckpt")
@@ -187,8 +187,8 @@ class Description:
 
     def own_values(self) -> dict[str, int]:
         """Returns a number for each value aside, which is equal where the values are."""
-        found = {name: _crc_of(value) for name, value in self.aside.items()}
-        return found if self.small is None else found | dict(self.small._crcs())
+        crcs = {name: _crc_of(value) for name, value in self.aside.items()}
+        return crcs if self.small is None else crcs | dict(self.small._crcs())
 
     def _crcs(self) -> list[tuple[str, int]]:
         return [
@@ -309,20 +309,20 @@ def disagreement(
     """
     details = _read(groups)
     _, base = details[0]
-    found: list[str] = []
+    texts: list[str] = []
     for ranks, other in details[1:]:
         differences = _structure_differences(dict(base[0]), dict(other[0]), _ranks(ranks))
-        found += differences or _structure_differences(dict(base[3]), dict(other[3]), _ranks(ranks))
+        texts += differences or _structure_differences(dict(base[3]), dict(other[3]), _ranks(ranks))
         if base[2] != other[2]:
             names = sorted(set(base[2]) ^ set(other[2]))
-            found.append(f"{_ranks(ranks)} did not see that {names[0]} differed before")
+            texts.append(f"{_ranks(ranks)} did not see that {names[0]} differed before")
         if base[4] != other[4]:  # another seed sampled other ranges, so their CRCs say nothing
-            found.append(
+            texts.append(
                 f"{_ranks(ranks)} missed an earlier call; from the next call on, all ranks are "
                 "in step again"
             )
-    unequal = {} if found else _contents(details)
-    found += unequal.values()
+    unequal = {} if texts else _contents(details)
+    texts += unequal.values()
     missed = sum(base[4] != other[4] for _, other in details[1:])
     advice = (
         "from the next save on they are taken from rank 0, whose contents may not be the right "
@@ -330,11 +330,11 @@ def disagreement(
         "them into a fastckpt.PerRank and save with a Checkpointer"
         if unequal
         else "every rank must call every save"
-        if 0 < missed == len(found)
+        if 0 < missed == len(texts)
         else "every rank must save the same tensors"
     )
-    text = "; ".join(found[:_NAMED_MAX]) or "ranks describe their state differently"
-    text += f"{_more(found)}; nothing was committed: {advice}"
+    text = "; ".join(texts[:_NAMED_MAX]) or "ranks describe their state differently"
+    text += f"{_more(texts)}; nothing was committed: {advice}"
     return RanksDisagree(f"ranks disagree about {path!r}: {text}"), set(unequal)
 
 
@@ -352,34 +352,34 @@ def _contents(details: Sequence[tuple[list[int], Any]]) -> dict[str, str]:
     for ranks, description in details:
         for name, crc in description[1]:
             ranks_of.setdefault(name, {}).setdefault(crc, []).extend(ranks)
-    found = {}
-    for name, its in ranks_of.items():
-        groups = [f"another on {_ranks(ranks)}" for ranks in its.values()][:_GROUPS_MAX]
-        left = len(its) - len(groups)
-        groups += [f"{left} more on other ranks"] if left else []
+    texts = {}
+    for name, ranks_by_crc in ranks_of.items():
+        groups = [f"another on {_ranks(ranks)}" for ranks in ranks_by_crc.values()][:_GROUPS_MAX]
+        rest = len(ranks_by_crc) - len(groups)
+        groups += [f"{rest} more on other ranks"] if rest else []
         if groups[1:]:
-            found[name] = f"the content of {name} is {', '.join(groups)}".replace(
+            texts[name] = f"the content of {name} is {', '.join(groups)}".replace(
                 "another", "one", 1
             )
-    return found
+    return texts
 
 
 def _more(found: Sequence[str]) -> str:
-    left = len(found) - _NAMED_MAX
-    return f" (and {left} more differences)" if left > 0 else ""
+    rest = len(found) - _NAMED_MAX
+    return f" (and {rest} more differences)" if rest > 0 else ""
 
 
 def _structure_differences(base: dict[str, str], other: dict[str, str], ranks: str) -> list[str]:
-    found = [f"{name} is missing on {ranks}" for name in base if name not in other]
-    found += [f"{name} is on {ranks} but not on rank 0" for name in other if name not in base]
-    found += [
+    texts = [f"{name} is missing on {ranks}" for name in base if name not in other]
+    texts += [f"{name} is on {ranks} but not on rank 0" for name in other if name not in base]
+    texts += [
         f"{name} is {other[name]} on {ranks} but {text} on rank 0"
         for name, text in base.items()
         if name in other and other[name] != text
     ]
-    if not found and list(base) != list(other):
-        found = [f"the order of the tensors on {ranks} differs from that on rank 0"]
-    return found
+    if not texts and list(base) != list(other):
+        texts = [f"the order of the tensors on {ranks} differs from that on rank 0"]
+    return texts
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -104,14 +104,14 @@ class Search(Generic[T]):
         Vanished if one was removed meanwhile, so that a newer one is there: list again.
         """
         # List again after damage: one that was committed meanwhile may be whole.
-        while left := [each for each in self._listed() if each not in self.damaged]:
-            for candidate in left:
+        while candidates := [each for each in self._listed() if each not in self.damaged]:
+            for candidate in candidates:
                 trial = self._trial_of(candidate)
                 with Telling(trial.end):
-                    found = self._outcome(trial)
+                    outcome = self._outcome(trial)
                 trial.end(None)
                 if not trial.verdict:
-                    return found
+                    return outcome
                 if trial.verdict == GONE:
                     self.has_lost = True
                     raise Vanished(trial.path)
@@ -129,12 +129,12 @@ class Search(Generic[T]):
         agreement, key = self._agreement, f"candidates {next(self._numbers)}"
         if agreement.rank == 0:
             try:
-                told: list[Any] = [None, [*self._candidates()]]
+                listing: list[Any] = [None, [*self._candidates()]]
             except StorageError:  # the others hear of it by the failure of the round
                 raise
             except CheckpointError as error:
-                told = [type(error).__name__, str(error)]
-            agreement.put(key, json.dumps(told).encode())
+                listing = [type(error).__name__, str(error)]
+            agreement.put(key, json.dumps(listing).encode())
         kind_name, content = json.loads(agreement.get(key))
         if kind_name is None:
             return [(number, name) for number, name in content]
@@ -142,11 +142,11 @@ class Search(Generic[T]):
 
     def _outcome(self, trial: Trial[T]) -> T | None:
         """Tries a candidate, and learns the verdict; returns what was found here."""
-        found = None
+        result = None
         for stage in trial.stages:
             problem, unread = "", None
             try:
-                found = stage()
+                result = stage()
             except Vanished:
                 problem = GONE
             except CorruptCheckpoint as error:
@@ -163,7 +163,7 @@ class Search(Generic[T]):
                 trial.verdict = self._arrival(trial, unread) or COMING
             if trial.verdict:
                 return None  # nor keeps this rank what it read of it
-        return found
+        return result
 
     def _arrival(self, trial: Trial[T], unread: StorageError | None) -> str:
         """Waits for a candidate that is coming; returns what the first rank that met damage says,
@@ -197,9 +197,9 @@ class Search(Generic[T]):
             bad = (rank for rank, answer in enumerate(answers) if answer not in (b"", coming))
             first = next(bad, answers.index(coming) if coming in answers else 0)
             is_told = len(answers) > 1 and answers[first] not in (b"", coming)
-            told = f"rank {first}: " * is_told + answers[first].decode()
-            told = GONE if GONE.encode() in answers else told
-            agreement.put(f"verdict {number}", told.encode())
+            verdict = f"rank {first}: " * is_told + answers[first].decode()
+            verdict = GONE if GONE.encode() in answers else verdict
+            agreement.put(f"verdict {number}", verdict.encode())
         return agreement.get(f"verdict {number}").decode()
 
 

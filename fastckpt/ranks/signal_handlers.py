@@ -159,15 +159,15 @@ def checked_signals(value: object) -> tuple[signal.Signals, ...]:
         raise TypeError(
             f"signals is {value!r:.80} of type {type(value).__name__}, must be a tuple of {example}"
         )
-    found: dict[signal.Signals, None] = {}
+    result: dict[signal.Signals, None] = {}
     for each in value:
         number = _signal(each)
         if number is None:
             raise ValueError(f"signals has {each!r:.80}, must have {example}")
         if number in _UNHANDLED:
             raise ValueError(f"signals has {number.name}, {_UNHANDLED[number]}: choose another")
-        found[number] = None
-    return (*found,)
+        result[number] = None
+    return (*result,)
 
 
 def _signal(value: Any) -> signal.Signals | None:

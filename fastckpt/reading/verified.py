@@ -79,8 +79,8 @@ class GdsReadStream(StridedReadStream):
     def _stream(self, whole: bool, to_gpu: bool) -> EngineReadStream:
         key = whole, to_gpu
         if key not in self._streams:
-            wanted = sorted(self._whole) if whole else self._rest
-            stream = self._open(wanted, self._direct if to_gpu else None)
+            blocks = sorted(self._whole) if whole else self._rest
+            stream = self._open(blocks, self._direct if to_gpu else None)
             others, self._streams[key] = [*self._streams.values()], stream
             for other in others:
                 stream.beside(other)
@@ -128,8 +128,8 @@ class GdsReadStream(StridedReadStream):
         return sum(stream.nbytes_read() for stream in self._streams.values())
 
     def fault(self) -> Fault | None:
-        found = [fault for s in self._streams.values() if (fault := s.fault()) is not None]
-        return min(found, key=lambda fault: fault.op == DAMAGE, default=None)
+        faults = [fault for s in self._streams.values() if (fault := s.fault()) is not None]
+        return min(faults, key=lambda fault: fault.op == DAMAGE, default=None)
 
     def close(self) -> None:
         streams, self._streams = list(self._streams.values()), {}
@@ -212,14 +212,14 @@ def blocks_of_large(index: BlockChecksums, nbytes_min: int) -> set[int]:
 
     Blocks near a header are left out.
     """
-    found: set[int] = set()
+    blocks: set[int] = set()
     size = index.block_bytes
     directory = _directory(index)
     for offset, nbytes in zip(directory.offsets, directory.sizes, strict=True):
         if nbytes_min <= nbytes <= index.body_nbytes - offset:
             first = -(-(offset + _HEADER_BYTES_MAX) // size)
-            found.update(range(first, (offset + nbytes) // size))
-    return found
+            blocks.update(range(first, (offset + nbytes) // size))
+    return blocks
 
 
 T = TypeVar("T")
@@ -547,13 +547,13 @@ class Body:
         """
         if done:
             return
-        fault, path, left = stream.fault(), repr(self.path), self.outcome and f"; {self.outcome}"
+        fault, path, outcome = stream.fault(), repr(self.path), self.outcome and f"; {self.outcome}"
         assert fault is not None
         if fault.op == PEERS:
-            raise PeerFailed(f"the load of {path} failed: {fault.text}{left}", fault.ranks)
+            raise PeerFailed(f"the load of {path} failed: {fault.text}{outcome}", fault.ranks)
         if fault.op == "copy":
             what = f"copying {path} to a GPU, at offset {fault.at}"
-            raise DeviceError(f"{what}, failed: {fault.text}{left}")
+            raise DeviceError(f"{what}, failed: {fault.text}{outcome}")
         if fault.op != DAMAGE:
             raise StorageError(fault.op, self.path, fault.errno, fault.at)
         begin = fault.at * self.index.block_bytes

@@ -55,7 +55,7 @@ class Room(NamedTuple):
 
         stride = torch.empty(self.shape, device="meta").stride()
         with torch.no_grad():
-            made = DTensor.from_local(
+            dtensor = DTensor.from_local(
                 local,
                 self.mesh,
                 self.placements,
@@ -64,7 +64,7 @@ class Room(NamedTuple):
                 stride=stride,
             )
             # from_local() moves parts to the mesh's device, from which FSDP may have offloaded.
-            return made if local_of(made).device == self.device else made.to(self.device)
+            return dtensor if local_of(dtensor).device == self.device else dtensor.to(self.device)
 
 
 class Meshes:
@@ -78,9 +78,9 @@ class Meshes:
         self._devices: dict[Any, torch.device] = {}  # of the parts, by mesh
         self._is_plain = False  # whether it has a plain tensor where a DTensor was saved
         self._is_new = not has_spread(saved)
-        for tensor, its in _pairs(state, saved, 0):
+        for tensor, stored in _pairs(state, saved, 0):
             if not is_sharded(tensor):
-                self._is_plain = self._is_plain or has_spread(its)
+                self._is_plain = self._is_plain or has_spread(stored)
             elif tensor.device_mesh.get_coordinate() is not None:
                 self._devices.setdefault(tensor.device_mesh, local_of(tensor).device)
 
@@ -127,17 +127,17 @@ def _placements(sizes: tuple[int, ...], spread: Spread) -> tuple[Any, ...]:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    found: list[Any] = []
+    placements: list[Any] = []
     for number, (dim, is_late) in enumerate(zip(spread.dims, spread.strided, strict=True)):
         if dim is None:
-            found.append(Replicate())
+            placements.append(Replicate())
         elif is_late:
             right = range(number + 1, len(sizes))
             parts = prod(sizes[other] for other in right if spread.dims[other] == dim)
-            found.append(_StridedShard(dim, split_factor=parts))
+            placements.append(_StridedShard(dim, split_factor=parts))
         else:
-            found.append(Shard(dim))
-    return tuple(found)
+            placements.append(Shard(dim))
+    return tuple(placements)
 
 
 def _pairs(value: Any, saved: Any, depth: int) -> Iterator[tuple[Any, Any]]:
@@ -162,14 +162,14 @@ def _pairs(value: Any, saved: Any, depth: int) -> Iterator[tuple[Any, Any]]:
 
 def has_spread(saved: Any) -> bool:
     """Returns whether a DTensor is in what was saved."""
-    ahead, seen = [saved], set[int]()
+    ahead, visited = [saved], set[int]()
     while ahead:
         value = ahead.pop()
-        if not isinstance(value, dict | list | tuple) or id(value) in seen:
+        if not isinstance(value, dict | list | tuple) or id(value) in visited:
             continue
         if isinstance(value, dict) and SPREAD in value:
             return True
-        seen.add(id(value))
+        visited.add(id(value))
         ahead += [item for _, item in items_in(value) if type(item) not in ATOMS]
     return False
 
@@ -250,12 +250,12 @@ class Additions:
         box = whole(shape) if room is None else room.box
         self._find([(*stored, box)])  # raises before memory is taken in vain
         device = "cpu" if room is None else room.device
-        made = local = torch.empty(box.sizes, dtype=dtype, device=device)
+        result = local = torch.empty(box.sizes, dtype=dtype, device=device)
         if room is not None:
-            made = room.tensor(local)
-            local, _box = dtensor_part(key, made)
+            result = room.tensor(local)
+            local, _box = dtensor_part(key, result)
         self._targets.append(Target(*stored, box, local))
-        return made
+        return result
 
     def parted(self, parted: Parted) -> Any:
         """Returns a DTensor with the part that this rank saved of it."""
@@ -274,22 +274,22 @@ class Additions:
 
     def part(self, parted: Parted, box: Box) -> Any:
         """Returns the saved part of a DTensor that lies in this place; None if no rank saved it."""
-        its = self._per_rank
-        assert its is not None
-        own = None if its.own is None else its.own.get(parted.name)
+        values = self._per_rank
+        assert values is not None
+        own = None if values.own is None else values.own.get(parted.name)
         if notes := [*notes_in(own, parted.name)]:
             self._refused += notes
             return None
-        found = _at(box, [own])
-        found = _at(box, its.of_all(parted.name)) if found is None else found
-        if found is None:
+        piece = _at(box, [own])
+        piece = _at(box, values.of_all(parted.name)) if piece is None else piece
+        if piece is None:
             self._cannot(
                 parted.name,
                 f"was saved as a DTensor, {parted.spread}, whose parts are {parted.spread.kind} "
                 "and cannot be divided differently: restore it on the same number of ranks with "
                 "the same placements, or leave the object that owns it out of the state",
             )
-        return found
+        return piece
 
     def _cannot(self, name: str, reason: str) -> None:
         self._reasons.setdefault(reason, []).append(name)
@@ -326,15 +326,15 @@ def is_other(tensor: Any, saved: Any) -> bool:
 
 def _has_numbers(saved: Any) -> bool:
     """Returns whether floating-point tensors of several elements are in what was saved."""
-    ahead, seen = [saved], set[int]()
+    ahead, visited = [saved], set[int]()
     while ahead:
         value = ahead.pop()
         tensor = value if isinstance(value, torch.Tensor) else stored_of(value)
         if tensor is not None:
             if tensor.dtype.is_floating_point and prod(tensor.shape) > 1:
                 return True
-        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
-            seen.add(id(value))
+        elif isinstance(value, dict | list | tuple) and id(value) not in visited:
+            visited.add(id(value))
             ahead += [item for _, item in items_in(value) if type(item) not in ATOMS]
     return False
 

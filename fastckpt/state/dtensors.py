@@ -193,16 +193,18 @@ class Parts:
             )
         sizes = tuple(mesh.mesh.shape)
         dims, order = _dims(key, tensor, sizes)
-        held = (mesh, tuple(dim is None for dim in dims))
-        if held not in self._holders:
-            found = mesh_holders(self._ranks[mesh], sizes, tuple(mesh.get_coordinate()), dims)
-            self._holders[held] = self.everybody if found == self.everybody else self.some(found)
+        layout = (mesh, tuple(dim is None for dim in dims))
+        if layout not in self._holders:
+            holders = mesh_holders(self._ranks[mesh], sizes, tuple(mesh.get_coordinate()), dims)
+            self._holders[layout] = (
+                self.everybody if holders == self.everybody else self.some(holders)
+            )
         words = f"{placements} on a mesh {sizes}"
         if among is not self.everybody:
             words += f" of the ranks {among}"
         spread = Spread(sizes, _names(mesh), dims, _strided(tensor))
         is_empty_somewhere = _is_empty_somewhere(tensor.shape, dims, order, sizes)
-        return _Alike(box, self._holders[held], words, spread.text(), is_empty_somewhere)
+        return _Alike(box, self._holders[layout], words, spread.text(), is_empty_somewhere)
 
 
 def _is_empty_somewhere(

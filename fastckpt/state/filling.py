@@ -62,17 +62,17 @@ class Tied:
         Args:
             read: returns a part of a stored value; raises what reading raises.
         """
-        found = []
+        texts = []
         for first, *others in self._by_memory.values():
-            seen = {first.source}
+            sources = {first.source}
             for other in others:
-                if other.source not in seen and not _are_same(first, other, read):
-                    found.append(
+                if other.source not in sources and not _are_same(first, other, read):
+                    texts.append(
                         f"{first.name} and {other.name} are one tensor in the state, but have "
                         "different values in the checkpoint"
                     )
-                seen.add(other.source)
-        return found
+                sources.add(other.source)
+        return texts
 
 
 def _are_same(a: _Taker, b: _Taker, read: Callable[[Any, Box], torch.Tensor]) -> bool:

@@ -159,9 +159,9 @@ def refusal(
     of the state, among others.
     """
     more = len(misfits) - _MISFITS_TOLD_MAX
-    told = [*misfits[:_MISFITS_TOLD_MAX], *([f"and {more} more"] if more > 0 else [])]
+    texts = [*misfits[:_MISFITS_TOLD_MAX], *([f"and {more} more"] if more > 0 else [])]
     advice = _ADVICE if is_missing else ""
-    return IncompatibleCheckpoint(f"{where!r} does not fit: {'; '.join(told)}{advice}")
+    return IncompatibleCheckpoint(f"{where!r} does not fit: {'; '.join(texts)}{advice}")
 
 
 def refused(
@@ -171,9 +171,9 @@ def refused(
     each with what makes the object there; `is_restore`: by a state, and not all that there are.
     """
     restore = "Restore the rest," if is_restore else "Get the rest with restore(),"
-    told = listed(f"{name!r} (made with {maker!r})" for name, maker in found)
+    values = listed(f"{name!r} (made with {maker!r})" for name, maker in found)
     return UnpicklingError(
-        f"{where!r}: weights_only=True refuses {told}. {restore} with a state that leaves them "
+        f"{where!r}: weights_only=True refuses {values}. {restore} with a state that leaves them "
         "out or with only= (fastckpt.load_into reads only tensors). If you trust whoever wrote "
         "the checkpoint, pass weights_only=False, which runs code that the file "
         f"names{how_to_allow(found)}"
@@ -186,11 +186,11 @@ def refused_later(
     """Returns a sentence about the values in pickles of torch.save that weights_only=True will
     refuse, with another way to load them; "" if all of their makers were met before.
     """
-    found = [each for pickled in pickles for each in newly_refused(pickled, before, reads_numpy)]
-    if not found:
+    refusals = [each for pickled in pickles for each in newly_refused(pickled, before, reads_numpy)]
+    if not refusals:
         return ""
-    told = listed(f"{name!r} (made with {maker})" for name, maker in found)
-    return f"{where!r}: loading {told} needs weights_only=False{how_to_allow(found)}"
+    values = listed(f"{name!r} (made with {maker})" for name, maker in refusals)
+    return f"{where!r}: loading {values} needs weights_only=False{how_to_allow(refusals)}"
 
 
 def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[str]]:
@@ -211,10 +211,10 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[
     moved, names = list[_Moved](), list[str]()
     _left_in_place(nest, names.append, [])
     new_names, useless = fit.new_names(names)
-    left = _left_in_place(nest, dict(zip(names, new_names, strict=True)).__getitem__, moved)
+    result = _left_in_place(nest, dict(zip(names, new_names, strict=True)).__getitem__, moved)
     for keys, old, new, value in moved:
         *ahead, last = _keys_of(new, keys)
-        inside = left
+        inside = result
         for key in ahead:
             inside = unescaped(inside.setdefault(key, {}))
             if not (_is_inner(inside) or (isinstance(inside, dict) and not inside)):
@@ -224,13 +224,13 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[
         if last in inside:
             raise name_taken(where, old, new)
         inside[last] = value
-    return left, {old: new for _keys, old, new, _value in moved}, useless
+    return result, {old: new for _keys, old, new, _value in moved}, useless
 
 
 def name_taken(where: str, old: str, new: str) -> IncompatibleCheckpoint:
     """Returns the error that says that `rename` gives two values of a checkpoint one name."""
-    told = f"rename gives {old!r} the name {new!r}, which another value already has"
-    return IncompatibleCheckpoint(f"{where!r} does not fit: {told}")
+    reason = f"rename gives {old!r} the name {new!r}, which another value already has"
+    return IncompatibleCheckpoint(f"{where!r} does not fit: {reason}")
 
 
 class _Moved(NamedTuple):

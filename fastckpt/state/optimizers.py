@@ -63,7 +63,7 @@ def completed(
     for group, described in zip(optimizer.param_groups, own["param_groups"], strict=True):
         parameters.update(zip(described["params"], group["params"], strict=True))
     # State of another shape, and of later parameters, is left out: load_state_dict() deals with it.
-    found = {number: items for number, items in state.items() if number in theirs}
+    matching = {number: items for number, items in state.items() if number in theirs}
     for number, items in theirs.items():
         parameter, items = parameters.get(number), unescaped(items)
         if parameter is None or not isinstance(items, dict):
@@ -79,5 +79,5 @@ def completed(
                 mine[name] = there
             elif not kind and tuple(stored.shape) == tuple(parameter.shape) != ():
                 mine[name] = empty_beside(parameter, stored.dtype)
-        found[number] = mine
-    return own | {"state": found}
+        matching[number] = mine
+    return own | {"state": matching}

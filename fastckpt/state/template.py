@@ -146,14 +146,14 @@ class Template:
         """Raises if anything was found that does not fit, or was left out."""
         if self._refused:
             raise refused(self._where, self._refused)
-        told = [*self._filling.misfits, *self._filling.lost(), *self._additions.misfits()]
+        texts = [*self._filling.misfits, *self._filling.lost(), *self._additions.misfits()]
         if self._ignored and self._fit.unexpected == "raise":
-            told = [*told, unexpected(listed(map(str, self._ignored)))]
-        told = [*told, *self._useless] if self._is_missing else told
+            texts = [*texts, unexpected(listed(map(str, self._ignored)))]
+        texts = [*texts, *self._useless] if self._is_missing else texts
         if self._fit.only is not None and not self._was_asked:
-            told = [*told, nothing_chosen(self._fit.only)]
-        if told:
-            raise refusal(self._where, told, is_missing=self._is_missing)
+            texts = [*texts, nothing_chosen(self._fit.only)]
+        if texts:
+            raise refusal(self._where, texts, is_missing=self._is_missing)
 
     def check_tied(self, read: Callable[[Sequence[Target]], object]) -> None:
         """Raises IncompatibleCheckpoint if tensors that share memory would get different values.
@@ -169,8 +169,8 @@ class Template:
             read([Target(*stored, box, part)])
             return part
 
-        if told := self._filling.tied.conflicts(part_of):
-            raise refusal(self._where, told)
+        if conflicts := self._filling.tied.conflicts(part_of):
+            raise refusal(self._where, conflicts)
 
     def differences(self) -> Differences:
         """Returns what differed."""
@@ -198,15 +198,15 @@ class Template:
 
     def tell(self, level: int) -> None:
         """Logs what was saved and does not go into the state, or is not as it was meant."""
-        for told in self._useless:
-            log.log(level, "%r: %s", self._where, told)
+        for text in self._useless:
+            log.log(level, "%r: %s", self._where, text)
         if self._ignored and self._fit.unexpected is None:
-            told = listed(map(str, self._ignored))
+            text = listed(map(str, self._ignored))
             log.log(
                 level,
                 "%r holds values that are not in the state and were not restored: %s",
                 self._where,
-                told,
+                text,
             )
         if self._copies:
             log.log(
@@ -368,8 +368,8 @@ class Template:
         """Makes a dict equal to what was saved. It stays the same object, and so do the dicts and
         tensors in it that have a counterpart. `fit` decides about tensors that have none.
         """
-        kept = [key for key in value if key not in saved and _holds_tensors(value[key])]
-        self._check_missing(kept, at)
+        extra = [key for key in value if key not in saved and _holds_tensors(value[key])]
+        self._check_missing(extra, at)
         skips = self._fit.unexpected is not None and _holds_tensors(value)
         new = dict[Any, Any]()
         for key, item in saved.items():
@@ -379,7 +379,7 @@ class Template:
                 new[key] = item
             else:
                 new[key] = self._visit(value.get(key), item, at.of(key), depth + 1, True)
-        for key in kept:
+        for key in extra:
             new[key] = self._visit(value[key], _ABSENT, at.of(key), depth + 1)
         self._actions.append(partial(_refill, value, new))
 
@@ -509,7 +509,7 @@ class Template:
                 self._filling.optimizers[at.name] = set()
             had, own = own, completed(value, own, nest)
         own = _copied(own)  # it may be the very dict that the object keeps its state in
-        taken, targets = self._taken, len(self.names_of_targets)
+        count, targets = self._taken, len(self.names_of_targets)
         if isinstance(value, torch.nn.Module):
             self._module(value, own, nest, at, depth)
         elif is_there and self._asks_for_all(at):
@@ -522,7 +522,7 @@ class Template:
             names = {*_names_within(had, at)}
             new = [name for name in self.names_of_targets[targets:] if name in names]
             self.names_of_targets[targets:] = new
-        if is_there and (self._taken > taken or self._fit.only is None):
+        if is_there and (self._taken > count or self._fit.only is None):
             self._give(value, own, at)
 
     def _module(
@@ -553,8 +553,8 @@ class Template:
                 value.load_state_dict(state_dict)
             except Exception as error:
                 kind = type(value).__name__
-                told = f"{at}, {kind}, rejected its state from {self._where!r}: {error}"
-                raise retold(error, told) from error
+                message = f"{at}, {kind}, rejected its state from {self._where!r}: {error}"
+                raise retold(error, message) from error
 
         self._actions.append(give)
 
@@ -601,14 +601,14 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 def _names_within(value: Any, at: _At) -> Iterator[str]:
     """Yields the names of the values in a nest, and of the nests in it, each of these once."""
-    ahead, seen = [(at, value)], set[int]()
+    ahead, visited = [(at, value)], set[int]()
     while ahead:
         at, value = ahead.pop()
         yield at.name
         is_nest = isinstance(value, dict) and TENSOR not in value and left_out(value) is None
-        if (is_nest or isinstance(value, list | tuple)) and id(value) not in seen:
+        if (is_nest or isinstance(value, list | tuple)) and id(value) not in visited:
             ahead += [(at.of(key), item) for key, item in items_in(unescaped(value))]
-        seen.add(id(value))
+        visited.add(id(value))
 
 
 def _copied(value: Any, depth: int = 0) -> Any:
@@ -649,14 +649,14 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
 
 def _holds_stored(saved: Any) -> bool:
     """Returns whether a saved value is a tensor or a PerRank, or holds any."""
-    ahead, seen = [saved], set[int]()
+    ahead, visited = [saved], set[int]()
     while ahead:
         value = ahead.pop()
         if isinstance(value, torch.Tensor) or (isinstance(value, dict) and _nest(value) is None):
             return True
-        if isinstance(value, dict | list | tuple) and id(value) not in seen:
+        if isinstance(value, dict | list | tuple) and id(value) not in visited:
             ahead += [item for _, item in items_in(unescaped(value))]
-            seen.add(id(value))
+            visited.add(id(value))
     return False
 
 

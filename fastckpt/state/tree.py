@@ -149,8 +149,8 @@ def stored_of(value: object) -> Stored | None:
 
 def _placeholder(leaf: Leaf) -> dict[str, Any]:
     dtype = safetensors.NAMES[leaf.local.dtype]
-    its = {TENSOR: leaf.key, "dtype": dtype, "shape": list(leaf.shape)}
-    return its if leaf.spread is None else its | _spread(leaf.spread, leaf.local)
+    entry = {TENSOR: leaf.key, "dtype": dtype, "shape": list(leaf.shape)}
+    return entry if leaf.spread is None else entry | _spread(leaf.spread, leaf.local)
 
 
 def _spread(spread: str, local: torch.Tensor) -> dict[str, Any]:
@@ -346,11 +346,11 @@ class _Flattening:
     def run(self, state: object) -> Flat:
         nest = self.visit(state, None, 0)
         sizes = [item.tensor.nbytes for item in self.small]
-        left, moved = sum(sizes), set()
+        remaining, moved = sum(sizes), set()
         for number in sorted(range(len(sizes)), key=lambda number: (-sizes[number], number)):
-            if left <= SMALL_SUM_BYTES_MAX:
+            if remaining <= SMALL_SUM_BYTES_MAX:
                 break
-            left -= sizes[number]
+            remaining -= sizes[number]
             moved.add(id(self.small[number]))
         self.flat.kinds += [
             TensorSpec(item.name, item.tensor.dtype, item.tensor.shape)
@@ -358,8 +358,8 @@ class _Flattening:
             if id(item) not in moved
         ]
         if self.is_one_of_several:
-            kept = (its for its in self.small if id(its) not in moved)
-            self.flat.aside |= {its.name: its.tensor for its in kept if its.tensor.is_contiguous()}
+            rest = (its for its in self.small if id(its) not in moved)
+            self.flat.aside |= {its.name: its.tensor for its in rest if its.tensor.is_contiguous()}
         self.flat.objects = self.settled(nest, moved)
         check_texts(self.keys)  # ValueError now, rather than when they are written
         return self.flat
@@ -440,8 +440,8 @@ class _Flattening:
             key = self._unique(name)
             value = {"local": part.local.detach(), "offsets": [*part.box.offsets]}
             self.flat.per_rank[key] = PerRank(value)
-            its = {PER_RANK: key, "shape": [*tensor.shape], **_spread(part.spread, part.local)}
-            self.own_parts[id(tensor)] = its  # self.parts keeps it alive
+            entry = {PER_RANK: key, "shape": [*tensor.shape], **_spread(part.spread, part.local)}
+            self.own_parts[id(tensor)] = entry  # self.parts keeps it alive
         return self.own_parts[id(tensor)]
 
     def _as_it_is(self, value: Any, name: str | None) -> Any:
@@ -458,15 +458,15 @@ class _Flattening:
                 self.flat.kinds.append(TensorSpec(name or "", value.dtype, value.shape))
         elif kind not in _WITHOUT_TENSORS and id(value) not in self.searched:
             self.searched[id(value)] = value
-            found, content = pickles(value, is_of_several_ranks, self.pickled_left)
+            dtensor, content = pickles(value, is_of_several_ranks, self.pickled_left)
             if content and not isinstance(value, torch.Tensor):
                 self.pickled_left -= len(content)
                 self.flat.aside.setdefault(name or "", Pickled(content))
-            if found is not None:
+            if dtensor is not None:
                 where = "the state" if name is None else repr(name)
-                inside = "" if found is value else f" inside a {type(value).__name__}"
+                inside = "" if dtensor is value else f" inside a {type(value).__name__}"
                 raise TypeError(
-                    f"{where} is a {type(found).__name__}{inside}, and only this rank's part of "
+                    f"{where} is a {type(dtensor).__name__}{inside}, and only this rank's part of "
                     "it would be saved: put DTensors into plain dicts, lists and tuples"
                 )
         return value
@@ -662,11 +662,11 @@ class OwnValues(NamedTuple):
         """Returns a PerRank with the value that this rank saved under a name, if it has: of a
         DTensor a dict of its part (see Parted).
         """
-        made = PerRank()
-        made.found = self.own is not None and name in self.own
-        made.value = self.own[name] if self.own is not None and made.found else None
-        made.read_saved = partial(self.of_all, name)
-        return made
+        result = PerRank()
+        result.found = self.own is not None and name in self.own
+        result.value = self.own[name] if self.own is not None and result.found else None
+        result.read_saved = partial(self.of_all, name)
+        return result
 
 
 def unescaped(value: Any) -> Any:

@@ -50,8 +50,8 @@ def rate(operation: str, file: Path, nbytes: int, cell: Cell) -> float:
     except subprocess.TimeoutExpired:
         raise OSError(f"fio did not end within {_RUN_S:g} s") from None
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip()
-        raise OSError(f"fio failed: {said.splitlines()[-1] if said else done.returncode}")
+        output = done.stderr.strip() or done.stdout.strip()
+        raise OSError(f"fio failed: {output.splitlines()[-1] if output else done.returncode}")
     # Notes about the engine may precede the JSON.
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     moved = job[operation]

@@ -128,10 +128,10 @@ class Transfers:
                 storage.allocate(fd, self._nbytes)  # before the clock, as fio does
                 if cell.direct:
                     storage.set_direct(fd, writing=True)
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 crcs = trial.write(fd, source.data_ptr())
                 os.fsync(fd)
-                write_s = time.perf_counter() - begun
+                write_s = time.perf_counter() - start
             finally:
                 storage.close(fd)
             make_cold(self._path)
@@ -140,9 +140,9 @@ class Transfers:
             try:
                 if cell.direct:
                     storage.set_direct(fd, writing=False)
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 trial.read(fd, crcs, target.data_ptr())
-                read_s = time.perf_counter() - begun
+                read_s = time.perf_counter() - start
             finally:
                 storage.close(fd)
         if not torch.equal(source, target):
@@ -155,13 +155,13 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
     depths = arguments.depths or (QUICK_DEPTHS if arguments.quick else DEPTHS)
     nbytes = max(arguments.size, *blocks) // _MIB * _MIB
     grid, transfers = Grid(own, blocks, depths), Transfers(own, nbytes)
-    found: dict[Cell, list[Rates]] = {}
+    rates: dict[Cell, list[Rates]] = {}
     cells = sum(map(len, grid.points))
     with progress(2 * nbytes * cells * arguments.rounds, "written, read") as moved:
         for number in range(arguments.rounds):
             for point in grid.points:
                 for _, cell in in_turn(point, number + 1, first=number):
-                    found.setdefault(cell, []).append(transfers.rates(cell))
+                    rates.setdefault(cell, []).append(transfers.rates(cell))
                     moved(2 * nbytes)
     result = {
         "nbytes": nbytes,
@@ -171,7 +171,7 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
         "wrong": [],
     }
     for operation in OPERATIONS:
-        result[operation] = _ranking(operation, found, grid.defaults[operation])
+        result[operation] = _ranking(operation, rates, grid.defaults[operation])
     return result
 
 

@@ -87,8 +87,8 @@ def make_cold(path: Path) -> str:
             way = "posix_fadvise, drop_caches"
         except OSError:
             way = "posix_fadvise"
-        left = cached_share(fd)
-        return f"{way}; {left:.0%} of a file stayed in the page cache" if left > 0.005 else way
+        share = cached_share(fd)
+        return f"{way}; {share:.0%} of a file stayed in the page cache" if share > 0.005 else way
     finally:
         storage.close(fd)
 

@@ -166,8 +166,8 @@ class Contestant(NamedTuple):
 @telling
 def failures_told(error: BaseException, name: str) -> None:
     """Turns what torch and safetensors raise into an error of one line."""
-    told = (RuntimeError, MemoryError, safetensors.SafetensorError)
-    if isinstance(error, told) and not isinstance(error, CheckpointError):
+    errors = (RuntimeError, MemoryError, safetensors.SafetensorError)
+    if isinstance(error, errors) and not isinstance(error, CheckpointError):
         line = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{name} failed: {line}") from error
 
@@ -219,12 +219,12 @@ _LOADS = {
 
 def _clocks(contestant: Contestant, state: State, path: Path) -> Clocks:
     """Saves, and returns how long training stood still and when the bytes were durable."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     save = contestant.save(state, path)
     if contestant.background:
-        blocked_s = time.perf_counter() - begun
+        blocked_s = time.perf_counter() - start
     save.wait_durable()
-    durable_s = time.perf_counter() - begun
+    durable_s = time.perf_counter() - start
     return {"blocked_s": blocked_s if contestant.background else durable_s, "durable_s": durable_s}
 
 
@@ -255,10 +255,10 @@ def _load(own: Path, arguments: argparse.Namespace) -> Result:
                 make_warm(path)
             else:
                 cold_by.add(make_cold(path))
-            begun = time.perf_counter()
+            start = time.perf_counter()
             loaded = contestant.load(path, device)
             touch(loaded)
-            clocks[f"{cache}_s"] = time.perf_counter() - begun
+            clocks[f"{cache}_s"] = time.perf_counter() - start
             wrong += differing(loaded, state)
         return clocks, wrong
 

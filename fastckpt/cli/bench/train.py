@@ -65,7 +65,7 @@ class Training:
         """Saves and trains `every` steps, so many times, until the last save is durable, too;
         returns the seconds.
         """
-        begun = time.perf_counter()
+        start = time.perf_counter()
         save_before = NO_SAVE
         for _ in range(saves):
             save_before.wait_durable()  # one at a time, lest a slow disk gathers ever more of them
@@ -75,7 +75,7 @@ class Training:
         save_before.wait_durable()
         if self.batch.is_cuda:
             torch.cuda.synchronize()
-        return time.perf_counter() - begun
+        return time.perf_counter() - start
 
 
 def no_save(_state: Any, _path: Path) -> Save:
@@ -102,7 +102,7 @@ _SAVES: dict[str, Callable[[Any, Path], Save]] = {
 def _measured(own: Path, arguments: argparse.Namespace) -> Result:
     training, path = Training(arguments.size, arguments.device), own / "saved"
     saves, every, rounds = arguments.saves, arguments.every, arguments.rounds
-    begun = time.monotonic()
+    start = time.monotonic()
     training.step(nothing)
     nbytes = nbytes_of(training.state())
     windows: dict[str, list[float]] = {name: [] for name in _SAVES}
@@ -111,7 +111,7 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
         for turn, (number, name) in enumerate(in_turn([*_SAVES], rounds, -1, nbytes)):
             if turn % len(_SAVES) == 0 and number > 0:
                 each_s = sum(map(sum, windows.values())) / number
-                if time.monotonic() - begun + each_s > _MEASURED_S:
+                if time.monotonic() - start + each_s > _MEASURED_S:
                     break
             with failures_told(name):
                 if number >= 0:
