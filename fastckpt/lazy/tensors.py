@@ -305,8 +305,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
 
     def __reduce__(self) -> str | tuple[object, ...]:
         raise TypeError(
-            f"{self.path!r} is open in this process only and cannot be copied or pickled: open "
-            "it again where it is needed"
+            f"the open {self.path!r} belongs to this process and cannot be copied or pickled: "
+            "open it again where it is needed"
         )
 
     def __enter__(self) -> LazyTensors:
