@@ -541,7 +541,7 @@ class PosixDraft(Draft):
         fd, temporary, doubtful = self._manifest_fd, self._temporary, steps.verdicts.doubtful
         self._write_manifest(manifest, durable)
         if (renewed := steps.renewed(manifest)) is not manifest:
-            manifest = renewed
+            manifest = renewed  # its number is higher, so it is no shorter than what it overwrites
             self._write_manifest(manifest, durable)
         name = self.path(MANIFEST)
         with atomic.naming_in(storage, [directory] if durable else [], name) as make_durable:
@@ -560,12 +560,8 @@ class PosixDraft(Draft):
 
     def _write_manifest(self, manifest: Manifest, durable: bool) -> None:
         """Writes the manifest under its temporary name."""
-        storage, steps, fd, temporary = (
-            self._storage,
-            self.steps,
-            self._manifest_fd,
-            self._temporary,
-        )
+        storage, steps, temporary = self._storage, self.steps, self._temporary
+        fd = self._manifest_fd
         with reported("write", temporary):
             content = manifest.to_bytes()
             patiently(storage, fd, lambda: storage.write_at(fd, content, 0))
