@@ -158,7 +158,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         """Returns how many bytes of its part this process has written so far, of how many.
 
         Both are 0 until its copies begin, which may have to wait for the saves before it. With a
-        codec they are bytes before it.
+        codec they are bytes before it. While a step is copied from the local tier to the root, they
+        are bytes of that copy.
         """
         progress = self._progress
         return Progress(self.stats.nbytes, self.stats.nbytes) if progress is None else progress()

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from fastckpt.arguments.options import Pacing
-from fastckpt.engine.save_stats import SaveStats
+from fastckpt.engine.save_stats import Progress, SaveStats
 from fastckpt.engine.staging import Route
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.engine.transfer import ImageTransfer
@@ -59,6 +59,7 @@ class Pace:
         self._rate: float | None = None  # this rank's, in bytes a second
         self._writers: dict[int, int] = {}  # the bytes of each rank of this node that writes
         self._held_s = 0.0
+        self._written_nbytes = 0
         self._tokens_s: dict[ImageTransfer, float] = {}
         stats.pacing = pacing.text()
 
@@ -149,6 +150,11 @@ class Pace:
         """As wait_written(), for one of many transfers that are written one after another."""
         self._watch(transfer)
         self._stats.paced_s += transfer.tokens_waited_s()
+        self._written_nbytes += transfer.nbytes_written()
+
+    def progress(self, nbytes: int) -> Progress:
+        """Returns how much of `nbytes` the transfers had that wait_one() has waited for."""
+        return Progress(self._written_nbytes, nbytes)
 
     def _watch(self, transfer: ImageTransfer) -> None:
         looked = time.monotonic()

@@ -170,6 +170,8 @@ class Drain(Job):
             self._options.pacing, self.agreement, pipeline.rates, root.root, self.handle.stats
         )
         nbytes = 0 if manifest is None else _nbytes_of(manifest, self._info.parts)
+        self.moving.callback(self.handle.mark_writing, None)
+        self.handle.mark_writing(partial(pace.progress, nbytes))
         if self._is_resumed:
             self.handle.stats.nbytes = nbytes
         if pace.meets:

@@ -138,6 +138,22 @@ def test_a_slow_root_holds_up_neither_staging_nor_local_commits(disk: Path, loca
     assert local_steps(local) == ["step-00000003", "step-00000004"]
 
 
+def test_a_drain_reports_its_progress(disk: Path, local: Path) -> None:
+    """As every save does: at exit a process ends without those that do not get on."""
+    root = disk / "run"
+    with doors() as storage, Checkpointer(root, local=local) as checkpointer:
+        storage.closed.append(root / "step-00000001" / "objects.pt")
+        handle = checkpointer.save(1, state(1))
+        assert handle.wait_local(WAIT_S)
+        step = local_step(local, 1)
+        shard, objects = (step / name for name in ("rank-00000.safetensors", "objects.pt"))
+        written, total = shard.stat().st_size, shard.stat().st_size + objects.stat().st_size
+        wait_until(lambda: handle.progress() == (written, total), "the shard is in the root")
+        storage.open_doors()
+        stats = handle.result(WAIT_S)
+        assert handle.progress() == (stats.nbytes, stats.nbytes)
+
+
 def test_a_save_that_waits_for_drains_can_be_cancelled(disk: Path, local: Path) -> None:
     root = disk / "run"
     with (
