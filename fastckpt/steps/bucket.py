@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, closing, contextmanager, nullcont
 from functools import partial
 from typing import Any
 
-from fastckpt.errors import CheckpointError, StorageError, Vanished
+from fastckpt.errors import CheckpointError, StorageError, Vanished, mark_visible
 from fastckpt.formats.manifest import MANIFEST, Manifest
 from fastckpt.formats.step_names import ATTEMPT_BYTES, NAME, OURS, PINNED, step_name
 from fastckpt.saving.lease import LASTS_S, Lease
@@ -230,6 +230,10 @@ class BucketDraft(Draft):
                 found = steps.objects.put_new(path, manifest.to_bytes())
             except FileExistsError:
                 raise StorageError("create", path, errno.EEXIST, detail=TAKEN) from None
+            except StorageError as error:
+                if error.op == "read":  # the answer was lost, and a look at what is there failed
+                    mark_visible(error, in_doubt=True)
+                raise
         if _now_s() - since >= LASTS_S / 2:
             self._check_whole(manifest)
         steps.note_committed(self.name, manifest, found["e_tag"])
@@ -238,16 +242,21 @@ class BucketDraft(Draft):
 
     def _check_whole(self, manifest: Manifest) -> None:
         """Takes a commit back, before it is acknowledged, if objects that it names were removed: it
-        took so long that another job may have the lease, and have removed the attempt before.
+        took so long that another job may have the lease, and have removed the attempt before. If
+        the manifest cannot be removed then, or no look be had, the step is in doubt.
         """
         named = {manifest.objects.file, *(its.file for its in manifest.writers)}
         named |= {its.index for its in manifest.writers}
         path = self.path(MANIFEST)
-        with reported("list", self.path()):
-            if named <= {*self._storage.names(self.path())}:
-                return
-        with reported("remove", path):
-            self._storage.remove(path)
+        try:
+            with reported("list", self.path()):
+                if named <= {*self.steps._entries(self.name)}:
+                    return
+            with reported("remove", path), suppress(FileNotFoundError):  # it is gone
+                self._storage.remove(path)
+        except StorageError as error:
+            mark_visible(error, in_doubt=True)
+            raise
         raise StorageError("create", path, errno.ENOENT, detail=TAKEN)
 
     def abandon(self) -> None:

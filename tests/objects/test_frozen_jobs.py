@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt.errors import StorageError
+from fastckpt.errors import IN_DOUBT, StorageError
 from fastckpt.saving import pipeline
 from fastckpt.saving.lease import LASTS_S
 from tests.kit.frozen import (
@@ -183,6 +183,47 @@ def test_a_commit_that_took_longer_than_a_lease_lasts(
         assert isinstance(error, StorageError) == is_removed, error
         assert saver.steps() == ([1] if is_removed else [1, 2])
     assert is_removed != any("00002" in each for each in of_steps(bare, root))
+
+
+@pytest.mark.parametrize(
+    ("failing", "operation"), [("list", "list"), ("delete", "remove"), ("head", "read")]
+)
+def test_a_commit_that_can_be_neither_confirmed_nor_taken_back(
+    proxy: Proxy,
+    root: str,
+    bare: Any,
+    failing: str,
+    operation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The manifest is there, so the error says that the step is in doubt: after a put that took too
+    long, and after one whose answer was lost.
+    """
+    clock = itertools.count(0.0, LASTS_S)
+    with fastckpt.Checkpointer(root, storage_options=options(proxy.port)) as saver:
+        saver.save(1, state_of(1)).result(WAIT_S)
+        settle()
+
+        def late(passage: Passage) -> None:
+            prefix = root.partition(f"{BUCKET}/")[2]
+            if failing == "delete":  # another job has removed a part of the attempt
+                part = next(each for each in of_steps(bare, root) if "00002" in each)
+                bare.delete([f"{prefix}/{part}"])
+            for kind in {failing, "delete"}:
+                proxy.on(kind, faults.expired, times=ALWAYS)
+            if failing == "head":
+                faults.lost(passage)
+                return
+            status, headers, body = passage.ask()
+            passage.answer(status, body, headers)
+
+        proxy.on("create", late, key="/manifest.json")
+        monkeypatch.setattr("fastckpt.steps.bucket._now_s", lambda: next(clock))
+        error = saver.save(2, state_of(2)).exception(WAIT_S)
+        proxy.heal()
+        assert isinstance(error, StorageError) and error.op == operation, error
+        assert error.visible and error.in_doubt and IN_DOUBT in str(error)
+        assert saver.steps() == [1, 2]
 
 
 def test_what_a_dead_job_has_left_is_removed_by_the_next_one(
