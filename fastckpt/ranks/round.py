@@ -353,7 +353,10 @@ class Round:
             text = f"rank 0 failed to commit: {type(error).__name__}: {error}"
             in_doubt = bool(getattr(error, "in_doubt", False))
             kind = type(error).__name__
-            outcome = [text.encode(errors="replace").decode(), is_visible(error), in_doubt, kind]
+            # Of another node's rank, if that had to publish, too.
+            ranks = getattr(error, "ranks", ()) or (self.rank,)
+            text = text.encode(errors="replace").decode()
+            outcome = [text, is_visible(error), in_doubt, kind, ranks]
         try:
             self.put("outcome", json.dumps(outcome).encode())
         except PeerFailed as unheard:
@@ -366,10 +369,10 @@ class Round:
         """Waits for rank 0's outcome; raises the failure of the commit."""
         outcome = json.loads(self.get("outcome"))
         if outcome:
-            text, self.may_be_visible, in_doubt, kind = outcome
+            text, self.may_be_visible, in_doubt, kind, ranks = outcome
             if kind == RootInUse.__name__:
-                raise RootInUse(self._text(text), (0,))
-            raise PeerFailed(text, (0,), self.may_be_visible, in_doubt)
+                raise RootInUse(self._text(text), tuple(ranks))
+            raise PeerFailed(text, tuple(ranks), self.may_be_visible, in_doubt)
         self._is_committed = True
 
     def heed(self) -> None:
@@ -596,10 +599,10 @@ class Round:
             why += "than timeout_s (see the logs of missing ranks)"
             self._post(why, missing, missing, time_was_up=True)
             self.check()
-            lost = (
-                f"rank 0 was committing and did not report the outcome within {self.timeout_s:g} s"
-            )
-            raise PeerFailed(f"{self.label}: {lost}: {_IN_DOUBT}", (0,), True, True)
+            if self.rank:
+                lost = "rank 0 was committing and did not report the outcome"
+                why = f"{lost} within {self.timeout_s:g} s"
+            raise PeerFailed(f"{self.label}: {why}; {_IN_DOUBT}", tuple(missing), True, True)
 
     def _post(
         self,

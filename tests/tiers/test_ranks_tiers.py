@@ -235,7 +235,9 @@ def test_a_job_beside_waits_for_the_copy_to_the_root(nursery: Nursery, nodes: No
 
 
 def test_killed_between_the_commits_of_two_nodes(nursery: Nursery, nodes: Nodes) -> None:
-    """One node has published and the other has not: the step was committed nowhere."""
+    """One node has published and the other has not: the step was committed nowhere, which no rank
+    can know. All name the one that died.
+    """
     with nursery.crew(4) as crew:
         crew(bodies.save_tiered, str(nodes.root), nodes.two, [1], {})
         deaths = {2: ("rename", f"{nodes.b}/run")}
@@ -244,6 +246,7 @@ def test_killed_between_the_commits_of_two_nodes(nursery: Nursery, nodes: Nodes)
     for rank in (0, 1, 3):
         local, error, committed_s = results[rank]
         assert isinstance(local.error, PeerFailed) and isinstance(error, PeerFailed)
+        assert error.ranks == (2,) and "rank 2 " in str(error) and error.in_doubt, (rank, error)
         assert committed_s is None
     with nursery.crew(4) as crew:
         assert nodes.restored(crew, nodes.two)[0] == 1
