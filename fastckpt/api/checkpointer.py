@@ -307,11 +307,17 @@ class Checkpointer:
                 current.storage,
                 self._memo,
             )
+            logs = self._logs and self._coordinator.rank == 0
             save = Save(
-                handle, agreement, plan, place, options, self._before_commit, lane=self._root
+                handle,
+                agreement,
+                plan,
+                place,
+                options,
+                self._before_commit,
+                lane=self._root,
+                note=save_log.noting(current.storage, self._root, step) if logs else None,
             )
-            if self._logs and self._coordinator.rank == 0:
-                handle.add_done_callback(save_log.noting(current.storage, self._root, step))
         del content, plan
         # With a tier this step waits for none that has a rate, and would only share with them.
         current.rates.lift(self._root, deadline_s is not None and self._tier is None)

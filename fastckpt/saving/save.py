@@ -35,7 +35,8 @@ Veto: TypeAlias = Callable[[SaveStats, str], object]
 
 class Save(Job):
     """A save, as one rank runs it. The files of `plan` become visible in `place`; `before_commit`
-    is as fastckpt.save's; saves with the same `payer` share a drain_rate; rest as Job's.
+    is as fastckpt.save's; saves with the same `payer` share a drain_rate; `note` is called with the
+    handle once the result has been told; rest as Job's.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Save(Job):
         *,
         lane: str,
         payer: str | None = None,
+        note: Callable[[InnerHandle], None] | None = None,
     ) -> None:
         super().__init__(
             handle, agreement, plan.reads, plan.watched, fence=options.fence, lane=lane
@@ -56,7 +58,7 @@ class Save(Job):
         plan.reads = DeviceSources()  # the job has them from now on, and lets go of them in the end
         self.plan: Plan | None = plan
         self.place = place
-        self.before_commit = before_commit
+        self.before_commit, self.note = before_commit, note
         agreement.is_cancelled = handle.is_cancelled
         self.options = options
         self.payer = lane if payer is None else payer
@@ -231,6 +233,8 @@ class Save(Job):
         self.plan = None
         failure = self.handle.failure()
         super().end(pipeline)
+        if self.note is not None:
+            self.note(self.handle)
         self.place.end(pipeline, failure)
 
 

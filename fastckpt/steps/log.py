@@ -38,8 +38,9 @@ _SECONDS_END, _NUMBER_END = 1e9, 1 << 63
 _TOLD_MAX = 10  # lines that are no entries
 
 
-def noting(storage: Storage, root: str, step: int) -> Callable[[Any], None]:
-    """Returns a callback for a SaveHandle, which appends a line about its save to the root's log.
+def noting(storage: Storage, root: str, step: int) -> Callable[[InnerHandle], None]:
+    """Returns a function of the handle of a save that has ended, which appends a line about it to
+    the root's log.
 
     A log that cannot be written is warned of, and fails no save.
     """

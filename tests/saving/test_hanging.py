@@ -28,6 +28,7 @@ from fastckpt.integrations import dcp
 from fastckpt.latch import within
 from fastckpt.saving import pipeline as pipeline_module
 from fastckpt.saving.pipeline import Pipeline
+from fastckpt.steps import log
 from fastckpt.steps.posix import PosixSteps
 from fastckpt.storage import bound
 from fastckpt.storage.file_system import Storage
@@ -190,6 +191,39 @@ def test_a_process_ends_though_writes_hang(disk: Path) -> None:
     assert not path.exists() and len(temporaries(disk)) == 1
     fastckpt.save(state_of(1), path).result(WAIT_S)
     assert not temporaries(disk), "what the process has left is debris"
+
+
+class WithoutLog(Hanging):
+    """A file system on which a line of a log is not appended before release()."""
+
+    def attempt(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
+        return Recorder.attempt(self, kind, fd, memory, offset)
+
+    def append(self, path: str, line: bytes) -> None:
+        self.await_release()
+        super().append(path, line)
+
+
+def test_the_bound_of_a_save_holds_for_its_line_in_the_log(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    double = WithoutLog()
+    current = Pipeline(storage=double, budget_bytes=64 * MIB)
+    monkeypatch.setattr(pipeline_module, "_current", current)
+    options = fastckpt.SaveOptions(timeout_s=1.5)
+    checkpointer = fastckpt.Checkpointer(disk / "run", options=options, log=True)
+    try:
+        handle = checkpointer.save(1, state_of(1))
+        assert handle.result(WAIT_S).committed_s is not None
+        assert current.drain(20.0) == [], "what hangs is given up"
+        assert f"append of '{disk}/run/{log.NAME}' failed: " in caplog.text
+        assert "is given up (timeout_s)" in caplog.text
+        assert checkpointer.steps() == [1]
+    finally:
+        double.release()
+    wait_until(current.staging.stranded.sweep, "the call has returned")
+    checkpointer.close()
+    current.close()
 
 
 STUCK = """
