@@ -315,7 +315,7 @@ class Checkpointer:
                 place,
                 options,
                 self._before_commit,
-                lane=self._root,
+                queue=self._root,
                 note=save_log.noting(current.storage, self._root, step) if logs else None,
             )
         del content, plan

@@ -146,8 +146,8 @@ def _begun(
                 replaces=replaces,
             )
             plan = DirectoryPlan(handle, agreement, draft, place, options)
-            lane = os.path.dirname(path)
-            return Save(handle, agreement, plan, place, options, lane=lane)
+            queue = os.path.dirname(path)
+            return Save(handle, agreement, plan, place, options, queue=queue)
         except BaseException:
             draft.discard()
             raise

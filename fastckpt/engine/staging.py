@@ -152,8 +152,8 @@ class _Held:
     files: ExitStack | None = None
 
 
-class Stranded:
-    """The stranded transfers of one process. Their blocks stay taken from the staging budget."""
+class HungTransfers:
+    """The transfers of one process that hang. Their blocks stay taken from the staging budget."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -178,7 +178,7 @@ class Stranded:
 
     def sweep(self) -> bool:
         """Leaves the contexts of the files to which nothing is on its way any more, as after an
-        error. Returns whether nothing is stranded any more.
+        error. Returns whether nothing hangs any more.
         """
         with self._lock:
             done = {
@@ -241,7 +241,7 @@ class Staging:
     """The engine of one process with its backends, GPUs and step fence. close() frees all of it.
 
     Args:
-        storage: the seam to the file system; also an attribute, as is `stranded`.
+        storage: the seam to the file system; also an attribute, as is `hung`.
         budget_bytes: the limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of
             the memory available when the first save begins.
         devices: the GPUs whose memory is copied beside compute.
@@ -258,7 +258,7 @@ class Staging:
         self.devices = devices or Devices()
         self.gds = gds or Gds(self.devices)
         self.storage = storage
-        self.stranded = Stranded()
+        self.hung = HungTransfers()
         self._budget_bytes = budget_bytes
         self._lock = threading.Lock()
         # State below is protected by _lock.
@@ -619,7 +619,7 @@ class Staging:
         """
         objects = [
             self._engine,
-            self.stranded,
+            self.hung,
             *self._backends.values(),
             *self.gds.abandon(),
             *self.devices.abandon(),
@@ -633,9 +633,9 @@ class Staging:
 
     def close(self) -> None:
         """Waits for transfers, and frees threads, rings and the arena, unless the kernel still uses
-        them for transfers that are stranded.
+        them for transfers that hang.
         """
-        if not self.stranded.sweep():
+        if not self.hung.sweep():
             log.warning(
                 "requests that abandoned saves made to a server have not returned, and keep "
                 "memory, threads and files"

@@ -113,7 +113,7 @@ class ImageTransfer:
             no transfer is made.
         timeout_s: for how long writes may be under way, or memory be lacking, without any that gets
             on. After that waits fail; so do those of leaving the context, which leaves to
-            Staging.stranded what the kernel holds. inf: there is no limit.
+            Staging.hung what the kernel holds. inf: there is no limit.
 
     Attributes:
         nbytes: the size of the body.
@@ -136,7 +136,7 @@ class ImageTransfer:
         timeout_s: float = inf,
     ) -> None:
         self._path = path
-        self._stranded = staging.stranded
+        self._hung = staging.hung
         self._bound = Bound(timeout_s)
         self._devices = staging.devices
         self._gds = staging.gds
@@ -190,7 +190,7 @@ class ImageTransfer:
                     self._path,
                     self._job.standstill()[2],
                 )
-                self._stranded.add(self._fd, self._has_returned)
+                self._hung.add(self._fd, self._has_returned)
         self._image = None
 
     def use_slot(self, fd: int, path: str) -> None:
@@ -225,7 +225,7 @@ class ImageTransfer:
             "hold"
         )
 
-    def _heed(self) -> None:
+    def _raise_if_ended(self) -> None:
         """Looks whether anything gets on, and fails if nothing has for timeout_s."""
         if self._job is None:
             return
@@ -264,7 +264,7 @@ class ImageTransfer:
         """Waits at most timeout_s; returns whether only devices have anything left to copy."""
         if self._job is None or self._job.wait_queued(timeout_s):
             return True
-        self._heed()
+        self._raise_if_ended()
         return False
 
     def wait_queued(self) -> None:
@@ -275,7 +275,7 @@ class ImageTransfer:
     def staged(self, timeout_s: float) -> bool:
         """Waits at most timeout_s; returns whether everything was copied."""
         if self._job is not None and not self._job.wait_staged(timeout_s):
-            self._heed()
+            self._raise_if_ended()
             return False
         self._check()
         self._image = None
@@ -289,7 +289,7 @@ class ImageTransfer:
         """Waits at most timeout_s; returns whether the job has ended, well or by a failure."""
         if self._job is None or self._job.wait_written(timeout_s):
             return True
-        self._heed()
+        self._raise_if_ended()
         return False
 
     def nbytes_written(self) -> int:

@@ -192,7 +192,7 @@ def begin_save(
         place = kind(current.storage, real, agreement, options.durable)
         plan = FilePlan(captured, asked.obj, agreed, devices, agreement, place, options)
         save = Save(
-            handle, agreement, plan, place, options, before_commit, lane=real, payer=_PROCESS
+            handle, agreement, plan, place, options, before_commit, queue=real, rate_group=_PROCESS
         )
     del captured
     return current.save(save)

@@ -106,4 +106,4 @@ class Tag:
             lease=self._lease,
         )
         plan = DirectoryPlan(handle, agreement, draft, place, options)
-        current.save(Save(handle, agreement, plan, place, options, lane=handle.path))
+        current.save(Save(handle, agreement, plan, place, options, queue=handle.path))

@@ -148,7 +148,7 @@ log = logging.getLogger("fastckpt")
 
 TIMEOUT_S = 600.0  # the default of every timeout_s, as of SaveOptions
 LINGER_S = 5.0
-HEED_S = 0.5  # how often waits for anything but ranks look whether the caller has cancelled
+CANCEL_LOOK_S = 0.5  # how often waits for anything but ranks look whether the caller has cancelled
 _BEHIND_S = 3.0  # how far rank 0 may be behind the others, however short the timeout
 _LOOK_S, _GRACE_S = 1.0, 2.0  # how often to look where a missing rank is; its time to return
 _REJOIN_S, _REJOIN_POLL_S = 10.0, 0.05  # how long, how often a late rank looks for the others
@@ -290,7 +290,7 @@ class Round:
     def decide(self) -> None:
         """Settles, before rank 0 commits, that later failures are void; raises an earlier one."""
         ensure(self.rank == 0, "rank 0 commits")
-        self.heed()
+        self.raise_if_ended()
         # fail() sets the same key by compare-and-set, so exactly one of the two comes first.
         self._end = self._call("compare_set", self._at("end"), b"", _DECIDED)
         self.check()
@@ -317,7 +317,7 @@ class Round:
             SaveCancelled: a rank cancelled before the first one began to publish.
             Exception: what publish() raises, on the first rank.
         """
-        self.heed()
+        self.raise_if_ended()
         # With the record of the last other rank the first one may publish, even if that rank never
         # learns that its record has arrived.
         self.may_be_visible = self.rank != 0
@@ -375,7 +375,7 @@ class Round:
             raise PeerFailed(text, tuple(ranks), self.may_be_visible, in_doubt)
         self._is_committed = True
 
-    def heed(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raises SaveCancelled if this rank's caller has cancelled. Says nothing to the store, so
         any thread may call it, until this rank's record of conclude() is there.
         """

@@ -166,8 +166,8 @@ class ImageFile:
     def __exit__(self, *failure: Any) -> None:
         # Blocks in flight arrive before the file is closed and its descriptor becomes another's.
         self.transfer.__exit__()
-        stranded = self._pipeline.staging.stranded
-        if not (self.is_open and stranded.take_over(self.fd, self._files)):
+        hung = self._pipeline.staging.hung
+        if not (self.is_open and hung.take_over(self.fd, self._files)):
             self._files.__exit__(*failure)
 
     def make(

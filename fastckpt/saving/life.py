@@ -18,7 +18,7 @@ from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError, is_visible
 from fastckpt.latch import Latch, taken
-from fastckpt.ranks.round import HEED_S, Round
+from fastckpt.ranks.round import CANCEL_LOOK_S, Round
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.mutation_check import MutationCheck, WatchedTensors
 from fastckpt.storage.bound import Bound
@@ -57,7 +57,7 @@ class Life:
         interrupted: set by a caller that could not wait: unless everything was copied by then, the
             save fails. It is an attribute, because a second signal could break off a call.
         is_lost: set by that caller if the save fails by that.
-        begun: set when the save has its place in the order of its lane.
+        begun: set when the save has its place in the order of its queue.
         told: set when the result has been told.
         gone: set when nothing of it is left to do.
         worker: the worker's thread; None if there is none, because none can be started.
@@ -129,11 +129,11 @@ class Life:
         """Has the thread of this life look at what the worker has noted."""
         self._news.put(None)
 
-    def heed(self) -> None:
+    def raise_if_ended(self) -> None:
         """Raises what ends a save whose caller does not wait for it: SaveCancelled, or the error of
         an interrupted one, or of the copies. Asks no other rank.
         """
-        self._agreement.heed()
+        self._agreement.raise_if_ended()
         self.permit.check()
         if self._failure is not None:
             raise self._failure
@@ -142,8 +142,8 @@ class Life:
 
     def wait_for(self, transfer: ImageTransfer) -> None:
         """Waits until one transfer has been copied; raises as wait_copied()."""
-        while not transfer.staged(HEED_S):
-            self._heed_copying()
+        while not transfer.staged(CANCEL_LOOK_S):
+            self._raise_if_not_awaited()
 
     def wait_copied(self) -> None:
         """Waits until everything has been copied and nothing had changed before.
@@ -272,12 +272,12 @@ class Life:
         handle.mark_staged()
 
     def _look(self) -> None:
-        self._heed_copying()
+        self._raise_if_not_awaited()
         self._watch()
 
-    def _heed_copying(self) -> None:
+    def _raise_if_not_awaited(self) -> None:
         """Ends the save, before everything has been copied, if the caller does not wait for it."""
-        self._agreement.heed()
+        self._agreement.raise_if_ended()
         if self.interrupted:
             raise self.interruption()
 

@@ -16,7 +16,7 @@ from fastckpt.engine.staging import Route
 from fastckpt.engine.token_buckets import TokenBuckets
 from fastckpt.engine.transfer import ImageTransfer
 from fastckpt.errors import CheckpointError
-from fastckpt.ranks.round import HEED_S, Round
+from fastckpt.ranks.round import CANCEL_LOOK_S, Round
 from fastckpt.storage.machine import this_machine
 
 _LOOK_S = 2.0  # how often a paced write looks whether another rank has failed
@@ -32,7 +32,8 @@ class Pace:
         owner: saves with the same owner share a bucket.
         stats: the save's numbers, which get those of the pacing.
         whole: whether blocks are written whole, because their writer cannot take parts.
-        heed: raises what ends the save while a write is waited for. Default: agreement.heed.
+        raise_if_ended: raises what ends the save while it waits for a write. Default: of
+            the agreement.
 
     Attributes:
         timeout_s: for how long ranks wait for each other, and for writes of which none gets on.
@@ -47,10 +48,12 @@ class Pace:
         stats: SaveStats,
         *,
         whole: bool = False,
-        heed: Callable[[], None] | None = None,
+        raise_if_ended: Callable[[], None] | None = None,
     ) -> None:
         self._pacing = pacing
-        self._heed = agreement.heed if heed is None else heed
+        self._raise_if_ended = (
+            agreement.raise_if_ended if raise_if_ended is None else raise_if_ended
+        )
         self._agreement, self.timeout_s = agreement, agreement.timeout_s
         self._rates = rates
         self._owner = owner
@@ -63,7 +66,7 @@ class Pace:
         self._tokens_s: dict[ImageTransfer, float] = {}
         stats.pacing = pacing.text()
 
-    def heed(self, pacing: Pacing) -> None:
+    def limit_by(self, pacing: Pacing) -> None:
         """Takes another pacing from now on; nothing has been written yet."""
         self._pacing = pacing
         self._stats.pacing = pacing.text()
@@ -158,8 +161,8 @@ class Pace:
 
     def _watch(self, transfer: ImageTransfer) -> None:
         looked = time.monotonic()
-        while not transfer.written(HEED_S):
-            self._heed()
+        while not transfer.written(CANCEL_LOOK_S):
+            self._raise_if_ended()
             # Without a limit it does not take long, and ranks spare the store.
             if self._rate is not None and time.monotonic() - looked >= _LOOK_S:
                 looked = time.monotonic()

@@ -134,7 +134,7 @@ class Pipeline:
                 # It enters first and looks then, so that saves that begin at once agree on their
                 # order.
                 self._in_flight[job.handle] = job
-                job.previous = self._pending(job.lane, before=job.handle)
+                job.previous = self._pending(job.queue, before=job.handle)
             finally:
                 life.begun.set()
             error = self._outcome(job, on_caller)
@@ -153,7 +153,7 @@ class Pipeline:
                     self._tell(job, error)
                 life.wait_left()
                 if life.permit.is_revoked and life.worker is not None:
-                    self.staging.stranded.add(-threading.get_ident(), life.worker_is_gone)
+                    self.staging.hung.add(-threading.get_ident(), life.worker_is_gone)
                     job.agreement.close()
             finally:
                 self._in_flight.pop(job.handle, None)
@@ -240,24 +240,24 @@ class Pipeline:
             job.life.told.set()
             job.reads, job.failure = DeviceSources(), None  # whoever waits may close the devices
 
-    def _pending(self, lane: str, before: InnerHandle | None = None) -> list[InnerHandle]:
+    def _pending(self, queue: str, before: InnerHandle | None = None) -> list[InnerHandle]:
         pending = []
         for handle, job in items_of(self._in_flight):
             if handle is before:
                 break
-            if job.lane == lane:
+            if job.queue == queue:
                 pending.append(handle)
         return pending
 
-    def wait_for(self, lane: str, *, ended: bool = False) -> None:
-        """Waits for the saves in flight of this lane (for a file, its path), and raises no errors.
+    def wait_for(self, queue: str, *, ended: bool = False) -> None:
+        """Waits for the saves in flight of this queue (for a file, its path), and raises no errors.
 
         With `ended` it also waits, for a while, for what they do after the commit.
         """
-        for handle in self._pending(lane):
+        for handle in self._pending(queue):
             handle.wait_done()
         if ended:
-            self.drain(FREEING_S, self._pending(lane))
+            self.drain(FREEING_S, self._pending(queue))
 
     def refuse(self, handle: InnerHandle, error: Exception, handled: BaseException | None) -> None:
         """Ends a save that could not begin, with an error that result() or the next save raises.
@@ -402,7 +402,7 @@ class Job:
         watched: the tensors that must not change before they have been copied.
         fence: "call" or "step". The caller waits in Pipeline.save() for InnerHandle.pass_fence();
             the life lets it go.
-        lane: saves of one lane commit in the order of their beginning.
+        queue: saves of one queue commit in the order of their beginning.
 
     Attributes:
         moving: what is in flight; write() enters it.
@@ -421,7 +421,7 @@ class Job:
         watched: Sequence[WatchedTensors] = (),
         *,
         fence: str,
-        lane: str,
+        queue: str,
     ) -> None:
         self.handle = handle
         self.agreement = agreement
@@ -433,7 +433,7 @@ class Job:
         self.life = Life(handle, agreement, reads, watched, self.forget)
         self.moving = ExitStack()
         self.fence = fence
-        self.lane = lane
+        self.queue = queue
         self.previous: list[InnerHandle] = []  # all in flight: the last may fail before the others
         self.has_slot = False
         self.failure: BaseException | None = None  # the first, from before it hung
@@ -507,7 +507,7 @@ class Job:
         try:
             if self.life.interrupted:
                 raise self.life.interruption()
-            pipeline.staging.stranded.sweep()
+            pipeline.staging.hung.sweep()
             self.commit(pipeline)
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they hold the state
@@ -523,7 +523,7 @@ class Job:
         return None
 
     def wait_turn(self) -> None:
-        """Waits, on the first rank, until this save may publish: until those before it in its lane
+        """Waits, on the first rank, until this save may publish: until those before it in its queue
         have committed or failed.
         """
         for handle in self.previous:
@@ -533,7 +533,7 @@ class Job:
         """Does the work that other ranks have while the first one commits."""
 
     def conclude(self, record: bytes, publish: Callable[[list[bytes]], None]) -> None:
-        """Commits by Round.conclude(), in the lane's order; adds up what the ranks have written."""
+        """Commits by Round.conclude(), in the queue's order; adds up what the ranks wrote."""
         stats = self.handle.stats
 
         def publish_all(records: list[bytes]) -> None:

@@ -73,7 +73,7 @@ class Place:
     def follow(self, previous: Sequence[InnerHandle]) -> None:
         """Does the work that other ranks have while the first one publishes."""
 
-    def go_on(self, save: Job, pipeline: Pipeline) -> None:
+    def after_commit(self, save: Job, pipeline: Pipeline) -> None:
         """Goes on from this commit to the one that the caller waits for, if that is another."""
 
     def abandon(self) -> None:

@@ -21,7 +21,7 @@ from fastckpt.engine.staging import stager_count
 from fastckpt.engine.transfer import MemoryCopy
 from fastckpt.errors import CheckpointError
 from fastckpt.plan.image import BLOCK_BYTES, block_count
-from fastckpt.ranks.round import HEED_S, Round
+from fastckpt.ranks.round import CANCEL_LOOK_S, Round
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.image_file import ImageFile
 from fastckpt.saving.pacing import Pace
@@ -34,9 +34,14 @@ Veto: TypeAlias = Callable[[SaveStats, str], object]
 
 
 class Save(Job):
-    """A save, as one rank runs it. The files of `plan` become visible in `place`; `before_commit`
-    is as fastckpt.save's; saves with the same `payer` share a drain_rate; `note` is called with the
-    handle once the result has been told; rest as Job's.
+    """A save, as one rank runs it.
+
+    Args:
+        plan, place: which files it writes, and where they become visible.
+        before_commit: as fastckpt.save's.
+        rate_group: saves of one group share a drain_rate. None: those of the queue.
+        note: called with the handle once the result has been told.
+        handle, agreement, options, queue: as Job's.
     """
 
     def __init__(
@@ -48,12 +53,12 @@ class Save(Job):
         options: WriteOptions,
         before_commit: Veto | None = None,
         *,
-        lane: str,
-        payer: str | None = None,
+        queue: str,
+        rate_group: str | None = None,
         note: Callable[[InnerHandle], None] | None = None,
     ) -> None:
         super().__init__(
-            handle, agreement, plan.reads, plan.watched, fence=options.fence, lane=lane
+            handle, agreement, plan.reads, plan.watched, fence=options.fence, queue=queue
         )
         plan.reads = DeviceSources()  # the job has them from now on, and lets go of them in the end
         self.plan: Plan | None = plan
@@ -61,24 +66,24 @@ class Save(Job):
         self.before_commit, self.note = before_commit, note
         agreement.is_cancelled = handle.is_cancelled
         self.options = options
-        self.payer = lane if payer is None else payer
+        self.rate_group = queue if rate_group is None else rate_group
 
     def write(self, pipeline: Pipeline) -> None:
         plan, place, stats = self.plan, self.place, self.handle.stats
         assert plan is not None
         for handle in place.awaited(self.previous, pipeline):
-            while not handle.wait_done(HEED_S):
-                self.agreement.heed()
-        self.agreement.heed()
+            while not handle.wait_done(CANCEL_LOOK_S):
+                self.agreement.raise_if_ended()
+        self.agreement.raise_if_ended()
         pacing, rates = place.pacing(self.options.pacing), pipeline.rates
         pace = Pace(
             pacing,
             self.agreement,
             rates,
-            self.payer,
+            self.rate_group,
             stats,
             whole=plan.whole,
-            heed=self.life.heed,
+            raise_if_ended=self.life.raise_if_ended,
         )
         outputs = plan.lay_out(pace)
         nbytes = sum(output.image.nbytes for output in outputs)
@@ -200,7 +205,7 @@ class Save(Job):
     def commit(self, pipeline: Pipeline) -> None:
         try:
             super().commit(pipeline)
-            self.place.go_on(self, pipeline)
+            self.place.after_commit(self, pipeline)
         except BaseException as error:
             self.place.fail(error)
             raise

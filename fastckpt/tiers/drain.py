@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fastckpt.errors import CorruptCheckpoint, PeerFailed, Vanished, is_visible
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.ranks.coordinator import Coordinator
-from fastckpt.ranks.round import HEED_S, Round
+from fastckpt.ranks.round import CANCEL_LOOK_S, Round
 from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.image_file import write_portions
 from fastckpt.saving.pacing import Pace
@@ -129,7 +129,7 @@ class Drain(Job):
         drained: Callable[[str], None],
         is_resumed: bool = False,
     ) -> None:
-        super().__init__(handle, agreement, fence="call", lane=drainer.target.root)
+        super().__init__(handle, agreement, fence="call", queue=drainer.target.root)
         self._drainer = drainer
         self._options = options
         self._info, self._fetching, self._drained = info, fetching, drained
@@ -156,8 +156,8 @@ class Drain(Job):
 
     def write(self, pipeline: Pipeline) -> None:
         for earlier in self.previous:  # the target does not take two steps faster than one
-            while not earlier.wait_done(HEED_S):
-                self.agreement.heed()
+            while not earlier.wait_done(CANCEL_LOOK_S):
+                self.agreement.raise_if_ended()
         root, begun = self._drainer.target, time.monotonic()
         manifest = self._manifest()
         if self.agreement.rank == 0:

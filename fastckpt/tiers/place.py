@@ -196,7 +196,7 @@ class NodePlace(StepPlace):
         self.abandon()
         self.close()
         self._handle.stats.local_why = f"the local tier {why}"
-        pace.heed(self._options.pacing)
+        pace.limit_by(self._options.pacing)
         root = RootPlace(self._tier, self._agreement, self._draining, self._number, self._options)
         try:
             root.begin()
@@ -300,7 +300,7 @@ class NodePlace(StepPlace):
 
     # ---- the commit in the root
 
-    def go_on(self, save: Job, pipeline: Pipeline) -> None:
+    def after_commit(self, save: Job, pipeline: Pipeline) -> None:
         self._is_committed = True
         self.step.share()
         self._handle.mark_local()

@@ -152,5 +152,5 @@ class Life:
     def close(self) -> None:
         self.release()
         for rank in self.ranks:
-            wait_until(rank.pipeline.staging.stranded.sweep, "the calls have returned")
+            wait_until(rank.pipeline.staging.hung.sweep, "the calls have returned")
             rank.pipeline.close()

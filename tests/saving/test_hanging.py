@@ -82,7 +82,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], tuple[H
     yield make
     for double, current in made:
         double.release()
-        wait_until(current.staging.stranded.sweep, "the writes have returned")
+        wait_until(current.staging.hung.sweep, "the writes have returned")
         current.close()
 
 
@@ -160,7 +160,7 @@ def test_closing_waits_for_no_write_that_hangs(disk: Path, hanging: Any) -> None
     current.close()
     assert engine.arena_blocks_in_use() == 1 and len(descriptors_of(disk)) == 1
     double.release()
-    wait_until(current.staging.stranded.sweep, "the write has returned")
+    wait_until(current.staging.hung.sweep, "the write has returned")
     assert engine.arena_blocks_in_use() == 0
     assert not descriptors_of(disk) and not temporaries(disk)
 
@@ -221,7 +221,7 @@ def test_the_bound_of_a_save_holds_for_its_line_in_the_log(
         assert checkpointer.steps() == [1]
     finally:
         double.release()
-    wait_until(current.staging.stranded.sweep, "the call has returned")
+    wait_until(current.staging.hung.sweep, "the call has returned")
     checkpointer.close()
     current.close()
 
@@ -267,7 +267,7 @@ def silent(mount: Mount, request: str, offset: int = 0) -> Iterator[None]:
         assert not mount.control.exists(), f"there was no {request}"
     finally:
         over.touch()
-        wait_until(pipeline_module.current().staging.stranded.sweep, "the call has returned")
+        wait_until(pipeline_module.current().staging.hung.sweep, "the call has returned")
 
 
 @pytest.mark.filesystem
@@ -442,7 +442,7 @@ def test_a_number_of_a_closed_file_is_another_ones(
             mine.callback(os.close, fd)
         mine.callback(os.close, fd)
         double.may_return.set()
-        wait_until(current.staging.stranded.sweep, "the call has returned")
+        wait_until(current.staging.hung.sweep, "the call has returned")
         checkpointer.save(3, state_of(3)).result(WAIT_S)
         assert os.readlink(f"/proc/self/fd/{fd}") == "/dev/null"
         assert checkpointer.latest() == 3

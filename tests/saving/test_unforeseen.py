@@ -98,7 +98,7 @@ def test_an_error_as_a_save_that_hangs_is_ended(
     assert isinstance(error, StorageError) and error.op == "sync"
     assert not current.drain(WAIT_S)
     double.released.set()
-    wait_until(current.staging.stranded.sweep, "the call has returned")
+    wait_until(current.staging.hung.sweep, "the call has returned")
     wait_until(lambda: not os.listdir(memory), "its file is removed")
     current.close()
 

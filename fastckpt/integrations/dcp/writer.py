@@ -94,7 +94,7 @@ class Writer(StorageBase, StorageWriter):
         self.overwrite = overwrite
         self.rank: int | None = None
         self.use_collectives = True
-        self.lane: str | None = None  # saves of one lane commit in order; None: those to one path
+        self.queue: str | None = None  # saves of one queue commit in order; None: those to one path
         self._commits = True  # whether this rank does
         self.by_torch = True  # who leads this rank through a save
         if _extensions:
@@ -256,8 +256,8 @@ class Writer(StorageBase, StorageWriter):
     ) -> Save:
         options, path = self.options, handle.path
         items = self.items(plan, planner, conclusion, path, place.made)
-        lane = path if self.lane is None else self.lane
-        return Save(handle, agreement, items, place, options, lane=lane)
+        queue = path if self.queue is None else self.queue
+        return Save(handle, agreement, items, place, options, queue=queue)
 
     def items(
         self,

@@ -59,12 +59,12 @@ class Afterwards(NamedTuple):
     """The acts after the commit of a save, on the first rank.
 
     Attributes:
-        lane: saves of one lane commit in the order of their beginning.
+        queue: saves of one queue commit in the order of their beginning.
         committed: called before the result is told; its errors are `visible`.
         retain: removes what is old, after that.
     """
 
-    lane: str
+    queue: str
     committed: Callable[[], None]
     retain: Callable[[], None]
 
@@ -93,7 +93,7 @@ class Writer(dcp.Writer):
         super().__init__(path, options=options)
         self._common, self._is_common_new = common, is_common_new
         self._afterwards = afterwards
-        self.lane = None if afterwards is None else afterwards.lane
+        self.queue = None if afterwards is None else afterwards.queue
 
     def place(self, agreement: Round, **options: Any) -> DirectoryPlace:
         return super().place(
