@@ -134,6 +134,7 @@ class Pace:
             # One after the other, so that all blame the rank that is late, and not one that waits.
             for rank in turns_before(self._agreement.rank, self._agreement.world_size, most):
                 self._agreement.get("wrote", rank)
+                self._stats.paced_s = time.monotonic() - began  # it gets on: see Pipeline.drain()
         self._held_s = self._stats.paced_s = time.monotonic() - began
 
     def end(self, *transfers: ImageTransfer) -> None:

@@ -362,7 +362,7 @@ class Pipeline:
         while saves := [it for it in items_of(self._in_flight) if only is None or it[0] in only]:
             if saves[0][1].life.gone.wait(LOOK_S):
                 continue
-            now = [(handle, job.life.state, handle.progress()) for handle, job in saves]
+            now = [(it, job.life.state, it.progress(), it.stats.paced_s) for it, job in saves]
             if now != seen:
                 seen, since = now, time.monotonic()
             if time.monotonic() - since >= still_s:

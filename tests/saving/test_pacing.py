@@ -23,10 +23,11 @@ import torch
 import fastckpt
 from fastckpt import Checkpointer, _engine
 from fastckpt.arguments.options import Pacing
+from fastckpt.engine.save_stats import SaveStats
 from fastckpt.engine.token_buckets import TokenBuckets, grain_bytes
 from fastckpt.plan.image import BLOCK_BYTES, address_of
 from fastckpt.saving import pipeline
-from fastckpt.saving.pacing import chain_of, turns_before
+from fastckpt.saving.pacing import Pace, chain_of, turns_before
 from tests.crews import pacing_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.kit.options import gathered
@@ -64,6 +65,22 @@ def test_turns(size: int, writers: int) -> None:
     for rank in range(size):
         counts[chain_of(rank, size, writers)] += 1
     assert max(counts) - min(counts) <= 1
+
+
+def test_a_rank_that_waits_for_its_turn_gets_on_with_each_turn_of_others() -> None:
+    """Else a process that exits would take it for one that hangs."""
+    stats, seen = SaveStats(), list[float]()
+
+    class Others:
+        rank, world_size, timeout_s, raise_if_ended = 2, 3, 60.0, None
+
+        def get(self, _name: str, _rank: int) -> bytes:
+            seen.append(stats.paced_s)
+            return b""
+
+    others: Any = Others()
+    Pace(Pacing(max_writers=1), others, TokenBuckets(), "/root", stats).begin(MIB)
+    assert len(seen) == 2 and 0 == seen[0] < seen[1] < stats.paced_s
 
 
 def test_a_drain_leaves_whole_blocks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
