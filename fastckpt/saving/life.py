@@ -38,7 +38,7 @@ class State(Enum):
     PUBLISHING = "publishing"
     COMMITTED = "committed"
     FAILED = "failed"
-    IN_DOUBT = "in doubt"
+    IN_DOUBT = "in doubt"  # or known to be visible, with an error
 
 
 class Life:

@@ -19,6 +19,7 @@ from fastckpt import CheckpointError, StorageError
 from fastckpt.engine import transfer
 from fastckpt.saving import life as life_module
 from fastckpt.saving.handle import InnerHandle
+from fastckpt.saving.life import State
 from fastckpt.saving.pipeline import Job
 from tests.kit.lives import STATES, WAIT_S, Life
 from tests.kit.paths import ROOT
@@ -41,6 +42,11 @@ TABLE = table_of_the_document()
 def error_here(life: Life) -> None:
     life.begin()
     life.release(**{STATES[life.state][1]: errno.EIO})
+
+
+def time_out_here(life: Life) -> None:
+    life.begin()
+    life.release(**{STATES[life.state][1]: errno.ETIMEDOUT})
 
 
 def error_after_the_rename(life: Life) -> None:
@@ -94,7 +100,14 @@ def cancellation_of_another_rank(life: Life) -> None:
 
 def silence_of_another_rank(life: Life) -> None:
     how: dict[str, Any] = {"timeout_s": 0.5}
-    if life.state == "writing":  # it has not begun
+    if life.state == "staging":  # it has yet to say where the file is, which memory does not hold
+        life.second.save(life.path, **how)
+        (job,) = life.second.pipeline._in_flight.values()
+        assert life.second.handle.exception(WAIT_S) is not None
+        assert job.life._reached is State.STAGING
+        life.release()
+        life.first.save(life.path, **how)
+    elif life.state == "writing":  # it has not begun
         life.first.save(life.path, **how)
         assert life.first.handle.exception(WAIT_S) is not None
         life.second.save(life.path, **how)
@@ -127,13 +140,20 @@ def call_that_hangs(life: Life) -> None:
 def interrupt_in_save(life: Life) -> None:
     begin = life.first.pipeline.save
 
+    def pass_fence() -> None:
+        life.arrive()
+        raise KeyboardInterrupt
+
     def save(job: Job) -> InnerHandle:
         life.first.handle = job.handle  # which an interrupted save() does not return
+        if life.state != "staging":
+            job.handle.pass_fence = pass_fence  # type: ignore[method-assign]
         return begin(job)
 
     life.first.pipeline.save = save  # type: ignore[method-assign]
     life.second.save(life.path)
-    with interrupted_in("pass_fence"):
+    staging = life.state == "staging"
+    with interrupted_in("pass_fence") if staging else pytest.raises(KeyboardInterrupt):
         life.first.save(life.path, fence="call")
     life.release()
 
@@ -149,8 +169,29 @@ def interrupt_in_a_wait(life: Life) -> None:
 def second_interrupt(life: Life) -> None:
     life.begin()
     life.first.handle.give_up()
+    life.release()
+
+
+def second_interrupt_in_a_call(life: Life) -> None:
+    life.begin()
+    life.first.handle.give_up()
     assert life.first.handle.exception(WAIT_S) is not None
     life.release()
+
+
+def second_interrupt_in_before_commit(life: Life) -> None:
+    asked, over = threading.Event(), threading.Event()
+
+    def hang(*_: object) -> None:
+        asked.set()
+        assert over.wait(2 * WAIT_S)
+
+    life.begin(before_commit=hang)
+    life.release()
+    assert asked.wait(WAIT_S)
+    life.first.handle.give_up()
+    assert life.first.handle.exception(WAIT_S) is not None
+    over.set()
 
 
 def fork(life: Life) -> None:
@@ -190,16 +231,19 @@ threading.Thread(target=release).start()
 
 EVENTS: dict[str, list[Callable[[Life], None]]] = {
     "an error here": [error_here],
+    "an error ETIMEDOUT here": [time_out_here],
     "an error after the rename": [error_after_the_rename],
     "an error of another rank": [error_of_another_rank],
     "`before_commit` raises": [refusal],
-    "a tensor changes": [change],
+    "a tensor changes (`step` fence)": [change],
     "`cancel()` on any rank": [cancellation, cancellation_of_another_rank],
     "another rank is silent": [silence_of_another_rank],
     "a call hangs": [call_that_hangs],
     "Ctrl-C in `save()`": [interrupt_in_save],
     "Ctrl-C in a wait": [interrupt_in_a_wait],
     "a second Ctrl-C": [second_interrupt],
+    "a second Ctrl-C, and a call hangs": [second_interrupt_in_a_call],
+    "a second Ctrl-C, and `before_commit` hangs": [second_interrupt_in_before_commit],
     "the process forks": [fork],
 }
 CASES = [
@@ -226,7 +270,6 @@ def living(
 ) -> Iterator[Callable[[str], Life]]:
     # The writes that are stopped are not waited for.
     monkeypatch.setattr(transfer, "PARTING_S", 0.1)
-    monkeypatch.setattr(life_module, "GIVEN_UP_S", 2.0)
     lives = []
 
     def live(state: str) -> Life:
@@ -243,8 +286,14 @@ def living(
     ("event", "state", "happens"), CASES, ids=[f"{e}-{s}-{h.__name__}" for e, s, h in CASES]
 )
 def test_each_event_in_each_state(
-    living: Callable[[str], Life], event: str, state: str, happens: Callable[[Life], None]
+    living: Callable[[str], Life],
+    event: str,
+    state: str,
+    happens: Callable[[Life], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if event.endswith(" hangs"):
+        monkeypatch.setattr(life_module, "GIVEN_UP_S", 2.0)
     fate, _, kind = TABLE[event][state].partition(": ")
     life = living(state)
     happens(life)
