@@ -193,7 +193,10 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
     def _note_asked(self) -> None:
         """Notes that the error, if any, is known to the caller, unless a callback has asked."""
         if not is_called_back():
-            self._is_reported = True
+            self._note_reported()
+
+    def _note_reported(self) -> None:
+        self._is_reported = True
 
     def _check_wait(self) -> None:
         """Raises an error instead of a wait that would never end, or in another process."""
@@ -218,6 +221,7 @@ class InnerHandle(SaveHandle):
     Attributes:
         kind: the saves that raise each other's errors: "file", "dcp", or a directory of steps or of
             other checkpoints.
+        drop: called when its error has been told: nothing keeps the frames of who raised it.
         tells: whether this rank, the first one, says what all ranks know.
         goes_on_told: whether a line has said what becomes of the save after Ctrl-C.
 
@@ -242,6 +246,7 @@ class InnerHandle(SaveHandle):
         self.tells = True
         self.goes_on_told = self._is_broken_off = False
         self._given_up_s = inf
+        self.drop: Callable[[], object] = bool
         self._queued = Latch()
         self._order: Callable[[], bool] | None = None
         self._is_warned_of = on_error == "warn"
@@ -282,7 +287,11 @@ class InnerHandle(SaveHandle):
 
     def note_reported(self) -> None:
         """Notes that the error, if any, has been told, so that no later save need tell it."""
-        self._is_reported = True
+        super()._note_reported()
+        drop, self.drop = self.drop, bool  # it keeps the handle, in a cycle
+        drop()
+
+    _note_reported = note_reported
 
     def how_far(self) -> str:
         """Returns how far the save is on this rank, in words."""

@@ -209,6 +209,7 @@ class Pipeline:
         handle, reads = job.handle, job.reads
         if error is not None:
             self._failed[handle] = False
+            handle.drop = partial(self._failed.pop, handle, None)
         job.life.end(error)
         job.release()
         job.previous = []

@@ -703,7 +703,7 @@ def test_what_another_writer_says_is_told_as_such(tmp_path: Path) -> None:
     value = Reader(tmp_path).read_metadata()
     value.storage_data = dict.fromkeys(value.storage_data, Elsewhere())
     (tmp_path / ".metadata").write_bytes(pickle.dumps(value))
-    with pytest.raises(IncompatibleCheckpoint, match="by a Elsewhere where 'a' lies"):
+    with pytest.raises(IncompatibleCheckpoint, match="it locates 'a' with a Elsewhere"):
         Reader(tmp_path, weights_only=False).read_metadata()
 
 
@@ -896,7 +896,7 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
     file.unlink()
     error = failure_of(lambda: load({"a": torch.zeros(2)}, tmp_path))
     assert isinstance(error, CorruptCheckpoint)
-    assert file.name in str(error) and str(error).endswith("is missing")
+    assert file.name in str(error) and "is missing" in str(error)
 
 
 # Overwriting, failures

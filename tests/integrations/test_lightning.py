@@ -472,7 +472,7 @@ def test_urls_of_files_are_paths_and_others_are_not_ours(
 
 
 def test_what_it_does_not_know_is_refused(disk: Path) -> None:
-    with pytest.raises(ValueError, match=r"fence is 'step', must be 'call' here: .* callbacks"):
+    with pytest.raises(ValueError, match=r"fence is 'step', must be 'call' here: callbacks"):
         FastckptCheckpointIO(options=fastckpt.SaveOptions(fence="step"))
     with pytest.raises(TypeError, match="storage_options"):
         FastckptCheckpointIO().save_checkpoint(state(), disk / FIRST, {"a": 1})

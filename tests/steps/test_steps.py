@@ -44,7 +44,7 @@ from fastckpt.steps.posix import PosixSteps
 from fastckpt.steps.retention import superfluous
 from fastckpt.steps.store import Draft
 from fastckpt.storage import atomic
-from fastckpt.storage.file_system import Storage
+from fastckpt.storage.file_system import Purpose, Storage
 from tests.kit.doubles import FailAlways, FailAt, Operation, Recorder, dead_pid, process_on
 from tests.kit.network_double import NetworkClient
 from tests.kit.noise import flip
@@ -594,7 +594,8 @@ def test_a_file_that_comes_while_a_failed_step_is_removed(root: Path) -> None:
     class Between(Recorder):
         def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
             if operation.name == "remove_directory":
-                os.close(late.create("rank-00001.safetensors"))
+                with late.made("rank-00001.safetensors", Purpose(0)):
+                    pass
             return real()
 
     agreement = Coordinator.alone().begin("step 1")
@@ -777,7 +778,7 @@ def test_a_step_to_fall_back_to_does_not_fit(root: Path) -> None:
         checkpointer.save(2, {**state(2), "more": torch.ones(3)}).result(WAIT_S)
         flip(root / name(2) / "rank-00000.safetensors", -1)  # the values of the rank: read first
         target = {**state(0), "more": torch.zeros(3)}
-        with pytest.raises(IncompatibleCheckpoint, match=r"'more', which.*CRC-32 mismatch"):
+        with pytest.raises(IncompatibleCheckpoint, match=r"'more' is missing.*CRC-32 mismatch"):
             checkpointer.restore(target)
         assert torch.equal(target["model"]["w"], state(0)["model"]["w"])
 
@@ -869,7 +870,9 @@ def test_what_a_damaged_step_was_read_into_is_not_kept(kind: str, root: Path) ->
     before = {**full(a=1), "model": without()}, {**full(a=3), "model": having()}
     with with_damage_in(root, 2, *before) as checkpointer:
         target = {**full(a=0), "model": having()}
-        with pytest.raises(CorruptCheckpoint, match=rf"has no {told}, .*this step by its number"):
+        with pytest.raises(
+            CorruptCheckpoint, match=rf"{told} is missing in.*this step by its number"
+        ):
             checkpointer.restore(target, missing="keep")
         target = {**full(a=0), "model": having()}
         assert checkpointer.restore(target, 1, missing="keep") == 1
@@ -883,7 +886,9 @@ def test_an_optimizer_that_a_damaged_step_was_read_into_is_not_kept(root: Path) 
     states = full(a=1), {**full(a=3), "optimizer": stepped(2)}
     with with_damage_in(root, 2, *states) as checkpointer:
         target = {**full(a=0), "optimizer": stepped(5)}
-        with pytest.raises(CorruptCheckpoint, match="has no 'optimizer/state/0/momentum_buffer'"):
+        with pytest.raises(
+            CorruptCheckpoint, match="'optimizer/state/0/momentum_buffer' is missing"
+        ):
             checkpointer.restore(target, missing="keep")
         target = {**full(a=0), "optimizer": (new := stepped(5, steps=0))}
         assert checkpointer.restore(target, missing="keep") == 1 and not new.state
