@@ -265,7 +265,7 @@ def past_the_tier(stage: Stage) -> None:
 
 def drained_later(stage: Stage) -> None:
     """The root fails; the next job finds it in the local tier."""
-    with stage.recorded("a save", faults={"allocate /root/": errno.EIO}):
+    with stage.recorded("a save", faults={f"allocate {stage.root}": errno.EIO}):
         save_tiered(stage, 1, VARIANTS[""])
     with (
         stage.recorded("a restore, and what it drains then") as double,
