@@ -58,13 +58,13 @@ def gain(
     machine: str, ours: list[float], torchs: list[float], rivals: list[Best]
 ) -> list[list[str]]:
     """Return the rows of one machine: our seconds, and how often as long the others take."""
-    seconds = [f"{value:.2g} s" for value in ours]
+    seconds = [f"{value:#.2g} s" for value in ours]
     base = [f"{theirs / mine:.2g} x" for mine, theirs in zip(ours, torchs, strict=True)]
     best = [f"{its[1] / mine:.2g} x ({its[0]})" for mine, its in zip(ours, rivals, strict=True)]
     return [
         [f"**fastckpt**, {machine}", *(f"**{value}**" for value in seconds)],
         ["torch.save, torch.load", *base],
-        ["the fastest other library", *best],
+        ["the fastest besides torch.save", *best],
     ]
 
 
@@ -86,7 +86,9 @@ def gains(saves: Row, gpu: Row) -> str:
         [("DCP, pinned", its["dcp-async-pinned"]) for its in (copied, durable)]
         + [("safetensors", loads["safetensors"])],
     )
-    return table(["", "training stalls", "durable on the disk after", "cold load"], lines)
+    return table(
+        ["", "training goes on after", "on the disk after", "load, not in the page cache"], lines
+    )
 
 
 def column(record: Row, name: str, head: str) -> dict[str, float]:

@@ -176,13 +176,16 @@ def readme() -> str:
     if saves is None:
         return NOTHING
     gpu = on_disk()
-    told = (
-        "Medians. Durable includes a sync, for every library. Others are given in multiples of "
-        "our time: below 1 x, they are faster. "
+    rounds = len(by_peer(saves["results"]["saves"]["rows"])["fastckpt"])
+    gpu_rounds = len(by_peer(gpu["results"]["commit"]["rows"])["fastckpt"])
+    footnote = (
+        "For the others: how many times as long as fastckpt takes, from the call on. Medians of "
+        f"{rounds} saves (CPU) and {gpu_rounds} (H100), synced for every library "
+        "([all of them](docs/project/measurements.md), and what training loses meanwhile). "
         f"CPU: {machine(saves)} ({dated(saves)}). H100: "
         f"{machine(gpu).removeprefix('NVIDIA H100 80GB HBM3, ')} ({dated(gpu)})."
     )
-    return f"{comparison.gains(saves, gpu)}\n\n{filled(told)}"
+    return f"{comparison.gains(saves, gpu)}\n\n{filled(footnote)}"
 
 
 def dated(record: Row) -> str:
