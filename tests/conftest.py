@@ -41,6 +41,7 @@ from tests.kit.storm import SUITE_SEED, Chance, Storm
 
 BUILD = ROOT / "build"
 TEMPORARIES = ".*.tmp"
+LONG_S = 900.0  # what may take longer has a limit of its own
 BEGUN = pytest.StashKey[float]()
 MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
 ATOMS = (int, str, bytes, complex, type(None), type, torch.dtype, torch.device, torch.layout)
@@ -366,7 +367,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     gc.disable()  # until all is imported
     is_torture = config.getoption("--torture") is not None
-    Chance.is_torture = is_torture
+    Chance.torture_s = config.getoption("--torture")
     hypothesis.settings.register_profile(
         "fastckpt",
         derandomize=not is_torture,
@@ -410,8 +411,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     limit_s = item.config.getoption("--torture")
-    if limit_s is not None and time.monotonic() - item.config.stash[BEGUN] > limit_s:
+    if limit_s is None:
+        return
+    if time.monotonic() - item.config.stash[BEGUN] > limit_s:
         pytest.skip("the time for torture is over")
+    own = item.get_closest_marker("timeout")
+    if own is not None and own.args[0] > max(limit_s, LONG_S):
+        pytest.skip(f"it may take {own.args[0]} s: torture is to last as long")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -422,8 +428,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 def storm(request: pytest.FixtureRequest) -> Storm:
     """Rounds of a test that is left to chance."""
     option = request.config.getoption
-    is_torture = option("--torture") is not None
-    return Storm(request.node.name, option("--seed"), is_torture, option("--round"))
+    limit_s = option("--torture")
+    deadline = None if limit_s is None else request.config.stash[BEGUN] + limit_s
+    return Storm(request.node.name, option("--seed"), deadline, option("--round"))
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

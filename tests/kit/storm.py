@@ -7,12 +7,15 @@ A storm that fails in torture is repeated by its seed, and one round of it alone
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 SUITE_SEED = 20261122
-_MORE_EXAMPLES = 90
+# How many times as many examples as in `make test`: one more for so many seconds of torture, so
+# that no property takes much longer than the whole of it.
+_EXAMPLES_S, _TIMES_MAX = 10.0, 90
 
 
 class Storm:
@@ -21,28 +24,35 @@ class Storm:
     Args:
         name: of the test, so that tests differ from each other under one seed.
         seed: of this run.
-        is_torture: whether there is time.
+        deadline: by time.monotonic(), of torture; None: this is `make test`.
         only: the number of the only round to run; None: all.
     """
 
-    def __init__(self, name: str, seed: int, is_torture: bool, only: int | None) -> None:
+    def __init__(self, name: str, seed: int, deadline: float | None, only: int | None) -> None:
         self._name = name
         self._seed = seed
-        self._is_torture = is_torture
+        self._deadline = deadline
         self._only = only
 
     def rounds(self, suite: int, torture: int) -> Iterator[random.Random]:
-        """A source of chance for each of so many rounds in `make test`, and in `make torture`."""
-        count = torture if self._is_torture else suite
+        """A source of chance for each of so many rounds in `make test`, and in `make torture`, the
+        last of which are left out when its time is over.
+        """
+        count = suite if self._deadline is None else torture
         for number in range(count) if self._only is None else [self._only]:
+            if number >= suite and self._only is None and self._is_over():
+                break
             print(f"round {number} of seed {self._seed}")  # pytest shows the last one of a failure
             yield random.Random(f"{self._seed} {self._name} {number}")
+
+    def _is_over(self) -> bool:
+        return self._deadline is not None and time.monotonic() > self._deadline
 
     def some(self, items: Sequence[T], suite: int) -> list[T]:
         """All of these in `make torture`; in `make test` so many of them, in order, with the first
         and the last.
         """
-        if self._is_torture or len(items) <= suite:
+        if self._deadline is not None or len(items) <= suite:
             return [*items]
         print(f"some of {len(items)}, by seed {self._seed}")
         inner = random.Random(f"{self._seed} {self._name}").sample(
@@ -54,9 +64,11 @@ class Storm:
 class Chance:
     """How many examples a property is tried with; set once, before a test module is imported."""
 
-    is_torture = False
+    torture_s: float | None = None
 
     @classmethod
     def examples(cls, suite: int) -> int:
         """So many in `make test`, more in `make torture`."""
-        return suite * _MORE_EXAMPLES if cls.is_torture else suite
+        if cls.torture_s is None:
+            return suite
+        return suite * max(2, min(_TIMES_MAX, int(cls.torture_s / _EXAMPLES_S)))

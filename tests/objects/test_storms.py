@@ -47,7 +47,7 @@ def number(line: str, word: str, program: Program) -> int:
     return int(line.split()[1])
 
 
-@pytest.mark.timeout(1800)  # of 300 rounds
+@pytest.mark.timeout(900)
 def test_a_process_that_is_killed(weed: Weed, storm: Storm, root: str, bare: Any) -> None:
     """At any moment; the next one finds what was committed last, or what was about to be, and
     removes what the dead one has left.

@@ -173,7 +173,7 @@ class World:
         self.counts["restored" if steps else "refused"] += 1
 
 
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", range(4))
 def test_what_was_acknowledged_is_restored_or_refused(
     nursery: Nursery, disk: Path, local: Path, storm: Storm, part: int
