@@ -231,11 +231,14 @@ $(WERROR): $(SETUP) $(CORE) $(HEADERS) setup.py
 # liburing. Only a wheel that has passed its checks comes to dist/.
 define build-wheels
 set -e; \
-bin=$(CURDIR)/$(PACKAGING)/bin; made=build/wheels; \
+bin=$(CURDIR)/$(PACKAGING)/bin; made=build/wheels; pythons=; \
+for python in $(PYTHONS); do \
+	pythons="$$pythons $$($$python -c 'import sys; print(sys.executable)')"; \
+done; \
 rm -rf dist; \
 echo "== wheels: source distribution"; \
 $$bin/python -m build --sdist --outdir dist . >build/sdist.log 2>&1 || { cat build/sdist.log; exit 1; }; \
-for python in $(PYTHONS); do \
+for python in $$pythons; do \
 	echo "== wheels: $$python"; \
 	rm -rf $$made; \
 	FASTCKPT_STATIC_URING=1 $$bin/python -m pip --python $$python wheel -q --no-deps \

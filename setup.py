@@ -66,7 +66,7 @@ class BuildEngine(build_ext):
                 extension.extra_link_args.append("-Wl,--exclude-libs,liburing.a")
             elif with_uring:
                 extension.libraries.append("uring")
-        with ParallelCompile(default=os.cpu_count() or 1):
+        with ParallelCompile("FASTCKPT_BUILD_JOBS", default=len(os.sched_getaffinity(0))):
             super().build_extensions()
 
 

@@ -7,7 +7,15 @@ rest when it is first named. The command line imports torch when a command needs
 import os
 import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
+
+if find_spec("fastckpt._engine") is None:
+    raise ImportError(
+        f"{os.path.dirname(__file__)!r} is fastckpt's source, which has no compiled engine: run "
+        "Python in another directory to use the fastckpt that is installed, or build the engine "
+        "there with `pip install -e .`"
+    )
 
 from fastckpt.engine.save_stats import SaveStats
 from fastckpt.errors import (

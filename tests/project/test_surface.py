@@ -5,8 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shutil
+import subprocess
+import sys
 from concurrent.futures import Future
 from dataclasses import fields
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import fastckpt
@@ -21,6 +25,14 @@ def test_a_checkpointer_takes_few_arguments_and_each_of_them_chooses() -> None:
         values = [value for part in (hint, *get_args(hint)) for value in get_args(part)]
         texts = [value for value in values if isinstance(value, str)]
         assert len(texts) != 1, f"{name} has one value: it is a flag"
+
+
+def test_source_that_is_not_compiled_says_so(tmp_path: Path) -> None:
+    compiled = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "fastckpt", tmp_path / "fastckpt", ignore=compiled)
+    command = [sys.executable, "-c", "import fastckpt"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert f"ImportError: {str(tmp_path / 'fastckpt')!r} is fastckpt's source" in ended.stderr
 
 
 def test_what_all_saves_take_is_named_in_one_place() -> None:
