@@ -179,9 +179,10 @@ def readme() -> str:
     rounds = len(by_peer(saves["results"]["saves"]["rows"])["fastckpt"])
     gpu_rounds = len(by_peer(gpu["results"]["commit"]["rows"])["fastckpt"])
     footnote = (
-        "For the others: how many times as long as fastckpt takes, from the call on. Medians of "
-        f"{rounds} saves (CPU) and {gpu_rounds} (H100), synced for every library "
-        "([all of them](docs/project/measurements.md), and what training loses meanwhile). "
+        "The other rows say how many times as long as fastckpt a library takes. All times begin "
+        f"with the call of save or load. Medians of {rounds} saves on the CPU and {gpu_rounds} on "
+        "the H100; the files of every library are synced. [Measurements]"
+        "(docs/project/measurements.md) has more, and says where fastckpt loses. "
         f"CPU: {machine(saves)} ({dated(saves)}). H100: "
         f"{machine(gpu).removeprefix('NVIDIA H100 80GB HBM3, ')} ({dated(gpu)})."
     )
