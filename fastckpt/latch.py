@@ -175,7 +175,7 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
 
     def _wait(self, timeout: float | None) -> None:
         if not self._wait_ended(timeout):
-            raise TimedOut(f"{self._subject()} was not over within {timeout:g} s")
+            raise TimedOut(f"{self._subject()} did not end within {timeout:g} s")
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
         """Calls fn(self) at the end, on the thread that ends this; at once if it is over."""
@@ -205,7 +205,7 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
 
     def _end(self, result: T | None, exception: BaseException | None) -> None:
         if self._ended.is_set():
-            raise futures.InvalidStateError(f"{self!r} has ended")
+            raise futures.InvalidStateError(f"{self!r} has already ended")
         if exception is not None:
             free_locals(exception)
         self._value, self._error = result, exception

@@ -272,7 +272,7 @@ def close_quietly(storage: Storage, fd: int) -> None:
     try:
         storage.close(fd)
     except OSError as error:
-        log.warning("close failed: %s", error)
+        log.warning("closing a file failed, which loses no data: %s", error)
 
 
 def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> None:
@@ -391,8 +391,8 @@ def naming_in(
                 except OSError as error:
                     number = error.errno or errno.EIO
                     detail = (
-                        f"{path!r} is the new checkpoint and whole, but a crash of the machine may "
-                        "undo that: keep older checkpoints, and save again"
+                        f"{path!r} is the new checkpoint and complete, but a crash of the machine "
+                        "may undo the commit: keep older checkpoints, and save again"
                     )
                     raise StorageError(
                         "sync directory", directory, number, detail=detail, visible=True
@@ -581,7 +581,7 @@ def _put_back(storage: Storage, aside: str) -> None:
     path = moved_aside(storage, aside)
     if path is not None:
         storage.rename(os.path.join(aside, REPLACED), path)
-        log.warning("%r has its name again: the save that was replacing it was killed", path)
+        log.warning("%r was renamed back: the save that was replacing it was killed", path)
 
 
 def _umask() -> int:

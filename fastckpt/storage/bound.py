@@ -43,8 +43,8 @@ class Bound:
         elif self._still_s >= self._logged_s + _LOG_S and self._still_s < self.timeout_s:
             self._logged_s = self._still_s
             log.warning(
-                "%s: does the server, or the disk, answer? After %g s without any progress it is "
-                "given up",
+                "%s: check that the server or the disk responds. It is abandoned after %g s "
+                "without progress",
                 awaited(),
                 self.timeout_s,
             )

@@ -145,7 +145,7 @@ class Call:
     def error(self, bound: Bound | None) -> StorageError:
         """Returns the error of a save that ends because of this call."""
         why = "" if bound is None else " (timeout_s)"
-        detail = f"it has not returned for {self.seconds():.0f} s and is given up{why}"
+        detail = f"the call has not returned for {self.seconds():.0f} s and is abandoned{why}"
         return StorageError(self.name, self._path(), errno.ETIMEDOUT, detail=detail)
 
     def _path(self) -> str:
@@ -245,8 +245,11 @@ def looked_up(look: Callable[[], T], path: str, timeout_s: float) -> T:
                 if outcome.done():
                     return outcome.result()
             if bound.is_over(time.monotonic() - since, awaited):
-                told = f"{awaited()} (timeout_s), and nothing was begun: call again when it answers"
-                raise StorageError("look up", path, errno.ETIMEDOUT, detail=told)
+                detail = (
+                    f"{awaited()} (timeout_s); nothing was started: call again when the server "
+                    "responds"
+                )
+                raise StorageError("look up", path, errno.ETIMEDOUT, detail=detail)
     finally:
         del outcome  # which keeps the error, which keeps this frame
 

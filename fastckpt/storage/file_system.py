@@ -134,9 +134,9 @@ _OUT_OF_SEQUENCE = frozenset(
     {errno.EPERM, errno.EINVAL, errno.ESPIPE, errno.ENOSYS, errno.EOPNOTSUPP}
 )
 _SEQUENTIAL = (
-    "this mount seems to take files in sequence only, and a checkpoint is written in parallel: "
+    "this mount seems to accept sequential writes only, but a checkpoint is written in parallel: "
     "mount it with a cache for writes (rclone: --vfs-cache-mode writes), or save to another file "
-    "system and copy"
+    "system and copy the checkpoint"
 )
 # Pauses between attempts to read a file that another machine replaces meanwhile, in seconds.
 _STALE_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
@@ -197,7 +197,7 @@ def shortage_told(error: BaseException, storage: Storage, fd: int, path: str, nb
 
 def room_text(needed: int, left: int) -> str:
     """Returns both sides of a shortage, in words."""
-    return f"{shown_size(needed)} are needed and {shown_size(left)} are left on the file system"
+    return f"{shown_size(needed)} are needed, but {shown_size(left)} are free on the file system"
 
 
 @telling
@@ -511,7 +511,9 @@ class Storage:
             return None
         except OSError as error:
             if stat.S_ISLNK(os.lstat(path).st_mode):
-                raise NoRegularFile(errno.ELOOP, "a link in a circle", path) from error
+                raise NoRegularFile(
+                    errno.ELOOP, "a symbolic link that forms a loop", path
+                ) from error
             raise
 
     def set_permissions(self, fd: int, like: os.stat_result | None) -> None:
@@ -581,7 +583,7 @@ class Storage:
         try:  # without O_NONBLOCK, which only the open needed, and with which cuFile refuses it
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
         except OSError as error:
-            return f"O_DIRECT refused by open: {os.strerror(error.errno or errno.EINVAL)}"
+            return f"open refused O_DIRECT: {os.strerror(error.errno or errno.EINVAL)}"
         if offset is None:
             return None
         with mmap.mmap(-1, PAGE_BYTES) as page:  # anonymous memory: aligned to a page
@@ -591,7 +593,7 @@ class Storage:
                 fcntl.fcntl(fd, fcntl.F_SETFL, flags)
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                     raise
-                return f"O_DIRECT refused by the first transfer: {os.strerror(error.errno)}"
+                return f"the first transfer refused O_DIRECT: {os.strerror(error.errno)}"
         return None
 
 

@@ -67,7 +67,7 @@ def create(path: str, flags: int, mode: int, purpose: Purpose) -> tuple[int, str
     if layout is None:
         return os.open(path, flags, mode), why
     if place.mount in _forbidding:
-        return os.open(path, flags, mode), "the administrator lets this process set no layout"
+        return os.open(path, flags, mode), "the administrator does not let this process set layouts"
     fd = os.open(path, flags | DELAY_CREATE, mode)
     try:
         _lay_out(fd, layout)
@@ -79,7 +79,8 @@ def create(path: str, flags: int, mode: int, purpose: Purpose) -> tuple[int, str
     # Nothing can be written to a file without a layout: make it anew, with the server's default.
     os.close(fd)
     os.unlink(path)
-    return os.open(path, flags, mode), f"{layout.text()} were refused ({refusal}): the default"
+    why = f"the server refused {layout.text()} ({refusal}): the default layout is used"
+    return os.open(path, flags, mode), why
 
 
 def _lay_out(fd: int, layout: Layout) -> None:
@@ -156,7 +157,7 @@ def targets_text(fd: int) -> str:
         f"OST{ost:04x} ({free[ost] >> 20} MiB free)" if ost in free else f"OST{ost:04x}"
         for ost in osts or sorted(free, key=lambda ost: free[ost])[:4]
     ]
-    return f"{'it lies on' if osts else 'the fullest OSTs are'} {', '.join(told)}"
+    return f"{'the file is on' if osts else 'the fullest OSTs are'} {', '.join(told)}"
 
 
 def _name_of(fd: int) -> str:

@@ -57,10 +57,11 @@ class Layout(NamedTuple):
     def text(self) -> str:
         if self.is_composite:
             return "a progressive layout"
-        many = {0: "the default of", ALL_STRIPES: "all"}.get(self.stripes, str(self.stripes))
-        noun = "stripe" if self.stripes == 1 else "stripes"
         size = f" of {self.stripe_bytes >> 10} KiB" if self.stripe_bytes else ""
-        return f"{many} {noun}{size}"
+        if self.stripes == ALL_STRIPES:
+            return f"one stripe{size} on each OST"
+        count = str(self.stripes or "the default number of")
+        return f"{count} {'stripe' if self.stripes == 1 else 'stripes'}{size}"
 
 
 class Purpose(NamedTuple):
@@ -84,7 +85,7 @@ class Purpose(NamedTuple):
 def encoded(layout: Layout) -> bytes:
     """Returns the attribute or ioctl's argument that gives a new file a layout."""
     is_plain = not layout.is_composite and (not layout.osts or len(layout.osts) == layout.stripes)
-    ensure(is_plain, "a plain layout is made")
+    ensure(is_plain, "only a plain layout can be given to a new file")
     magic = MAGIC_SPECIFIC if layout.osts else MAGIC_V3 if layout.pool else MAGIC_V1
     first = layout.osts[0] if layout.osts else _OFFSET_ANY
     head = _HEAD.pack(magic, _PATTERN_RAID0, bytes(16), layout.stripe_bytes, layout.stripes, first)
@@ -116,7 +117,7 @@ def parsed(content: bytes) -> Layout:
         objects = [_OBJECT.unpack_from(content, at + i * _OBJECT.size) for i in range(there)]
         osts = tuple(ost for _oi, _generation, ost in objects) if there == count else ()
     except (struct.error, ValueError) as error:
-        raise CorruptCheckpoint(f"the attribute is no layout of Lustre: {error}") from None
+        raise CorruptCheckpoint(f"the attribute is not a Lustre layout: {error}") from None
     return Layout(count, size, pool, osts)
 
 
@@ -163,11 +164,11 @@ def decide(default: Layout, purpose: Purpose, osts: int | None) -> tuple[Layout 
         osts: the file system's number of OSTs, if known.
     """
     if purpose.instead is not None:
-        return purpose.instead, "another layout was full"
+        return purpose.instead, "no room with the first layout"
     if isinstance(purpose.stripe, tuple):
-        return Layout(*purpose.stripe, default.pool), "as asked for"
+        return Layout(*purpose.stripe, default.pool), "as requested"
     if purpose.stripe == "keep":
-        return None, "the default layout, as asked for"
+        return None, "the default layout, as requested"
     if default.is_composite:
         return None, "the directory's progressive layout is kept"
     if default.stripes > 1:
@@ -176,11 +177,11 @@ def decide(default: Layout, purpose: Purpose, osts: int | None) -> tuple[Layout 
         if purpose.nbytes <= SHARED_BIG_BYTES:
             return None, "a small file keeps the default layout"
         count, size = shared_striping(purpose.nbytes, purpose.writers, osts)
-        return Layout(count, size, default.pool), f"{purpose.writers} ranks write it"
+        return Layout(count, size, default.pool), f"{purpose.writers} ranks write the file"
     if purpose.nbytes <= OWN_BIG_BYTES:
         return None, "a small file keeps the default layout"
     count = own_stripes(purpose.nbytes, osts)
-    return Layout(count, BLOCK_BYTES, default.pool), f"{purpose.nbytes >> 30} GiB in one stripe"
+    return Layout(count, BLOCK_BYTES, default.pool), f"a file of {purpose.nbytes >> 30} GiB"
 
 
 def elsewhere(full: Layout, free: dict[int, int]) -> Layout:

@@ -103,7 +103,10 @@ def _asked(path: str, why: StorageError | None, how: dict[str, str]) -> Any:
 def _told(error: BaseException, path: str, why: StorageError | None) -> None:
     """Turns the body's error into a StorageError."""
     if isinstance(error, ImportError) and why is not None:
-        cure = "another program's object lies there: remove it, or install botocore to pass it over"
+        cure = (
+            "an object of another program there has an unsupported key: remove it, or install "
+            "botocore to ignore it"
+        )
         raise StorageError("list", path, errno.EILSEQ, detail=f"{cure}; {why.detail}") from None
     if isinstance(error, Exception):
         number = errno.EKEYREJECTED if _REFUSED.search(str(error)) else errno.EIO
@@ -129,7 +132,9 @@ def stale_uploads(root: str, after_s: float) -> Iterator[StaleUpload]:
     try:
         client = botocore_client(root)
     except ImportError:
-        log.warning("%r: uploads that have not ended are found with botocore installed", root)
+        log.warning(
+            "unfinished uploads below %r can only be listed with botocore: install it", root
+        )
         return
     pages = client.get_paginator("list_multipart_uploads")
     for page in pages.paginate(Bucket=bucket, Prefix=f"{prefix}/" if prefix else ""):

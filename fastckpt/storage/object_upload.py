@@ -125,7 +125,7 @@ class Upload:
         if (error := self._error) is None:
             return ""
         why = getattr(error, "detail", "") or error.strerror or error
-        parts = f"{self.parts_begun} parts of {self.chunk >> 20} MiB were begun"
+        parts = f"{self.parts_begun} parts of {self.chunk >> 20} MiB were started"
         return f"{parts} in {time.monotonic() - self.since:.1f} s; {why}"
 
     def finish(self) -> Any:

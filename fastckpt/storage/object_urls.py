@@ -61,8 +61,9 @@ def store_of(path: str, part_bytes: int = 0) -> ObjectStore:
 
 
 _FORKED = (
-    "this process was forked from one that uses an object store, whose client would hang here: use "
-    'it in the parent, or begin this process by "spawn" or "forkserver"'
+    "this process was forked from a process that uses an object store, and the store's client "
+    'would hang here: use the store in the parent, or start this process with "spawn" or '
+    '"forkserver"'
 )
 
 
@@ -98,7 +99,9 @@ def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore
         return store
     except Exception as error:  # an unknown option, say: its own text tells
         said = _CREDENTIALS.sub("//", str(error).split("\n\nDebug source")[0])
-        raise ValueError(f"{scheme}://{bucket}, with storage_options: {said}") from None
+        raise ValueError(
+            f"no client for {scheme}://{bucket} with these storage_options: {said}"
+        ) from None
 
 
 def _check_endpoint(options: dict[str, Any], scheme: str) -> None:
@@ -107,13 +110,13 @@ def _check_endpoint(options: dict[str, Any], scheme: str) -> None:
     told = {f"storage_options[{key!r}]": options[key] for key in keys}
     for name, value in (told or endpoints(scheme)).items():
         if isinstance(value, str) and not _ENDPOINT.match(value):
-            cure = "unset it to use the store's own endpoint" if not value else "mend it"
+            cure = "unset it to use the store's default endpoint" if not value else "correct it"
             raise ValueError(
                 f"{name} is {value!r}, must be a URL such as https://host:9000; {cure}"
             )
 
 
-_SLOW = "the credentials were not there after"
+_SLOW = "the credentials were not available after"
 
 
 def _bounded(provider: Callable[[], Any], seconds: float) -> Callable[[], Any]:
@@ -143,7 +146,7 @@ def _of_profile(bucket: str, seconds: float) -> dict[str, Any]:
         known = session.available_profiles
         found = within(seconds, session.get_credentials) if known else None
     except botocore.exceptions.ProfileNotFound as error:
-        raise ValueError(f"{error}: AWS_PROFILE names it") from None
+        raise ValueError(f"{error}: check AWS_PROFILE") from None
     except Exception as error:
         slow = isinstance(error, TimedOut)
         said = f"profile {session.profile!r}: {f'{_SLOW} {seconds:g} s' if slow else error}"
@@ -276,6 +279,6 @@ def _told(error: BaseException, path: str, since: float) -> str:
 
 _CURES = {
     "NoSuchBucket": "there is no such bucket",
-    "HTTP error: builder error": "where the endpoint is http, not https, the client needs "
-    'AWS_ALLOW_HTTP=true, or client_options={"allow_http": True}',
+    "HTTP error: builder error": "if the endpoint is http, not https, set AWS_ALLOW_HTTP=true or "
+    'client_options={"allow_http": True}',
 }

@@ -155,9 +155,7 @@ class ObjectStorage:
                         return there.meta
                     raise
                 if error.errno == errno.ENOENT:
-                    detail = (
-                        f"there is no bucket {divided(path)[1]!r}, or somebody ended the upload"
-                    )
+                    detail = f"there is no bucket {divided(path)[1]!r}, or the upload was aborted"
                     raise StorageError(op, path, errno.ENOENT, detail=detail) from None
                 if is_last or error.errno != errno.EEXIST:  # a conflict with what was not made
                     raise
@@ -304,8 +302,8 @@ class ObjectStorage:
             with suppress(FileExistsError):  # as it should be
                 self._put("create", nonce, b"", mode="create")
                 detail = (
-                    "this store ignores conditions: of two writers of one name both are told that "
-                    "they have it (If-None-Match), so no checkpoint is safe there"
+                    "this store ignores conditions (If-None-Match): two writers of the same name "
+                    "both succeed, so no checkpoint is safe there"
                 )
                 raise StorageError("probe", os.path.dirname(path), errno.EOPNOTSUPP, detail=detail)
             made = self._head(nonce)["last_modified"].timestamp()
@@ -360,7 +358,8 @@ def _key(path: str) -> str:
     key = divided(path)[2]
     if (nbytes := len(os.fsencode(key))) > _KEY_BYTES_MAX:
         detail = (
-            f"its key has {nbytes} bytes, and stores take {_KEY_BYTES_MAX}: choose a shorter URL"
+            f"its key has {nbytes} bytes, but stores accept at most {_KEY_BYTES_MAX}: choose a "
+            "shorter URL"
         )
         raise StorageError("open", path, errno.ENAMETOOLONG, detail=detail)
     return key
@@ -374,8 +373,8 @@ def _of_a_store(op: str, path: str, found: Any) -> Any:
     if found.get("e_tag"):
         return found
     detail = (
-        "what answers is no object store, since it gives no ETag: check the endpoint (its port may "
-        "be that of a console), and whether a proxy or a portal is in between"
+        "the server is not an object store, since it returns no ETag: check the endpoint (its port "
+        "may be that of a web console), and whether a proxy or a login portal answers instead"
     )
     raise StorageError(op, path, errno.EPROTO, detail=detail)
 

@@ -61,8 +61,8 @@ class Policy(NamedTuple):
         ahead = "blocks are allocated ahead" if self.allocates else "the size is set ahead"
         sync = "fsync" if self.syncs_all else "fdatasync"
         rename = "" if self.renames_at_once else "; a rename copies, so a crash may lose both files"
-        again = "; what the server refuses is tried again" if self.remote else ""
-        locks = "; what is written is not locked" if self.mandatory_locks else ""
+        again = "; calls that the server refuses are repeated" if self.remote else ""
+        locks = "; files are not locked during writes" if self.mandatory_locks else ""
         return f"{self.why}; {ahead}, made durable by {sync}{rename}{again}{locks}"
 
 
@@ -87,17 +87,17 @@ _WITH_LOCKS = Policy(
     allocates=False,
     caches_names=False,
 )
-_REMOTE = Policy("threads", True, "a server, or nobody knows what: this works everywhere")
+_REMOTE = Policy("threads", True, "a server or an unknown file system: this works everywhere")
 _OBJECTS = Policy(
     "threads",
     False,
-    "objects behind a daemon, no files: buffered, threads",
+    "a daemon presents objects as files: buffered, threads",
     allocates=False,
     renames_at_once=False,
 )
 _FUSE = _REMOTE._replace(
     direct=False,
-    why="a process of its own serves this file system and may ignore O_DIRECT",
+    why="a daemon serves this file system and may ignore O_DIRECT",
     allocates=False,
     direct_if_asked=True,
 )
@@ -113,7 +113,7 @@ POLICIES = {
         direct_if_asked=True,
     ),
     "tmpfs": _LOCAL._replace(
-        direct=False, why="memory, which has no device to reach directly and no power"
+        direct=False, why="files are in memory: there is no device for direct I/O"
     ),
     "remote with locks": _WITH_LOCKS,
     "lustre": _WITH_LOCKS._replace(allocates=True),
@@ -121,11 +121,11 @@ POLICIES = {
     # Servers such as diod and QEMU keep a file by its name until it is opened, so the descriptor of
     # its own that a load with O_DIRECT takes may be of the file that has taken the name meanwhile.
     "9p": _REMOTE._replace(
-        direct=False, why="its servers open a file anew by its name, and so perhaps another"
+        direct=False, why="its servers reopen a file by name, and may open another one"
     ),
     "cifs": _REMOTE._replace(
         direct=False,
-        why="the mount decides about direct I/O here",
+        why="the mount options decide about direct I/O here",
         allocates=False,
         mandatory_locks=True,
     ),

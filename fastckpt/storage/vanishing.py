@@ -52,7 +52,7 @@ def listed_anew(look: Callable[[], T | None]) -> T | None:
         time.sleep(pause_s)
     assert path is not None
     times = len(LISTING_PAUSES_S)
-    detail = f"every entry that was listed was gone when it was looked at, {times} times in a row"
+    detail = f"all listed entries were removed before they were read, {times} times in a row"
     raise StorageError("list", path, errno.EBUSY, detail=detail)
 
 

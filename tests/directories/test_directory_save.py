@@ -846,5 +846,5 @@ def test_directories_that_are_all_removed_while_they_are_listed(
     monkeypatch.setattr(os, "listdir", listdir)
     assert numbered(str(disk), names, is_whole) == [(100, str(disk / "at-100"))]
     left = 1000
-    with pytest.raises(StorageError, match="gone when it was looked at, 20 times"):
+    with pytest.raises(StorageError, match="removed before they were read, 20 times"):
         numbered(str(disk), names, is_whole)

@@ -354,7 +354,7 @@ def test_messages_name_the_checkpoint(disk: Path, caplog: pytest.LogCaptureFixtu
 def test_a_wait_that_ends_names_the_save() -> None:
     handle = InnerHandle("/a.pt", 0.0)
     for wait in (handle.result, handle.exception):
-        with pytest.raises(TimeoutError, match=r"^save to '/a\.pt' was not over within 1e-05 s$"):
+        with pytest.raises(TimeoutError, match=r"^save to '/a\.pt' did not end within 1e-05 s$"):
             wait(1e-5)
 
 

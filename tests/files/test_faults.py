@@ -91,7 +91,7 @@ def test_full_disk(disk: Path, kind: str) -> None:
                     handle.result()
                 # ext2 cannot allocate ahead: there the write itself meets the end of the disk.
                 assert error.op == ("write" if kind == "ext2" else "allocate")
-                is_told = re.search(r"MiB are needed and .*B are left on the file sy", str(error))
+                is_told = re.search(r"MiB are needed, but .*B are free on the file sy", str(error))
                 assert is_told or error.op == "write"
                 assert error.offset is None or 0 <= error.offset < handle.stats.nbytes
                 assert value_of(path) == 1 and not temporaries(mount)

@@ -451,12 +451,12 @@ def test_credentials_that_never_come(
         monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
         monkeypatch.setenv("AWS_PROFILE", "mine")
     try:
-        with pytest.raises(StorageError, match="credentials were not there") as caught:
+        with pytest.raises(StorageError, match="credentials were not available") as caught:
             fastckpt.load("s3://bucket/a.pt", storage_options=told, timeout_s=0.5)
         assert caught.value.errno == errno.ETIMEDOUT
         with (
             saver_of("s3://bucket/run", told, timeout_s=0.5) as saver,
-            pytest.raises(StorageError, match="credentials were not there"),
+            pytest.raises(StorageError, match="credentials were not available"),
         ):
             saver.restore(blank(SMALL))
     finally:

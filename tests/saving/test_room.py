@@ -24,7 +24,7 @@ T = TypeVar("T")
 MIB = 1 << 20
 WAIT_S = 60.0
 STATE = {"w": torch.ones(20 * MIB // 4)}
-ROOM = r"20\.0 MiB are needed and 7\.00 MiB are left on the file system"
+ROOM = r"20\.0 MiB are needed, but 7\.00 MiB are free on the file system"
 
 
 class NearlyFull(Recorder):

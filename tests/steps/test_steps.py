@@ -1233,7 +1233,9 @@ def test_a_listing_of_steps_that_are_all_gone(root: Path, at_once: None, deep: b
                 if error is None:
                     assert ask() == 4
                 else:
-                    with pytest.raises(error, match="gone when it was looked at, 20 times") as told:
+                    with pytest.raises(
+                        error, match="removed before they were read, 20 times"
+                    ) as told:
                         ask()
                     assert told.value.errno == errno.EBUSY
         shutil.rmtree(root)
@@ -1262,7 +1264,7 @@ def test_steps_that_are_removed_while_they_are_listed(root: Path, at_once: None)
                     step = ask(checkpointer)
                     assert step == 1 or (step is None and after == "names directories"), after
                 except StorageError as error:
-                    assert "gone when it was looked at" in str(error)
+                    assert "removed before they were read" in str(error)
 
 
 def test_a_listing_that_misses_both_the_old_and_the_new(root: Path) -> None:

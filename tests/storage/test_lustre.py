@@ -249,7 +249,7 @@ def test_a_layout_that_was_silently_not_set_is_a_refusal(
     state = {"w": torch.ones(3 * MIB)}
     stats = fastckpt.save(state, disk / "a.pt", stripe=(3, 2 * MIB)).result(WAIT_S)
     assert lustre_client.layout(disk / "a.pt")[:2] == (1, MIB)
-    assert "3 stripes of 2048 KiB were refused" in stats.why
+    assert "the server refused 3 stripes of 2048 KiB" in stats.why
     assert os.listdir(disk) == ["a.pt"]
     assert bool((fastckpt.load(disk / "a.pt")["w"] == 1).all())
     lustre_client.calls.clear()
@@ -301,7 +301,7 @@ def test_a_save_stripes_and_tells(lustre_client: LustreClient, disk: Path) -> No
         WAIT_S
     )
     assert lustre_client.layout(disk / "a.pt")[:2] == (3, 2 * MIB)
-    assert "3 stripes of 2048 KiB: as asked for" in stats.why and stats.why.startswith("lustre")
+    assert "3 stripes of 2048 KiB: as requested" in stats.why and stats.why.startswith("lustre")
     assert stats.backend == "threads"
     assert bool((fastckpt.load(disk / "a.pt")["w"] == 1).all())
 
@@ -350,7 +350,7 @@ def test_a_full_ost_is_left_for_others(lustre_client: LustreClient, disk: Path) 
     handle = saved_on(FullOsts(lustre_client, {0}), disk / "a.pt")
     stats = handle.result(WAIT_S)
     assert lustre_client.layout(disk / "a.pt")[2] == (5,), "the one that has most room"
-    assert "another layout was full" in stats.why
+    assert "no room with the first layout" in stats.why
     assert os.listdir(disk) == ["a.pt"]
     assert bool((fastckpt.load(disk / "a.pt")["w"] == 1).all())
 
@@ -360,7 +360,7 @@ def test_osts_that_are_all_full_are_named(lustre_client: LustreClient, disk: Pat
     error = handle.exception(WAIT_S)
     assert isinstance(error, StorageError) and error.errno == errno.ENOSPC
     assert error.op == "allocate" and "OST0005 (6291456 MiB free)" in str(error)
-    assert re.search(r"12\.0 MiB are needed and .* are left on the file system; ", str(error))
+    assert re.search(r"12\.0 MiB are needed, but .* are free on the file system; ", str(error))
     assert lustre_client.calls.count("create") == 2, "once more, and not again"
     assert os.listdir(disk) == []
 
@@ -383,7 +383,7 @@ def test_free_space_is_told_where_it_is_known(
     monkeypatch.setattr(lustre, "TREES", (str(disk / "nowhere"),))
     created(disk / "a", Purpose(1))
     with (disk / "a").open() as file:
-        assert lustre.targets_text(file.fileno()) == "it lies on OST0000"
+        assert lustre.targets_text(file.fileno()) == "the file is on OST0000"
 
 
 def test_a_crowd_of_seeds_is_cut_alike() -> None:

@@ -381,5 +381,5 @@ def test_a_mount_that_writes_in_sequence_refuses_with_the_reason(
     monkeypatch.setattr(policies, "policy_of", lambda _fd: ("fuse.rclone", policy))
     error = saved_on(InSequence(sizes=sizes), disk / "a.pt").exception(WAIT_S)
     assert isinstance(error, StorageError) and error.op == ("write" if sizes else "allocate")
-    assert "in sequence" in str(error) and "--vfs-cache-mode" in str(error)
+    assert "sequential writes only" in str(error) and "--vfs-cache-mode" in str(error)
     assert os.listdir(disk) == []
