@@ -1,13 +1,13 @@
 """Waits, futures and starts of threads that a signal handler may interrupt at any point.
 
-Python runs handlers on the main thread between bytecodes. An exception that one raises can leave
-the lock of a threading.Condition, Event or Semaphore, or of a Future, taken for ever, also in
-Thread.start(). So a caller's thread changes shared state here only by single operations of lists
-and deques, which are atomic, and waits on a lock that nobody else waits on. C locks in `with`
-statements are safe (up to Python 3.13 no handler runs between taking one and the body); they guard
-caches only. A handler that raises inside a log call can leave a lock of `logging` taken, and a save
-that logs then waits: what is logged about Ctrl-C, which may be pressed again, is logged on another
-thread; calls of the program's own are not ours to mend.
+Python runs handlers on the main thread between bytecodes. If a handler raises, the lock of a
+threading.Condition, Event, Semaphore or Future can stay locked for ever, also in Thread.start(). So
+a caller's thread changes shared state here only by single operations of lists and deques, which are
+atomic, and waits on a lock that no other thread waits on. C locks in `with` statements are safe (up
+to Python 3.13 no handler runs between the acquisition and the body); they only guard caches. If a
+handler raises inside a log call, a lock of `logging` can stay locked, and a save that logs then
+waits. Since Ctrl-C may be pressed again at any time, messages about it are logged on another
+thread. Log calls of the program itself remain unprotected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ K = TypeVar("K")
 T = TypeVar("T")
 
 SERVER_S = 10.0  # the longest wait in within() for a server that may not answer
-# Waits look at the flag this often: a set() that a handler interrupts may not wake every sleeper.
+# Waits check the flag this often: a set() interrupted by a handler may not wake every sleeper.
 _LOOK_S = 1.0
 
 if sys.version_info >= (3, 11):
@@ -40,14 +40,14 @@ if sys.version_info >= (3, 11):
 else:
 
     class TimedOut(TimeoutError, futures.TimeoutError):
-        """The builtin TimeoutError, which concurrent.futures' was not before Python 3.11."""
+        """The builtin TimeoutError; before Python 3.11 that of concurrent.futures was another."""
 
 
 def items_of(shared: dict[K, T]) -> list[tuple[K, T]]:
-    """Returns the items of a dict that other threads change meanwhile.
+    """Returns the items of a dict that other threads may be changing.
 
-    dict.copy() is not one operation: garbage may be collected in the midst of it, and so another
-    thread run. A copy that has more keys than it knows of then raises RuntimeError.
+    dict.copy() is not atomic: it may trigger garbage collection, and another thread may run then.
+    If the number of keys changes during the copy, it raises RuntimeError.
     """
     while True:
         try:
@@ -76,8 +76,8 @@ class Latch:
         return self._is_set
 
     def set(self) -> None:
-        """Notes that the event has happened, and wakes all who wait. Idempotent."""
-        self._is_set = True  # first, since a wait that begins from now on only looks at this
+        """Records that the event has happened, and wakes all waiting threads. Idempotent."""
+        self._is_set = True  # first, since a wait that begins from now on only checks this
         while self._sleepers:
             try:
                 sleeper = self._sleepers.pop()
@@ -95,10 +95,10 @@ class Latch:
         self._sleepers.append(sleeper)
         try:
             while not self._is_set:  # read after the append: a set() from now on finds the lock
-                left = _LOOK_S if until is None else until - time.monotonic()
-                if left <= 0:
+                remaining_s = _LOOK_S if until is None else until - time.monotonic()
+                if remaining_s <= 0:
                     break
-                sleeper.acquire(timeout=min(left, _LOOK_S))
+                sleeper.acquire(timeout=min(remaining_s, _LOOK_S))
         finally:
             try:
                 self._sleepers.remove(sleeper)
@@ -108,7 +108,7 @@ class Latch:
 
 
 class _Calling(threading.local):
-    """Whether the current thread calls back."""
+    """Whether the current thread runs a callback."""
 
     is_under_way = False
 
@@ -117,8 +117,8 @@ _calling = _Calling()
 
 
 def is_called_back() -> bool:
-    """Returns whether the caller is, or was called by, a callback of a SignalSafeFuture: nobody
-    sees what that returns, and what it raises is only logged.
+    """Returns whether the caller runs in a callback of a SignalSafeFuture. The callback's result is
+    ignored, and an exception from it is only logged.
     """
     return _calling.is_under_way
 
@@ -126,8 +126,9 @@ def is_called_back() -> bool:
 class SignalSafeFuture(futures.Future[T], Generic[T]):
     """A concurrent.futures.Future that runs from the beginning. A TimeoutError is the builtin one.
 
-    Its own methods take no lock. concurrent.futures.wait() and as_completed() take Future's, which
-    a signal handler may leave taken in them; so the thread that ends this never waits for it.
+    The methods of this class take no lock. concurrent.futures.wait() and as_completed() take the
+    lock of Future, and a signal handler may leave it locked; so the thread that ends this Future
+    never waits for that lock.
     """
 
     def __init__(self) -> None:
@@ -166,7 +167,7 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
                 raise self._error
             return cast("T", self._value)
         finally:
-            del self  # which keeps the exception, which keeps this frame
+            del self  # it refers to the exception, and the exception to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Waits for the end. Returns the exception or None; raises TimeoutError."""
@@ -219,8 +220,8 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
             self._call(call)
 
     def _tell_waiters(self) -> None:
-        """Ends the Future that concurrent.futures sees; on another thread if that takes a lock that
-        may have been left taken, its own or one of those who wait.
+        """Ends the base class's Future, for concurrent.futures. Does so on another thread if this
+        needs a lock that may have stayed locked: that of the Future or of a waiting thread.
         """
         is_free = self._condition.acquire(False)
         try:
@@ -250,7 +251,7 @@ def start_thread(target: Callable[[], object], name: str, *, daemon: bool = Fals
     def run() -> None:
         try:
             claimed = claims.pop()
-        except IndexError:  # both threads of _start() came here: the other one runs the target
+        except IndexError:  # both threads of _start() called run(): the other one runs the target
             return
         try:
             claimed()
@@ -270,7 +271,7 @@ def _start(thread: threading.Thread, run: Callable[[], None]) -> None:
     # find the Event locked; so start() is called on a thread on which no handler runs.
     try:
         thread.start()
-    except (RuntimeError, MemoryError):  # no second thread started, or it did after all: see run()
+    except (RuntimeError, MemoryError):  # the thread may have started all the same: see run()
         run()
 
 
@@ -280,32 +281,32 @@ def log_aside(level: int, text: str, *arguments: object) -> None:
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Returns and raises what a function does, called by asked(); raises TimedOut if it has done
-    neither after so many seconds.
+    """Calls a function by call_aside(), and returns its result or raises its error. Raises TimedOut
+    if it has not ended after so many seconds.
     """
-    return asked(call).result(seconds)
+    return call_aside(call).result(seconds)
 
 
-def asked(call: Callable[[], T]) -> SignalSafeFuture[T]:
-    """Calls a function on a thread of its own, as a server may never answer, and which then is not
-    waited for at exit.
+def call_aside(call: Callable[[], T]) -> SignalSafeFuture[T]:
+    """Calls a function on a separate daemon thread, since a server may never answer: the exit of
+    the interpreter does not wait for that thread.
     """
     outcome = SignalSafeFuture[T]()
-    to_be_told = [outcome]
+    claims = [outcome]
 
     def run() -> None:
-        told, value, error = to_be_told.pop(), None, None
+        future, value, error = claims.pop(), None, None
         try:
             value = call()
         except BaseException as raised:
             error = raised
-        try:  # apart: what a signal handler raises in here is for the caller, whose thread this is
+        try:  # outside the other try: on the caller's thread, a signal handler may raise here
             if error is None:
-                told.set_result(cast("T", value))
+                future.set_result(cast("T", value))
             else:
-                told.set_exception(error)
+                future.set_exception(error)
         finally:
-            del told, error  # which keep each other, and this frame
+            del future, error  # they refer to each other and to this frame
 
     if not start_thread(run, "fastckpt-call", daemon=True):
         run()

@@ -38,7 +38,7 @@ from fastckpt.steps.store import (
 from fastckpt.storage import atomic, calls
 from fastckpt.storage.file_system import NEW_MODE, Storage, is_directory, patiently, reported
 from fastckpt.storage.lustre_layout import Purpose
-from fastckpt.storage.vanishing import is_unlocked, kept, leads_nowhere
+from fastckpt.storage.vanishing import is_unlocked, leads_nowhere, locked_shared
 
 log = logging.getLogger("fastckpt")
 
@@ -179,7 +179,7 @@ class PosixSteps(StepStore):
             return True
 
     def hold(self, name: str) -> AbstractContextManager[None]:
-        return kept(self.storage, self.path(name, MANIFEST))
+        return locked_shared(self.storage, self.path(name, MANIFEST))
 
     # ---- the root
 

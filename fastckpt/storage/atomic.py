@@ -24,9 +24,9 @@ log = logging.getLogger("fastckpt")
 _NAME_BYTES_MAX = 150  # leaves room for the suffix below within the 255 bytes of a directory entry
 # The errors of a file system that cannot exchange two names, or give a file another one.
 _NOT_HERE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-# The age at which an uncommitted save counts as dead, if nothing else tells whether it lives.
+# An uncommitted save of this age counts as dead if there is no other sign of whether it is alive.
 DEAD_AFTER_S = 24 * 3600.0
-# The name that a directory which is being replaced has meanwhile, inside a hidden directory.
+# The name, inside a hidden directory, of a directory while it is being replaced.
 REPLACED = ".replaced"
 _KEPT_OPEN = (errno.EPERM, errno.EBUSY)
 _CLOSED_S, _CLOSED_POLL_S = 0.5, 0.05
@@ -78,12 +78,12 @@ def is_of_this_host(temporary: str) -> bool:
 
 
 def is_of_dead(storage: Storage, temporary: str) -> bool:
-    """Whether a process of this host made a temporary and is gone, as far as the name tells.
+    """Whether a process of this host made a temporary and is gone, judging by the name.
 
-    If the name is of another pid namespace of this host, or of before its last boot, no process
-    tells. Then the lock does, on local file systems. On others, which may have locks for each
-    client alone, the temporary must not have changed for DEAD_AFTER_S, too: hosts may have one
-    name.
+    A name from another pid namespace of this host, or from before its last boot, identifies no
+    process here. On local file systems the lock then decides. Other file systems may keep locks
+    within each client, and several hosts may share a name: there the temporary must also be
+    unchanged for DEAD_AFTER_S.
     """
     name = os.path.basename(temporary)
     owner = divided(name)[1]
@@ -91,7 +91,7 @@ def is_of_dead(storage: Storage, temporary: str) -> bool:
         return False
     if owner.is_beside_this:
         return owner.is_gone
-    with suppress(OSError):  # it was removed meanwhile, or is not ours to touch
+    with suppress(OSError):  # it was removed in the meantime, or may not be touched
         fd = storage.open(temporary, "lock")
         try:
             may_be = is_old(storage, temporary) or not storage.policy(fd)[1].remote
@@ -102,25 +102,25 @@ def is_of_dead(storage: Storage, temporary: str) -> bool:
 
 
 def is_old(storage: Storage, path: str) -> bool:
-    """Whether a file of an uncommitted save has not changed for so long that the save is over."""
-    with suppress(OSError):  # it is not known
+    """Whether a file of an uncommitted save is unchanged for so long that the save is over."""
+    with suppress(OSError):  # its age is unknown
         status = storage.status(path)
         return status is not None and time.time() - status.st_mtime >= DEAD_AFTER_S
     return False
 
 
 def remove_debris(storage: Storage, path: str) -> list[str]:
-    """Removes temporaries of saves to path whose process is surely dead; returns their paths.
+    """Removes temporaries of saves to path whose process is certainly dead; returns their paths.
 
-    A process is surely dead if is_of_dead() says so, and nobody locks the temporary. Where writers
-    keep no lock (see claim()), the name alone decides.
+    A process is certainly dead if is_of_dead() says so and no process locks the temporary. Where
+    writers hold no lock (see claim()), the name alone decides.
     """
     directory = os.path.dirname(path)
     removed = []
     try:
         names = storage.names(directory)
     except (PermissionError, FileNotFoundError):
-        return []  # the directory may be written to but not listed: debris stays
+        return []  # the directory is missing or may not be listed: debris stays
     for name in temporaries_among(names, path):
         debris = os.path.join(directory, name)
         if is_of_dead(storage, debris) and remove_dead_file(storage, debris):
@@ -133,7 +133,7 @@ def remove_dead_file(storage: Storage, debris: str) -> bool:
     try:
         fd = storage.open(debris, "lock")
     except OSError:
-        return False  # another process removed it, or it is not ours to touch
+        return False  # another process removed it, or it may not be touched
     try:
         is_dead = storage.lock(fd)
         if is_dead:
@@ -146,10 +146,10 @@ def remove_dead_file(storage: Storage, debris: str) -> bool:
 
 
 def claim(storage: Storage, fd: int, path: str) -> None:
-    """Locks a file or directory that this process is making, so that nobody takes it for debris.
+    """Locks a file or directory that this process is making, to mark that it is not debris.
 
-    Where locks are mandatory it takes none, since other ranks could not write to the file then.
-    There, and where the lock is refused, the name alone protects it.
+    Where locks are mandatory, this takes none: other ranks could not write to a locked file. There,
+    and where the lock is refused, the name alone protects the file.
 
     Raises:
         StorageError: the kind of file system cannot be found out (op "open").
@@ -180,8 +180,8 @@ def temporary(
             raise IsADirectoryError(errno.EISDIR, "not a regular file")
         remove_debris(storage, path)
         name = temporary_path(path)
-        # The file replaced may have another owner, group or mode: until the new one has them too,
-        # only this user, as whom all ranks run, may open it.
+        # The replaced file may have another owner, group or mode. Until the new file has the same
+        # ones, only this user may open it; all ranks run as this user.
         mode = NEW_MODE if replaced is None else 0o600
         with _creating(storage, path):
             fd = storage.create(name, mode, purpose)
@@ -189,7 +189,7 @@ def temporary(
         claim(storage, fd, path)
         yield fd, name
     except BaseException:
-        # Some daemons keep an open file under another name, or refuse to remove it: close first.
+        # Some daemons rename an open file or refuse to remove it: close it first.
         try:
             served = _is_served(storage, fd)
         finally:
@@ -201,8 +201,8 @@ def temporary(
 
 @telling
 def _creating(error: BaseException, storage: Storage, path: str) -> None:
-    """Explains ENOENT for a new file in a directory that exists: the file system (/proc, for
-    example) creates no files.
+    """Explains ENOENT for a new file in a directory that exists: the file system, such as /proc,
+    does not create files.
     """
     above = os.path.dirname(path)
     if isinstance(error, FileNotFoundError) and storage.status(above) is not None:
@@ -215,21 +215,22 @@ def _is_served(storage: Storage, fd: int) -> bool:
     try:
         return storage.policy(fd)[0].startswith("fuse")
     except OSError:
-        return False  # the error that brought us here is the one that counts
+        return False  # the earlier error counts
 
 
 def _remove_closed(storage: Storage, name: str, served: bool) -> None:
-    """Removes a file that was closed just now.
+    """Removes a file that was just closed.
 
-    If a daemon serves it, this goes on for _CLOSED_S: the daemon hears of the close(2) later. Until
-    then it may refuse, and then create the file anew (rclone uploads even an empty one).
+    If a daemon serves the file, this continues for _CLOSED_S: the daemon learns of the close(2)
+    later. Until then it may refuse the removal, or create the file again afterwards (rclone uploads
+    even an empty file).
     """
     until = time.monotonic() + _CLOSED_S
     while True:
         try:
             storage.remove(name)
         except OSError as error:
-            # It was renamed, or the next save removes it; the error that led here counts.
+            # The file was renamed, or the next save removes it; the earlier error counts.
             if not served or error.errno not in (*_KEPT_OPEN, errno.ENOENT):
                 return
         if not served or time.monotonic() >= until:
@@ -238,7 +239,7 @@ def _remove_closed(storage: Storage, name: str, served: bool) -> None:
 
 
 def settle(storage: Storage, fd: int, path: str, durable: bool) -> None:
-    """Makes a file durable, or else only has the file system report errors of earlier writes."""
+    """Makes a file durable; without `durable`, only has errors of earlier writes reported."""
     with reported("sync" if durable else "flush", path):
         (storage.sync if durable else storage.flush)(fd)
 
@@ -256,12 +257,12 @@ def real_path(path: str) -> str:
 
 
 def check_directory(storage: Storage, path: str) -> None:
-    """Raises StorageError if a file's directory is missing, so that save() itself raises it. Other
-    faults show when the file is opened, in the background.
+    """Raises StorageError if a file's directory is missing, while the caller is still in save().
+    Other faults show later, when the background thread opens the file.
     """
     try:
         is_missing = storage.status(os.path.dirname(path)) is None
-    except OSError:  # this may pass; opening the file decides
+    except OSError:  # it may be temporary; opening the file decides
         return
     if is_missing:
         raise StorageError("open", path, errno.ENOENT, detail="create it first")
@@ -276,10 +277,10 @@ def close_quietly(storage: Storage, fd: int) -> None:
 
 
 def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> None:
-    """Gives a temporary, open as fd, the permissions of the file it will replace; if there is none,
-    those that the umask allows a new file.
+    """Gives a temporary, open as fd, the permissions of the file that it will replace. If there is
+    no such file, it gets the permissions that the umask allows a new file.
 
-    The temporary may become read-only, so call this when no rank has to open it any more.
+    The temporary may become read-only, so call this after the last rank has opened it.
 
     Raises:
         StorageError: of op "open" or "set mode".
@@ -302,19 +303,20 @@ def publish(
 
     Args:
         durable: whether the directory is synced.
-        fd: the temporary, if it is open; a server that refuses is then asked again (patiently()).
+        fd: the temporary, if it is open; the rename is then repeated while a server refuses it
+            (patiently()).
 
     Returns:
-        A descriptor of the replaced file, or None. Closing it frees the file's blocks, which may
-            take longer than the commit itself (up to 0.15 s/GiB on ext4 with discard) and can wait
-            until the result was told. Always None on network file systems.
+        A descriptor of the replaced file, or None. Closing it frees the file's blocks. That may
+            take longer than the commit itself (up to 0.15 s/GiB on ext4 with discard), so close it
+            after the result of the save is set. Always None on network file systems.
 
     Raises:
         StorageError: op "open directory" or "rename": nothing has changed. Op "sync directory": the
             error is `visible`.
     """
     with naming_in(storage, [os.path.dirname(path)] if durable else [], path) as make_durable:
-        replaced = None if fd is None else _kept(storage, fd, path)
+        replaced = None if fd is None else _open_replaced(storage, fd, path)
         try:
             with reported("rename", path):
                 if fd is None:
@@ -330,12 +332,12 @@ def publish(
 
 
 def rename_to_free_name(storage: Storage, temporary: str, path: str) -> None:
-    """Renames a file, but raises OSError if something has the name. Only where no file can have two
-    names is that replaced which gets it at this very moment.
+    """Renames a file, but raises OSError if something has the name. On a file system without hard
+    links, a file that gets the name at the same moment is replaced.
     """
     try:
         storage.link(temporary, path)
-        with suppress(OSError):  # the file has its name; what stays is removed as debris
+        with suppress(OSError):  # the file has its name; a later save removes the temporary
             storage.remove(temporary)
     except OSError as error:
         if error.errno not in _NOT_HERE or storage.status(path) is not None:
@@ -343,12 +345,13 @@ def rename_to_free_name(storage: Storage, temporary: str, path: str) -> None:
         storage.rename(temporary, path)
 
 
-def _kept(storage: Storage, fd: int, path: str) -> int | None:
+def _open_replaced(storage: Storage, fd: int, path: str) -> int | None:
     """Returns a descriptor of the file that fd's file is about to replace, on local file systems.
 
-    Elsewhere an open file cannot be replaced at once. A client of NFS first renames it away, so
-    that nothing has the name for a moment, or for good if the client dies then. A client of CIFS
-    removes it, but the rename is refused until nobody has it open: meanwhile neither is there.
+    On other file systems, the replacement of an open file is not atomic. An NFS client first
+    renames the old file away: for a moment nothing has the name, or for ever if the client dies
+    then. A CIFS client removes the old file, and its server refuses the rename until the old file
+    is closed everywhere: until then, neither file has the name.
     """
     with reported("open", path):
         if storage.policy(fd)[1].remote:
@@ -356,7 +359,7 @@ def _kept(storage: Storage, fd: int, path: str) -> int | None:
     try:
         return storage.open(path)
     except OSError:
-        return None  # there is none, or it is not readable: the rename itself frees its blocks
+        return None  # it is missing or not readable: the rename itself frees its blocks
 
 
 @contextmanager
@@ -367,11 +370,11 @@ def naming_in(
     error here changes nothing.
 
     Args:
-        directories: those in which names change; none, if the name need not be durable.
+        directories: the directories in which names change; empty if the name need not be durable.
         path: the checkpoint's path, for messages.
 
     Yields:
-        A function that syncs them, for the body to call when the name is given. Its StorageError is
+        A function that syncs them, for the body to call after the rename. Its StorageError is
             `visible`, since every reader sees the checkpoint by then.
 
     Raises:
@@ -433,7 +436,7 @@ def replace_file(
         settle(storage, fd, path, durable)
         if (
             durable and commits and not names_are_durable
-        ):  # a commit record may name only files whose names are durable
+        ):  # a commit record may only name files whose names are durable
             with reported("sync directory", directory):
                 storage.sync_directory(directory)
         return publish(storage, name, path, durable and commits, fd)
@@ -450,13 +453,13 @@ def make_directory(storage: Storage, path: str, durable: bool) -> None:
         while (parent := os.path.dirname(missing[-1])) and storage.status(parent) is None:
             missing.append(parent)
         storage.make_directory(path, parents=True)
-    for made in reversed(missing if durable else []):
-        with reported("sync directory", os.path.dirname(made)):
-            storage.sync_directory(os.path.dirname(made))
+    for directory in reversed(missing if durable else []):
+        with reported("sync directory", os.path.dirname(directory)):
+            storage.sync_directory(os.path.dirname(directory))
 
 
 def remove_files(storage: Storage, paths: Sequence[str]) -> None:
-    """Removes files that nothing needs. One that cannot be removed is left to the next save."""
+    """Removes files that nothing needs. If a removal fails, the next save removes the file."""
     for path in paths:
         try:
             storage.remove(path)
@@ -471,16 +474,16 @@ def publish_directory(
 ) -> None:
     """THE commit of a directory, whose content is already durable: gives it its final name.
 
-    A directory that had the name gets the new one's in exchange. Where the file system cannot
-    exchange two names, the old directory is moved into `aside` first, and nothing has the name for
-    a moment. If the new one cannot take it, the old one is moved back; if this process is killed,
-    remove_dead_directories() does so.
+    If a directory already has that name, the two directories exchange their names. Where the file
+    system cannot do this, the old directory is first moved into `aside`, and for a moment nothing
+    has the name. If the new directory then cannot be renamed, the old one is moved back; if this
+    process is killed, remove_dead_directories() moves it back.
 
     Args:
         directory, path: the new directory's present and final path.
         aside: a temporary_path() of path; it need not exist.
         fd: any file open on that file system, for patiently().
-        replaces: whether a directory may have the name; if not, that is an error.
+        replaces: whether another directory may be replaced; if not, its presence is an error.
     """
 
     def exchange() -> bool:
@@ -507,14 +510,14 @@ def publish_directory(
         try:
             rename(directory, path)
         except OSError:
-            with suppress(OSError):  # the first error counts; the caller checks what has the name
+            with suppress(OSError):  # the first error counts; the caller checks the name
                 rename(replaced, path)
                 storage.remove_directory(aside)
             raise
 
 
 def remove_directory(storage: Storage, path: str, hidden: str) -> None:
-    """Renames a directory to a hidden name, then removes it: its name never stands for a part."""
+    """Renames a directory to a hidden name, then removes it: no reader sees it half removed."""
     storage.rename(path, hidden)
     # Without this sync, a power cut might bring back the name but not all of the content.
     storage.sync_directory(os.path.dirname(path))
@@ -533,10 +536,10 @@ def sync_directories(storage: Storage, directory: str) -> None:
 
 
 def remove_dead_directories(storage: Storage, parent: str) -> None:
-    """Removes directories with temporary names whose process is dead, as remove_debris() does. A
-    directory that such a process had moved aside, and not replaced, gets its name back.
+    """Removes directories with temporary names whose process is dead, as remove_debris() does. If
+    such a process moved a directory aside but did not replace it, the directory is renamed back.
     """
-    # There may be no parent yet, or one that may be written to but not listed: they stay.
+    # The parent may be missing, or may be writable but not readable: then nothing is removed.
     with reported("list", parent), suppress(PermissionError, FileNotFoundError):
         for name in storage.names(parent):
             path = os.path.join(parent, name)
@@ -545,15 +548,15 @@ def remove_dead_directories(storage: Storage, parent: str) -> None:
 
 
 def remove_dead(storage: Storage, path: str) -> None:
-    """Removes a temporary, file or directory, that is as if its process were gone. Raises OSError
-    if nobody knows which it is.
+    """Removes a temporary file or directory as if its process were gone. Raises OSError if the kind
+    of the temporary cannot be determined.
     """
     (remove_dead_directory if is_directory(storage, path) else remove_dead_file)(storage, path)
 
 
 def remove_dead_directory(storage: Storage, path: str) -> bool:
     """Removes a directory with a temporary name whose process is gone; returns whether it did."""
-    with suppress(OSError):  # another process may remove it too; it costs only space
+    with suppress(OSError):  # another process may also remove it; a leftover only costs space
         fd = storage.open(path)
         try:
             if storage.lock(fd):
@@ -566,12 +569,12 @@ def remove_dead_directory(storage: Storage, path: str) -> bool:
 
 
 def moved_aside(storage: Storage, aside: str) -> str | None:
-    """Returns the path that a directory which was moved into `aside`, by a save that was killed as
-    it replaced it, gets back; None if there is none, or if that path is taken.
+    """Returns the original path of a directory that a killed save moved into `aside`; None if there
+    is no such directory, or if something else has that path.
     """
     if not is_directory(storage, os.path.join(aside, REPLACED)):
         return None
-    # If the name was too long for _prefix(), this is a hash: a strange name is better than none.
+    # A name that was too long for _prefix() is a hash here: still better than no name.
     path = os.path.join(os.path.dirname(aside), divided(os.path.basename(aside))[0][1:])
     return path if storage.status(path) is None else None
 
@@ -590,4 +593,4 @@ def _umask() -> int:
         with open("/proc/thread-self/status", encoding="ascii", errors="replace") as status:
             return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
     except (OSError, StopIteration, ValueError):
-        return stat.S_IWOTH  # it is not known: rather give too few permissions
+        return stat.S_IWOTH  # the umask is unknown: give too few permissions rather than too many

@@ -1,4 +1,4 @@
-"""Bound: the longest that nothing may get on."""
+"""Bound: how long a wait may go without progress."""
 
 from __future__ import annotations
 
@@ -9,34 +9,35 @@ from collections.abc import Callable
 log = logging.getLogger("fastckpt")
 
 LOOK_S = 0.5  # how often waits look
-PARTING_S = 10.0  # how long transfers of what has failed or ended are waited for if none gets on
-_LOG_S = 60.0  # how often a wait in which nothing gets on is logged
+PARTING_S = 10.0  # how long transfers of a failed or ended save are waited for without progress
+_LOG_S = 60.0  # how often a wait without progress is logged
 
 
 class Bound:
-    """The bound of one wait after another. Each look adds at most look_s, however long ago the last
-    one was: a process that was stopped must not take its own pause for a disk that hangs.
+    """The bound of successive waits. Each look adds at most look_s, however long ago the last look
+    was: otherwise a stopped process would mistake its own pause for a disk that hangs.
 
     Attributes:
-        timeout_s: for how long nothing may get on; inf: there is no limit.
-        look_s: how long to wait at most between two looks.
+        timeout_s: the longest time without progress; inf: there is no limit.
+        look_s: the longest time between two looks.
     """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s, self.look_s = timeout_s, min(LOOK_S, timeout_s / 4)
         self._looked = self._still_s = self._logged_s = 0.0
 
-    def is_over(self, seconds: float, awaited: Callable[[], str]) -> bool:
-        """Returns whether nothing has got on for timeout_s; logs once a minute if nothing does.
+    def is_over(self, seconds: float, describe: Callable[[], str]) -> bool:
+        """Returns whether there was no progress for timeout_s; logs a wait without progress once a
+        minute.
 
         Args:
-            seconds: for how long nothing has got on, by the clock.
-            awaited: returns what is waited for, and for how long, in words.
+            seconds: the time without progress, by the clock.
+            describe: returns in words what the caller waits for, and how long it has waited.
         """
         now = time.monotonic()
         since, self._looked = now - self._looked, now
         self._still_s = min(seconds, self._still_s + min(since, self.look_s))
-        if seconds < since:  # it has got on since the last look
+        if seconds < since:  # there was progress since the last look
             self._still_s = min(seconds, self.look_s)
         if self._still_s < self._logged_s:
             self._logged_s = 0.0
@@ -45,7 +46,7 @@ class Bound:
             log.warning(
                 "%s: check that the server or the disk responds. It is abandoned after %g s "
                 "without progress",
-                awaited(),
+                describe(),
                 self.timeout_s,
             )
         return self._still_s >= self.timeout_s

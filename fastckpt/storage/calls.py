@@ -1,9 +1,10 @@
-"""The permit of a save, to call the file system. A server may never answer a call, and the thread
-that is in it can do nothing about that: another one sees it, and revokes the permit.
+"""The permit of a save to call the file system. A server may never answer a call, and the thread in
+that call cannot act then. Another thread notices the hang and revokes the permit.
 
-From then on the thread goes on, if its call returns, as if its process had been killed in that
-call: nothing is removed, renamed or written any more that others may have taken over by now. It
-only closes its files. What it closes under a temporary name is what a dead process leaves.
+If the call returns later, every storage call of that thread but close raises Revoked, as if the
+process had been killed in the call: the thread removes, renames and writes nothing, because another
+job may have taken over in the meantime. Files that it closes under a temporary name are debris, as
+those of a dead process are.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 from fastckpt.errors import StorageError
-from fastckpt.latch import Latch, TimedOut, asked
+from fastckpt.latch import Latch, TimedOut, call_aside
 from fastckpt.storage.bound import Bound
 from fastckpt.storage.owners import divided
 
@@ -36,19 +37,19 @@ _thread = _Thread()
 
 
 class Revoked(BaseException):
-    """Ends the work of a thread whose permit was revoked: no handler of errors of the file system
-    takes it for one.
+    """Ends the work of a thread whose permit was revoked. Handlers of file system errors do not
+    catch it.
     """
 
 
 class Permit:
-    """The permit of one save, for the thread that has entered it, which notes its calls here. Once
-    it is revoked, each of them but close raises Revoked.
+    """The permit of one save. The thread that enters it records its storage calls here. After the
+    permit is revoked, each call but close raises Revoked.
 
     Attributes:
-        is_revoked: whether it is.
-        ended: to be set by who has revoked it, when the save is ended: only then does a call return
-            to the thread, or raise.
+        is_revoked: whether the permit is revoked.
+        ended: set by the thread that revoked the permit, after it has ended the save. Until then,
+            calls of the revoked thread neither return nor raise.
         left: the temporary files and directories that the thread has closed since.
     """
 
@@ -66,29 +67,30 @@ class Permit:
         _thread.permit = None
 
     def revoke(self, bound: Bound | None = None) -> StorageError | None:
-        """Revokes it if the call under way has not got on within the bound; without one, in any
-        case. Returns the error of a save that ends because of that call.
+        """Revokes the permit if the current call made no progress within the bound, or in any case
+        without a bound. Returns the error of a save that ends because of that call.
         """
         calls = self.under_way[-1:]
         if bound is not None and not (calls and bound.is_over(calls[0].seconds(), calls[0].text)):
             return None
         with self.lock:
             if self.is_revoked or (bound is not None and self.under_way[-1:] != calls):
-                return None  # or it has returned
+                return None  # or the call has returned
             self.is_revoked, self.hung = True, self.under_way[-1:]
         return self.hung[0].error(bound) if self.hung else None
 
     def check(self) -> None:
-        """Raises Revoked if it is revoked, once the save is ended."""
+        """Raises Revoked, after the save is ended, if the permit is revoked."""
         if self.is_revoked:
             self.ended.wait()
             raise Revoked
 
     def closes(self, fd: int, path: str) -> bool:
-        """Returns whether the thread of this permit, which is revoked, has that file still open:
-        the number of what it has closed may be another file's by now. Notes what it closes.
+        """Returns whether the thread of this revoked permit still has that file open, and records
+        that it closes it now. The number of a descriptor that it has closed may be in use again, by
+        another file.
         """
-        if any(call.name == "close" for call in self.under_way):  # a double's calls the real one
+        if any(call.name == "close" for call in self.under_way):  # a test double's close
             return True
         if fd in self._closed:
             return False
@@ -99,14 +101,14 @@ class Permit:
 
 
 class Call:
-    """A call, or some that follow each other, while its context is entered.
+    """A storage call, or a sequence of them, while its context is entered.
 
     Args:
-        name: what is done; also an attribute.
-        subject: the path or descriptor that it is done to.
+        name: the operation; also an attribute.
+        subject: the path or descriptor of the operation.
 
     Attributes:
-        since: when it last got on, by time.monotonic().
+        since: the time of the last progress, by time.monotonic().
     """
 
     def __init__(self, name: str, subject: object) -> None:
@@ -118,7 +120,7 @@ class Call:
         if (permit := self._permit) is None:
             return
         with permit.lock:
-            # What a call that hangs consists of is done, as by a server.
+            # The inner calls of a call that hangs are carried out, as a server would do.
             if not permit.is_revoked or permit.under_way or self.name == "close":
                 permit.under_way.append(self)
                 return
@@ -130,16 +132,16 @@ class Call:
         with permit.lock:
             permit.under_way.pop()
             for outer in permit.under_way[-1:]:
-                outer.since = time.monotonic()  # it has got on
+                outer.since = time.monotonic()  # this is progress
         if self in permit.hung:
             permit.check()
 
     def seconds(self) -> float:
-        """Returns for how long it has not got on."""
+        """Returns the time without progress."""
         return time.monotonic() - self.since
 
     def text(self) -> str:
-        """Returns what is waited for, in words."""
+        """Returns in words what the thread waits for."""
         return f"{self.name} of {self._path()!r} has not returned for {self.seconds():.0f} s"
 
     def error(self, bound: Bound | None) -> StorageError:
@@ -154,16 +156,14 @@ class Call:
 
 def _path_of(fd: int) -> str:
     try:
-        return os.readlink(f"/proc/self/fd/{fd}")  # which asks no server
+        return os.readlink(f"/proc/self/fd/{fd}")  # this sends no request to a server
     except OSError:
         return ""
 
 
 class NotedLock:
-    """A re-entrant lock whose waits are Calls: who has it may be in one that never returns. Not for
-    threads on which signal handlers run.
-
-    Args: as Call's.
+    """A re-entrant lock whose waits are Calls, since its holder may be in a call that never
+    returns. Not for threads on which signal handlers run. Args: as Call's.
     """
 
     def __init__(self, name: str, subject: str) -> None:
@@ -189,15 +189,15 @@ def is_revoked() -> bool:
 
 
 def _unmake(fd: int, path: str) -> None:
-    """Removes a new file that nobody knows of yet, if it still has its name."""
-    with suppress(OSError):  # what stays is left to whoever finds it
+    """Removes a new file that no other process knows of, if it still has its name."""
+    with suppress(OSError):  # a leftover is removed as debris
         if os.path.samestat(os.fstat(fd), os.lstat(path)):
             os.unlink(path)
 
 
-def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of Storage whose calls are Calls. What opened a file as it hung closes it
-    again, and what made one removes it.
+def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of Storage whose calls are Calls. If a revoked call has opened a file, the
+    file is closed again; if it has created a file, the file is removed.
     """
 
     @wraps(method)
@@ -229,12 +229,12 @@ def noted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def looked_up(look: Callable[[], T], path: str, timeout_s: float) -> T:
-    """Returns what a function returns that looks a path up, so that save() itself waits for no
-    server that does not answer. Raises StorageError if it has not for so long.
+    """Calls a function that looks up a path, and returns its result. Raises StorageError if it has
+    not returned for timeout_s, so that save() does not wait for a server that does not respond.
     """
-    outcome, bound, since = asked(look), Bound(timeout_s), time.monotonic()
+    outcome, bound, since = call_aside(look), Bound(timeout_s), time.monotonic()
 
-    def awaited() -> str:
+    def describe() -> str:
         return f"the look-up of {path!r} has not returned for {time.monotonic() - since:.0f} s"
 
     try:
@@ -244,14 +244,14 @@ def looked_up(look: Callable[[], T], path: str, timeout_s: float) -> T:
             except TimedOut:
                 if outcome.done():
                     return outcome.result()
-            if bound.is_over(time.monotonic() - since, awaited):
+            if bound.is_over(time.monotonic() - since, describe):
                 detail = (
-                    f"{awaited()} (timeout_s); nothing was started: call again when the server "
+                    f"{describe()} (timeout_s); nothing was started: call again when the server "
                     "responds"
                 )
                 raise StorageError("look up", path, errno.ETIMEDOUT, detail=detail)
     finally:
-        del outcome  # which keeps the error, which keeps this frame
+        del outcome  # it refers to the error, and the error to this frame
 
 
 def real_path(path: str, timeout_s: float) -> str:
@@ -260,7 +260,7 @@ def real_path(path: str, timeout_s: float) -> str:
 
 
 def note(kind: type, seam: type) -> None:
-    """Makes the public methods of `seam` that a class defines noted() ones."""
+    """Applies as_call() to the public methods of `seam` that a class defines."""
     for name, method in [*vars(kind).items()]:
         if isinstance(method, FunctionType) and not name.startswith("_") and hasattr(seam, name):
-            setattr(kind, name, noted(name, method))
+            setattr(kind, name, as_call(name, method))

@@ -26,9 +26,9 @@ from fastckpt.storage.lustre_layout import Layout, Purpose
 from fastckpt.storage.policies import LINGERING, REFUSALS, Policy
 
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2  # of renameat2(2)
-# Its errors where the file system, or the kernel, does not know a flag.
+# Its errors if the file system or the kernel does not support a flag.
 _UNKNOWN = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-# Errors of a server, or of the way to it: all others are checks, which come before the change.
+# Errors of a server or its network. All other errors come from checks before the change.
 _LOST = frozenset(
     {
         *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN),
@@ -41,11 +41,12 @@ def rename(source: str, target: str, replaces: bool = True) -> None:
     """Renames a file or directory, as rename(2) does.
 
     Args:
-        replaces: whether something may have the target's name. If not, that is an error; where the
-            file system cannot promise it, what gets the name at this very moment is replaced.
+        replaces: whether something that has the target's name is replaced. If not, its presence is
+            an error; but where the file system cannot check this in one step, something that gets
+            the name at the same moment is replaced.
 
     Raises:
-        OSError: nothing has changed. ETIMEDOUT: nobody knows whether it has.
+        OSError: nothing has changed. ETIMEDOUT: it is unknown whether anything has changed.
     """
     try:
         if replaces:
@@ -57,8 +58,8 @@ def rename(source: str, target: str, replaces: bool = True) -> None:
 
 
 def exchange(one: str, other: str) -> None:
-    """Exchanges two names in one step: renameat2(2), which not every file system has. Raises as
-    rename().
+    """Exchanges two names in one step by renameat2(2). Not every file system supports this. Raises
+    as rename().
     """
     moved = _identity(one)
     try:
@@ -86,7 +87,7 @@ def _renameat2(source: str, target: str, flag: int) -> None:
 
 
 def _raise_unless(error: OSError, is_done: Callable[[], bool]) -> None:
-    """Raises the error of a change, unless it is seen that the change was made."""
+    """Raises the error of a change, unless the change was made all the same."""
     if error.errno not in _LOST:
         raise error
     try:
@@ -98,7 +99,7 @@ def _raise_unless(error: OSError, is_done: Callable[[], bool]) -> None:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Returns the device and inode of what has this name, or None."""
+    """Returns the device and inode of a path, or None if nothing is there."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -112,24 +113,24 @@ Opening = Literal["read", "regular", "write", "lock", "directory"]
 
 
 class NoRegularFile(OSError):
-    """Raised if a path was looked at, and stands for something other than a regular file."""
+    """Raised if a path was examined and is not a regular file."""
 
 
-# For how many seconds a server that begins to refuse is asked again: an expired Kerberos ticket may
-# be renewed, and then a save goes on, for its bytes are still in memory.
+# For how many seconds calls that a server refuses are repeated: an expired Kerberos ticket may be
+# renewed, and then the save continues, since its bytes are still in memory.
 PATIENCE_S = 60.0
 _PAUSE_S = 0.25
 # The pauses between attempts to read, in seconds.
 REREAD_PAUSES_S = (0.02, 0.1, 0.4, 1.5, 3.0)
 _LASTING = (
     *(errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP),
-    errno.EBUSY,  # from listed_anew(), which has tried often enough
-    *(errno.ETIMEDOUT, errno.EKEYREJECTED),  # it was waited for, or asked, long enough
+    errno.EBUSY,  # from listed_anew(), after many attempts
+    *(errno.ETIMEDOUT, errno.EKEYREJECTED),  # after a long wait or many attempts
 )
-# Shortages of this process or machine, which say nothing about a disk.
+# Shortages of this process or machine: they say nothing about a disk.
 OWN_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
-# How daemons that upload a file while it is written (rclone, mountpoint-s3, goofys) refuse a size
-# or an offset that is not the next one.
+# Errors by which daemons that upload a file during its writes (rclone, mountpoint-s3, goofys)
+# refuse a size, or an offset other than the next one.
 _OUT_OF_SEQUENCE = frozenset(
     {errno.EPERM, errno.EINVAL, errno.ESPIPE, errno.ENOSYS, errno.EOPNOTSUPP}
 )
@@ -138,35 +139,35 @@ _SEQUENTIAL = (
     "mount it with a cache for writes (rclone: --vfs-cache-mode writes), or save to another file "
     "system and copy the checkpoint"
 )
-# Pauses between attempts to read a file that another machine replaces meanwhile, in seconds.
+# Pauses between attempts to read a file that another machine is replacing, in seconds.
 _STALE_PAUSES_S = (0.0, 0.05, 0.1, 0.2, 0.4, 0.8)
-# For how many seconds a rank looks for what the first rank has found: clients of NFS remember for
-# up to 60 s that a name did not exist.
+# For how many seconds a rank looks for a file that the first rank sees: NFS clients remember for up
+# to 60 s that a name did not exist.
 APPEARS_S = 75.0
-# flock(2)'s errors where another process holds the lock (EACCES: CIFS), and where the file system
-# has no locks, so that nobody holds one.
+# flock(2)'s errors if another process holds the lock (EACCES: CIFS), and if the file system has no
+# locks at all.
 _HELD = frozenset({errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES})
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL, errno.ENOTTY})
-# The mode of a new file, which others may not write to until it is whole.
+# The mode of a new file: other users may not write to it until it is complete.
 NEW_MODE = 0o664
 
-# This process's descriptors, which a child of fork() closes, since they would keep locks and
-# removed files alive there; with the file system of each, once that was found out.
+# This process's descriptors, each with its file system once that is known. A child of fork() closes
+# them, since its copies would keep locks and removed files alive.
 _descriptors: dict[int, tuple[str, Policy] | None] = {}
 
 
-def _noted(fd: int) -> int:
+def _registered(fd: int) -> int:
     _descriptors[fd] = None
     return fd
 
 
 def _policy(fd: int) -> tuple[str, Policy]:
-    found = _descriptors.get(fd)
-    if found is None:
-        found = policies.policy_of(fd)
+    entry = _descriptors.get(fd)
+    if entry is None:
+        entry = policies.policy_of(fd)
         if fd in _descriptors:
-            _descriptors[fd] = found
-    return found
+            _descriptors[fd] = entry
+    return entry
 
 
 def close_inherited() -> None:
@@ -188,16 +189,16 @@ def shortage_told(error: BaseException, storage: Storage, fd: int, path: str, nb
     """Turns the body's ENOSPC into a StorageError that says how much room is needed and left."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         detail = ""
-        with suppress(OSError):  # the error being explained counts
+        with suppress(OSError):  # the original error counts
             with calls.Call("status", path):
-                taken = os.fstat(fd).st_blocks * 512  # blocks may have been allocated in part
-            detail = room_text(nbytes, storage.free_bytes(os.path.dirname(path)) + taken)
+                allocated = os.fstat(fd).st_blocks * 512  # blocks may have been allocated in part
+            detail = room_text(nbytes, storage.free_bytes(os.path.dirname(path)) + allocated)
         raise StorageError("allocate", path, errno.ENOSPC, detail=detail) from error
 
 
-def room_text(needed: int, left: int) -> str:
-    """Returns both sides of a shortage, in words."""
-    return f"{shown_size(needed)} are needed, but {shown_size(left)} are free on the file system"
+def room_text(needed: int, free: int) -> str:
+    """Returns in words how much room is needed and how much is free."""
+    return f"{shown_size(needed)} are needed, but {shown_size(free)} are free on the file system"
 
 
 @telling
@@ -210,11 +211,11 @@ def naming(error: BaseException, path: str) -> None:
 
 
 def patiently(storage: Storage, fd: int, call: Callable[[], T]) -> T:
-    """Calls an operation on an open file, and again while a remote server refuses it, for
-    PATIENCE_S at most.
+    """Calls an operation on an open file, and repeats it while a remote server refuses it, for at
+    most PATIENCE_S.
 
-    The operation must change nothing when it is refused. So it is no sync, after whose failure the
-    kernel may have dropped the bytes.
+    A refused operation must change nothing. A sync is therefore never repeated: after a failed sync
+    the kernel may have dropped the bytes.
     """
     until = time.monotonic() + PATIENCE_S
     while True:
@@ -229,12 +230,13 @@ def patiently(storage: Storage, fd: int, call: Callable[[], T]) -> T:
 
 
 def persistently(read: Callable[[], T], path: str) -> T:
-    """Calls a function that reads, and again after REREAD_PAUSES_S unless its error is lasting: a
-    failed read says nothing about the bytes, so it must not pass for damage, nor end a load.
+    """Calls a function that reads, and repeats it after REREAD_PAUSES_S unless its error is
+    permanent: a failed read says nothing about the bytes, so it must not count as damage or end a
+    load.
 
     Args:
         read: has no lasting effect if it fails.
-        path: what it reads, for messages.
+        path: the path that it reads, for messages.
 
     Raises:
         StorageError: the last failure; ENOMEM for a MemoryError.
@@ -254,7 +256,7 @@ def persistently(read: Callable[[], T], path: str) -> T:
 
 
 def from_the_path(read: Callable[[], T]) -> T:
-    """Calls a function that opens a path and reads it, and again a few times while that raises
+    """Calls a function that opens a path and reads it, and repeats it a few times while it raises
     ESTALE: another machine has replaced the file, and the server no longer knows the old one.
     """
     pauses = iter(_STALE_PAUSES_S)
@@ -275,20 +277,20 @@ class Storage:
         calls.note(cls, Storage)
 
     def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
-        """Creates a file, which must not exist, for reading and writing; returns its descriptor.
-        The purpose decides the layout of a file that may be long.
+        """Creates a new file for reading and writing; returns its descriptor. It is an error if the
+        path exists. `purpose` decides the file's layout on Lustre.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL follows no link
         if purpose is None or not lustre.is_lustre(os.path.dirname(path)):
-            return _noted(os.open(path, flags, mode))
+            return _registered(os.open(path, flags, mode))
         fd, why = lustre.create(path, flags, mode, purpose)
-        name, policy = _policy(_noted(fd))
+        name, policy = _policy(_registered(fd))
         _descriptors[fd] = name, policy._replace(why=f"{policy.why}; {why}")
         return fd
 
     def refusal(self, fd: int, number: int) -> Refusal:
-        """Explains the errno with which a new file was refused its size or a block. Raises nothing,
-        since the error being explained counts.
+        """Explains why a new file could not get its size or a block, from the errno. Raises
+        nothing, since the original error counts.
         """
         try:
             name = _policy(fd)[0]
@@ -303,15 +305,15 @@ class Storage:
         """Opens a file or directory, without waiting for the other end of a FIFO.
 
         Args:
-            file: its path; or its descriptor, to open it once more, with none of that one's flags.
-            how: "read"; "regular": to read a regular file, through no symbolic link; "write": for
-                reading and writing what another rank has made, through no link; "lock": for lock(),
-                for writing too if possible, as NFS needs it (flock(2)); "directory": for
-                sync_directory().
+            file: its path; or its descriptor, to open it again without the descriptor's flags.
+            how: "read"; "regular": to read a regular file, but not through a symbolic link;
+                "write": to read and write a file that another rank has made, but not through a
+                link; "lock": for lock(), if possible also for writing, since NFS needs that
+                (flock(2)); "directory": for sync_directory().
 
         Raises:
-            NoRegularFile: "regular" was asked for, it was looked at, and is none.
-            OSError: it cannot be opened; whatever the error says, it may be a regular file.
+            NoRegularFile: `how` is "regular", but the path is certainly not a regular file.
+            OSError: it cannot be opened. It may still be a regular file, whatever the error says.
         """
         path = f"/proc/self/fd/{file}" if isinstance(file, int) else file
         flags = os.O_CLOEXEC | os.O_NONBLOCK
@@ -321,19 +323,19 @@ class Storage:
             return _opened_to_write(path)
         if how == "lock":
             flags |= os.O_NOFOLLOW
-            # Local file systems lock what is open for reading, too; directories are never written.
+            # Local file systems also lock files that are only open for reading.
             with suppress(PermissionError, IsADirectoryError):
-                return _noted(os.open(path, os.O_RDWR | flags))
+                return _registered(os.open(path, os.O_RDWR | flags))
         if how == "directory":
             flags |= os.O_DIRECTORY
-        return _noted(os.open(path, os.O_RDONLY | flags))
+        return _registered(os.open(path, os.O_RDONLY | flags))
 
     def look_again(self, path: str) -> bool:
-        """Makes this machine ask the server again what a path names; returns False where the file
-        system caches no names.
+        """Makes this machine look up a path on the server again; returns False if the file system
+        does not cache names.
 
-        Opening a directory does so: a client of NFS then compares the directory's time with the
-        server's, and forgets which names it did not find there before.
+        It opens the directory: an NFS client then compares the directory's time with the server's,
+        and forgets which names were missing before.
         """
         above = os.path.dirname(path)
         try:
@@ -358,11 +360,11 @@ class Storage:
         os.close(fd)
 
     def lock(self, fd: int, *, shared: bool = False) -> bool:
-        """Takes the file's lock, alone or shared, without waiting; returns False if another process
-        holds it, so that this one cannot.
+        """Takes the file's lock, exclusive or shared, without waiting; returns False if another
+        process holds a conflicting lock.
 
-        Raises OSError if neither is known, as EBADF on NFS, which locks only what was opened for
-        writing, unless it is shared.
+        Raises OSError if the lock's state is unknown, such as EBADF on NFS: there an exclusive lock
+        needs a file that is open for writing.
         """
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -382,20 +384,20 @@ class Storage:
             try:
                 return self.read_at(fd, min(nbytes_max, self.fstat(fd).st_size), 0)
             finally:
-                with suppress(OSError):  # it loses nothing of what was read; the first error counts
+                with suppress(OSError):  # no content is lost; the first error counts
                     self.close(fd)
 
         return from_the_path(read)
 
     def make_directory(self, path: str, *, parents: bool = False) -> None:
-        """Makes a directory; with `parents`, it may be there, and those above it are made, too."""
+        """Makes a directory; with `parents`, it may already exist, and missing parents are made."""
         if parents:
             os.makedirs(path, exist_ok=True)
         else:
             os.mkdir(path)
 
     def remove_directory(self, path: str, *, content: bool = False) -> None:
-        """Removes a directory that is empty, or with all that is in it."""
+        """Removes an empty directory, or with `content` a directory and everything in it."""
         (shutil.rmtree if content else os.rmdir)(path)
 
     def allocate(self, fd: int, nbytes: int) -> None:
@@ -411,8 +413,8 @@ class Storage:
             os.ftruncate(fd, nbytes)
 
     def append(self, path: str, line: bytes) -> None:
-        """Adds a line to a file, which is made if it is missing, by one write; if a crash or a full
-        disk has cut the line before, it gets its end first.
+        """Adds a line to a file by one write, and makes the file if it is missing. If a crash or a
+        full disk cut the previous line short, that line is ended first.
         """
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -428,15 +430,15 @@ class Storage:
         os.ftruncate(fd, nbytes)
 
     def sync(self, fd: int) -> None:
-        """Makes the file's data and size durable; reports write errors met since the last call."""
+        """Makes the file's data and size durable; reports write errors since the last call."""
         policy = _policy(fd)[1]
         (os.fsync if policy.syncs_all else os.fdatasync)(fd)
-        if policy.remote:  # a daemon without fsync tells of errors here: see flush()
+        if policy.remote:  # a daemon without fsync reports errors here: see flush()
             os.close(os.dup(fd))
 
     def flush(self, fd: int) -> None:
-        """Has a network file system report failed writes, which it does when a descriptor is
-        closed (close(2)), be it a duplicate: closing that does not release the file's lock.
+        """Has a network file system report failed writes. It reports them when any descriptor of
+        the file is closed (close(2)); closing a duplicate does not release the file's lock.
         """
         os.close(os.dup(fd))
 
@@ -450,7 +452,7 @@ class Storage:
         os.link(source, target, follow_symlinks=False)
 
     def exchange(self, one: str, other: str) -> None:
-        """Exchanges two names in one step, which not every file system can."""
+        """Exchanges two names in one step. Not every file system supports this."""
         exchange(one, other)
 
     def touch(self, path: str) -> None:
@@ -463,27 +465,27 @@ class Storage:
             try:
                 Storage.sync_directory(self, fd)
             finally:
-                with suppress(OSError):  # the sync has reported every error that counts
+                with suppress(OSError):  # the sync has already reported errors
                     Storage.close(self, fd)
             return
         try:
             os.fsync(directory)
         except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some sync no directories
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some cannot sync directories
                 raise
 
     def remove(self, path: str) -> None:
         os.unlink(path)
 
     def remove_all(self, directory: str, names: Sequence[str]) -> None:
-        """Removes files of a directory, in this order where there is one; some may be gone."""
+        """Removes files of a directory; missing ones are ignored. POSIX keeps the given order."""
         for name in names:
-            with suppress(FileNotFoundError):  # somebody else removes it, too
+            with suppress(FileNotFoundError):  # another process has also removed it
                 self.remove(os.path.join(directory, name))
 
     def names(self, directory: str, *, directories: bool = False) -> list[str]:
-        """Returns the names in a directory, in no order, without files that were removed and not
-        freed yet; with `directories` only those of directories, symbolic links being none.
+        """Returns the names in a directory, in no order, without removed files that are not freed
+        yet; with `directories`, only the names of directories, not of symbolic links to them.
         """
         if directories:
             with os.scandir(directory) as entries:
@@ -492,18 +494,18 @@ class Storage:
 
     def free_bytes(self, path: str) -> int:
         """Returns how many bytes may still be written to a path's file system."""
-        found = os.statvfs(path)
-        return found.f_bavail * found.f_frsize
+        statistics = os.statvfs(path)
+        return statistics.f_bavail * statistics.f_frsize
 
     def fstat(self, fd: int) -> os.stat_result:
         """Returns fstat(2) of an open file."""
         return os.fstat(fd)
 
     def status(self, path: str, *, link: bool = False) -> os.stat_result | None:
-        """Returns stat(2) of a path, or None if nothing is there; with `link` that of a symbolic
-        link itself.
+        """Returns stat(2) of a path, or None if nothing is there; with `link`, the status of a
+        symbolic link itself.
 
-        Raises NoRegularFile if it is a symbolic link that leads in a circle.
+        Raises NoRegularFile if the path is a symbolic link that forms a loop.
         """
         try:
             return os.stat(path, follow_symlinks=not link)
@@ -517,16 +519,16 @@ class Storage:
             raise
 
     def set_permissions(self, fd: int, like: os.stat_result | None) -> None:
-        """Gives a file another one's permissions, and owner as far as this process may; without
-        another one, lets everybody write to it.
+        """Gives a file the permissions of another file, and its owner as far as this process may.
+        Without another file, lets everybody write to it.
         """
         own = os.fstat(fd)
         if like is None:
             os.fchmod(fd, stat.S_IMODE(own.st_mode) | stat.S_IWOTH)
             return
         if (own.st_uid, own.st_gid) != (like.st_uid, like.st_gid):
-            # Only root may give files away, not on every file system, and not to owners outside its
-            # user namespace. The file then belongs to whoever saved it, as after cp.
+            # Only root may change the owner, and not on every file system nor to an owner outside
+            # its user namespace. Otherwise the file belongs to the user who saved it, as with cp.
             with suppress(OSError):
                 os.fchown(fd, like.st_uid, like.st_gid)
         os.fchmod(fd, stat.S_IMODE(like.st_mode))
@@ -544,8 +546,8 @@ class Storage:
         return b"".join(parts)
 
     def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-        """Writes all of data. With O_DIRECT, whole pages have to be aligned in memory; of parts of
-        pages, which must be in the file, the pages are rewritten.
+        """Writes all of data. With O_DIRECT, whole pages must be aligned in memory; for a part of a
+        page, the whole page is read from the file and rewritten.
         """
         view = memoryview(data).cast("B")
         is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
@@ -571,16 +573,17 @@ class Storage:
     def set_direct(
         self, fd: int, *, writing: bool, offset: int | None = 0, cached_max: float = 1.0
     ) -> str | None:
-        """Switches an open file to O_DIRECT; returns None if that works, else why it does not.
+        """Switches an open file to O_DIRECT; returns None if that works, otherwise the reason why
+        not.
 
-        Tries one page at `offset`, if given: reads it, or with `writing` fills it with zeros, so
-        that it must have no content yet. Of a file of which a larger share than cached_max is in
-        the page cache, nothing is tried.
+        If `offset` is given, tries one page there: reads it, or with `writing` fills it with zeros,
+        so it must not have content yet. If the share of the file in the page cache is larger than
+        cached_max, tries nothing.
         """
         if cached_max < 1.0 and cached_share(fd) > cached_max:
             return "most of the file is in the page cache"
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        try:  # without O_NONBLOCK, which only the open needed, and with which cuFile refuses it
+        try:  # without O_NONBLOCK: only the open needed it, and cuFile refuses it
             fcntl.fcntl(fd, fcntl.F_SETFL, os.O_DIRECT)
         except OSError as error:
             return f"open refused O_DIRECT: {os.strerror(error.errno or errno.EINVAL)}"
@@ -601,8 +604,8 @@ calls.note(Storage, Storage)
 
 
 class Refusal(NamedTuple):
-    """The reason why a new file was refused its size or a block, in words, "" if it is not known;
-    and a layout with which it may find room when it is made anew, None where all share the room.
+    """The reason in words why a new file could not get its size or a block, "" if unknown; and a
+    layout with which a new file may find room, None where a layout makes no difference.
     """
 
     text: str
@@ -610,43 +613,45 @@ class Refusal(NamedTuple):
 
 
 def scratch() -> int:
-    """Makes a file in memory, without a name, that is gone when closed (memfd_create(2))."""
-    return _noted(os.memfd_create("fastckpt", os.MFD_CLOEXEC))
+    """Makes a file in memory without a name, which is freed on close (memfd_create(2))."""
+    return _registered(os.memfd_create("fastckpt", os.MFD_CLOEXEC))
 
 
 def close_scratch(fd: int) -> None:
-    """Closes what scratch() has made."""
+    """Closes a file of scratch()."""
     _descriptors.pop(fd, None)
     os.close(fd)
 
 
 def cached_share(fd: int) -> float:
-    """Returns the share of a file in the page cache, or 0.0 if the kernel does not tell it."""
+    """Returns the share of a file in the page cache, or 0.0 if the kernel does not report it."""
     nbytes = os.fstat(fd).st_size
     return max(0.0, _engine.cached_bytes(fd, nbytes) / nbytes) if nbytes else 0.0
 
 
 def is_directory(storage: Storage, path: str) -> bool:
-    """Whether path is a directory, and no symbolic link to one."""
+    """Whether path is a directory, not a symbolic link to one."""
     status = storage.status(path, link=True)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def known_status(storage: Storage, path: str, *, link: bool = False) -> os.stat_result | None:
-    """Returns what lies at a path, if that can be told; `link` is as Storage.status()'s."""
+    """Returns the status of a path, or None if it cannot be determined; `link` is as
+    Storage.status()'s.
+    """
     try:
         return storage.status(path, link=link)
-    except StorageError:  # of a store that does not answer, or refuses: that is not nothing
+    except StorageError:  # an object store that refuses or does not respond must be reported
         raise
-    except OSError:  # nobody can tell
+    except OSError:  # it cannot be determined
         return None
 
 
 def _opened_regular(path: str, flags: int) -> int:
     try:
-        fd = _noted(os.open(path, os.O_RDONLY | flags))
+        fd = _registered(os.open(path, os.O_RDONLY | flags))
     except OSError as error:
-        # A link (ELOOP), a socket (ENXIO); or a refusal for the moment that only says so.
+        # A link (ELOOP), a socket (ENXIO), or a temporary failure with the same number.
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise NoRegularFile(errno.EINVAL, "not a regular file", path) from error
         raise
@@ -661,10 +666,10 @@ def _opened_regular(path: str, flags: int) -> int:
 
 
 def _opened_to_write(path: str) -> int:
-    if path.startswith("/proc/self/fd/"):  # the link to what is open already
-        return _noted(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-    found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:  # anew, since a descriptor keeps O_NOFOLLOW, with which cuFile refuses it
-        return _noted(os.open(f"/proc/self/fd/{found}", os.O_RDWR | os.O_CLOEXEC))
+    if path.startswith("/proc/self/fd/"):  # the link to a file that is already open
+        return _registered(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    path_fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:  # open it again, since a descriptor keeps O_NOFOLLOW, and cuFile refuses that flag
+        return _registered(os.open(f"/proc/self/fd/{path_fd}", os.O_RDWR | os.O_CLOEXEC))
     finally:
-        os.close(found)
+        os.close(path_fd)

@@ -1,5 +1,5 @@
-"""Files that are open for reading: of a file system, or in an object store. Whoever reads one knows
-no more of it than what an InputFile tells.
+"""Files that are open for reading, in a file system or in an object store. Readers use them only
+through the interface InputFile.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ class InputFile(Protocol):
 
     Attributes:
         path: its path, for messages.
-        fd: its descriptor; of an object a number that no descriptor has, for the engine.
+        fd: its descriptor; for an object, a number by which the engine knows it, and which no
+            descriptor has.
     """
 
     @property
@@ -31,11 +32,11 @@ class InputFile(Protocol):
         """Returns nbytes at an offset, fewer only at the end of the file: for headers, not bulk."""
 
     def close(self) -> None:
-        """Closes it; an error loses nothing of what was read."""
+        """Closes it. An error here does not affect bytes that were already read."""
 
 
 class PosixFile:
-    """A file of a file system; arguments are the seam, the descriptor, and the path."""
+    """A file of a file system. Args: the storage, the descriptor and the path."""
 
     def __init__(self, storage: Storage, fd: int, path: str) -> None:
         self.storage, self.fd, self.path = storage, fd, path

@@ -1,6 +1,6 @@
-"""The rule of which checkpoints under a directory may go when another one has been committed.
+"""The rule that decides which checkpoints under a directory are removed after a commit.
 
-Every retention asks it, and the answer follows from the entries alone.
+Every retention uses it. Its result depends on the entries alone.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ class Entry(NamedTuple):
 
     Attributes:
         name: its name.
-        number: its step, where there may be several of one step: together they count once.
-        counts: whether older ones may go on its account, since it is known to be whole and durable.
+        number: its step, if several checkpoints may have the same step: they count once together.
+        counts: whether it counts toward the number to keep: it is complete and durable, so older
+            ones may be removed.
         is_pinned: whether it stays in any case.
-        is_useless: whether it goes unless it is pinned, whatever others there are; it does not
-            count.
-        score: how good it is, a higher number being better; one that is no finite number, or None,
-            is no score.
+        is_useless: whether it is removed regardless of other checkpoints, unless it is pinned; it
+            does not count.
+        score: its quality, higher is better; None or a number that is not finite: no score.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """The key that entries share which count once."""
+        """The key: entries with the same key count once."""
         return self.name if self.number is None else self.number
 
 
@@ -41,13 +41,13 @@ class Policy(NamedTuple):
     """The rule by which checkpoints stay.
 
     Attributes:
-        last: how many stay of those that count, at least 1: the ones committed last. What does not
-            count stays while fewer than so many newer ones count.
-        every: those whose number is a multiple of this stay, too.
-        best: the name of one that stays, and is one of the `last`, but does not take the place of
-            the newest.
-        top: how many stay, too, of those that count: the first of best_first(). What does not count
-            stays while fewer than so many better ones count.
+        last: how many of the newest checkpoints that count stay, at least 1. A checkpoint that does
+            not count stays while fewer than `last` newer ones count.
+        every: checkpoints whose number is a multiple of this also stay.
+        best: the name of a checkpoint that stays and is one of the `last`, but never in place of
+            the newest one.
+        top: how many of the best checkpoints that count also stay, in the order of best_first(). A
+            checkpoint that does not count stays while fewer than `top` better ones count.
     """
 
     last: int
@@ -57,12 +57,12 @@ class Policy(NamedTuple):
 
 
 def victims(entries: Sequence[Entry], policy: Policy) -> list[str]:
-    """Returns the names of the checkpoints that need not stay.
+    """Returns the names of the checkpoints to remove.
 
     Args:
-        entries: the checkpoints, the one committed last first: it stays, and is one of the `last`
-            if it counts.
-        policy: says how many stay, and which.
+        entries: the checkpoints, the newest first. The newest stays, and is one of the `last` if it
+            counts.
+        policy: decides which ones stay.
     """
     last, every, best, top = policy
     on_top = set()
@@ -87,8 +87,8 @@ def victims(entries: Sequence[Entry], policy: Policy) -> list[str]:
 
 
 def best_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the checkpoints that have a score, the best first, and of equal ones the one that was
-    committed first. One that another of its number has replaced, which counts, is left out.
+    """Returns the checkpoints that have a score, best first; of equal ones, the oldest first. A
+    checkpoint is left out if a newer one with the same number counts.
     """
     scored: list[tuple[float, Entry]] = []
     replaced = set[Hashable]()

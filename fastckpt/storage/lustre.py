@@ -1,11 +1,11 @@
-"""Creates files on Lustre with a layout, without liblustreapi, and tells which of its storage
-targets (OSTs) are full.
+"""Creates files on Lustre with a layout, without liblustreapi, and reports which storage targets
+(OSTs) are full.
 
-As liblustreapi does, it opens a file with its creation delayed and sets the layout by an ioctl,
-which says EEXIST if there is a layout already; where the ioctl is not known, by the attribute
-lustre.lov. Success proves nothing: where the administrator lets only one group set layouts
-(llite.*.enable_setstripe_gid), the ioctl returns 0 and does nothing, except for a process named
-"lfs", which gets EACCES, and every write fails with EBADF. So the layout is read back.
+As liblustreapi does, it opens a file with delayed creation and sets the layout by an ioctl. The
+ioctl fails with EEXIST if the file already has a layout. If the ioctl is unknown, the attribute
+lustre.lov sets the layout. Success proves nothing: if the administrator lets only one group set
+layouts (llite.*.enable_setstripe_gid), the ioctl returns 0 without effect (EACCES for a process
+named "lfs"), and every write fails with EBADF. So the layout is read back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM)  # llite.enable_setstripe_gid
 @dataclass
 class _Place:
     """A directory: its default layout, its file system's name and mount point, and whether the
-    mount's type is Lustre too; the magic number alone may be one that 9p passes on.
+    mount's type is also Lustre. The magic number alone is not enough: 9p passes on the server's.
     """
 
     default: Layout
@@ -47,8 +47,8 @@ class _Place:
     is_lustre: bool = True
 
 
-_places: dict[str, _Place] = {}  # kept, to spare the metadata server
-_forbidding: set[str] = set()  # mounts on which this process may set no layout
+_places: dict[str, _Place] = {}  # a cache that spares the metadata server
+_forbidding: set[str] = set()  # mounts on which this process may not set layouts
 _lock = threading.Lock()
 
 
@@ -76,7 +76,7 @@ def create(path: str, flags: int, mode: int, purpose: Purpose) -> tuple[int, str
         if error.errno in _FORBIDDEN:
             _forbidding.add(place.mount)
         refusal = os.strerror(error.errno or errno.EIO)
-    # Nothing can be written to a file without a layout: make it anew, with the server's default.
+    # A file without a layout cannot be written: create it again with the server's default.
     os.close(fd)
     os.unlink(path)
     why = f"the server refused {layout.text()} ({refusal}): the default layout is used"
@@ -90,7 +90,7 @@ def _lay_out(fd: int, layout: Layout) -> None:
         fcntl.ioctl(fd, SETSTRIPE, bytearray(content))
     except OSError as error:
         if error.errno in _HAS_ONE:
-            return  # the server gave it a default in spite of the delay: that stays
+            return  # the server set a default in spite of the delay: it stays
         if error.errno not in (errno.ENOTTY, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
         os.setxattr(fd, ATTRIBUTE, content)
@@ -99,7 +99,7 @@ def _lay_out(fd: int, layout: Layout) -> None:
 
 
 def layout_of(file: int | str) -> Layout | None:
-    """Returns a file's layout, or a directory's default; None if it has none of its own."""
+    """Returns a file's layout or a directory's default layout; None if there is none."""
     try:
         return parsed(os.getxattr(file, ATTRIBUTE))
     except (OSError, CorruptCheckpoint):
@@ -128,19 +128,19 @@ def _place(directory: str) -> _Place:
 
 def free_bytes(name: str) -> dict[int, int]:
     """Returns the free bytes of each OST of a file system, by number, as far as known."""
-    found: dict[int, int] = {}
+    free: dict[int, int] = {}
     for tree in TREES:
         for path in glob.glob(f"{tree}/{glob.escape(name)}-OST*/kbytesavail"):
             match = _OST.search(path)
             with suppress(OSError, ValueError), open(path, encoding="ascii") as file:
-                # an OST that is not connected does not tell
+                # an OST that is not connected reports nothing
                 if match is not None:
-                    found[int(match["number"], 16)] = int(file.read()) << 10
-    return found
+                    free[int(match["number"], 16)] = int(file.read()) << 10
+    return free
 
 
 def another_layout(fd: int) -> Layout | None:
-    """Returns the layout to try when a file found no room; None if its own is not plain."""
+    """Returns the layout to try when a file found no room; None if its layout is not plain."""
     layout = layout_of(fd)
     if layout is None or layout.is_composite:
         return None
@@ -148,16 +148,16 @@ def another_layout(fd: int) -> Layout | None:
 
 
 def targets_text(fd: int) -> str:
-    """Says which OSTs a file lies on and what is free there, for a message that one is full."""
+    """Returns the OSTs of a file and their free space in words, for a message that one is full."""
     layout, free = layout_of(fd), free_bytes(_name_of(fd))
     osts = layout.osts if layout is not None else ()
     if not osts and not free:
         return "`lfs df` shows which OST is full"
-    told = [
+    texts = [
         f"OST{ost:04x} ({free[ost] >> 20} MiB free)" if ost in free else f"OST{ost:04x}"
         for ost in osts or sorted(free, key=lambda ost: free[ost])[:4]
     ]
-    return f"{'the file is on' if osts else 'the fullest OSTs are'} {', '.join(told)}"
+    return f"{'the file is on' if osts else 'the fullest OSTs are'} {', '.join(texts)}"
 
 
 def _name_of(fd: int) -> str:
@@ -165,5 +165,5 @@ def _name_of(fd: int) -> str:
 
 
 def _name(mount: policies.Mount | None) -> str:
-    """Returns NAME of a file system that is mounted as SERVERS:/NAME[/DIRECTORY]."""
+    """Returns the NAME of a file system that is mounted as SERVERS:/NAME[/DIRECTORY]."""
     return "" if mount is None else mount.source.rpartition(":/")[2].split("/")[0]

@@ -1,7 +1,7 @@
 """The layout of a file on Lustre: over which storage targets (OSTs) its bytes are striped.
 
-This module decides which layout a new file gets, and encodes and parses it as Lustre's header
-`lustre_user.h` (include/uapi/linux/lustre) declares it.
+This module decides on the layout of a new file, and encodes and parses layouts as declared in
+Lustre's header `lustre_user.h` (include/uapi/linux/lustre).
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ SHARED_STRIPES_PER_RANK = 64  # at least, except with the smallest size
 
 
 class Layout(NamedTuple):
-    """The striping of a file, as it is or as asked for.
+    """The actual or requested striping of a file.
 
     Attributes:
-        stripes: the number of OSTs; ALL_STRIPES for all there are, 0 for the file system's default.
+        stripes: the number of OSTs; ALL_STRIPES for all, 0 for the file system's default.
         stripe_bytes: the size of a stripe; 0 for the file system's default.
-        pool: the pool that OSTs are taken from; "" for any.
-        osts: their numbers, in order; empty if the server chooses, or has not chosen yet.
-        is_composite: whether it has several parts; the other attributes then say nothing.
+        pool: the pool of the OSTs; "" for any.
+        osts: the numbers of the OSTs, in order; empty if the server chooses or did not choose yet.
+        is_composite: whether it has several parts; the other attributes then have no meaning.
     """
 
     stripes: int
@@ -65,14 +65,14 @@ class Layout(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """The purpose of a new file, as far as it decides on the layout.
+    """The facts about a new file that decide on its layout.
 
     Attributes:
         nbytes: the file's final size.
         writers: the number of ranks that write it.
         stripe: as fastckpt.save's.
-        directory: the directory whose default layout counts; "" for the file's own.
-        instead: the layout to use, after a file with another one found no room.
+        directory: the directory whose default layout counts; "" for the file's directory.
+        instead: the layout to use after the first attempt found no room.
     """
 
     nbytes: int
@@ -83,7 +83,7 @@ class Purpose(NamedTuple):
 
 
 def encoded(layout: Layout) -> bytes:
-    """Returns the attribute or ioctl's argument that gives a new file a layout."""
+    """Returns a layout encoded as the attribute and as the ioctl's argument."""
     is_plain = not layout.is_composite and (not layout.osts or len(layout.osts) == layout.stripes)
     ensure(is_plain, "only a plain layout can be given to a new file")
     magic = MAGIC_SPECIFIC if layout.osts else MAGIC_V3 if layout.pool else MAGIC_V1
@@ -96,10 +96,10 @@ def encoded(layout: Layout) -> bytes:
 
 
 def parsed(content: bytes) -> Layout:
-    """Returns the layout that the attribute of a file or directory says.
+    """Returns the layout that an attribute of a file or directory encodes.
 
     Raises:
-        CorruptCheckpoint: the bytes are no layout.
+        CorruptCheckpoint: the bytes do not encode a layout.
     """
     try:
         (magic,) = struct.unpack_from("<I", content)
@@ -122,8 +122,8 @@ def parsed(content: bytes) -> Layout:
 
 
 def shared_stripe_bytes(nbytes: int, ranks: int) -> int:
-    """Returns the stripe size of a file that several ranks write, who cut it along multiples of it:
-    the largest one that leaves each rank enough stripes for equal parts.
+    """Returns the stripe size of a file that several ranks write in parts of whole stripes: the
+    largest size that leaves each rank enough stripes for equal parts.
     """
     share = nbytes // max(1, ranks)
     fitting = (size for size in SHARED_SIZES if share >= SHARED_STRIPES_PER_RANK * size)
@@ -133,34 +133,34 @@ def shared_stripe_bytes(nbytes: int, ranks: int) -> int:
 def shared_striping(nbytes: int, ranks: int, osts: int | None) -> tuple[int, int]:
     """Returns the number and the size of stripes of a large file that several ranks write."""
     size = shared_stripe_bytes(nbytes, ranks)
-    return min(_known(osts), SHARED_STRIPES_MAX, -(-nbytes // size)), size
+    return min(_ost_count(osts), SHARED_STRIPES_MAX, -(-nbytes // size)), size
 
 
 def own_stripes(nbytes: int, osts: int | None) -> int:
     """Returns the number of stripes of a large file that one rank writes."""
-    return min(_known(osts), OWN_STRIPES_MAX, max(2, nbytes // OWN_BYTES_PER_STRIPE))
+    return min(_ost_count(osts), OWN_STRIPES_MAX, max(2, nbytes // OWN_BYTES_PER_STRIPE))
 
 
-def _known(osts: int | None) -> int:
+def _ost_count(osts: int | None) -> int:
     return STRIPE_COUNT_MAX if osts is None else max(1, osts)
 
 
 def grain_bytes(nbytes: int, ranks: int, stripe: Striping) -> int:
-    """Returns the number of bytes along whose multiples ranks cut a file: whole blocks, and whole
-    stripes where possible. All ranks find the same one, since they know the same arguments.
+    """Returns the unit in bytes in which ranks divide a file: whole blocks, and whole stripes where
+    possible. All ranks get the same result, since they have the same arguments.
     """
     if isinstance(stripe, str):
         return shared_stripe_bytes(nbytes, ranks)
     grain = math.lcm(BLOCK_BYTES, stripe[1])
-    # With fewer than eight grains for each rank, parts would be too unequal.
+    # With fewer than eight units for each rank, the parts would be too unequal.
     return grain if grain * 8 * ranks <= nbytes or grain == BLOCK_BYTES else BLOCK_BYTES
 
 
 def decide(default: Layout, purpose: Purpose, osts: int | None) -> tuple[Layout | None, str]:
-    """Returns the layout that a new file gets, None for the default, and the reason.
+    """Returns the layout of a new file, None for the default, and the reason.
 
     Args:
-        default: the layout that it would have otherwise.
+        default: the layout that the file gets otherwise.
         osts: the file system's number of OSTs, if known.
     """
     if purpose.instead is not None:
@@ -192,13 +192,13 @@ def elsewhere(full: Layout, free: dict[int, int]) -> Layout:
         free: the free bytes of each OST, as far as known.
     """
     size = full.stripe_bytes or BLOCK_BYTES
-    if full.pool:  # which OSTs belong to it is not known
+    if full.pool:  # the OSTs of a pool are not known
         free = {}
     count = max(1, len(full.osts) or (len(free) if full.stripes == ALL_STRIPES else full.stripes))
     others = sorted((ost for ost in free if ost not in full.osts), key=lambda o: (-free[o], o))
     if len(others) >= count:
         return Layout(count, size, full.pool, tuple(others[:count]))
-    if free:  # the emptiest ones, whether it used them or not
+    if free:  # the emptiest ones, even if the file used them
         roomy = sorted(free, key=lambda o: (-free[o], o))[: min(count, len(free))]
         return Layout(len(roomy), size, full.pool, tuple(roomy))
     # Nothing is known: put less on each OST, and let the server choose them.

@@ -1,4 +1,4 @@
-"""This machine, its processes and the memory that is left for one, as proc(5) tells of them."""
+"""This machine, its processes and the memory that is available to a process, by proc(5)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def this_machine() -> str:
-    """Returns a name of this machine, from its last boot on, which is the same in all of its
-    containers.
-    """
+    """Returns a name of this machine since its last boot, the same in all of its containers."""
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
@@ -22,8 +20,8 @@ def this_machine() -> str:
 
 
 def pid_space() -> str:
-    """Returns a name of this process's pid namespace, which no other one of any machine has: within
-    it, a pid and a start time name one process.
+    """Returns a name of this process's pid namespace that is unique among all machines. Within the
+    namespace, a pid and a start time identify a process.
     """
     try:
         return f"{this_machine()} {os.readlink('/proc/self/ns/pid')}"
@@ -36,15 +34,15 @@ def started(pid: int) -> int | None:
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             state, *fields = file.read().rsplit(")", 1)[1].split()
-        # One that was killed stays until its parent asks, which in a container may be never. (If
-        # its first thread alone has ended, a process looks alike, but has others.)
+        # A killed process stays until its parent collects it; in a container that may be never. (A
+        # process whose first thread has ended looks the same, but has other threads.)
         return None if state in "ZX" and int(fields[16]) <= 1 else int(fields[18])
     except (OSError, IndexError, ValueError):
         return None
 
 
 def memory_left_bytes() -> int:
-    """Returns how many bytes the machine, and the cgroups of this process, have left for it."""
+    """Returns how many bytes the machine and this process's cgroups still allow it to use."""
     return min(_memory_available_bytes(), _cgroup_headroom_bytes())
 
 
@@ -57,8 +55,8 @@ def _memory_available_bytes() -> int:
 
 
 class _Names(NamedTuple):
-    """Names of a version of cgroups: where they are mounted, files of a limit and of what is used,
-    and in memory.stat what of that is a cache of files, which makes room.
+    """Names in a version of cgroups: the mount point, the files of the limit and of the usage, and
+    the lines of memory.stat for the page cache, which can be reclaimed.
     """
 
     root: str
@@ -80,10 +78,10 @@ _CGROUPS = {  # by the controllers that /proc/self/cgroup names
 
 
 def _cgroup_headroom_bytes() -> int:
-    """Returns how many bytes the process's memory cgroup (v2 or v1), and those around it, still
-    grant; 1 << 62 if that is not known. See cgroups(7).
+    """Returns how many bytes this process's memory cgroup (v2 or v1) and its parents still allow;
+    1 << 62 if unknown. See cgroups(7).
     """
-    found = [1 << 62]
+    headrooms = [1 << 62]
     try:
         with open("/proc/self/cgroup", encoding="utf-8") as file:
             lines = [line.rstrip("\n").split(":", 2) for line in file]
@@ -93,18 +91,18 @@ def _cgroup_headroom_bytes() -> int:
         names = _CGROUPS.get(controllers)
         if names is None:
             continue
-        # Of a namespace's or a container's own view, parts of the path may not be mounted.
+        # In a namespace or a container, parts of the path may not be mounted.
         parts = [part for part in path.split("/") if part]
         for count in range(len(parts) + 1):
             try:
-                found.append(_granted("/".join([names.root, *parts[:count]]), names))
+                headrooms.append(_granted("/".join([names.root, *parts[:count]]), names))
             except (OSError, ValueError):
-                pass  # the limit is "max", or nothing is there
-    return min(found)
+                pass  # the limit is "max", or the files are missing
+    return min(headrooms)
 
 
 def _granted(directory: str, names: _Names) -> int:
-    """Returns how many bytes a cgroup still grants; raises OSError or ValueError if not known."""
+    """Returns how many bytes a cgroup still allows; raises OSError or ValueError if unknown."""
     limit, used, stat = (
         Path(directory, name).read_text() for name in (names.limit, names.used, "memory.stat")
     )

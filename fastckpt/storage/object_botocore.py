@@ -1,5 +1,5 @@
-"""Listings of S3 that the client of objects cannot make, by botocore, if it is installed: uploads
-that have not ended, and objects of other programs whose keys are no paths.
+"""Listings of S3 that the object store's client cannot make, by botocore if it is installed:
+unfinished uploads, and objects of other programs whose keys are not paths.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REFUSED = re.compile("Denied|Forbidden|Expired|Invalid(AccessKeyId|Token)|Signa
 
 
 def is_foreign(key: str) -> bool:
-    """Whether a key is no path for the client of objects, which never writes such a key."""
+    """Whether the object store's client rejects a key as a path, so that we never wrote it."""
     parts = key.removesuffix("/").split("/")
     return bool(_CONTROL.search(key)) or any(part in ("", ".", "..") for part in parts)
 
@@ -35,29 +35,29 @@ def is_foreign(key: str) -> bool:
 def page(
     path: str, after: str | None, why: StorageError
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns a page of the objects below a path without those whose keys are no paths, and the
-    last key, if there may be more.
+    """Returns a page of the objects below a path whose keys are paths, and the last key of the page
+    if there may be more.
 
     Args:
-        after: the key that the page comes after; None: the first page.
+        after: the last key before the page; None: the first page.
         why: the client's error.
 
     Raises:
         StorageError: they cannot be listed.
     """
-    answer = _asked(path, why, {"StartAfter": after} if after is not None else {})
+    answer = _list_page(path, why, {"StartAfter": after} if after is not None else {})
     content = answer.get("Contents", ())
-    found = [_described(each) for each in content if not is_foreign(each["Key"])]
-    return found, content[-1]["Key"] if answer["IsTruncated"] else None
+    objects = [_described(each) for each in content if not is_foreign(each["Key"])]
+    return objects, content[-1]["Key"] if answer["IsTruncated"] else None
 
 
 def listed(path: str, why: StorageError) -> dict[str, Any]:
-    """Returns the objects in a directory and the directories there, as the client does, without
-    those whose keys are no paths. Raises as page().
+    """Returns the objects and directories in a directory, in the client's form, without keys that
+    are not paths. Raises as page().
     """
     objects, below, how = list[dict[str, Any]](), list[str](), {"Delimiter": "/"}
     while True:
-        answer = _asked(path, why, how)
+        answer = _list_page(path, why, how)
         content = answer.get("Contents", ())
         objects += [_described(each) for each in content if not is_foreign(each["Key"])]
         prefixes = (each["Prefix"] for each in answer.get("CommonPrefixes", ()))
@@ -68,20 +68,20 @@ def listed(path: str, why: StorageError) -> dict[str, Any]:
 
 
 def foreign_keys(root: str) -> list[str]:
-    """Returns keys below a path that stands for a URL that are no paths, the first ones of a large
-    bucket; none in other stores than S3's, or without botocore. Raises as page().
+    """Returns keys below a URL's path that are not paths; of a large bucket only the first ones.
+    Returns none if the store is not S3 or botocore is not installed. Raises as page().
     """
-    found, after = list[str](), None
+    keys, after = list[str](), None
     if not root.startswith("/s3:") or importlib.util.find_spec("botocore") is None:
-        return found
+        return keys
     for _ in range(_PAGES_MAX):
-        answer = _asked(root, None, {"StartAfter": after} if after is not None else {})
+        answer = _list_page(root, None, {"StartAfter": after} if after is not None else {})
         content = [each["Key"] for each in answer.get("Contents", ())]
-        found += filter(is_foreign, content)
+        keys += filter(is_foreign, content)
         if not answer["IsTruncated"]:
             break
         after = content[-1]
-    return found
+    return keys
 
 
 def _described(each: dict[str, Any]) -> dict[str, Any]:
@@ -89,18 +89,18 @@ def _described(each: dict[str, Any]) -> dict[str, Any]:
     return {"path": key, "size": each["Size"], "e_tag": each["ETag"], "last_modified": when}
 
 
-def _asked(path: str, why: StorageError | None, how: dict[str, str]) -> Any:
+def _list_page(path: str, why: StorageError | None, how: dict[str, str]) -> Any:
     _mount, bucket, prefix = divided(path)
     if why is not None and not path.startswith("/s3:"):
         raise why
-    with _told(path, why):
+    with _as_storage_error(path, why):
         client = botocore_client(path)
         below = f"{prefix}/" if prefix else ""
         return client.list_objects_v2(Bucket=bucket, Prefix=below, **how)
 
 
 @telling
-def _told(error: BaseException, path: str, why: StorageError | None) -> None:
+def _as_storage_error(error: BaseException, path: str, why: StorageError | None) -> None:
     """Turns the body's error into a StorageError."""
     if isinstance(error, ImportError) and why is not None:
         cure = (
@@ -114,7 +114,7 @@ def _told(error: BaseException, path: str, why: StorageError | None) -> None:
 
 
 class StaleUpload(NamedTuple):
-    """An upload: the path that it would have, its bytes, its age, and what ends it."""
+    """An upload: the path of its object, its bytes, its age, and a function that aborts it."""
 
     path: str
     nbytes: int
@@ -123,8 +123,8 @@ class StaleUpload(NamedTuple):
 
 
 def stale_uploads(root: str, after_s: float) -> Iterator[StaleUpload]:
-    """Yields the uploads below a path that stands for a URL, begun so long ago. None are found in
-    other stores than S3's, which drop uploads by themselves, or without botocore.
+    """Yields the uploads below a URL's path that are older than after_s. Yields none without
+    botocore, and none of other stores than S3, since those drop old uploads by themselves.
     """
     mount, bucket, prefix = divided(root)
     if not mount.startswith("/s3:"):
@@ -153,6 +153,6 @@ def _nbytes(client: Any, what: dict[str, str]) -> int:
 
 
 def _abort(client: Any, what: dict[str, str]) -> bool:
-    with suppress(client.exceptions.NoSuchUpload):  # it has ended meanwhile
+    with suppress(client.exceptions.NoSuchUpload):  # it has ended in the meantime
         client.abort_multipart_upload(**what)
     return True

@@ -1,7 +1,7 @@
-"""Upload: one object, written front to back in parts that are sent at once, several at a time.
+"""Upload: one object, sent front to back in parts, several at a time.
 
-Blocks may come in any order. The engine's are sent from where they lie; what Python writes is
-copied.
+Blocks may come in any order. Blocks of the engine are sent without a copy; bytes that Python writes
+are copied.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from fastckpt.storage import calls
 PARTS_MAX = 10_000  # of one object, as S3 has it
 CONCURRENCY = 16  # parts of one object that are under way at a time
 
-FD_MIN = 1 << 30  # no descriptor has such a number, by which the engine knows an object
+FD_MIN = 1 << 30  # the least number by which the engine knows an object; no descriptor has it
 numbers = itertools.count(FD_MIN)
 
 Put = Callable[..., Any]  # (content, how) -> the object's ETag and version
 
 
 def part_bytes(nbytes: int) -> int:
-    """Returns the size of the parts of an object: whole blocks, as few as PARTS_MAX allows."""
+    """Returns the size of an object's parts: as few blocks as PARTS_MAX allows."""
     blocks = -(-nbytes // BLOCK_BYTES)
     return max(1, -(-blocks // (PARTS_MAX - 1))) * BLOCK_BYTES
 
 
 class Upload:
-    """An object on its way to a store, which nobody sees before finish().
+    """An object on its way to a store. No reader sees it before finish().
 
     Args:
-        put: sends bytes, or what an iterator of buffers yields, in parts; returns what names the
-            version that was made. It raises OSError.
-        nbytes: the object's size, if not more.
+        put: sends bytes, or the buffers of an iterator in parts; returns the ETag and version of
+            the new object. It raises OSError.
+        nbytes: the expected size of the object, which may become larger.
         path: its path, also an attribute.
-        ends_with_file: whether it is there as soon as all was written, without a commit; also an
-            attribute.
+        ends_with_file: whether the object is visible as soon as all is written, without a commit;
+            also an attribute.
 
     Attributes:
         fd: the number by which the engine knows it.
         chunk: the size of its parts.
-        result: what `put` has returned; None before finish().
+        result: the result of `put`; None before finish().
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Upload:
         self._put = put
         self._is_small = nbytes <= self.chunk
         self._parts = _engine.Parts(self.chunk, CONCURRENCY * self.chunk)
-        self._lock = threading.Lock()  # protects what follows
+        self._lock = threading.Lock()  # guards the following
         self._error: OSError | None = None
         self._thread: threading.Thread | None = None
 
     @property
     def nbytes(self) -> int:
-        """How much was written so far."""
+        """The number of bytes written so far."""
         return self._parts.nbytes()
 
     @property
@@ -83,7 +83,9 @@ class Upload:
         return _engine.parts_sink(threads, self._parts)
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
-        """Takes a copy. Waits while others wait for what comes before them, unless it is that."""
+        """Takes a copy of data. Waits while too many bytes are held back by earlier missing ones,
+        unless these are the missing ones.
+        """
         with calls.Call("write", self.path):
             if not self._is_small:
                 self._begin()
@@ -108,7 +110,7 @@ class Upload:
             self.result = self._put(parts, chunk_size=self.chunk, max_concurrency=CONCURRENCY)
         except OSError as error:
             self._fail(error)
-        except BaseException as error:  # whoever waits is to hear of it
+        except BaseException as error:  # the waiting thread must get the error
             self._fail(OSError(errno.EIO, f"{type(error).__name__}: {error}"))
 
     def _fail(self, error: OSError) -> None:
@@ -121,7 +123,7 @@ class Upload:
             raise self._error
 
     def refusal(self) -> str:
-        """Returns why it failed, in words; "" if it has not."""
+        """Returns in words why it failed; "" if it did not fail."""
         if (error := self._error) is None:
             return ""
         why = getattr(error, "detail", "") or error.strerror or error
@@ -129,10 +131,8 @@ class Upload:
         return f"{parts} in {time.monotonic() - self.since:.1f} s; {why}"
 
     def finish(self) -> Any:
-        """Completes the object, all of which was written; from then on readers find it. Idempotent.
-
-        Returns:
-            What names its version.
+        """Completes the object after all its bytes were written; from then on readers see it.
+        Idempotent. Returns the result of `put`.
         """
         with calls.Call("put", self.path):
             if self.result is not None:
@@ -148,7 +148,9 @@ class Upload:
             return self.result
 
     def give_up(self) -> None:
-        """Leaves no object, unless finish() has begun; does not wait."""
+        """Abandons the upload, so that there is no object, unless finish() has begun. Does not
+        wait.
+        """
         self._fail(OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
 
     close = give_up

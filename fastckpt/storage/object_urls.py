@@ -1,4 +1,4 @@
-"""The clients of object stores, which the options of their URLs make, and the errors of these."""
+"""The clients of object stores, made from the options of URLs, and their errors."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# For how long one request may take: so much for each block that it carries, at 140 KB/s or faster.
+# The longest duration of a request, for each block in it: enough at 140 KB/s.
 _REQUEST_S = 60
-# For how long a part is sent again while the server fails or is gone, and other requests are.
+# For how long a part, or another request, is repeated while the server fails or does not respond.
 _PATIENCE_S, _SHORT_PATIENCE_S = 180, 15
 _PAUSE_S, _PAUSE_S_MAX = 0.1, 5.0
-_KNOWN_S = 300  # for how long credentials of a profile are used before they are asked for again
-# Of a caller's timeout_s: a request, half as long a pause, and the last request take all of it.
+_KNOWN_S = 300  # for how long credentials of a profile are used before they are read again
+# A request's share of timeout_s: one request, a pause of half its time and a last request take all.
 _SHARE = 0.4
-_KEYS = re.compile("access_key|credential|skip_signature", re.IGNORECASE)  # options about them
-_CREDENTIALS = re.compile(r"//[^/@\s]+@")  # of an endpoint
+_KEYS = re.compile("access_key|credential|skip_signature", re.IGNORECASE)  # credential options
+_CREDENTIALS = re.compile(r"//[^/@\s]+@")  # in an endpoint
 _ENDPOINT_KEY = re.compile(r"(?<!fabric_)endpoint(_url)?\Z", re.IGNORECASE)
 _ENDPOINT = re.compile(r"https?://[^/\s][^\s]*\Z", re.IGNORECASE)
 
 _lock = threading.Lock()
-# By mount, bucket, blocks of a part, and for how long its users wait.
+# By mount, bucket, blocks of a part, and the timeout of its users.
 _stores: dict[tuple[str, str, int, float], ObjectStore] = {}
-_pid = 0  # of the process that has clients: those of its parent would hang
+_pid = 0  # of the process that made the clients: after a fork they would hang
 
 
 def store_of(path: str, part_bytes: int = 0) -> ObjectStore:
     """Returns the client for the bucket of a path. Raises StorageError in a child of fork()."""
     global _pid
     mount, bucket, _key = divided(path)
-    # There are few clients, however many values callers pass: for each power of two.
+    # One client for each power of two keeps their number small.
     timeout_s = 2.0 ** (frexp(timeout_s_of(path))[1] - 1)
     part_blocks = part_bytes // BLOCK_BYTES
-    known = mount, bucket, part_blocks, timeout_s
+    key = mount, bucket, part_blocks, timeout_s
     if _pid not in (0, os.getpid()):
         raise StorageError("open", path, errno.ENOTSUP, detail=_FORKED)
-    # Without the lock: what a profile names for its credentials may take long, or hang.
-    made = _stores[known] if known in _stores else _made(mount, bucket, part_blocks, timeout_s)
+    # Without the lock, since the program that a profile names for its credentials may hang.
+    store = _stores[key] if key in _stores else _new_client(mount, bucket, part_blocks, timeout_s)
     with _lock:
         _pid = os.getpid()
-        return _stores.setdefault(known, made)
+        return _stores.setdefault(key, store)
 
 
 _FORKED = (
@@ -67,10 +67,10 @@ _FORKED = (
 )
 
 
-def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore:
+def _new_client(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore:
     options, scheme = options_of(mount), mount[1:].partition(":")[0]
     _check_endpoint(options, scheme)
-    most_s = timeout_s if blocks else _SHARE * timeout_s  # whoever waits for a part gives it up
+    most_s = timeout_s if blocks else _SHARE * timeout_s  # a thread waits for a part so long
     patience_s = min(_PATIENCE_S if blocks else _SHORT_PATIENCE_S, most_s)
     retries = {
         "max_retries": 1000,
@@ -85,7 +85,7 @@ def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore
     request_s = min(_REQUEST_S * max(1, blocks), most_s)
     timing = {"timeout": f"{max(1, int(1000 * request_s))}ms", **client_options(scheme)}
     timing |= options.pop("client_options", {})
-    if scheme == "s3":  # every block has a CRC-32 of our own, and SHA-256 costs as much as the rest
+    if scheme == "s3":  # every block has our CRC-32, and SHA-256 costs as much as the rest
         options.setdefault("unsigned_payload", True)
     credentials_s = min(_REQUEST_S, most_s)
     if scheme == "s3" and not _KEYS.search(" ".join(options)):
@@ -97,18 +97,18 @@ def _made(mount: str, bucket: str, blocks: int, timeout_s: float) -> ObjectStore
             f"{scheme}://{bucket}", client_options=timing, **options
         )
         return store
-    except Exception as error:  # an unknown option, say: its own text tells
-        said = _CREDENTIALS.sub("//", str(error).split("\n\nDebug source")[0])
+    except Exception as error:  # such as an unknown option: the text of the error says which
+        text = _CREDENTIALS.sub("//", str(error).split("\n\nDebug source")[0])
         raise ValueError(
-            f"no client for {scheme}://{bucket} with these storage_options: {said}"
+            f"no client for {scheme}://{bucket} with these storage_options: {text}"
         ) from None
 
 
 def _check_endpoint(options: dict[str, Any], scheme: str) -> None:
-    """Raises ValueError if an endpoint is no URL: the client would panic at the first request."""
+    """Raises ValueError if an endpoint is not a URL, on which the client would panic."""
     keys = [key for key in options if _ENDPOINT_KEY.search(key)]
-    told = {f"storage_options[{key!r}]": options[key] for key in keys}
-    for name, value in (told or endpoints(scheme)).items():
+    options_of_endpoints = {f"storage_options[{key!r}]": options[key] for key in keys}
+    for name, value in (options_of_endpoints or endpoints(scheme)).items():
         if isinstance(value, str) and not _ENDPOINT.match(value):
             cure = "unset it to use the store's default endpoint" if not value else "correct it"
             raise ValueError(
@@ -120,7 +120,7 @@ _SLOW = "the credentials were not available after"
 
 
 def _bounded(provider: Callable[[], Any], seconds: float) -> Callable[[], Any]:
-    """Returns a provider of credentials that is waited for only so long."""
+    """Returns a provider of credentials that raises TimedOut after so many seconds."""
 
     def provide() -> Any:
         try:
@@ -128,13 +128,13 @@ def _bounded(provider: Callable[[], Any], seconds: float) -> Callable[[], Any]:
         except TimedOut:
             raise TimedOut(f"{_SLOW} {seconds:g} s") from None
 
-    return update_wrapper(provide, provider)  # the client looks at what it has beside the call
+    return update_wrapper(provide, provider)  # the client also reads attributes of the provider
 
 
 def _of_profile(bucket: str, seconds: float) -> dict[str, Any]:
-    """Returns the options that the user's files of profiles give (~/.aws, AWS_PROFILE), which the
-    client does not read, and the environment does not: by botocore, if that is installed. Raises
-    StorageError: the credentials that a profile names are not there after so many seconds.
+    """Returns the options from the user's profile (~/.aws, AWS_PROFILE) that the environment does
+    not set; botocore reads the profile if it is installed, since the client does not. Raises
+    StorageError if the profile's credentials are not available after so many seconds.
     """
     try:
         import botocore.exceptions
@@ -143,31 +143,33 @@ def _of_profile(bucket: str, seconds: float) -> dict[str, Any]:
         return {}
     session = botocore.session.get_session()
     try:
-        known = session.available_profiles
-        found = within(seconds, session.get_credentials) if known else None
+        profiles = session.available_profiles
+        credentials = within(seconds, session.get_credentials) if profiles else None
     except botocore.exceptions.ProfileNotFound as error:
         raise ValueError(f"{error}: check AWS_PROFILE") from None
     except Exception as error:
         slow = isinstance(error, TimedOut)
-        said = f"profile {session.profile!r}: {f'{_SLOW} {seconds:g} s' if slow else error}"
+        detail = f"profile {session.profile!r}: {f'{_SLOW} {seconds:g} s' if slow else error}"
         number = errno.ETIMEDOUT if slow else errno.EKEYREJECTED
-        raise StorageError("get credentials", bucket, number, detail=said) from None
-    if found is None or found.method == "env":
+        raise StorageError("get credentials", bucket, number, detail=detail) from None
+    if credentials is None or credentials.method == "env":
         return {}
 
     def provide() -> dict[str, Any]:
-        now = found.get_frozen_credentials()  # renewed ten minutes before they expire
+        now = credentials.get_frozen_credentials()  # renewed ten minutes before they expire
         expires_at = datetime.now(timezone.utc) + timedelta(seconds=_KNOWN_S)
         keys = {"access_key_id": now.access_key, "secret_access_key": now.secret_key}
         return {**keys, "token": now.token, "expires_at": expires_at}
 
     profile, names = session.get_scoped_config(), {"region": "region", "endpoint_url": "endpoint"}
-    told = {names[key]: profile[key] for key in names.keys() & profile if not is_told("s3", key)}
-    return {**told, "credential_provider": provide}
+    settings = {
+        names[key]: profile[key] for key in names.keys() & profile if not is_told("s3", key)
+    }
+    return {**settings, "credential_provider": provide}
 
 
 def client() -> Any:
-    import obstore.store  # which only URLs need
+    import obstore.store  # only URLs need it
 
     return obstore
 
@@ -193,22 +195,23 @@ def botocore_client(path: str) -> Any:
     options, timeout_s = options_of(divided(path)[0]), _SHARE * timeout_s_of(path)
     if "credential_provider" in options:
         options |= _bounded(options["credential_provider"], min(_REQUEST_S, timeout_s))()
-    known = {_NAMES[key]: value for key, value in options.items() if key in _NAMES}
+    arguments = {_NAMES[key]: value for key, value in options.items() if key in _NAMES}
     config = botocore.config.Config(
         connect_timeout=min(_SHORT_PATIENCE_S, timeout_s),
         read_timeout=min(_REQUEST_S, timeout_s),
         s3={"addressing_style": "path"},
     )
-    return botocore.session.get_session().create_client("s3", config=config, **known)
+    return botocore.session.get_session().create_client("s3", config=config, **arguments)
 
 
-def asked(op: str, path: str, call: Callable[..., T], *args: Any, **how: Any) -> T:
+def request(op: str, path: str, call: Callable[..., T], *args: Any, **how: Any) -> T:
     """Calls the client, and turns its errors into OSErrors.
 
     Raises:
-        FileNotFoundError: there is no such object, or bucket.
-        FileExistsError: there is one already. StorageError: anything else, ESTALE if it is another
-            version than was asked for; the detail has what was tried, and for how long.
+        FileNotFoundError: there is no such object or bucket.
+        FileExistsError: the object already exists.
+        StorageError: any other error; ESTALE if the version does not match. The detail has the
+            request and its duration.
     """
     since = time.monotonic()
     try:
@@ -223,16 +226,16 @@ def asked(op: str, path: str, call: Callable[..., T], *args: Any, **how: Any) ->
         number = _number(error)
         if number == errno.EEXIST:
             raise FileExistsError(number, os.strerror(number), path) from None
-        raise StorageError(op, path, number, detail=_told(error, path, since)) from None
+        raise StorageError(op, path, number, detail=_detail(error, path, since)) from None
 
 
 def _is_the_clients(error: BaseException) -> bool:
     kinds = (OSError, ValueError, client().exceptions.BaseError)
-    # A panic of Rust is no Exception, and pyo3 does not export its class.
+    # A panic of Rust is not an Exception, and pyo3 does not export its class.
     return isinstance(error, kinds) or type(error).__name__ == "PanicException"
 
 
-_FULL = ("QuotaExceeded", "StorageFull", "status code: 507")  # which some servers tell by a 403
+_FULL = ("QuotaExceeded", "StorageFull", "status code: 507")  # some servers answer 403 for these
 _BY_NAME = {
     "PermissionDeniedError": errno.EKEYREJECTED,
     "UnauthenticatedError": errno.EKEYREJECTED,
@@ -241,7 +244,7 @@ _BY_NAME = {
     "InvalidPathError": errno.EILSEQ,
     "NotSupportedError": errno.EOPNOTSUPP,
 }
-# A refusal whose answer, to a HEAD, holds no reason.
+# A refusal of a HEAD request: its answer does not hold the reason.
 UNTOLD = "status code: 400"
 _BY_TEXT = {
     "status code: 401": errno.EKEYREJECTED,
@@ -249,8 +252,8 @@ _BY_TEXT = {
     "ExpiredToken": errno.EKEYREJECTED,
     "error sending request": errno.ETIMEDOUT,
     "timed out": errno.ETIMEDOUT,
-    "response body": errno.ETIMEDOUT,  # which stalls, or is cut, as often as the client tries
-    r"after [1-9]\d* retries": errno.ETIMEDOUT,  # what it asked for may have been done
+    "response body": errno.ETIMEDOUT,  # it stalls or is cut short at each attempt
+    r"after [1-9]\d* retries": errno.ETIMEDOUT,  # the request may have been carried out
 }
 
 
@@ -268,13 +271,13 @@ def _number(error: BaseException) -> int:
     return next((number for words, number in _BY_TEXT.items() if re.search(words, text)), errno.EIO)
 
 
-def _told(error: BaseException, path: str, since: float) -> str:
+def _detail(error: BaseException, path: str, since: float) -> str:
     rank = launched_rank()
     who = "" if rank is None else f"rank {rank[0]}: "
-    said = _CREDENTIALS.sub("//", " ".join(str(error).split("\n\nDebug source")[0].split()))[:500]
+    text = _CREDENTIALS.sub("//", " ".join(str(error).split("\n\nDebug source")[0].split()))[:500]
     key, took_s = divided(path)[2], time.monotonic() - since
-    cure = next((f"{told}; " for words, told in _CURES.items() if words in said), "")
-    return f"{cure}{who}key {key!r} of {as_url(path)!r}, after {took_s:.1f} s: {said}"
+    cure = next((f"{advice}; " for words, advice in _CURES.items() if words in text), "")
+    return f"{cure}{who}key {key!r} of {as_url(path)!r}, after {took_s:.1f} s: {text}"
 
 
 _CURES = {

@@ -1,8 +1,8 @@
 """ObjectStorage: objects by paths that stand for URLs; and PathStorage, the seam for all paths.
 
-Of the seam it has what needs no more than a path. The rest is its own: files that are open, uploads
-that are there when they are completed, and puts on the condition that there is no object, or still
-the version that was read.
+ObjectStorage has the methods of Storage that only need a path. Its other methods open objects for
+reading, begin uploads that become visible on completion, and put objects on a condition: that there
+is no object, or that it still has the version that was read.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from fastckpt.errors import StorageError
 from fastckpt.storage import calls, object_botocore
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.object_upload import Upload, numbers
-from fastckpt.storage.object_urls import UNTOLD, asked, client, store_of
+from fastckpt.storage.object_urls import UNTOLD, client, request, store_of
 from fastckpt.storage.owners import Owner
 
-_STREAM_BYTES = 1 << 20  # what the client holds of one read at a time
+_STREAM_BYTES = 1 << 20  # the client's buffer for one read
 _ABSENT = ".absent"  # the name of no object
 _PAGE = 1000  # objects of a listing, as S3 has it
 _KEY_BYTES_MAX = 1024  # as S3, Google and Azure have it
 _ANY = 1 << 62
 DROPPING = "fastckpt-drop"  # the name of a thread
-_MARK = "fastckpt"  # metadata of an object: which put has made it
-# If the answer to a put was lost, the client asks again, and is told that the object is there, or
-# that there is no such upload. ETIMEDOUT tells by itself that the put may have been carried out.
+_MARK = "fastckpt"  # metadata of an object: identifies the put that made it
+# If the answer to a put is lost, the client repeats the request, and the answer is that the object
+# exists or that there is no such upload. ETIMEDOUT itself says that the put may have succeeded.
 _UNSURE = (errno.EEXIST, errno.ESTALE, errno.ENOENT, errno.EIO)
-WHY = "objects: sent in parts"  # of the route of one
-# The other methods of the seam have these answers.
+WHY = "objects: sent in parts"  # the reason for the route of an object
+# The results of other methods of the seam.
 _ANSWERS = {"sync_directory": None, "look_again": False, "free_bytes": _ANY}
 
 
 class ObjectFile:
-    """An object that is open for reading, in the version that it had then; an InputFile.
+    """An object that is open for reading, in its version at the time of opening; an InputFile.
 
     Args:
-        objects, path: where it is.
-        found: what the store said of it.
+        objects, path: the storage and the path.
+        meta: the store's metadata of the object.
     """
 
-    def __init__(self, objects: ObjectStorage, path: str, found: Any) -> None:
+    def __init__(self, objects: ObjectStorage, path: str, meta: Any) -> None:
         self.path, self.fd = path, next(numbers)
-        self._objects, self._etag, self._nbytes = objects, found["e_tag"], int(found["size"])
+        self._objects, self._etag, self._nbytes = objects, meta["e_tag"], int(meta["size"])
 
     def nbytes(self) -> int:
         return self._nbytes
@@ -63,10 +63,10 @@ class ObjectFile:
         return bytes(memory)
 
     def transfer(self, _kind: str, _fd: int, memory: memoryview, offset: int) -> int:
-        """Fills memory; returns how much there was. For the engine, on one of its threads."""
+        """Fills memory; returns the number of bytes read. For the engine, on its threads."""
         nbytes = max(0, min(len(memory), self._nbytes - offset))
         if nbytes:
-            asked("read", self.path, self._fill, memory[:nbytes], offset)
+            request("read", self.path, self._fill, memory[:nbytes], offset)
         return nbytes
 
     def _fill(self, memory: memoryview, offset: int) -> None:
@@ -76,21 +76,21 @@ class ObjectFile:
             at += len(part)
 
     def close(self) -> None:
-        """Does nothing: the store knows nothing of it."""
+        """Does nothing: the store does not know that it is open."""
 
 
 class ObjectStorage:
-    """The seam, for paths that stand for URLs: as far as a path goes. Of what is open it has an
-    ObjectFile or an Upload.
+    """The methods of Storage that take a path, for paths that stand for URLs. Open objects are
+    ObjectFiles and Uploads.
     """
 
     def __init__(self) -> None:
-        self._clocks_s: dict[tuple[str, str], float] = {}  # by how much ours is ahead, by bucket
+        self._clocks_s: dict[tuple[str, str], float] = {}  # how far our clock is ahead, by bucket
 
     # Objects that are written and read.
 
     def upload(self, path: str, nbytes: int, *, ends_with_file: bool = False) -> Upload:
-        """Begins an object of so many bytes, which takes the place of whatever there was."""
+        """Begins an object of so many bytes, which replaces any other object there."""
         _key(path)
         put = partial(self._put, "write", path)
         return Upload(put, nbytes, path, ends_with_file=ends_with_file)
@@ -101,55 +101,55 @@ class ObjectStorage:
 
     def _head(self, path: str) -> Any:
         try:
-            found = asked("open", path, client().head, store_of(path), _key(path))
+            meta = request("open", path, client().head, store_of(path), _key(path))
         except StorageError as error:
             if UNTOLD not in error.detail:
                 raise
-            found = self._get(path).meta
-        return _of_a_store("open", path, found)
+            meta = self._get(path).meta
+        return _of_a_store("open", path, meta)
 
     def put(self, path: str, content: bytes) -> Any:
-        """Puts a small object, whatever there was; returns what the store says of it."""
+        """Puts a small object, which replaces any other one; returns its metadata."""
         return self._put("write", path, content)
 
     def put_new(self, path: str, content: bytes) -> Any:
-        """Puts a small object on the condition that there is none; returns what the store says of
-        it. Raises FileExistsError: there is one, by another put.
+        """Puts a small object on the condition that there is none; returns its metadata. Raises
+        FileExistsError: another put has made one.
         """
         self._probe(path)
         return self._put("create", path, content, mode="create")
 
-    def put_over(self, path: str, content: bytes, found: Any) -> Any:
-        """Puts a small object in the place of the very version that `found` names; returns what the
-        store says of it. Raises OSError (ESTALE, ENOENT or EEXIST): another put has changed it.
+    def put_over(self, path: str, content: bytes, meta: Any) -> Any:
+        """Puts a small object in place of exactly the version of this metadata; returns the new
+        metadata. Raises OSError (ESTALE, ENOENT or EEXIST): another put has changed it.
         """
-        return self._put("write", path, content, mode=_version(found))
+        return self._put("write", path, content, mode=_version(meta))
 
     def get(self, path: str, nbytes_max: int) -> tuple[bytes, Any]:
-        """Returns a small object, b"" if it is larger, and what the store says of it. Raises
+        """Returns a small object, or b"" if it is larger, and its metadata. Raises
         FileNotFoundError.
         """
-        found = self._get(path)
-        is_small = found.meta["size"] <= nbytes_max
-        return bytes(asked("read", path, found.bytes)) if is_small else b"", found.meta
+        result = self._get(path)
+        is_small = result.meta["size"] <= nbytes_max
+        return bytes(request("read", path, result.bytes)) if is_small else b"", result.meta
 
     def _put(self, op: str, path: str, content: Any, **how: Any) -> Any:
-        """Puts an object, and returns what the store says of it. A missing bucket is an error of
-        its own, since a missing file is none.
+        """Puts an object, and returns its metadata. A missing bucket raises StorageError, not
+        FileNotFoundError.
         """
         store = store_of(path, how.get("chunk_size", 0))
         if "max_concurrency" not in how:
             how["use_multipart"] = False
         mark = {_MARK: secrets.token_hex(8)}
-        # Parts are there for one try: another one would complete an object without them.
+        # Parts can be sent once only: a second attempt would complete an object without them.
         for is_last in (False, False, True) if isinstance(content, bytes) else (True,):
             try:
                 put = client().put
-                return asked(op, path, put, store, _key(path), content, attributes=mark, **how)
+                return request(op, path, put, store, _key(path), content, attributes=mark, **how)
             except OSError as error:
                 if error.errno not in _UNSURE:
                     raise
-                with suppress(FileNotFoundError):  # none is there
+                with suppress(FileNotFoundError):  # there is no object
                     there = self._get(path, head=True)
                     if there.attributes.get(_MARK) == mark[_MARK]:
                         return there.meta
@@ -157,38 +157,40 @@ class ObjectStorage:
                 if error.errno == errno.ENOENT:
                     detail = f"there is no bucket {divided(path)[1]!r}, or the upload was aborted"
                     raise StorageError(op, path, errno.ENOENT, detail=detail) from None
-                if is_last or error.errno != errno.EEXIST:  # a conflict with what was not made
+                if is_last or error.errno != errno.EEXIST:  # a conflict, but there is no object
                     raise
         raise AssertionError
 
     @staticmethod
     def _get(path: str, **options: Any) -> Any:
-        got = asked("read", path, client().get, store_of(path), _key(path), options=options)
+        got = request("read", path, client().get, store_of(path), _key(path), options=options)
         _of_a_store("read", path, got.meta)
         return got
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
-        found = self._get(path)
-        if found.meta["size"] <= nbytes_max:
-            return bytes(asked("read", path, found.bytes))
+        result = self._get(path)
+        if result.meta["size"] <= nbytes_max:
+            return bytes(request("read", path, result.bytes))
         return self._range(path, None, 0, nbytes_max)
 
     def _range(self, path: str, etag: str | None, begin: int, end: int) -> bytes:
         return b"".join(map(bytes, self.stream(path, etag, begin, end)))
 
     def stream(self, path: str, etag: str | None, begin: int, end: int) -> Any:
-        """Returns an iterator of the bytes of a range, of the version that was opened."""
+        """Returns an iterator over a range of bytes of the version that was opened."""
         options = {"range": (begin, end), **({"if_match": etag} if etag else {})}
         return self._get(path, **options).stream(min_chunk_size=_STREAM_BYTES)
 
     def remove(self, path: str) -> None:
-        asked("remove", path, client().delete, store_of(path), _key(path))
+        request("remove", path, client().delete, store_of(path), _key(path))
 
     def _drop(self, path: str) -> None:
-        """Removes what nobody needs any more, but for exit nobody waits; what stays is debris."""
+        """Removes an object that nothing needs any more. Only the interpreter's exit waits for
+        this; if it fails, the object stays as debris.
+        """
 
         def drop() -> None:
-            with suppress(OSError):  # as said
+            with suppress(OSError):  # it stays as debris
                 self.remove(path)
 
         try:
@@ -198,7 +200,7 @@ class ObjectStorage:
 
     def remove_all(self, directory: str, names: Sequence[str]) -> None:
         keys = [_key(os.path.join(directory, name)) for name in names]
-        asked("remove", directory, client().delete, store_of(directory), keys)
+        request("remove", directory, client().delete, store_of(directory), keys)
 
     # Names.
 
@@ -207,46 +209,44 @@ class ObjectStorage:
         if not key:
             return _DIRECTORY
         with suppress(FileNotFoundError):  # it may be a directory
-            found = self._head(path)
-            digest = hashlib.blake2b(str(found["e_tag"]).encode(), digest_size=7).digest()
+            meta = self._head(path)
+            digest = hashlib.blake2b(str(meta["e_tag"]).encode(), digest_size=7).digest()
             mode, number = stat.S_IFREG | 0o644, int.from_bytes(digest, "big")
-            return _result(mode, number, found["size"], self.made_at(path, found))
+            return _result(mode, number, meta["size"], self.made_at(path, meta))
         return _DIRECTORY if self._page(path, None)[0] else None
 
-    def made_at(self, path: str, found: Any) -> float:
-        """Returns when an object was made, by our clock if the store's is known."""
-        return float(found["last_modified"].timestamp()) + self._clocks_s.get(
-            divided(path)[:2], 0.0
-        )
+    def made_at(self, path: str, meta: Any) -> float:
+        """Returns when an object was made, by our clock if its offset to the store's is known."""
+        return float(meta["last_modified"].timestamp()) + self._clocks_s.get(divided(path)[:2], 0.0)
 
     def _listed(self, path: str) -> tuple[dict[str, Any], list[str]]:
         """Returns the objects in a directory, by name, and the names of the directories there."""
         key = _key(path)
         store = store_of(path)
         try:
-            found = _listing(path, client().list_with_delimiter, store, key or None)
+            listing = _listing(path, client().list_with_delimiter, store, key or None)
         except StorageError as error:
             if error.errno != errno.EILSEQ:
                 raise
-            found = object_botocore.listed(path, error)
+            listing = object_botocore.listed(path, error)
         cut = len(key) + 1 if key else 0
-        below = dict.fromkeys(each[cut:].rstrip("/") for each in found["common_prefixes"])
-        objects = {each["path"][cut:]: each for each in found["objects"]}
+        below = dict.fromkeys(each[cut:].rstrip("/") for each in listing["common_prefixes"])
+        objects = {each["path"][cut:]: each for each in listing["objects"]}
         if not objects and not below:
             self._confirm_nothing(path)
-        # Consoles mark a folder by an object of no bytes, whose name ends with a slash.
-        objects = {name: its for name, its in objects.items() if name and name not in below}
+        # Consoles mark a folder with an empty object whose name ends with a slash.
+        objects = {name: meta for name, meta in objects.items() if name and name not in below}
         return objects, [*below]
 
     def _confirm_nothing(self, path: str) -> None:
-        """Makes sure that it is a store which has listed nothing: a page of HTML reads as an empty
-        listing, too. Raises StorageError.
+        """Checks that an empty listing comes from an object store: a page of HTML also reads as an
+        empty listing. Raises StorageError.
         """
-        with suppress(FileNotFoundError):  # as a store says
+        with suppress(FileNotFoundError):  # the answer of an object store
             self._head(os.path.join(path, _ABSENT))
 
     def _page(self, path: str, after: str | None) -> tuple[list[Any], str | None]:
-        """Returns a page of the objects below a path, and the last key, if there may be more."""
+        """Returns a page of the objects below a path, and its last key if there may be more."""
         key = _key(path) or None
         pages = client().list(store_of(path), key, offset=after, chunk_size=_PAGE)
         try:
@@ -267,11 +267,11 @@ class ObjectStorage:
         return [*objects, *below]
 
     def below(self, path: str, file: str = "") -> dict[str, dict[str, Any] | None]:
-        """Returns the directories that hold objects, with what the store says of the object `file`
-        in each, None if there is none. A listing by prefixes would not do: it tells nothing of what
-        is in them, and SeaweedFS tells of empty ones, too.
+        """Returns the directories that hold objects, each with the metadata of the object `file`
+        in it, or None if there is no such object. A listing of prefixes is not enough: it does not
+        show their objects, and on SeaweedFS it includes empty directories.
         """
-        key, found = _key(path), dict[str, dict[str, Any] | None]()
+        key, directories = _key(path), dict[str, dict[str, Any] | None]()
         cut = len(key) + 1 if key else 0
         after: str | None = None
         while True:
@@ -280,12 +280,12 @@ class ObjectStorage:
                 self._confirm_nothing(path)
             for each in page:
                 name, slash, rest = each["path"][cut:].partition("/")
-                if slash and (found.setdefault(name) is None) and rest == file:
-                    found[name] = each
+                if slash and (directories.setdefault(name) is None) and rest == file:
+                    directories[name] = each
             if last is None:
-                return found
+                return directories
             name, slash, rest = last[cut:].partition("/")
-            # The rest of a directory is passed over; "0" follows "/".
+            # Skip the rest of a directory; "0" follows "/".
             after = last[:cut] + name + "0" if slash and rest >= file else last
 
     def _probe(self, path: str) -> None:
@@ -293,26 +293,26 @@ class ObjectStorage:
             self.probe(path)
 
     def probe(self, path: str) -> None:
-        """Finds out that a store heeds conditions, and how late it is there, which is done once for
-        each bucket before the first conditional put. Raises StorageError.
+        """Checks that a store supports conditions, and compares its clock with ours; once for each
+        bucket, before the first conditional put. Raises StorageError.
         """
         nonce = os.path.join(os.path.dirname(path), ".probe" + Owner.this().suffix())
         try:
             self._put("create", nonce, b"", mode="create")
-            with suppress(FileExistsError):  # as it should be
+            with suppress(FileExistsError):  # the correct answer
                 self._put("create", nonce, b"", mode="create")
                 detail = (
                     "this store ignores conditions (If-None-Match): two writers of the same name "
                     "both succeed, so no checkpoint is safe there"
                 )
                 raise StorageError("probe", os.path.dirname(path), errno.EOPNOTSUPP, detail=detail)
-            made = self._head(nonce)["last_modified"].timestamp()
-            self._clocks_s[divided(path)[:2]] = time.time() - made
+            store_time_s = self._head(nonce)["last_modified"].timestamp()
+            self._clocks_s[divided(path)[:2]] = time.time() - store_time_s
         finally:
             self._drop(nonce)
 
     def append(self, path: str, line: bytes) -> None:
-        """Puts a line as an object of its own, whose name sorts behind those of earlier ones."""
+        """Puts a line as a separate object. Its name sorts after the names of earlier lines."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
         self.put(os.path.join(path, name), line)
 
@@ -328,7 +328,7 @@ class PathStorage(Storage):
 
 
 def objects_of(storage: Storage) -> ObjectStorage:
-    """Returns the storage of objects, of a seam that serves URLs, too."""
+    """Returns the storage of objects of a seam that also serves URLs."""
     assert isinstance(storage, PathStorage)
     return storage.objects
 
@@ -365,13 +365,13 @@ def _key(path: str) -> str:
     return key
 
 
-def _of_a_store(op: str, path: str, found: Any) -> Any:
-    """Returns what was said of an object, if it has an ETag, as every store's has.
+def _of_a_store(op: str, path: str, meta: Any) -> Any:
+    """Returns the metadata of an object if it has an ETag, as in every object store.
 
-    Raises StorageError: it is something else that answers, such as a console, or a portal.
+    Raises StorageError: another server answered, such as a web console or a login portal.
     """
-    if found.get("e_tag"):
-        return found
+    if meta.get("e_tag"):
+        return meta
     detail = (
         "the server is not an object store, since it returns no ETag: check the endpoint (its port "
         "may be that of a web console), and whether a proxy or a login portal answers instead"
@@ -381,17 +381,17 @@ def _of_a_store(op: str, path: str, found: Any) -> Any:
 
 def _listing(path: str, call: Callable[..., Any], *args: Any) -> Any:
     """Returns the result of a call that lists objects. Raises StorageError, also if there is no
-    bucket (ENOENT), or if a key is no path for the client (EILSEQ).
+    bucket (ENOENT), or if the client rejects a key as a path (EILSEQ).
     """
     try:
-        return asked("list", path, call, *args)
+        return request("list", path, call, *args)
     except FileNotFoundError:
         detail = f"there is no bucket {divided(path)[1]!r}"
         raise StorageError("list", path, errno.ENOENT, detail=detail) from None
 
 
-def _version(found: Any) -> dict[str, str]:
-    return {key: found[key] for key in ("e_tag", "version") if found.get(key)}
+def _version(meta: Any) -> dict[str, str]:
+    return {key: meta[key] for key in ("e_tag", "version") if meta.get(key)}
 
 
 def _result(mode: int, number: int, nbytes: int, when: float) -> os.stat_result:

@@ -1,4 +1,4 @@
-"""Owner: the process that made a temporary, as the temporary's name says."""
+"""Owner: the process that made a temporary, by the temporary's name."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _HOST_MAX, _DIGEST_MAX = 40, 8  # characters
 _SUFFIX = re.compile(
     r"\.(?P<host>[^.+]*)\+(?P<space>[0-9a-f]+)-(?P<pid>\d+)-(?P<started>\d+)-\d+\.tmp\Z"
 )
-# In names that may hold nothing but hexadecimal digits: a digest of host and pid namespace, pid and
-# start of the process, and digits that are new in each name.
+# For names that may only hold hexadecimal digits: a digest of host and pid namespace, the pid and
+# start of the process, and random digits.
 TOKEN = "[0-9a-f]{40}"
 _TOKEN_PARTS = re.compile(r"([0-9a-f]{12})([0-9a-f]{6})([0-9a-f]{10})[0-9a-f]{12}")
 _numbers = itertools.count()
 
 
 class Owner(NamedTuple):
-    """A process, as the name of a temporary tells it.
+    """A process, identified by the name of a temporary.
 
     Attributes:
-        host: its host's name; if that is too long, with a digest in place of the rest.
+        host: its host's name; a digest replaces the end of a long name.
         space: a digest of its pid_space().
-        pid, started: its number there, and when it began (machine.started).
+        pid, started: its pid in that namespace, and its start time (machine.started).
     """
 
     host: str
@@ -44,28 +44,28 @@ class Owner(NamedTuple):
         return cls(_host(), _digest(pid_space()), pid, started(pid) or 0)
 
     def suffix(self) -> str:
-        """Returns a new end of a name, which says that this process has made what has the name."""
+        """Returns a new end of a name, which identifies this process as the maker of the file."""
         return f".{self.host}+{self.space}-{self.pid}-{self.started}-{next(_numbers)}.tmp"
 
     @property
     def is_of_this_host(self) -> bool:
-        """Whether it runs, or ran, on a host of this name."""
+        """Whether it runs or ran on a host with the name of this host."""
         return self.host == _host()
 
     @property
     def is_beside_this(self) -> bool:
-        """Whether it has its pid in the pid namespace that this process is in."""
+        """Whether it is in the pid namespace of this process."""
         return self.is_of_this_host and self.space == _digest(pid_space())
 
     @property
     def is_gone(self) -> bool:
-        """Whether no process has its pid and start time, if it is beside this one."""
+        """Whether no process has its pid and start time. Valid only if is_beside_this."""
         return started(self.pid) != self.started
 
 
 def divided(name: str) -> tuple[str, Owner | None]:
-    """Returns a temporary's name without what tells its owner, and that; (name, None) for the name
-    of anything else.
+    """Returns a temporary's name without its suffix, and the owner in the suffix; (name, None) for
+    any other name.
     """
     match = _SUFFIX.search(name)
     if match is None:
@@ -75,14 +75,14 @@ def divided(name: str) -> tuple[str, Owner | None]:
 
 
 def new_token() -> str:
-    """Returns a new TOKEN, which says that this process has made what has it in its name."""
+    """Returns a new TOKEN, which identifies this process as the maker of an object."""
     pid = os.getpid()
     return f"{_home()}{pid:06x}{started(pid) or 0:010x}{secrets.token_hex(6)}"
 
 
 def is_token_of_dead(token: str) -> bool | None:
-    """Whether the process that a TOKEN tells is gone; None if it is not known: it ran on another
-    host or in another pid namespace, or this is no TOKEN.
+    """Whether the process of a TOKEN is gone. None if this is unknown: the process ran on another
+    host or in another pid namespace, or the text is not a TOKEN.
     """
     parts = _TOKEN_PARTS.fullmatch(token)
     if parts is None or parts[1] != _home():
@@ -91,7 +91,7 @@ def is_token_of_dead(token: str) -> bool | None:
 
 
 def _home() -> str:
-    """Returns a digest of what a pid and a start time are unique in."""
+    """Returns a digest of the host and pid namespace: in them a pid and start time are unique."""
     return _digest(f"{socket.gethostname()} {pid_space()}", 12)
 
 

@@ -1,8 +1,8 @@
-"""Kinds of file systems: which one a file lies on, and how bytes are moved there.
+"""Kinds of file systems: the kind of a file's file system, and how bytes are moved there.
 
-POLICIES is THE table of what is done on each; docs/reference/filesystems.md gives the reason and
-the source of every line. Staging.route() (engine/staging.py) decides on each file by it. This
-module must not know formats.
+POLICIES is THE table of kinds; docs/reference/filesystems.md gives the reason and the source of
+every line. Staging.route() (engine/staging.py) uses it for each file. This module must not know
+formats.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Policy(NamedTuple):
         backend: the meaning of "auto" there: "io_uring" or "threads".
         direct: whether O_DIRECT is tried; a probe of the real file has the last word.
         why: the reason for both.
-        allocates: whether fallocate(2) gives a file its blocks before it is written. Otherwise, and
-            where that is refused, it is only given its size.
+        allocates: whether fallocate(2) gives a file its blocks before the writes. Otherwise, and if
+            that is refused, only the size of the file is set.
         syncs_all: whether fsync(2) makes a file durable, or fdatasync(2), which may omit times.
         renames_at_once: whether a reader sees the old file or the new one at any moment, even after
             a crash.
         remote: whether a server checks credentials, which may expire and be renewed.
-        mandatory_locks: whether flock(2) keeps all other descriptors, those of other ranks too,
-            from reading or writing the file.
-        direct_if_asked: whether backend="io_uring" has O_DIRECT tried for writes, where `direct` is
-            False because neither way is faster everywhere.
-        caches_names: whether a machine may believe for a while that a name is missing, or stands
-            for an old file, after another machine has changed that.
-        readers: how many threads read a file.
+        mandatory_locks: whether flock(2) prevents all other descriptors, including those of other
+            ranks, from reading or writing the file.
+        direct_if_asked: whether backend="io_uring" makes writes try O_DIRECT although `direct` is
+            False, because neither way is faster everywhere.
+        caches_names: whether a machine may see outdated names for a while, after another machine
+            has made or replaced a file.
+        readers: the number of threads that read a file.
     """
 
     backend: str
@@ -66,7 +66,7 @@ class Policy(NamedTuple):
         return f"{self.why}; {ahead}, made durable by {sync}{rename}{again}{locks}"
 
 
-# The four classes; of remote ones, those with locks keep what clients have cached coherent.
+# The four classes. Remote file systems with locks keep the caches of clients coherent.
 _LOCAL = Policy(
     "threads",
     True,
@@ -102,7 +102,7 @@ _FUSE = _REMOTE._replace(
     direct_if_asked=True,
 )
 
-# A class, or an exception from one. What nobody knows is "remote", which works everywhere.
+# A class, or an exception from one. Unknown file systems are "remote", which works everywhere.
 POLICIES = {
     "local": _LOCAL,
     "ext4": _PARALLEL,
@@ -118,8 +118,8 @@ POLICIES = {
     "remote with locks": _WITH_LOCKS,
     "lustre": _WITH_LOCKS._replace(allocates=True),
     "remote": _REMOTE,
-    # Servers such as diod and QEMU keep a file by its name until it is opened, so the descriptor of
-    # its own that a load with O_DIRECT takes may be of the file that has taken the name meanwhile.
+    # Servers such as diod and QEMU know a file by its name until it is opened. A load with O_DIRECT
+    # opens the file again, and may get another file that has received the name in the meantime.
     "9p": _REMOTE._replace(
         direct=False, why="its servers reopen a file by name, and may open another one"
     ),
@@ -130,14 +130,14 @@ POLICIES = {
         mandatory_locks=True,
     ),
     "fuse": _FUSE,
-    # Its client reads ahead by itself, for one who reads in order: with 2 to 16 threads a load took
-    # 1.35 to 1.5 x the time of torch.load, with one 0.9 x.
+    # Its client reads ahead for one sequential reader: with 2 to 16 threads a load took 1.35 to 1.5
+    # x the time of torch.load, with one thread 0.9 x.
     "moosefs": _FUSE._replace(readers=1),
     "object store": _OBJECTS,
 }
 
-# By mount type (proc(5)), which tells apart file systems that share a magic number or have none; 9p
-# passes on that of the server's file system.
+# By mount type (proc(5)), which distinguishes file systems that share a magic number or have none.
+# 9p passes on the magic number of the server's file system.
 _BY_TYPE = {
     **{kind: kind for kind in ("ext4", "xfs", "btrfs", "tmpfs", "lustre", "9p", "cifs", "fuse")},
     **dict.fromkeys(("ext3", "ext2", "overlay"), "local"),
@@ -152,7 +152,7 @@ _BY_TYPE = {
 }
 # By statfs(2).
 _BY_MAGIC = {
-    0xEF53: "ext4",  # of ext2 and ext3 too, which the mount type tells apart
+    0xEF53: "ext4",  # also of ext2 and ext3; the mount type distinguishes them
     0x58465342: "xfs",
     0x9123683E: "btrfs",
     0x01021994: "tmpfs",
@@ -197,8 +197,8 @@ def policy_of(fd: int) -> tuple[str, Policy]:
 
 
 def mount_of(fd: int) -> Mount | None:
-    """Returns the mount of an open file by /proc/self/{fdinfo,mountinfo} (proc(5)), or None if that
-    is not known. The device number would not do: on btrfs files have other ones than the mount.
+    """Returns the mount of an open file by /proc/self/{fdinfo,mountinfo} (proc(5)), or None if
+    unknown. The device number is not enough: on btrfs, files have other numbers than the mount.
     """
     try:
         with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
@@ -210,7 +210,7 @@ def mount_of(fd: int) -> Mount | None:
                     dash = fields.index("-")
                     return Mount(fields[dash + 1], *map(_plain, (fields[dash + 2], fields[4])))
     except (OSError, ValueError, LookupError):
-        return None  # there is no /proc, or it has another shape: the magic number has to do
+        return None  # /proc is missing or of unknown form: the magic number must suffice
     return None
 
 
@@ -237,8 +237,8 @@ def magic_of(file: int | str) -> int | None:
 
 _libc = ctypes.CDLL(None)
 
-# Names under which clients of NFS, CIFS and libfuse keep a file that was removed while it was open.
-# They go away by themselves; until then their directory is not empty.
+# Names that clients of NFS, CIFS and libfuse give to a file that was removed while it was open. The
+# files vanish when they are closed; until then their directory is not empty.
 LINGERING = re.compile(r"\.nfs[0-9a-fA-F]{8,}|\.__smb[0-9a-fA-F]+|\.fuse_hidden[0-9a-fA-F]{8,}")
 
 # Errors by which a server refuses calls that it would accept with valid credentials.
@@ -246,13 +246,13 @@ REFUSALS = frozenset({errno.EACCES, errno.EPERM, errno.EKEYEXPIRED, errno.ESTALE
 
 
 def is_written_through(path: str) -> bool:
-    """Whether a path must be written to and cannot be replaced: a device, FIFO or socket, or what a
-    descriptor names (/dev/fd, /proc/self/fd).
+    """Whether a path must be written to and cannot be replaced: a device, FIFO or socket, or the
+    path of a descriptor (/dev/fd, /proc/self/fd).
     """
     try:
         mode = os.stat(path).st_mode
     except OSError:
-        return False  # opening it will tell
+        return False  # opening it will raise the error
     if os.path.realpath(os.path.dirname(os.path.abspath(path))).startswith("/proc/"):
         return True
     return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)

@@ -1,6 +1,4 @@
-"""Protection against names that others remove meanwhile: a directory is listed again, or a lock
-keeps the file.
-"""
+"""Protection against concurrent removals: a directory is listed again, or a file is locked."""
 
 from __future__ import annotations
 
@@ -22,18 +20,18 @@ from fastckpt.storage.file_system import (
 
 T = TypeVar("T")
 
-# The pauses between listings of a directory whose entries are gone when looked at, in seconds: the
-# short ones for others at work, the long ones for machines that remember a listing (sshfs: 20 s).
+# The pauses between listings of a directory whose entries vanish, in seconds: short ones for other
+# processes at work, long ones for machines that cache a listing (sshfs: 20 s).
 LISTING_PAUSES_S = (0.0,) * 4 + (0.05, 0.1, 0.2, 0.4, 0.8, 1.5) + (3.0,) * 9 + (0.0,)
 _LOCK_S, _LOCK_POLL_S = 60.0, 0.01
 
 
 def listed_anew(look: Callable[[], T | None]) -> T | None:
-    """Calls a function that lists a directory and looks at the entries, again after a pause while
-    it raises Vanished, and returns what it returns.
+    """Calls a function that lists a directory and reads the entries; repeats it after a pause while
+    it raises Vanished, and returns its result.
 
-    Whoever removes an entry has made a newer one before. So once an entry was gone, finding nothing
-    is no answer either.
+    A process only removes an entry after it has made a newer one. So after an entry has vanished,
+    an empty listing is outdated and is repeated as well.
 
     Args:
         look: returns None if there is nothing.
@@ -44,9 +42,9 @@ def listed_anew(look: Callable[[], T | None]) -> T | None:
     path: str | None = None
     for pause_s in LISTING_PAUSES_S:
         try:
-            found = look()
-            if found is not None or path is None:
-                return found
+            result = look()
+            if result is not None or path is None:
+                return result
         except Vanished as error:
             path = error.path
         time.sleep(pause_s)
@@ -57,12 +55,12 @@ def listed_anew(look: Callable[[], T | None]) -> T | None:
 
 
 @contextmanager
-def kept(storage: Storage, path: str) -> Iterator[None]:
-    """Locks a listed file, shared, while the body reads what it stands for: whoever wants to remove
-    it has to lock it first.
+def locked_shared(storage: Storage, path: str) -> Iterator[None]:
+    """Locks a listed file, shared, while the body reads the file's checkpoint: a process must lock
+    the file before it removes the checkpoint.
 
     Raises:
-        Vanished: the file is gone. CorruptCheckpoint: it is no regular file.
+        Vanished: the file is gone. CorruptCheckpoint: it is not a regular file.
         StorageError: it cannot be opened, or another process holds its lock for over _LOCK_S.
     """
 
@@ -71,7 +69,7 @@ def kept(storage: Storage, path: str) -> Iterator[None]:
             try:
                 try:
                     return storage.open(path)
-                except FileNotFoundError:  # it was there a moment ago, or another machine sees it
+                except FileNotFoundError:  # it was just removed, or only another machine sees it
                     if not storage.look_again(path):
                         raise
                     return storage.open(path)
@@ -84,17 +82,17 @@ def kept(storage: Storage, path: str) -> Iterator[None]:
 
     fd = persistently(opened, path)
 
-    def asked(call: Callable[[int], bool]) -> bool:
+    def on_file(call: Callable[[int], bool]) -> bool:
         with reported("lock", path):
             return call(fd)
 
     try:
         until = time.monotonic() + _LOCK_S
-        while not persistently(lambda: asked(lambda fd: storage.lock(fd, shared=True)), path):
+        while not persistently(lambda: on_file(lambda fd: storage.lock(fd, shared=True)), path):
             if time.monotonic() >= until:
                 raise StorageError("lock", path, errno.EAGAIN)
             time.sleep(_LOCK_POLL_S)
-        if persistently(lambda: asked(lambda fd: is_removed(storage, fd, path)), path):
+        if persistently(lambda: on_file(lambda fd: is_removed(storage, fd, path)), path):
             raise Vanished(path)
         yield
     finally:
@@ -102,8 +100,8 @@ def kept(storage: Storage, path: str) -> Iterator[None]:
 
 
 def is_unlocked(storage: Storage, path: str) -> bool:
-    """Whether nobody is seen from here to have locked a file or directory (see atomic.claim())."""
-    with suppress(OSError):  # it was removed meanwhile, or is not ours to touch
+    """Whether this machine sees no lock on a file or directory (see atomic.claim())."""
+    with suppress(OSError):  # it was removed in the meantime, or may not be touched
         fd = storage.open(path, "lock")
         try:
             return storage.lock(fd)
@@ -113,12 +111,12 @@ def is_unlocked(storage: Storage, path: str) -> bool:
 
 
 def is_removed(storage: Storage, fd: int, path: str) -> bool:
-    """Whether a file that was opened by its path has lost that name."""
+    """Whether an open file no longer has the path by which it was opened."""
     try:
         if storage.fstat(fd).st_nlink == 0:
             return True
     except OSError as error:
-        if error.errno != errno.ESTALE:  # NFS's word for a removed file
+        if error.errno != errno.ESTALE:  # NFS's error for a removed file
             raise
         return True
     # A client may keep it under another name (policies.LINGERING), which counts as a link.
@@ -126,7 +124,7 @@ def is_removed(storage: Storage, fd: int, path: str) -> bool:
 
 
 def leads_nowhere(storage: Storage, path: str) -> bool:
-    """Whether path is a symbolic link to nothing, or in a circle."""
+    """Whether path is a symbolic link that is broken or forms a loop."""
     try:
         if storage.status(path) is not None:
             return False
@@ -137,13 +135,13 @@ def leads_nowhere(storage: Storage, path: str) -> bool:
 
 
 def _is_no_file(storage: Storage, path: str) -> bool:
-    """Returns whether a path leads to a socket, to a device, to nothing or in a circle, and so to
-    no file that a later attempt might open.
+    """Returns whether a path leads to a socket, a device, nothing or a loop, so that no later
+    attempt can open a file there.
     """
     try:
         if leads_nowhere(storage, path):
             return True
         status = storage.status(path)
-    except OSError:  # it may be one: the error of the attempt to open it counts
+    except OSError:  # it may be a file: the error of the attempt to open it counts
         return False
     return status is not None and not stat.S_ISREG(status.st_mode)

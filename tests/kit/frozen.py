@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 
 from fastckpt import Checkpointer
-from fastckpt.latch import asked
+from fastckpt.latch import call_aside
 from fastckpt.saving import pipeline
 from fastckpt.storage.policies import POLICIES
 from tests.kit.doubles import Operation, Recorder, process_on
@@ -197,7 +197,7 @@ def frozen_or_over(gate: Gate, begun: Any) -> bool:
         begun.result(WAIT_S).exception(WAIT_S)
         pipeline.current().drain()
 
-    over = asked(end)
+    over = call_aside(end)
     while not gate.reached.wait(0.005):
         if over.done():
             over.result(0)
@@ -229,7 +229,7 @@ def first_is_frozen(root: str, other: SecondJob, freeze: Callable[[], Gate], **t
     with Checkpointer(root, keep_last=KEEP, **told) as saver:
         begin_life(saver, FIRST)
         gate = freeze()
-        begun = asked(lambda: saver.save(KEEP, state_of(KEEP, FIRST)))
+        begun = call_aside(lambda: saver.save(KEEP, state_of(KEEP, FIRST)))
         is_frozen = frozen_or_over(gate, begun)
         found, acknowledged = other.ask(f"live {root}")
         gate.go_on.set()
@@ -267,7 +267,7 @@ def second_is_frozen(
             outcomes.append((found, outcome(handle, found[0] + 1, FIRST)))
             pipeline.current().drain()
 
-        over = asked(live)
+        over = call_aside(live)
         while not (is_frozen := gate.reached.wait(0.005)) and not over.done():
             pass
         thaw()

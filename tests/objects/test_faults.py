@@ -21,7 +21,7 @@ import fastckpt
 from fastckpt.arguments.urls import path_of
 from fastckpt.cli import main
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, RootInUse, StorageError
-from fastckpt.latch import asked
+from fastckpt.latch import call_aside
 from fastckpt.saving import lease, pipeline
 from fastckpt.steps import store as steps_store
 from fastckpt.steps.root import store_at as steps_at
@@ -178,7 +178,7 @@ def test_no_call_waits_longer_than_timeout_s(
     }
     with socket.create_server(("127.0.0.1", 0)) as silent:
         how["storage_options"] = options(silent.getsockname()[1])
-        ended = {name: asked(call) for name, call in calls.items()}
+        ended = {name: call_aside(call) for name, call in calls.items()}
         errors = {name: each.exception(TIMEOUT_S + GRACE_S) for name, each in ended.items()}
     assert not [name for name, error in errors.items() if not isinstance(error, StorageError)], (
         errors

@@ -326,7 +326,7 @@ def hang(*_):
 
 if argument == "in a call":
     Storage = type(pipeline.current().storage)
-    Storage.sync = calls.noted("sync", hang)
+    Storage.sync = calls.as_call("sync", hang)
 fastckpt.save(state, path, before_commit=hang)
 train()
 """
