@@ -99,7 +99,7 @@ def steps(nbytes: int, local: Path | None, root: Path, fence: str) -> Row:
                     "cpu_s": spent() - begun_cpu,
                     "staged_s": staged_s,
                     "stall_s": stats.stall_s,
-                    "is_one_copy": stats.why.endswith("copied straight into it"),
+                    "is_one_copy": stats.why.endswith("copied straight into the file"),
                 }
             )
             time.sleep(SETTLE_S)
@@ -161,7 +161,7 @@ def training(nbytes: int, step_s: float, local: Path, root: Path, rounds: int) -
                 work.step()
             with_s = (time.perf_counter() - begun) / STEPS
             stats = handle.result()
-            copied.append(stats.why.endswith("copied straight into it"))
+            copied.append(stats.why.endswith("copied straight into the file"))
             if number:
                 lost.append(with_s / without_s - 1.0)
                 quiet.append(without_s)

@@ -149,9 +149,9 @@ def wait_at_exit(
         for handle in left:
             outcome = fate(handle.failure(), "is committed") if handle.done() else "may be lost"
             sys.stderr.write(
-                f"fastckpt: the save to {handle.path!r} {outcome}; it has not got on for "
-                f"{still_s:.0f} s and is not waited for any longer: does its server or disk "
-                "answer?\n"
+                f"fastckpt: the save to {handle.path!r} {outcome}; this process no longer waits "
+                f"for it, since there was no progress for {still_s:.0f} s: check that its server "
+                "or disk responds\n"
             )
         if left:
             sys.stdout.flush()
@@ -170,6 +170,6 @@ def _answer(handles: list[InnerHandle]) -> None:
     first = next((handle for handle in handles if handle.tells), handles[0])
     more = f" (and {len(handles) - 1} more)" if handles[1:] else ""
     first.say(
-        f"waiting for the {first.subject()}{more}: {first.how_far()}. Ctrl-C once more gives it "
-        "up; what was committed before stays"
+        f"waiting for the {first.subject()}{more}: {first.how_far()}. Press Ctrl-C again to "
+        "abandon it; committed checkpoints stay"
     )

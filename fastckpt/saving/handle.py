@@ -151,7 +151,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         """
         self._check_wait()
         if not self._replicated.wait(timeout):
-            raise TimedOut(f"{self._subject()} was not at its neighbours within {timeout:g} s")
+            raise TimedOut(f"{self._subject()} did not reach the neighbours within {timeout:g} s")
         return self.wait_local(timeout) and not self.stats.replicas_why
 
     def progress(self) -> Progress:
@@ -181,7 +181,10 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         return profile_of(self.stats)
 
     def __reduce__(self) -> str | tuple[object, ...]:
-        raise TypeError(f"the {self._subject()} belongs to this process: its handle has no copy")
+        raise TypeError(
+            f"the handle of the {self._subject()} belongs to this process and cannot be copied or "
+            "pickled"
+        )
 
     def _subject(self) -> str:
         return f"save to {self.path!r}"
@@ -203,15 +206,15 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._check_process()
         if self._decider == threading.get_ident():
             raise RuntimeError(
-                f"before_commit would wait for itself, since the {self._subject()} ends after it: "
-                "call result(), restore() and close() elsewhere"
+                f"before_commit would wait for itself, since the {self._subject()} only ends after "
+                "it: call result(), restore() and close() outside before_commit"
             )
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid and not self.done():
             raise CheckpointError(
-                f"the save to {self.path!r} belongs to process {self._pid}, which this "
-                "one was forked from: ask for its result there"
+                f"the save to {self.path!r} belongs to process {self._pid}, but this process was "
+                "forked from that one: use the handle there"
             )
 
 
@@ -296,7 +299,7 @@ class InnerHandle(SaveHandle):
     def how_far(self) -> str:
         """Returns how far the save is on this rank, in words."""
         if self.stats.local_committed_s is not None:
-            return "it is committed on the nodes, and on its way to the root"
+            return "it is committed on the nodes and is being copied to the root"
         written, total = self.progress()
         size, whose = shown_size(total), shown_share(self.stats.ranks)
         if not total:
@@ -339,8 +342,8 @@ class InnerHandle(SaveHandle):
         if is_lost:
             self._is_broken_off = self.goes_on_told = True
             self.say(
-                f"the {self.subject()} was interrupted before everything was copied: nothing of it "
-                "is committed, and what was committed before stays"
+                f"the {self.subject()} was interrupted before everything was copied: it is not "
+                "committed, and committed checkpoints stay"
             )
         elif not self.done():
             self._tell_goes_on()
@@ -348,8 +351,8 @@ class InnerHandle(SaveHandle):
     def _tell_goes_on(self) -> None:
         self.goes_on_told = True
         self.say(
-            f"the {self.subject()} goes on: {self.how_far()}. This process waits for it at exit; "
-            "Ctrl-C during that wait, or cancel(), gives it up, and what was committed before stays"
+            f"the {self.subject()} continues: {self.how_far()}. This process waits for it at exit; "
+            "Ctrl-C during that wait, or cancel(), abandons it; committed checkpoints stay"
         )
 
     def say(self, line: str) -> None:

@@ -206,7 +206,9 @@ class ImageFile:
                 return name
             except _Full as full:
                 layout = full.layout
-                log.warning("no room for %r: it is made anew, in %s", self._path, layout.text())
+                log.warning(
+                    "no room for %r: it is created again with %s", self._path, layout.text()
+                )
                 purpose = purpose._replace(instead=layout)
 
     def join(
@@ -235,7 +237,7 @@ class ImageFile:
         self.join(fd, path, offset=None)
         self._is_slot = True
         if self._stats is not None:
-            self._stats.why += "; copied straight into it"
+            self._stats.why += "; copied straight into the file"
 
     def _take(self, made: int | Upload, route: Route) -> None:
         storage, path = self._pipeline.storage, self._path

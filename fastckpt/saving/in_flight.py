@@ -79,6 +79,6 @@ class InFlight:
         """
         failed = [each for each in self._handles if each.done() and each.may_be_told()]
         for other in failed[1:]:
-            log.warning("another save failed too: %s", other.exception())
+            log.warning("another save also failed: %s", other.exception())
         for first in failed[:1]:
             pipeline.raise_earlier(first, not_begun)

@@ -380,7 +380,7 @@ def lasts_s(record: LeaseRecord | None) -> float:
 
 def _holder(record: LeaseRecord | None) -> str:
     if record is None:
-        return f"a process that {LEASE_FILE} there does not name, so it is damaged or being made,"
+        return f"an unknown process ({LEASE_FILE} there is damaged or just being written)"
     job = f" (job {record.job})" if record.job else ""
     return f"process {record.pid} on host {record.host!r}{job}"
 
@@ -391,26 +391,26 @@ def refusal(root: str, record: LeaseRecord | None, age_s: float, ends_by_age: bo
     advice = f"If it hangs and cannot be ended, run {command}"
     if ends_by_age:
         advice = (
-            f"If it is gone, because its host crashed or is cut off, run {command}, or wait: "
-            f"{lasts_s(record):.0f} s after the last renewal its lease counts as dead"
+            f"If it is dead, because its host crashed or is disconnected, run {command}, or wait: "
+            f"its lease expires {lasts_s(record):.0f} s after the last renewal"
         )
     return (
         f"{root!r} is in use by another job: {_holder(record)} saves there{since}, and renewed its "
         f"lease {age_s:.0f} s ago; nothing was committed. Only one job at a time may save to a "
-        f"root: end that one, or save to another root. {advice}"
+        f"root: end the other job, or save to another root. {advice}"
     )
 
 
 def loss(root: str, record: LeaseRecord) -> str:
     if record.is_over:
         return (
-            f"{root!r} was taken over by another job or by `fastckpt repair --takeover`, "
-            f"{_holder(record)}, which has given it up; nothing was committed. The next save "
-            "succeeds unless another job saves there by then"
+            f"{root!r} was taken over by another job or by `fastckpt repair --takeover` "
+            f"({_holder(record)}), and is free again; nothing was committed. The next save "
+            "succeeds unless another job saves there first"
         )
     return (
-        f"{root!r} was taken over by another job: {_holder(record)} has its lease since "
-        f"{record.began}; nothing was committed. End one of the two jobs; once the other one has "
+        f"{root!r} was taken over by another job: {_holder(record)} has held its lease since "
+        f"{record.began}; nothing was committed. End one of the two jobs: after the other one has "
         "ended, saves of this one succeed again"
     )
 

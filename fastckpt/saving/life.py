@@ -235,8 +235,8 @@ class Life:
         error: CheckpointError | None = self.permit.revoke(self._bound)
         if error is None and self._handle.given_up_for() >= GIVEN_UP_S:
             error = self.permit.revoke() or CheckpointError(
-                f"the {self._handle.subject()} was given up, but has not ended within "
-                f"{GIVEN_UP_S:g} s, and is not waited for any longer"
+                f"the {self._handle.subject()} was abandoned, but did not end within "
+                f"{GIVEN_UP_S:g} s; this process no longer waits for it"
             )
         if error is not None:
             raise error

@@ -31,7 +31,7 @@ _SAMPLED_ELEMENTS = 8  # of a tensor whose memory is not one piece
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter)
 _RANDOM = random.Random()  # one of our own, so that the user's numbers stay what they are
 
-_UNCOUNTED = "written to by an operation that had not ended, or that torch does not count,"
+_UNCOUNTED = "changed (by an operation that was still running or that torch does not count)"
 _ADVICE = 'update it in an optimizer step, call wait_staged() first, or save with fence="call"'
 
 
@@ -73,7 +73,7 @@ class MutationCheck:
     def _wait(self, calls: ThreadCalls) -> None:
         if calls.wait(_NOTICE_S):
             return
-        log.info("a save waits for %s, which may be changing what is saved", calls.text())
+        log.info("a save waits for %s, which may be changing the state", calls.text())
         if not calls.wait(PATIENCE_S):
             self._running = calls.text()
 
@@ -90,8 +90,8 @@ class MutationCheck:
         if running:
             raise StagingConflict(
                 f"{running} has been in one call for {PATIENCE_S:.0f} s, since before the save to "
-                f"{path!r} had copied the state. It cannot be told whether that call changes a "
-                f"tensor of the state: {_ADVICE}"
+                f"{path!r} had copied the state. That call may have changed a tensor of the state: "
+                f"{_ADVICE}"
             )
 
     def forget(self) -> None:

@@ -105,11 +105,11 @@ class Pace:
         seconds = nbytes / self._rate
         if size > 1 and seconds > self.timeout_s:
             raise CheckpointError(
-                f"drain_rate is {pacing.rate:g} bytes/s, of which this rank has "
-                f"{self._rate:g}: its {nbytes} bytes would take {seconds:.0f} s, and ranks wait "
-                f"for each other no longer than timeout_s ({self.timeout_s:g} s): raise either"
+                f"drain_rate is {pacing.rate:g} bytes/s, and the share of this rank is "
+                f"{self._rate:g} bytes/s: its {nbytes} bytes would take {seconds:.0f} s, but ranks "
+                f"wait for each other at most timeout_s ({self.timeout_s:g} s): raise one of them"
             )
-        self._stats.pacing += f"; {self._rate / 1e6:g} MB/s of it here"
+        self._stats.pacing += f"; {self._rate / 1e6:g} MB/s on this rank"
 
     def route(self, route: Route) -> Route:
         """Returns a route with this rank's token bucket, if it has a rate."""

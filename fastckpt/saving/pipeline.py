@@ -337,7 +337,7 @@ class Pipeline:
             with self._retention, calls.Call("retention", path):
                 remove()
         except Exception as error:
-            log.warning("after %r nothing older was removed: %s", path, error)
+            log.warning("%r is committed, but older checkpoints were not removed: %s", path, error)
 
     def in_flight(self) -> list[InnerHandle]:
         """Returns the saves of which something is left to do."""

@@ -79,13 +79,13 @@ class Ring:
         if kind != "tmpfs" or not os.path.isdir(there):
             made = f"`mkdir -p {at} && mount -t tmpfs -o size={size_text} tmpfs {at}`"
             if os.path.isdir(path) and os.listdir(path):  # which a mount would hide
-                made = "`mount -t tmpfs` on an empty one"
+                made = "`mount -t tmpfs` on an empty directory"
             raise ValueError(
                 f"Memory(directory={path!r}): {there!r} is "
-                f"{kind if os.path.isdir(there) else 'no directory'}, must be a tmpfs: pass a "
-                "directory on one, such as one below /dev/shm, or make one by "
-                f"{made} before the job, or a volume with medium: Memory; for storage of the node "
-                f"pass local={path!r}"
+                f"{kind if os.path.isdir(there) else 'not a directory'}, must be a tmpfs: pass a "
+                "directory on a tmpfs, such as one below /dev/shm, or create a tmpfs before the "
+                f"job, with {made} or as a volume with medium: Memory; to use other storage of the "
+                f"node, pass local={path!r}"
             )
         found = os.statvfs(there)
         size, own = found.f_blocks * found.f_frsize, self.used()
@@ -93,26 +93,26 @@ class Ring:
         self.nbytes = self.recycled_max = asked or max(min(size, granted) // 2, SMALL_BYTES)
         self.why = shown_size(self.nbytes)
         if asked is None:
-            self.why += f" (half of what {path!r}, a tmpfs of {shown_size(size)}, or memory has)"
+            self.why += f" (half of the tmpfs {path!r}, {shown_size(size)}, or of free memory)"
         if self.nbytes <= SMALL_BYTES and asked is not None:
             raise ValueError(
                 f"Memory(budget={memory.budget!r}): must be above {shown_size(SMALL_BYTES)}, which "
-                "are kept for the index of a step"
+                "are reserved for the index of a step"
             )
         if self.nbytes > granted:
             raise ValueError(
-                f"Memory(budget={memory.budget!r}): the memory that is left to this process, or "
-                f"taken by earlier steps, is {shown_size(granted)} by the limits of its cgroup and "
-                f"machine; the budget needs {shown_size(self.nbytes)}: pass less"
+                f"Memory(budget={memory.budget!r}): the cgroup and the machine leave "
+                f"{shown_size(granted)} to this process, including earlier steps, but the budget "
+                f"needs {shown_size(self.nbytes)}: pass a smaller budget"
             )
         if self.nbytes > size:
             while not os.path.ismount(there):
                 there = os.path.dirname(there)
             raise ValueError(
                 f"Memory(budget={memory.budget!r}): {there!r} is a tmpfs of {shown_size(size)}, "
-                f"the budget needs {shown_size(self.nbytes)}: enlarge it by `mount -o remount,"
-                f"size={size_text} {shlex.quote(there)}`, that of a container by --shm-size or a "
-                "volume with medium: Memory"
+                f"but the budget needs {shown_size(self.nbytes)}: enlarge it with `mount -o "
+                f"remount,size={size_text} {shlex.quote(there)}`, or in a container with "
+                "--shm-size or a volume with medium: Memory"
             )
 
     def used(self) -> int:

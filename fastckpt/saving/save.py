@@ -178,11 +178,11 @@ class Save(Job):
         ]
         if found:
             name, count = found[0]
-            more = f", and {len(found) - 1} more tensors have some" if found[1:] else ""
+            more = f", and {len(found) - 1} more tensors have such elements" if found[1:] else ""
             raise CheckpointError(
-                f"check_finite refused the save to {self.handle.path!r}: {name!r} has numbers that "
-                f"are infinite or not a number: {count} in what rank {self.agreement.rank} writes "
-                f"of it{more}; nothing was committed"
+                f"check_finite refused the save to {self.handle.path!r}: {name!r} has elements "
+                f"that are infinite or not a number ({count} on rank {self.agreement.rank}){more}; "
+                "nothing was committed"
             )
 
     def _ask(self, outputs: Sequence[Output]) -> None:
@@ -195,7 +195,10 @@ class Save(Job):
             with self.handle.deciding():
                 answer = self.before_commit(self.handle.stats, digest)
             if inspect.isawaitable(answer):
-                raise TypeError(f"it returned a {type(answer).__name__}, which nothing here awaits")
+                raise TypeError(
+                    f"it returned a {type(answer).__name__}, which would never be awaited: pass a "
+                    "plain function"
+                )
         except BaseException as error:  # a SystemExit, too, is no more than a refusal here
             raise CheckpointError(
                 f"before_commit refused the save to {self.handle.path!r} by "

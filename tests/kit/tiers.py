@@ -107,4 +107,4 @@ def await_spares(local: Path, are_due: bool) -> None:
 
 
 def has_landed(why: str) -> bool:
-    return why.endswith("copied straight into it")
+    return why.endswith("copied straight into the file")

@@ -93,7 +93,7 @@ def test_a_job_that_was_taken_over_hears_of_it(
     assert lease.tenure == 1
     bare.put(key_of(root), OTHER._replace(is_over=is_over).to_bytes())
     assert lease.is_lost()
-    with pytest.raises(RootInUse, match="which has given it up" if is_over else "has its lease"):
+    with pytest.raises(RootInUse, match="is free again" if is_over else "has held its lease"):
         lease.renew()
     assert not lease.is_held and lease.tenure == 0
     if is_over:

@@ -29,7 +29,7 @@ from tests.kit.storm import Storm
 
 LIMIT_S = 60.0
 CTRL_C = b"\x03"
-STAYS = "what was committed before stays"
+STAYS = "committed checkpoints stay"
 # Python drops an interrupt that comes in a callback of its own, such as that of an import's lock.
 DROPPED = re.compile("Exception ignored in.*?KeyboardInterrupt", re.DOTALL)
 pytestmark = pytest.mark.multiprocess
@@ -185,7 +185,7 @@ def test_the_first_says_what_is_awaited_and_the_second_gives_it_up(
     (line,) = [line for line in person.shown.splitlines() if "waiting for" in line]
     assert f"waiting for the save to '{folder / target}': " in line
     assert re.search(r" (KiB|MiB|B) of 8\.\d+ MiB are written \(\d+ %\)", line)
-    assert "Ctrl-C once more gives it up" in line
+    assert "Press Ctrl-C again to abandon it" in line
     # A later one may come when nothing is awaited any more, and then ends what Python does there.
     assert person.shown.count("Traceback") == 1 or more > 1
     assert "terminate" not in person.shown
@@ -223,7 +223,7 @@ def test_one_in_the_midst_of_save_says_that_nothing_is_committed(folder: Path, w
         assert person.status() == -signal.SIGINT, person.shown
     (line,) = [line for line in person.shown.splitlines() if STAYS in line]
     target = folder / ("run/step-00000002" if way == "with" else "a.pt")
-    told = "was interrupted before everything was copied: nothing of it is committed"
+    told = "was interrupted before everything was copied: it is not committed"
     assert f"the save to '{target}' {told}" in line
     assert newest(folder) == (1, 1)
 
@@ -279,7 +279,7 @@ def test_the_way_to_the_root_is_given_up_and_the_step_stays_on_the_node(
     with terminal(ON_THE_NODE, folder, str(memory)) as person:
         person.until("NOW")
         person.press()
-        person.until("it is committed on the nodes, and on its way to the root. Ctrl-C once more")
+        person.until("it is committed on the nodes and is being copied to the root. Press Ctrl-C")
         person.press()
         assert person.status() == -signal.SIGINT, person.shown
     with Checkpointer(folder / "run") as checkpointer:
@@ -334,13 +334,13 @@ train()
 
 @pytest.mark.parametrize(
     ("where", "said"),
-    [("in a call", "sync of "), ("elsewhere", "was given up, but has not ended within 0.5 s")],
+    [("in a call", "sync of "), ("elsewhere", "was abandoned, but did not end within 0.5 s")],
 )
 def test_a_save_that_hangs_does_not_keep_the_process(folder: Path, where: str, said: str) -> None:
     with terminal(HANGS, folder, where) as person:
         person.until("NOW")
         person.press()
-        person.until("Ctrl-C once more")
+        person.until("Press Ctrl-C again")
         person.press()
         assert person.status() == -signal.SIGINT, person.shown
     assert said in person.shown.partition("FAILED and was not committed: ")[2]

@@ -72,7 +72,7 @@ def test_the_first_error_is_raised_once_and_others_are_logged(
         pytest.raises(CheckpointError, match=r"'/run/b', failed: .*; this save, to '/run/d', was"),
     ):
         saves.raise_first(not_begun="/run/d")
-    assert caplog.text.count("another save failed too") == 1 and "/run/c" in caplog.text
+    assert caplog.text.count("another save also failed") == 1 and "/run/c" in caplog.text
     saves.raise_first()
     assert not pipeline.current().unreported()
 

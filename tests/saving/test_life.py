@@ -162,7 +162,7 @@ def interrupt_in_a_wait(life: Life) -> None:
     life.begin()
     with interrupted_in("result"):
         life.first.handle.result(WAIT_S)
-    assert not life.first.handle.done() and "goes on: " in life.log.text
+    assert not life.first.handle.done() and "continues: " in life.log.text
     life.release()
 
 

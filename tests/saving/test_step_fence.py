@@ -547,7 +547,7 @@ def test_samples_are_of_tensors_of_any_shape(
         gate.wait_reached()
         weight.data.add_(1)
         gate.release()
-    with pytest.raises(fastckpt.StagingConflict, match="or that torch does not count, before"):
+    with pytest.raises(fastckpt.StagingConflict, match=r"or that torch does not count\) before"):
         handle.result(WAIT_S)
 
 

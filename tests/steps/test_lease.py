@@ -285,7 +285,7 @@ def test_a_lease_of_another_host(disk: Path, monkeypatch: pytest.MonkeyPatch) ->
     with double.mounted(), process_on(double):
         put(disk, far.to_bytes(), 7100)
         assert "process 7 on host 'elsewhere' (job SLURM_JOB_ID=41)" in refused()
-        assert "or wait: 7200 s after the last renewal" in refused()
+        assert "or wait: its lease expires 7200 s after the last renewal" in refused()
         put(disk, record().to_bytes())
         assert "in use by another job" in (told := refused()) and "or wait" not in told
         put(disk, far.to_bytes(), 7300)
@@ -305,7 +305,7 @@ def test_a_lease_of_another_host(disk: Path, monkeypatch: pytest.MonkeyPatch) ->
         put(disk, far._replace(job="TORCHELASTIC_RUN_ID=copied").to_bytes())
         assert refused() != ""
         put(disk, b"")
-        assert "does not name" in refused()
+        assert "an unknown process" in refused()
         put(disk, b"", 100)
         assert refused() == ""
         put(disk, far._replace(is_over=True).to_bytes())

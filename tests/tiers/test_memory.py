@@ -313,7 +313,7 @@ def test_what_memory_there_is_is_looked_at_ahead(
     assert f"mkdir -p '{missing}' && mount -t tmpfs -o size=1024m tmpfs '{missing}'`" in told
     assert f"{str(disk)!r} is " in told and "must be a tmpfs" in told
     (local / "a file").touch()
-    assert "a file' is no directory" in refused(Memory(directory=local / "a file"))
+    assert "a file' is not a directory" in refused(Memory(directory=local / "a file"))
     with Checkpointer(disk / "run", local=Memory(directory=local / "new", peers=0)) as checkpointer:
         assert checkpointer.save(1, {"w": torch.zeros(1)}).wait_memory(60)
     with mounted("tmpfs", disk, 8 * MIB) as tiny:
@@ -323,14 +323,16 @@ def test_what_memory_there_is_is_looked_at_ahead(
         (inner := small / "inner").mkdir()
         with Checkpointer(disk / "run", local=Memory(directory=inner)) as checkpointer:
             why = checkpointer.save(1, {"w": torch.zeros(6 << 20)}).result().local_why
-            assert f"32.0 MiB (half of what {str(inner)!r}, a tmpfs of 64.0 MiB, or" in why, why
+            assert f"32.0 MiB (half of the tmpfs {str(inner)!r}, 64.0 MiB, or" in why, why
         told = refused(Memory(directory=inner, budget="1GiB"))
         assert "a tmpfs of 64.0 MiB" in told and "needs 1.00 GiB" in told and "--shm-size" in told
         subprocess.run(told.split("`")[1], shell=True, check=True)
         with Checkpointer(disk / "run", local=Memory(directory=inner, budget="1GiB")):
             pass
     monkeypatch.setattr(ring, "memory_left_bytes", lambda: 32 * MIB)
-    assert "is 32.0 MiB by the limits" in refused(Memory(directory=local, budget="1GiB"))
+    assert "the cgroup and the machine leave 32.0 MiB" in refused(
+        Memory(directory=local, budget="1GiB")
+    )
     for values in (
         {"keep": 0},
         {"root_every": 0},

@@ -300,7 +300,7 @@ def test_one_node_is_full_and_ranks_take_turns(
             why, pacing = told
             assert "of rank 2" in why
             assert pacing.startswith("drain_rate 50 MB/s a node, max_writers 1")
-            assert pacing.endswith("; 50 MB/s of it here"), "one of the node's ranks at a time"
+            assert pacing.endswith("; 50 MB/s on this rank"), "one of the node's ranks at a time"
         assert nodes.restored(crew(4), locals_)[0] == 1
 
 
@@ -313,7 +313,7 @@ def test_drains_are_paced(
     paced = {"drain_rate": 50e6, "max_writers": 2, **options}
     locals_ = nodes.two[:: 4 // size]
     for why, pacing in crew(size)(bodies.save_paced, str(nodes.root), locals_, 3, paced):
-        assert why == "" and pacing.endswith("; 25 MB/s of it here")
+        assert why == "" and pacing.endswith("; 25 MB/s on this rank")
     assert nodes.restored(crew(size), locals_)[0] == 3
     assert not [path for path in nodes.root.rglob("*") if ".tmp" in path.name]
 

@@ -886,7 +886,7 @@ def test_a_close_that_is_interrupted_once_still_waits_for_the_drain(
     assert handle.wait_local(WAIT_S)
     with interrupted_in("wait_or_give_up"):
         checkpointer.close()
-    assert "Ctrl-C once more gives it up" in caplog.text
+    assert "Press Ctrl-C again to abandon it" in caplog.text
     assert handle.done() and directories(disk / "run") == ["step-00000001"]
     with pytest.raises(ValueError, match="is closed"):
         checkpointer.save(2, state(2))
