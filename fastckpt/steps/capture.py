@@ -129,7 +129,7 @@ def _texts(flat: Flat) -> Callable[[], list[tuple[str, str]]]:
             (key, f"{str(dtype)[6:]} {list(shape)}, {placement}")
             for key, dtype, shape, placement in rows
         ]
-        described += [(name, "a value of each rank") for name in own]
+        described += [(name, "a PerRank value") for name in own]
         return described + sorted(kind.text() for kind in kinds)
 
     return texts
@@ -169,10 +169,10 @@ def _named(error: BaseException, nests: Mapping[Any, object]) -> None:
     advice = ""
     if isinstance(value, torch.Tensor) and type(value) not in PLAIN_TENSORS:
         advice = (
-            f" (a tensor of the class {type(value).__name__}: leave it out of the state, and save "
-            "what it consists of in a PerRank)"
+            f" (it is a tensor of the class {type(value).__name__}: leave it out of the state, and "
+            "save its parts in a PerRank)"
         )
-    raise retold(error, f"{error}: this is in the value of {name!r}{advice}") from error
+    raise retold(error, f"the value at {name!r} cannot be pickled: {error}{advice}") from error
 
 
 def _refused(nest: object, name: str | None) -> tuple[str | None, object] | None:

@@ -136,9 +136,9 @@ class StepCopies:
                 self.taken[file] = path if number else self._fetched.get(file) or path
                 return found
             if later is not None:
-                log.warning("%s; %r is read instead", failure, self._path(file, later))
+                log.warning("%s; reading %r instead", failure, self._path(file, later))
         if unread is None and self._brought(file, is_damaged=True):
-            log.warning("%s; the copy at %s is read instead", failure, self._fetched[file])
+            log.warning("%s; reading the copy at %s instead", failure, self._fetched[file])
             return self._first_whole(file, read)
         raise unread or failure
 
@@ -223,7 +223,7 @@ class StepCopies:
             if body is None:
                 raise CorruptCheckpoint(f"{path!r} was not written by fastckpt")
             if torch_zip.closing_crc(body.index.tail) != crc:
-                raise CorruptCheckpoint(f"{path!r} is of another save than the manifest")
+                raise CorruptCheckpoint(f"{path!r} belongs to another save than the manifest")
             yield body
 
     @contextmanager

@@ -202,21 +202,21 @@ class StepReader:
                 stored = (safetensors.DTYPES[piece.dtype], piece.shape)
                 if found.setdefault(piece.key, stored) != stored:
                     raise CorruptCheckpoint(
-                        f"{self._path(index.file)!r} holds {piece.key!r} as {stored}, "
-                        f"another file as {found[piece.key]}"
+                        f"{self._path(index.file)!r} stores {piece.key!r} as {stored}, but another "
+                        f"file stores it as {found[piece.key]}"
                     )
                 parts.setdefault(piece.key, []).append(piece.box)
         missing = sorted({key for key, *_, box in targets if key not in found and box.numel})
         if missing:
             raise IncompatibleCheckpoint(
-                f"{self._path('')!r} holds no tensor {listed(map(repr, missing))}: the state to be "
-                "restored has others than the one that was saved"
+                f"{self._path('')!r} holds no tensor {listed(map(repr, missing))}: the state to "
+                "restore has tensors that were not saved"
             )
         for key, dtype, shape, box in targets:
             if box.numel and found[key][0] != dtype:
                 raise CorruptCheckpoint(
-                    f"{self._path('')!r} stores {key!r} as {found[key][0]}, but its objects name "
-                    f"it as {dtype}"
+                    f"{self._path('')!r} stores {key!r} as {found[key][0]}, but its objects file "
+                    f"says {dtype}"
                 )
             if box.numel and found[key][1] != shape:
                 raise IncompatibleCheckpoint(
@@ -225,7 +225,9 @@ class StepReader:
                 )
             inside = (intersect(part, box) for part in parts.get(key, ()))
             if box.numel and not covers(box, [part for part in inside if part is not None]):
-                raise CorruptCheckpoint(f"{self._path('')!r} does not hold all of {key!r} once")
+                raise CorruptCheckpoint(
+                    f"{self._path('')!r} does not hold every element of {key!r} exactly once"
+                )
         return {key: dtype for key, (dtype, _shape) in found.items()}
 
     def read(self, targets: Sequence[Target], staging: str = "host") -> int:

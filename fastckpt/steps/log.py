@@ -59,7 +59,7 @@ def noting(storage: Storage, root: str, step: int) -> Callable[[InnerHandle], No
             with reported("append", path):
                 storage.append(path, line)
         except OSError as error:
-            log.warning("step %d is not in the log: %s", step, error)
+            log.warning("step %d was not added to the log: %s", step, error)
 
     return note
 
@@ -101,13 +101,14 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             wrong_count += 1
             if wrong_count <= _TOLD_MAX:
-                wrong.append(f"line {number} is no entry, and left out: {str(error)[:100]}")
+                wrong.append(f"line {number} is not an entry and is skipped: {str(error)[:100]}")
     if wrong and not found:
         raise CorruptCheckpoint(
-            f"{path!r} is no log of saves: pass the root of a Checkpointer(log=True), or the log"
+            f"{path!r} is not a log of saves: pass the root of a Checkpointer(log=True), or the "
+            "path of its log"
         )
     if wrong_count > _TOLD_MAX:
-        wrong.append(f"{wrong_count - _TOLD_MAX} more lines are no entries")
+        wrong.append(f"{wrong_count - _TOLD_MAX} more lines are not entries")
     for told in wrong:
         log.warning("%r: %s", path, told)
     return found
@@ -120,7 +121,7 @@ def _last_lines(storage: Storage, path: str) -> bytes:
         content = file.read_at(_BYTES_MAX, begin)
     if begin == 0:
         return content
-    told = "%r is too large: only its last %s are read, and lines are counted from there"
+    told = "%r is too large: only its last %s are read, and lines are numbered from there"
     log.warning(told, path, shown_size(_BYTES_MAX))
     return content[content.find(b"\n") + 1 :]
 
@@ -135,7 +136,7 @@ def _last_objects(storage: Storage, path: str) -> bytes:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a finite number")
 
 
 def _is_clock(value: Any) -> bool:
@@ -151,47 +152,47 @@ def _check_writes(value: dict[str, Any], ranks: int) -> None:
         waited = columns.get(name, [])
         is_column = type(waited) is list and len(waited) in (0, ranks)
         if not is_column or not all(map(_is_clock, waited)):
-            raise ValueError(f"{name} of a rank is no time")
+            raise ValueError(f"the {name} of a rank is not a number of seconds")
     counts = [sizes, *writes] if type(writes) is list else [None]
     for its in counts:
         if type(its) is not list or len(its) != len(sizes):
-            raise ValueError("it does not have as many counts of writes as sizes")
+            raise ValueError("it does not have one count of writes for each size")
         if any(type(n) is not int or not 0 <= n < _NUMBER_END for n in its):
-            raise ValueError("a count of writes is no number")
+            raise ValueError("a count of writes is not a number")
     if len(writes) not in (0, ranks):
-        raise ValueError("it has no writes of each rank")
+        raise ValueError("it does not have the writes of every rank")
 
 
 def _entry(value: Any) -> dict[str, Any]:
     """Returns a line's value, of which the members that are read are as noting() makes them."""
     if type(value) is not dict:
-        raise ValueError("it is no object")
+        raise ValueError("it is not a JSON object")
     absent = [name for name in _MEMBERS if name not in value]
     if absent:
         raise ValueError(f"it has no {absent[0]}")
     for name in ("step", "ranks", "nbytes"):
         if type(value.get(name)) is not int or not 0 <= value[name] < _NUMBER_END:
-            raise ValueError(f"its {name} is no number")
+            raise ValueError(f"its {name} is not a number")
     stored = value.get("stored_nbytes")  # None: an earlier version wrote it, or the save failed
     if stored is not None and not (type(stored) is int and 0 <= stored < _NUMBER_END):
-        raise ValueError("its stored_nbytes is no number")
+        raise ValueError("its stored_nbytes is not a number")
     for name in ("stall_s", "committed_s", "local_committed_s", "commit_s", "drain_s"):
         if not _is_clock(value.get(name)):
-            raise ValueError(f"its {name} is no time")
+            raise ValueError(f"its {name} is not a number of seconds")
     rate = value.get("rate")
     if rate is not None and not (type(rate) in (int, float) and 0 <= rate < _NUMBER_END):
-        raise ValueError("its rate is no number")
+        raise ValueError("its rate is not a number")
     if type(value.get("began")) is not str or not isinstance(value.get("error"), str | None):
-        raise ValueError("it has no beginning, or an error that is no text")
+        raise ValueError('its "began" or "error" is not a string')
     columns = value.get("by_rank")
     if type(columns) is not dict or type(columns.get("captured_s")) is not list:
-        raise ValueError("it has no clocks of ranks")
+        raise ValueError("it has no times of ranks")
     for name in ("captured_s", "staged_s", "opened_s", "written_s", "synced_s"):
         column = columns.get(name)
         if type(column) is not list or len(column) != len(columns["captured_s"]):
-            raise ValueError(f"it has no {name} of each rank")
+            raise ValueError(f"it does not have the {name} of every rank")
         if not all(map(_is_clock, column)):
-            raise ValueError(f"{name} of a rank is no time")
+            raise ValueError(f"the {name} of a rank is not a number of seconds")
     _check_writes(value, len(columns["captured_s"]))
     slowest = value.get("slowest")
     if slowest is not None and (

@@ -136,8 +136,8 @@ def first_whole(
         state = "damaged" if step is not None else "whole"
         problems = "; ".join([*search.damaged.values()][:3])
         raise CorruptCheckpoint(
-            f"{which} under {shelves[0].root!r} is {state}: {problems}; a state that was being "
-            "restored may have been partly overwritten"
+            f"{which} under {shelves[0].root!r} is {state}: {problems}; the state to restore may "
+            "have been partly overwritten"
         )
     return found
 
@@ -207,7 +207,7 @@ class _StepTrial(Trial[tuple[int, T]]):
             raise _may_be_whole(error) from error
         if isinstance(error, IncompatibleCheckpoint) and damaged:
             raise IncompatibleCheckpoint(
-                f"{error}; a newer step was damaged: {damaged[-1]}"
+                f"{error}; a newer step is damaged: {damaged[-1]}"
             ) from None
 
 
@@ -219,7 +219,7 @@ class _ApartTrial(Trial[Any]):
         self._item, self._elsewhere = item, elsewhere
 
     def _tried(self) -> None:
-        detail = f"step {self._item.step} was committed on the nodes: {self._item.why}"
+        detail = f"step {self._item.step} was committed on the nodes only: {self._item.why}"
         raise StorageError("read", self.path, errno.EREMOTE, detail=detail)
 
     def is_coming(self) -> bool:
@@ -236,8 +236,8 @@ class _ApartTrial(Trial[Any]):
 def _may_be_whole(error: StorageError) -> StorageError:
     """Returns an error of a step that could not be read, with what follows from that."""
     detail = f"{error.detail}; " if error.detail else ""
-    detail += "the step may be whole, so none before it was restored: ask for one by its number if "
-    detail += "this one is lost"
+    detail += "the step may be whole, so no earlier one was restored: if it is lost, restore "
+    detail += "another step by its number"
     return StorageError(error.op, error.path, error.errno or errno.EIO, error.offset, detail)
 
 
@@ -276,8 +276,9 @@ def candidates(
         if not chosen:
             known = sorted({number for (_, number), _place in ordered})
             raise CheckpointError(
-                f"{steps.root!r} holds no committed step {step}: there are {known[-10:]}"
-                + (f"; {faults[0].error}" if faults else f"; {what_is_there(steps)}" * (not known))
+                f"{steps.root!r} holds no committed step {step}"
+                + f": the newest steps are {known[-10:]}" * bool(known)
+                + (f"; {faults[0].error}" if faults else f": {what_is_there(steps)}" * (not known))
             )
         return chosen[:1]
     last = found[0].manifest.step if found else -1
@@ -286,7 +287,7 @@ def candidates(
         if isinstance(fault.error, IncompatibleCheckpoint) and number > last:
             known = sorted({item.manifest.step for item in found})
             raise IncompatibleCheckpoint(
-                f"{fault.error}" + (f", or ask for one of the steps {known[-10:]}" * bool(known))
+                f"{fault.error}" + (f", or restore one of the steps {known[-10:]}" * bool(known))
             )
         if warn:
             log.warning("skipping a step: %s", fault.error)
@@ -297,7 +298,7 @@ def candidates(
             log.warning("skipping %s: its save was not committed", steps.path(name))
     there = {item.name for item in found} | {fault.name for fault in faults}
     for name in persistently(lambda: no_directories(steps, there), steps.root) if warn else ():
-        log.warning("skipping %s: it is a link or a file, and no directory", steps.path(name))
+        log.warning("skipping %s: it is a link or a file, not a directory", steps.path(name))
     if faults and not ordered:
         raise CorruptCheckpoint(f"no step under {steps.root!r} is whole: {faults[0].error}")
     if not ordered:
@@ -326,7 +327,7 @@ def survey_of_copy(steps: StepStore) -> list[Committed]:
     except StorageError as error:
         if error.errno in OWN_SHORTAGES:
             raise
-        log.warning("not all of %s can be read: %s", steps.root, error)
+        log.warning("not all steps in %s can be read: %s", steps.root, error)
     return readable(steps)
 
 

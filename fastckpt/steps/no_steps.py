@@ -50,8 +50,8 @@ def what_is_there(steps: StepStore) -> str:
     below = entries[:_ENTRIES_TRIED]
     roots = [entry for entry in below if _has_steps(store_at(storage, steps.path(entry)))]
     if roots:
-        return f"there are steps further down, in {_listed(roots)}"
-    return f"there is no step, but {_listed(entries)}"
+        return f"there are steps in its subdirectories: {_listed(roots)}"
+    return f"it holds only {_listed(entries)}"
 
 
 def holds_export(steps: StepStore, name: str) -> bool:
@@ -86,7 +86,7 @@ def it_is_a_step(root: str) -> str:
     """Returns why nothing is saved to a directory that is a step, and which root was meant."""
     above, name = os.path.split(root)
     meant = repr(above) if NAME.match(name) else "another directory"
-    return f"it is a step itself: give {meant}"
+    return f"it is itself a step: give {meant}"
 
 
 def steps_at(storage: Storage, root: str) -> StepStore:
@@ -105,8 +105,9 @@ def is_step(root: str, timeout_s: float = inf) -> bool:
         read = partial(storage.read_file, path, _HEAD_BYTES)
         return is_manifest(looked_up(read, root, timeout_s))
     except NotADirectoryError:
-        why = "which is no directory: there is a file at this path or above it"
-        raise ValueError(f"root is {root!r}, {why}") from None
+        raise ValueError(
+            f"root is {root!r}, must be a directory: this path or a directory above it is a file"
+        ) from None
     except StorageError:  # of a store
         raise
     except OSError:  # the root does not exist yet, or a save or restore will raise this again

@@ -50,11 +50,13 @@ class StepOptions(WriteOptions):
         _ = self.tier
         for name in ("keep_every", "keep_best"):
             if getattr(self, name) is not None and self.keep_last is None:
-                raise ValueError(f"{name} without keep_last: all steps are kept anyway")
+                raise ValueError(
+                    f"{name} has no effect without keep_last, since all steps are kept"
+                )
         if check_flag("check_finite", self.check_finite) and self.staging == "gds":
             raise ValueError(
-                'check_finite with staging="gds": numbers are looked at in host memory, past which '
-                "GPUDirect Storage goes"
+                'check_finite cannot be combined with staging="gds": numbers are checked in host '
+                "memory, which GPUDirect Storage bypasses"
             )
 
     @property
@@ -95,7 +97,7 @@ def _check_local(name: str, value: object) -> tuple[str, int, Memory | None]:
         isinstance(value, tuple) and any(isinstance(it, Memory) for it in value)
     ):
         raise TypeError(
-            f"{name} is {shown(value)}, must be Memory(...), with its keep= inside, alone"
+            f"{name} is {shown(value)}, must be one Memory(...), with keep= as its argument"
         )
     path, count = value if isinstance(value, tuple) and len(value) == 2 else (value, KEEP_LOCAL)
     return check_path(name, path), check_count(f"the count of {name}", count), None

@@ -66,7 +66,7 @@ def delete(shelves: Sequence[StepStore], step: int) -> None:
         for steps, (name, manifest) in found:
             is_gone = steps.remove(name, manifest.nonce)
             if not is_gone and name in [item.name for item in _attempts(steps, step)]:
-                raise CheckpointError(f"{steps.path(name)!r} is being read, and was not removed")
+                raise CheckpointError(f"{steps.path(name)!r} is being read and was not removed")
     except BaseException:
         for nonce in nonces:  # what was not removed must not vanish later
             with suppress(OSError):  # then the root keeps it, and nodes alone lose the step
@@ -130,7 +130,7 @@ def _attempts(steps: StepStore, step: int) -> list[Committed]:
 
 def _none(shelves: Sequence[StepStore], step: int) -> CheckpointError:
     known = sorted({item.manifest.step for steps in shelves for item in steps.survey()[0]})
-    told = f"{shelves[0].root!r} holds no committed step {step}: there are {known[-10:]}"
+    text = f"{shelves[0].root!r} holds no committed step {step}"
     if len(shelves) > 1:
-        told += " there and on this node; what other nodes alone have is known after a restore"
-    return CheckpointError(told)
+        text += ", nor does this node (the steps of other nodes are known after a restore)"
+    return CheckpointError(text + f": the newest steps are {known[-10:]}" * bool(known))

@@ -164,7 +164,7 @@ class PosixSteps(StepStore):
             has_failed = self.attempts.get(name) == FAILED
             return _GONE if name in self._manifests else _UNSEEN * (not has_failed)
         if MANIFEST in names and leads_nowhere(self.storage, path):
-            raise CorruptCheckpoint(f"{path!r} is a link that leads nowhere")
+            raise CorruptCheckpoint(f"{path!r} is a link to a missing file")
         if MANIFEST in names:
             return _GONE
         return "" if atomic.temporaries_among(names, path) else _BARE
@@ -376,8 +376,8 @@ class PosixSteps(StepStore):
         if not after_s or time.time() - status.st_mtime >= after_s:  # clocks may differ
             return is_unlocked(self.storage, temporary)
         log.warning(
-            "%s was begun on another host and not committed: it is removed a day after that, or by "
-            "you",
+            "%s was begun on another host and not committed: remove it, or a save removes it a day "
+            "later",
             os.path.dirname(temporary),
         )
         return False

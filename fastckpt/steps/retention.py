@@ -31,7 +31,7 @@ def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
         left: set[int] = set()  # of which an older attempt stays: it would come back
         going = superfluous(steps, found, keep, options)
         if going and steps.lease is not None and steps.lease.is_lost():
-            log.warning("%r was taken over by another job: its steps stay", steps.root)
+            log.warning("%r was taken over by another job: old steps are not removed", steps.root)
             going = []
         if going and options.keep_best is not None:
             _warn_of_no_best(steps, found, options.keep_best)
@@ -53,8 +53,8 @@ def _warn_of_no_best(steps: StepStore, found: list[Committed], by: KeepBest) -> 
     if scores.count(None) == len(scores) and not steps.told_metric:
         steps.told_metric = True
         log.warning(
-            "%r: no step has the metric %r, by which keep_best chooses, so the older steps are "
-            "removed and none is kept as one of the best: pass it to save(metrics=) (this is said "
+            "%r: no step has the metric %r that keep_best uses, so older steps are removed and "
+            "none is kept as one of the best: pass it to save(metrics=) (this warning comes only "
             "once)",
             steps.root,
             by[0],
@@ -100,7 +100,9 @@ def asked(kept: KeepBest | None, metric: str | None, mode: Mode | None) -> KeepB
     """Returns by what best() chooses, from keep_best and its arguments. Raises ValueError."""
     check_choice("mode", mode, (None, *MODES))
     if metric is None and kept is None:
-        raise ValueError('best() of no metric: pass one, or keep_best=("val_loss", "min", 3)')
+        raise ValueError(
+            'best() needs a metric: pass one, or keep_best=("val_loss", "min", 3) to Checkpointer'
+        )
     if kept is not None and metric in (None, kept[0]):
         return (kept[0], mode or kept[1], 1)
     return (str(metric), mode or "min", 1)
@@ -126,8 +128,8 @@ def checked_metrics(
     if found and by and by[0] not in found and not steps.told_metric:
         steps.told_metric = True
         log.warning(
-            "%r: the metrics of step %d are %s; without %r, by which keep_best chooses, a step is "
-            "never one of the best (this is said once)",
+            "%r: the metrics of step %d are %s; without %r, which keep_best uses, a step is never "
+            "one of the best (this warning comes only once)",
             steps.root,
             step,
             listed(map(repr, found)),

@@ -96,8 +96,8 @@ class Spread:
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise PeerFailed(
-                f"a rank is gone while ranks passed on what they had read ({reason}); the state "
-                "was partly overwritten"
+                f"a rank failed while ranks sent each other the tensors that they had read "
+                f"({reason}); the state was partly overwritten"
             ) from error
 
 

@@ -31,7 +31,7 @@ from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.object_upload import Upload
 from fastckpt.storage.vanishing import listed_anew
 
-TAKEN = "another process took the directory for one that was left behind: save again"
+TAKEN = "another process took this save for dead and removed its files: save again"
 
 
 class Committed(NamedTuple):
@@ -221,7 +221,9 @@ class StepStore:
         with naming(path):
             manifest = Manifest.from_bytes(content)
             if name and manifest.step != step_of(name):
-                raise CorruptCheckpoint(f"the manifest is of step {manifest.step}, not of {name!r}")
+                raise CorruptCheckpoint(
+                    f"the manifest belongs to step {manifest.step}, not to {name!r}"
+                )
         return manifest
 
     def manifest_of(self, name: str, version: Hashable) -> Manifest:

@@ -140,7 +140,7 @@ def test_resumed_runs_go_on_with_what_is_there(
         for step in (8, 9):
             checkpointer.save(step, state(step), metrics={"val_los": 1.0}).result(WAIT_S)
     (told,) = caplog.messages
-    assert "step 8 are 'val_los'; without 'val_loss', by which keep_best chooses" in told
+    assert "step 8 are 'val_los'; without 'val_loss', which keep_best uses" in told
 
 
 def test_the_first_removal_warns_if_no_step_has_the_metric(
@@ -151,7 +151,7 @@ def test_the_first_removal_warns_if_no_step_has_the_metric(
     assert not caplog.messages
     assert saved(root, {2: None, 3: None}) == [3]
     (told,) = caplog.messages
-    assert "no step has the metric 'val_loss', by which keep_best chooses" in told
+    assert "no step has the metric 'val_loss' that keep_best uses" in told
     assert saved(root, {4: 1.0, 5: None, 6: None}) == [4, 6]
     assert caplog.messages == [told], "step 4 has one"
 
@@ -221,7 +221,7 @@ def test_wrong_arguments_are_refused(memory: Path) -> None:
     ):
         with pytest.raises(ValueError, match=told):
             Checkpointer(memory, keep_last=1, keep_best=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="keep_best without keep_last"):
+    with pytest.raises(ValueError, match="keep_best has no effect without keep_last"):
         Checkpointer(memory, keep_best=BEST)
     with Checkpointer(memory) as checkpointer:
         with pytest.raises(ValueError, match="pass one, or keep_best="):
@@ -248,7 +248,9 @@ def test_a_pinned_step_stays_until_it_is_unpinned(memory: Path) -> None:
         assert checkpointer.load(1)["w"].sum() == 0
         checkpointer.unpin(1)
         checkpointer.unpin(1)
-        with pytest.raises(CheckpointError, match=r"no committed step 7: there are \[1, 3\]"):
+        with pytest.raises(
+            CheckpointError, match=r"no committed step 7: the newest steps are \[1, 3\]"
+        ):
             checkpointer.pin(7)
         with pytest.raises(CheckpointError, match="no committed step 7"):
             checkpointer.unpin(7)
@@ -289,13 +291,15 @@ def test_a_step_is_deleted_unless_it_is_read(memory: Path) -> None:
         ):
             checkpointer.delete(1)
         checkpointer.delete(1)
-        with pytest.raises(CheckpointError, match=r"no committed step 1: there are \[2\]"):
+        with pytest.raises(
+            CheckpointError, match=r"no committed step 1: the newest steps are \[2\]"
+        ):
             checkpointer.delete(1)
         checkpointer.save(4, state(4)).result(WAIT_S)
     assert whole(root) == [2, 4]
     with Checkpointer(root / "step-00000002") as checkpointer:
         for change in (checkpointer.pin, checkpointer.unpin, checkpointer.delete):
-            with pytest.raises(ValueError, match="it is a step itself: give "):
+            with pytest.raises(ValueError, match="it is itself a step: give "):
                 change(2)
 
 

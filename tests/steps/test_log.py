@@ -163,7 +163,7 @@ def test_a_log_that_cannot_be_written_fails_no_save(
         with caplog.at_level(logging.WARNING, "fastckpt"):
             checkpointer.save(1, state()).result(60)
         assert checkpointer.steps() == [1]
-    assert "step 1 is not in the log: append of" in caplog.text
+    assert "step 1 was not added to the log: append of" in caplog.text
 
 
 def save_logged(member: Member, path: Path, fails: int = -1) -> Outcome:
@@ -211,13 +211,13 @@ def test_a_file_of_many_lines_that_are_no_entries(
     disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (disk / "saves.jsonl").write_text("x\n" * 1000)
-    with pytest.raises(CorruptCheckpoint, match="is no log of saves: pass the root"):
+    with pytest.raises(CorruptCheckpoint, match="is not a log of saves: pass the root"):
         log.entries(Storage(), str(disk))
     assert not caplog.records
     logged(disk)
     assert len(log.entries(Storage(), str(disk))) == 1
     assert len(caplog.records) == 11
-    assert "990 more lines are no entries" in caplog.text
+    assert "990 more lines are not entries" in caplog.text
 
 
 def logged(disk: Path) -> str:
@@ -240,11 +240,11 @@ def logged(disk: Path) -> str:
 )
 def test_a_line_that_is_no_entry(line: str, disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     (disk / "saves.jsonl").write_text(f"{line}\n")
-    with pytest.raises(CorruptCheckpoint, match="is no log of saves"):
+    with pytest.raises(CorruptCheckpoint, match="is not a log of saves"):
         log.entries(Storage(), str(disk))
     logged(disk)
     assert len(log.entries(Storage(), str(disk))) == 1
-    assert "line 1 is no entry, and left out" in caplog.text
+    assert "line 1 is not an entry and is skipped" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -274,7 +274,7 @@ def test_a_line_that_is_no_entry(line: str, disk: Path, caplog: pytest.LogCaptur
 def test_a_member_that_is_wrong(name: str, value: Any, disk: Path) -> None:
     entry = {**json.loads(logged(disk)), name: value}
     (disk / "saves.jsonl").write_text(json.dumps(entry) + "\n")
-    with pytest.raises(CorruptCheckpoint, match="is no log of saves"):
+    with pytest.raises(CorruptCheckpoint, match="is not a log of saves"):
         log.entries(Storage(), str(disk))
 
 
@@ -283,7 +283,7 @@ def test_a_member_that_is_missing(name: str, disk: Path) -> None:
     entry = json.loads(logged(disk))
     del entry[name]
     (disk / "saves.jsonl").write_text(json.dumps(entry) + "\n")
-    with pytest.raises(CorruptCheckpoint, match="is no log of saves"):
+    with pytest.raises(CorruptCheckpoint, match="is not a log of saves"):
         log.entries(Storage(), str(disk))
 
 
@@ -291,7 +291,7 @@ def test_a_line_that_is_cut_is_left_out(disk: Path, caplog: pytest.LogCaptureFix
     content = logged(disk)
     (disk / "saves.jsonl").write_text(content + content[:100])
     assert len(log.entries(Storage(), str(disk / "saves.jsonl"))) == 1
-    assert "line 2 is no entry" in caplog.text
+    assert "line 2 is not an entry" in caplog.text
     logged(disk)  # goes on behind the line that was cut
     assert len(log.entries(Storage(), str(disk))) == 2
 

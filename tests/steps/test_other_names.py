@@ -61,9 +61,11 @@ def test_it_is_restored_by_its_path(other: Callable[[Path], Path], run: Path) ->
             assert_holds(found, 200)
         assert_holds(checkpointer.load(), 200)
         assert {*map(Path, checkpointer.restored_from.values())} <= {*path.resolve().iterdir()}
-        with pytest.raises(CheckpointError, match=r"no committed step 7: there are \[200\]"):
+        with pytest.raises(
+            CheckpointError, match=r"no committed step 7: the newest steps are \[200\]"
+        ):
             checkpointer.restore(state(999), 7)
-        with pytest.raises(ValueError, match="it is a step itself: give "):
+        with pytest.raises(ValueError, match="it is itself a step: give "):
             checkpointer.save(8, state(8))
     with fastckpt.open(path) as tensors:
         assert tensors.facts["step"] == 200 and tensors.is_verified
@@ -121,8 +123,10 @@ def test_in_a_root_a_name_has_to_tell_the_step(run: Path, caplog: pytest.LogCapt
     shutil.copytree(run / STEP, run / "step-00000900")
     with Checkpointer(run, keep_last=1) as checkpointer:
         assert checkpointer.restore(state(1)) == 200
-        assert "the manifest is of step 200, not of 'step-00000900'" in caplog.text
-        with pytest.raises(CheckpointError, match=r"no committed step 900: there are \[200\]"):
+        assert "the manifest belongs to step 200, not to 'step-00000900'" in caplog.text
+        with pytest.raises(
+            CheckpointError, match=r"no committed step 900: the newest steps are \[200\]"
+        ):
             checkpointer.restore(state(1), 900)
         for step in (300, 400):
             checkpointer.save(step, {"w": torch.ones(3)}).result(WAIT_S)
@@ -140,4 +144,4 @@ def test_what_is_named_as_a_step_and_is_none_is_told(
     shutil.move(newest, run.parent / "moved")
     newest.symlink_to("../moved") if kind == "link" else newest.write_bytes(b"")
     assert restored(run) == 200
-    assert f"skipping {newest}: it is a link or a file, and no directory" in caplog.text
+    assert f"skipping {newest}: it is a link or a file, not a directory" in caplog.text

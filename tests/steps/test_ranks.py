@@ -511,7 +511,7 @@ def test_ranks_fall_back_together(crew: Callable[[int], Crew], disk: Path, damag
         assert isinstance(outcome.error, fastckpt.CheckpointError), outcome
         if damage == "manifest":  # then there is no such step
             assert type(outcome.error) is fastckpt.CheckpointError
-            assert "holds no committed step 3: there are [1, 2]; " in str(outcome.error)
+            assert "holds no committed step 3: the newest steps are [1, 2]; " in str(outcome.error)
         else:
             assert type(outcome.error) is fastckpt.CorruptCheckpoint
         assert "step-00000003" in str(outcome.error), outcome
@@ -540,7 +540,7 @@ def test_no_step_is_whole(crew: Callable[[int], Crew], disk: Path) -> None:
         assert type(outcome.error) is fastckpt.CorruptCheckpoint
         assert "rank-00001.safetensors" in str(outcome.error)
         assert str(outcome.error).endswith(
-            "; a state that was being restored may have been partly overwritten"
+            "; the state to restore may have been partly overwritten"
         )
     crew(2)(bodies.save_steps, str(disk), [3], {})
     assert restored(crew(2), disk) == 3

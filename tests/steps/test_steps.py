@@ -499,8 +499,8 @@ def test_debris_tells_whose_it_is(root: Path, caplog: pytest.LogCaptureFixture) 
         assert saved(root, 7, 8) == [*kept, name(7), name(8)]
     warnings = [record.message for record in warnings_in(caplog.records)]
     assert warnings == [
-        f"{of_another_host} was begun on another host and not committed: it is removed a day after "
-        "that, or by you"
+        f"{of_another_host} was begun on another host and not committed: remove it, or a save "
+        "removes it a day later"
     ], "told once"
     for path in (*of_another_host.glob(".*"), *foreign.glob(".*")):
         os.utime(path, (a_day_ago, a_day_ago))
@@ -689,7 +689,7 @@ def test_a_damaged_step_is_skipped_and_told(
         with pytest.raises(CheckpointError) as caught:
             checkpointer.restore(state(999), 3)
         if file == "manifest.json":
-            assert "holds no committed step 3: there are [1, 2]" in str(caught.value)
+            assert "holds no committed step 3: the newest steps are [1, 2]" in str(caught.value)
         else:
             assert type(caught.value) is CorruptCheckpoint and file in str(caught.value)
         with pytest.raises(type(caught.value)):
@@ -1300,7 +1300,9 @@ def test_a_step_that_is_removed_while_it_is_read(root: Path) -> None:
 
     with process_on(Heedless()), Checkpointer(root) as checkpointer:
         assert checkpointer.restore(state(999)) == 2
-        with pytest.raises(CheckpointError, match=r"no committed step 1: there are \[2\]"):
+        with pytest.raises(
+            CheckpointError, match=r"no committed step 1: the newest steps are \[2\]"
+        ):
             checkpointer.restore(state(999), 1)
 
 
@@ -1314,9 +1316,9 @@ def test_a_root_without_steps_is_told_once(disk: Path, caplog: pytest.LogCapture
     for path, reason in (
         (disk / "nowhere", "there is no such directory"),
         (disk / "empty", "the directory is empty"),
-        (disk / "other", "there is no step, but 'manifest.json', 'notes.txt'"),
+        (disk / "other", "it holds only 'manifest.json', 'notes.txt'"),
         (disk / "debris", f"there are only saves that were not committed: {name(7)!r}"),
-        (disk / "runs", "there are steps further down, in 'one'"),
+        (disk / "runs", "there are steps in its subdirectories: 'one'"),
     ):
         caplog.clear()
         with Checkpointer(path) as checkpointer:

@@ -244,7 +244,7 @@ def test_a_step_that_other_nodes_alone_have_is_deleted(
     nodes.lose(0)
     with nursery.crew(3) as crew:
         told = crew(bodies.delete, str(nodes.root), nodes.locals, 2, SOME, False)
-        assert "what other nodes alone have is known after a restore" in str(told[0])
+        assert "the steps of other nodes are known after a restore" in str(told[0])
         told = crew(bodies.delete, str(nodes.root), nodes.locals, 2, SOME, True)
         assert told == [None, None, None]
     with nursery.crew(3) as crew:
@@ -433,7 +433,7 @@ def test_what_cannot_be_fetched_and_does_not_come_to_the_root_is_an_error(
     text = " ".join(map(str, failures))
     for part in ("step 2 was not taken from rank", "at 127.0.0.1:", "Connection refused"):
         assert part in text
-    assert "ask for one by its number" in text
+    assert "restore another step by its number" in text
     assert [its[1][0].value for its in results] == [1, 1]
 
 

@@ -312,7 +312,7 @@ def test_what_is_damaged_locally_is_read_from_the_root(
     assert len(taken) == 2 and all(path.startswith(str(local)) for path in taken.values())
     assert "step 1: 2 files read from" in caplog.text and "1 from the root" in caplog.text
     if damage != "no shard":
-        assert f"'{root / 'step-00000001' / damaged}' is read instead" in caplog.text
+        assert f"reading '{root / 'step-00000001' / damaged}' instead" in caplog.text
 
 
 def test_a_copy_whose_manifest_is_damaged_is_named(
@@ -443,7 +443,9 @@ def test_a_step_that_is_asked_for_by_number(disk: Path, local: Path) -> None:
             assert checkpointer.restore(found, step) == step
             assert_holds(found, step)
             assert_holds(checkpointer.load(step), step)
-        with pytest.raises(CheckpointError, match=r"no committed step 4: there are \[1, 2, 3\]"):
+        with pytest.raises(
+            CheckpointError, match=r"no committed step 4: the newest steps are \[1, 2, 3\]"
+        ):
             checkpointer.load(4)
 
 
