@@ -75,7 +75,7 @@ class Drainer:
 
     def begin(self, step: int) -> Round:
         """Begins the round in which ranks agree that a step is in the target."""
-        label, note = f"step {step} to the root", "the local tier keeps what it has"
+        label, note = f"step {step} to the root", "the local tier keeps its steps"
         return self._coordinator.begin(label, self._timeout_s, note)
 
     def note_times(self, local_s: float, drain_s: float) -> None:
@@ -93,8 +93,8 @@ class Drainer:
         if local_s + drain_s < left_s or _MARGIN * drain_s > left_s:
             return ""
         return (
-            f"would take too long: by way of it the step before came to the root in "
-            f"{local_s + drain_s:.1f} s, {drain_s:.1f} s of which were its drain, and the job "
+            f"would take too long: through it the previous step reached the root in "
+            f"{local_s + drain_s:.1f} s, including {drain_s:.1f} s for the drain, and the job "
             f"ends in {left_s:.1f} s"
         )
 
@@ -262,9 +262,9 @@ class Drain(Job):
         self._passing.close()
         name, failure = self._info.name, self.handle.failure()
         if is_visible(failure):
-            log.warning("%s stays in the local tier as well: %s", name, failure)
+            log.warning("%s also stays in the local tier: %s", name, failure)
         elif failure is not None and not isinstance(failure, PeerFailed):
-            log.warning("%s stays in the local tier alone: %s", name, failure)
+            log.warning("%s stays only in the local tier: %s", name, failure)
         elif failure is None and name:
             self._drained(name)
         if self._place.is_begun and failure is None:

@@ -148,7 +148,7 @@ class LocalTier:
         return ring
 
     def _begin(self, label: str) -> Round:
-        return self._coordinator.begin(label, self._timeout_s, "the local tier keeps what it has")
+        return self._coordinator.begin(label, self._timeout_s, "the local tier keeps its steps")
 
     def close(self) -> None:
         """Leaves the round in which the nodes meet, and serves none any more. Idempotent."""
@@ -226,9 +226,11 @@ class LocalTier:
         if not self._refusal:
             try:
                 if self._device_of(self._directory) != self._device:
-                    return f"{self._directory!r} is no longer on the file system it was on"
+                    return (
+                        f"is unavailable: {self._directory!r} is no longer on the same file system"
+                    )
             except StorageError as error:
-                return str(error)
+                return f"is unavailable: {error}"
         return self._refusal
 
     def refuse(self, why: str) -> None:
@@ -262,8 +264,8 @@ class LocalTier:
         needed_mib = -(-(used - recycled + nbytes) >> 20)
         return (
             f"has a budget of {ring.why} on this node: the step needs {shown_size(nbytes)}, "
-            f"{shown_size(SMALL_BYTES)} of it for indexes, and steps that have to stay take "
-            f"{shown_size(used)}; Memory(budget='{needed_mib}MiB') would keep it there"
+            f"including {shown_size(SMALL_BYTES)} for indexes, and steps that must stay take "
+            f"{shown_size(used)}; with Memory(budget='{needed_mib}MiB') it would fit"
         )
 
     def _outdated(self) -> bool:
@@ -297,7 +299,9 @@ class LocalTier:
         """Logs that a save goes past the tier; as a warning if the reason is new."""
         level = logging.DEBUG if why == self._told else logging.WARNING
         self._told = why
-        log.log(level, "step %d goes straight to %s: the local tier %s", step, self.root.root, why)
+        log.log(
+            level, "step %d is saved directly to %s: the local tier %s", step, self.root.root, why
+        )
 
     def next_sequence(self, steps: StepStore) -> int:
         """Returns the sequence number of the next commit, above those in all tiers; on rank 0."""
@@ -376,7 +380,7 @@ class LocalTier:
         except (FileExistsError, FileNotFoundError):
             return  # noted before, or removed
         except OSError as error:
-            log.warning("%s was %s, but that could not be noted: %s", name, what, error)
+            log.warning("cannot record that %s was %s: %s", name, what, error)
 
     def evict(self, nbytes_max: int | None = None) -> None:
         """Removes steps of no use, and those beyond `keep` that the root has had, or need not have;

@@ -88,7 +88,7 @@ def check_alike(root_every: Sequence[int]) -> None:
         if its != root_every[0]:
             raise ValueError(
                 f"Memory(root_every=) is {root_every[0]} on rank 0 and {its} on rank {rank}, must "
-                "be the same on all ranks (it is 1 with a local directory that is no Memory)"
+                "be the same on all ranks (a local directory without Memory counts as 1)"
             )
 
 
@@ -100,9 +100,9 @@ def warn_of_loopback(told: Sequence[tuple[str, Sequence[Any] | None]]) -> None:
     for rank, (_identity, at) in enumerate(told):
         if at is not None and (at[0] == "::1" or at[0].startswith("127.")):
             log.warning(
-                "rank %d listens for its neighbours at %s, which other machines do not reach: on "
-                "each node pass Memory(address=...) with one of its own, such as `hostname -I` "
-                "shows",
+                "rank %d listens for its neighbours at %s, which other machines cannot reach: on "
+                "each node, pass Memory(address=...) with an address of the node, such as "
+                "`hostname -I` shows",
                 *(rank, at[0]),
             )
             return

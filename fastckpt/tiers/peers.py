@@ -67,7 +67,8 @@ class Peers:
             self._listener = Listener(host)
         except (OSError, TypeError) as error:  # a TypeError: it can be no host's name
             raise ValueError(
-                f"Memory(address={host!r}): it cannot be listened at: {error}"
+                f"cannot listen at {host!r} ({error}): pass Memory(address=...) with an address of "
+                "this node"
             ) from None
         self.address = self._listener.address
         self._secret = b""
@@ -124,7 +125,7 @@ class Peers:
     def _linked(self, rank: int) -> Iterator[PeerLink]:
         """Yields a connection to a rank; one that hangs is not tried again for a while."""
         if time.monotonic() < self._passed_until.get(rank, 0.0):
-            raise TimeoutError("it did not answer in time before")
+            raise TimeoutError("it did not answer an earlier request in time")
         try:
             with connected(self._addresses[rank], self._secret, self._within_s) as link:
                 yield link
@@ -145,12 +146,12 @@ class Peers:
         for rank in map(self._rank_on, near):
             try:
                 if time.monotonic() > until:
-                    raise TimeoutError("those before it took all the time")
+                    raise TimeoutError("earlier neighbours used up the time")
                 why = self._sent(rank, name, manifest.nonce, files)
             except (OSError, CheckpointError) as error:
                 why = str(error) or type(error).__name__
             if why:
-                troubles.append(f"{self._named(rank)}: {why}")
+                troubles.append(f"sending to {self._named(rank)} failed: {why}")
         return "; ".join(troubles)
 
     def _too_slow(self, nbytes: int, count: int) -> str:
@@ -160,8 +161,8 @@ class Peers:
         if takes_s <= self._within_s:
             return ""
         return (
-            f"{count} neighbours: {shown_size(nbytes)} for each take {takes_s:.0f} s at "
-            f"Memory(rate={self._memory.rate!r}), and a third of timeout_s is "
+            f"sending {shown_size(nbytes)} to each of {count} neighbours takes {takes_s:.0f} s at "
+            f"Memory(rate={self._memory.rate!r}), but may take only a third of timeout_s, "
             f"{self._within_s:.0f} s: raise one of them"
         )
 
@@ -210,7 +211,7 @@ class Peers:
         item = self._found(nonce)
         nbytes = sizes_of(item.manifest).get(file)
         if nbytes is None:
-            raise CheckpointError(f"{file!r} is no file of the step")
+            raise CheckpointError(f"{file!r} is not a file of the step")
         takes = not self._has(item.name, file, nbytes)
         link.send({"takes": takes})
         if takes:
@@ -222,7 +223,7 @@ class Peers:
         with self._steps.hold(item.name):
             path = self._steps.path(item.name, file)
             if file != MANIFEST and file not in sizes_of(item.manifest):
-                raise CheckpointError(f"{file!r} is no file of the step")
+                raise CheckpointError(f"{file!r} is not a file of the step")
             with reported("open", path):
                 fd = self._steps.storage.open(path, "regular")
             try:
@@ -264,7 +265,7 @@ class Peers:
             status = storage.status(path, link=True)
             if status is None or stat.S_ISREG(status.st_mode):
                 return
-            log.warning("%r, which is no regular file, makes way for a neighbour's copy", path)
+            log.warning("replacing %r, which is not a regular file, with a neighbour's copy", path)
             if stat.S_ISDIR(status.st_mode):
                 atomic.remove_directory(storage, path, atomic.temporary_path(path))
             else:
@@ -303,7 +304,7 @@ class Peers:
                     link.send({})
                 manifest = Manifest.from_bytes(content)
                 if (manifest.step, manifest.nonce) != (step, nonce):
-                    raise CheckpointError(f"its manifest is of another step, {manifest.step}")
+                    raise CheckpointError(f"its manifest belongs to another step, {manifest.step}")
                 with self._steps.in_passing():
                     draft = self._steps.begin(step, passing=True)
                     try:
@@ -316,8 +317,8 @@ class Peers:
                 return draft.name
             except (OSError, CheckpointError) as error:
                 troubles.append(f"{self._named(rank)}: {str(error) or type(error).__name__}")
-                log.warning("step %d was not taken from %s", step, troubles[-1])
-        raise CheckpointError(f"its manifest was not taken from {'; '.join(troubles)}")
+                log.warning("step %d could not be fetched from %s", step, troubles[-1])
+        raise CheckpointError(f"its manifest could not be fetched from {'; '.join(troubles)}")
 
     def _asked(self, link: PeerLink, file: str, nonce: str) -> tuple[int, str]:
         """Asks for a file; returns its size, and its path there."""
@@ -325,7 +326,7 @@ class Peers:
         answer = link.receive()
         nbytes = answer.get("nbytes")
         if not isinstance(nbytes, int) or nbytes < 0:
-            raise CheckpointError(str(answer.get("error", "it gave no size")))
+            raise CheckpointError(str(answer.get("error", "it sent no size")))
         return nbytes, str(answer.get("path"))
 
     @contextmanager
@@ -365,7 +366,7 @@ class Peers:
             except StorageError as error:
                 if error.errno != errno.ENOENT:
                     raise
-                log.warning("%r was not fetched: %s", path, error)
+                log.warning("%r could not be fetched: %s", path, error)
                 return ""
             if not is_damaged and self._has(item.name, file, sizes[file]):
                 return path
@@ -384,18 +385,18 @@ class Peers:
                     self._receive(link, item, file, nbytes)
                     link.send({})
                 for why in troubles:
-                    log.warning("%r was not taken from %s", path, why)
+                    log.warning("%r could not be fetched from %s", path, why)
                 return f"{self._addresses[rank][0]}:{there}"
             except (OSError, CheckpointError) as error:
                 why = f"{self._named(rank)}: {str(error) or type(error).__name__}"
                 if isinstance(error, CorruptCheckpoint):
-                    log.warning("%r was not taken from %s", path, why)
+                    log.warning("%r could not be fetched from %s", path, why)
                     continue
                 is_late = isinstance(error, TimeoutError)  # its copy may be whole
                 own = error.errno if isinstance(error, OSError) else None
                 number = own or (errno.ETIMEDOUT if is_late else errno.EIO)
                 troubles.append(why)
         if troubles:
-            detail = f"step {item.manifest.step} was not taken from {'; '.join(troubles)}"
+            detail = f"step {item.manifest.step} could not be fetched from {'; '.join(troubles)}"
             raise StorageError("fetch", path, number, detail=detail)
         return ""

@@ -74,7 +74,7 @@ class NodePlace(StepPlace):
     def awaited(self, previous: Sequence[InnerHandle], pipeline: Pipeline) -> Sequence[InnerHandle]:
         # Before anything is staged: the drain that this waits for needs staging memory, too.
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
-            self._tier.refuse("cannot be drained with staging memory of one block")
+            self._tier.refuse("cannot be drained: staging memory has only one block")
         awaited, self._awaited = self._awaited, None
         return () if awaited is None else (awaited,)
 
@@ -267,9 +267,9 @@ class NodePlace(StepPlace):
             if tier.memory is None or tier.memory.peers == 0:
                 pass
             elif self._deadline_s is not None:
-                stats.replicas_why = "a step with a deadline is not sent"
+                stats.replicas_why = "steps with a deadline are not sent to neighbours"
             elif tier.peers is None:
-                stats.replicas_why = "there are no ranks on other nodes that listen"
+                stats.replicas_why = "no rank on another node is listening"
             else:
                 manifest = tier.steps.read(name)
                 of = parts_of(manifest)
@@ -291,7 +291,7 @@ class NodePlace(StepPlace):
         draining.put("sent", why.encode(errors="replace"))
         if draining.rank == 0:
             told = enumerate(draining.gather("sent"))
-            why = "; ".join(f"rank {r} to {text.decode()}" for r, text in told if text)[:_WHY_CHARS]
+            why = "; ".join(f"rank {r}: {text.decode()}" for r, text in told if text)[:_WHY_CHARS]
             draining.put("replicas", why.encode())
             if why:
                 what = "step %d is not in the memory of all neighbours: %s"
@@ -331,7 +331,7 @@ class NodePlace(StepPlace):
         # With a codec, compression took the time, and would take it without a tier, too.
         if self._options.codec is None and local_s > max(SLOW_S, drain.copied_s):
             self._tier.refuse(
-                f"is slow: it took {local_s:.1f} s for what {self._tier.root.root} took in "
+                f"is slow: it took {local_s:.1f} s to write, and {self._tier.root.root} took only "
                 f"{drain.copied_s:.1f} s"
             )
 

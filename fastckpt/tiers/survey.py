@@ -97,7 +97,7 @@ class Survey:
         tier, agreement, lease = self._tier, self._agreement, self._tier.steps.lease
         is_first = tier.is_first()
         self._is_beside = is_first and lease is not None and lease.is_of_another()
-        why = "" if is_able else "a rank has too little staging memory for that"
+        why = "" if is_able else "a rank has too little staging memory for copies"
         if self._is_beside:
             why = f"another job saves to {tier.steps.root!r}"
         found = survey_of_copy(tier.steps) if is_first else []
@@ -198,11 +198,11 @@ class Survey:
         """Logs which steps stay on the nodes alone, and which are lost, on the first rank."""
         if why and undrained:
             steps = ", ".join(map(str, undrained))
-            log.warning("not copied to %s yet: steps %s; %s", self._tier.root.root, steps, why)
+            log.warning("not copied to %s yet: steps %s (%s)", self._tier.root.root, steps, why)
         for step, missing in lost:
             log.warning(
-                "skipping step %d of %s: no node of this job has %s, so it is lost if they were "
-                "on nodes that are gone, or was not committed",
+                "skipping step %d of %s: no node of this job has %s, so the step was not "
+                "committed, or is lost with the nodes that had them",
                 *(step, self._tier.steps.root, missing),
             )
 
@@ -235,8 +235,8 @@ class Survey:
             if any(each.nonce == nonce or each.sequence > beyond for each in there):
                 return
             if time.monotonic() > until:
-                detail = f"step {number}, which another job is to copy there, has "
-                detail += f"not come within {self._timeout_s / 2:.0f} s, half of timeout_s"
+                detail = f"another job has not copied step {number} there within "
+                detail += f"{self._timeout_s / 2:.0f} s, half of timeout_s"
                 raise StorageError("read", root.root, errno.ETIMEDOUT, detail=detail)
             time.sleep(_DRAIN_POLL_S)
 
@@ -252,7 +252,7 @@ class Survey:
             self.shelves[1:] = [tier.steps]
             return
         if tier.peers is None:
-            why = "ranks need files of other nodes, which send each other none"
+            why = "ranks need files of other nodes, but nodes do not send files to each other"
             self.shelves[1:], self.apart = [], [self._apart(nonce, why) for nonce in tier.held]
             return
         if tier.is_first():
@@ -273,7 +273,7 @@ class Survey:
 
     def _apart(self, nonce: str, why: str) -> Apart:
         if self._why_undrained:
-            why += f"; and it is not copied to the root, since {self._why_undrained}"
+            why += f"; it is not copied to the root, because {self._why_undrained}"
         return Apart(*self._order_of[nonce], nonce, why)
 
     def _adopted(self, peers: Peers) -> tuple[dict[str, str], dict[str, str]]:
@@ -286,7 +286,9 @@ class Survey:
             name, parts = ("", []) if own is None else (own.name, own.parts)
             try:
                 if not name and self._is_beside:
-                    raise CheckpointError("the job that saves there has not put it there")
+                    raise CheckpointError(
+                        "another job saves there and has not copied the step there"
+                    )
                 if not name:
                     firsts = [copy.first for copy in copies]
                     name = peers.adopt(self._order_of[nonce][0], nonce, firsts)
@@ -294,9 +296,9 @@ class Survey:
                 needed = sum(sum(of[part].values()) for part in of.keys() - {*parts})
                 if not tier.has_room(needed):
                     raise CheckpointError(
-                        f"the budget has no room for the {shown_size(needed)} that it lacks there"
+                        f"the budget has no room for {shown_size(needed)} of missing files"
                     )
                 names[nonce] = name
             except CheckpointError as error:
-                whys[nonce] = f"{tier.steps.root!r} cannot have it: {error}"
+                whys[nonce] = f"{tier.steps.root!r} cannot hold it: {error}"
         return names, whys

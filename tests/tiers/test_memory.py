@@ -114,7 +114,7 @@ def test_a_step_that_the_root_has_a_newer_one_than_makes_room(disk: Path, local:
 
 @pytest.mark.parametrize(
     ("peers", "deadline_s", "why"),
-    [(0, None, ""), (1, None, "no ranks on other nodes"), (1, 60.0, "with a deadline")],
+    [(0, None, ""), (1, None, "no rank on another node"), (1, 60.0, "with a deadline")],
 )
 def test_who_has_no_neighbours_is_told(
     peers: int, deadline_s: float | None, why: str, disk: Path, local: Path

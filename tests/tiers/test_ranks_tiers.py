@@ -264,7 +264,7 @@ def test_one_rank_killed_while_it_drains(nursery: Nursery, nodes: Nodes) -> None
         local, error, committed_s = results[rank]
         assert local.value is True and committed_s is not None
         assert isinstance(error, PeerFailed) and error.ranks == (3,)
-        assert "the local tier keeps what it has" in str(error)
+        assert "the local tier keeps its steps" in str(error)
     with nursery.crew(4) as crew:
         assert nodes.restored(crew, nodes.two)[0] == 2
 

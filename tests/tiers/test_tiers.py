@@ -465,7 +465,7 @@ def test_a_full_tier_is_gone_past(disk: Path, caplog: pytest.LogCaptureFixture) 
         assert not handle.wait_local(WAIT_S)
         stats = handle.result(WAIT_S)
         assert "No space" in stats.local_why and stats.local_committed_s is None
-        assert "step 2 goes straight to" in caplog.text
+        assert "step 2 is saved directly to" in caplog.text
         assert local_steps(local) == ["step-00000001"]
         assert checkpointer.restore(state(0)) == 2
         ballast.unlink()
@@ -503,8 +503,8 @@ def test_a_tier_that_was_unmounted_is_gone_past(
             for step in (2, 3):
                 handle = checkpointer.save(step, state(step))
                 assert not handle.wait_local(WAIT_S)
-                assert "no longer on the file system" in handle.stats.local_why
-            assert caplog.text.count("goes straight to") == 1, "the same is told once"
+                assert "no longer on the same file system" in handle.stats.local_why
+            assert caplog.text.count("is saved directly to") == 1, "the same is told once"
             assert os.listdir(local) == []
             found = state(0)
             assert checkpointer.restore(found) == 3
@@ -625,7 +625,7 @@ def test_a_drain_that_fails_is_told_and_made_up_for(
         storage.faults.clear()
         assert directories(root) == ["step-00000001"]
         checkpointer.save(5, state(5)).result(WAIT_S)
-    assert "step-00000004 stays in the local tier alone: " in caplog.text
+    assert "step-00000004 stays only in the local tier: " in caplog.text
     assert directories(root) == ["step-00000001", "step-00000005"]
     assert local_steps(local) == [f"step-{step:08d}" for step in (2, 3, 4, 5)]
     assert content(root, local)[0] == 5
@@ -728,7 +728,7 @@ def test_a_drained_step_that_may_not_be_durable_stays_in_the_local_tier(
         assert isinstance(error, StorageError) and error.visible
         current.drain()
         double.failing = False
-        assert "step-00000001 stays in the local tier as well" in caplog.text
+        assert "step-00000001 also stays in the local tier" in caplog.text
         assert not local_step(local, 1).joinpath("drained").exists()
         assert content(root, None)[0] == 1
 
