@@ -1,9 +1,9 @@
-"""Steps in a bucket: a step is committed by one put of its manifest, on the condition that there is
-none, which names objects under a prefix with a random number. No other attempt ever has that
-prefix, so nothing has to be claimed, locked or renamed.
+"""Steps in a bucket. A step is committed by a conditional put of its manifest, which fails if there
+is one. The manifest names objects under a prefix with a random number. No other attempt ever has
+that prefix, so nothing has to be claimed, locked or renamed.
 
-Who takes an attempt for dead puts an empty manifest first, on the same condition. So one key
-decides between the two: either the attempt is committed, or it never will be.
+A process that takes an attempt for dead puts an empty manifest first, on the same condition. So one
+key decides: either the attempt is committed, or it never will be.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class BucketSteps(StepStore):
         return partial(self._look, set[str]())
 
     def _look(self, gone: set[str]) -> Listed:
-        """Lists the root; `gone` gets the steps that vanished, for each of which it is listed anew
-        once.
+        """Lists the root. Raises Vanished the first time that a step vanishes, so that the root is
+        listed again, and adds the step to `gone`.
         """
         found, faults = list[Committed](), list[Fault]()
         listed = {"": None} if self.is_step else self._listed()
@@ -116,8 +116,8 @@ class BucketSteps(StepStore):
         return BucketDraft(self, check)
 
     def after_commit(self) -> None:
-        """Removes what dead saves have left, once, and again after a save has failed here: while
-        this process has the lease no other job's attempt lives.
+        """Removes the leftovers of dead saves, once, and again after a save has failed here. While
+        this process has the lease, no attempt of another job is alive.
         """
         lease = self.lease
         if self._is_clean or lease is None or not lease.is_held or lease.is_lost():
@@ -133,8 +133,8 @@ class BucketSteps(StepStore):
         return [name for name, its in listed.items() if its is None and self.remove_if_dead(name)]
 
     def remove_if_dead(self, name: str) -> bool:
-        """Removes an attempt that no process of this host is known to be at, unless it is committed
-        meanwhile; returns whether it did. It may hold nothing that no save makes.
+        """Removes an attempt that this process is not writing, unless it is committed meanwhile;
+        returns whether it did. An attempt stays if it has objects that no save makes.
         """
         with suppress(OSError):  # it is left to a later call
             entries = self._entries(name)
@@ -146,8 +146,9 @@ class BucketSteps(StepStore):
         return False
 
     def _sweep(self, name: str, mark: dict[str, Any]) -> None:
-        """Removes what came to an attempt after it was removed; and if nothing did for a day, the
-        mark that it is over. If it comes back then, it finds that it is late: see BucketDraft.
+        """Removes objects that a late save added to an attempt after its removal. If there were
+        none for a day, removes the mark as well: a save that comes back even later finds that it is
+        late, see BucketDraft.
         """
         with suppress(OSError):  # as above
             late = [each for each in self._entries(name) if each != MANIFEST]
@@ -168,7 +169,7 @@ class BucketSteps(StepStore):
             self.storage.remove_all(self.path(name), entries)
 
     def debris(self) -> Iterator[tuple[str, bool, Callable[[], bool]]]:
-        """Yields nothing while a job has the lease, which alone tells whether its attempts live."""
+        """Yields nothing while a job has the lease, since its attempts may be alive."""
         if not Lease(self.storage, self.root).is_of_another():
             for name in self.incomplete():
                 yield name, True, partial(self.remove_if_dead, name)
@@ -241,9 +242,9 @@ class BucketDraft(Draft):
         self._made.clear()
 
     def _check_whole(self, manifest: Manifest) -> None:
-        """Takes a commit back, before it is acknowledged, if objects that it names were removed: it
-        took so long that another job may have the lease, and have removed the attempt before. If
-        the manifest cannot be removed then, or no look be had, the step is in doubt.
+        """Takes a slow commit back, before it is acknowledged, if objects that it names were
+        removed: another job may have got the lease and removed the attempt meanwhile. If the
+        objects cannot be listed, or the manifest cannot be removed, the step is in doubt.
         """
         named = {manifest.objects.file, *(its.file for its in manifest.writers)}
         named |= {its.index for its in manifest.writers}
@@ -275,5 +276,5 @@ class BucketDraft(Draft):
 
 
 def _now_s() -> float:
-    """Returns a time that goes on while the machine sleeps."""
+    """Returns the time of a clock that runs on while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

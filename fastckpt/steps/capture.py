@@ -1,4 +1,4 @@
-"""The capture of a state before the caller may go on: tensors by reference, all else by value."""
+"""The capture of a state while the caller waits: tensors by reference, everything else by value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Content:
         objects: everything else as the first rank pickled it; None on the other ranks.
         per_rank: a torch zip of this rank's own values; b"" if it has none.
         description: describes the state to the other ranks, for comparison.
-        small: tensors of the objects, with their versions now, of which ranks compare samples.
+        small: tensors among the objects, with their versions now; ranks compare samples of them.
         reads: the memory that lies on devices.
         watched: the tensors that must not change before they have been copied.
     """
@@ -62,7 +62,7 @@ def captured(
     Args:
         state: as Checkpointer.save's.
         rank, world_size, rank_of: as flatten()'s.
-        devices: tells which devices' memory can be read later.
+        devices: knows which devices' memory can be read later.
         differing: keys of tensors that are saved from the first rank, since contents differ.
         checks_numbers: as flatten()'s.
         watch: note the tensors' versions, for a save that runs beside training, and copy small
@@ -120,7 +120,7 @@ def captured(
 
 def _texts(flat: Flat) -> Callable[[], list[tuple[str, str]]]:
     """Returns a function that says in words what all ranks must have in common."""
-    # The texts are made later, since the caller waits; tensors would be kept until then.
+    # The texts are made later, since the caller waits now. Until then no tensor must be referenced.
     rows = [(leaf.key, leaf.local.dtype, leaf.shape, leaf.placement) for leaf in flat.leaves]
     own, kinds = list(flat.per_rank), flat.kinds
 
@@ -156,9 +156,7 @@ def _objects(nest: object, watch: bool, readable: frozenset[str]) -> torch_pickl
 
 @telling
 def _named(error: BaseException, nests: Mapping[Any, object]) -> None:
-    """Adds to an error of pickling the name of the value that has caused it, given nests by their
-    own names.
-    """
+    """Adds to an error of pickling the name of the value that caused it; `nests` are by name."""
     if not isinstance(error, Exception):  # such as Ctrl-C, which must not pickle all of it again
         return
     found = (_refused(nest, name) for name, nest in nests.items())

@@ -38,14 +38,14 @@ class StepCopies:
     Args:
         storage, staging: read the files.
         directories: the nearest first; all but the last may lack files.
-        fetch: brings a file to the first directory, which lacks it or (True) has a damaged copy;
-            returns where it came from, or "" if there is no whole copy to bring. It raises
-            StorageError if there may be one, which could not be brought.
+        fetch: brings a file to the first directory, where it is missing or (True) damaged; returns
+            where it came from, or "" if no other copy is whole. It raises StorageError if a copy
+            may be whole, but could not be brought.
         kept: keeps shards open, with the route by which they are read, until it is closed; None:
             each is opened for one read.
 
     Attributes:
-        taken: for each file that was read, by its name, the path that it was read from.
+        taken: the path that each file was read from, by its name.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class StepCopies:
         self._staging = staging
         self._directories = directories
         self._fetch, self._fetched = fetch, dict[str, str]()
-        self._unbrought = set[str]()  # files of which that was reported
+        self._unbrought = set[str]()  # files whose failed fetch was reported
         self._kept, self._bodies, self._lock = kept, dict[str, Body](), threading.Lock()
         self._number: dict[str, int] = {}  # the number of the directory that a file is read from
         self._damaged: set[tuple[str, int]] = set()  # copies, each by file and directory number
@@ -76,8 +76,8 @@ class StepCopies:
         return os.path.join(self._directories[number], file)
 
     def _numbers(self, file: str) -> list[int]:
-        """Returns the numbers of the directories that have an undamaged copy of a file: from the
-        one that it was last read from on, then the nearer ones.
+        """Returns the numbers of the directories with an undamaged copy of a file: first the one
+        that it was last read from and those after it, then the nearer ones.
         """
         last = len(self._directories) - 1
         there = [number for number in range(last) if self._has(file, number)]
@@ -95,8 +95,8 @@ class StepCopies:
 
         Raises:
             CorruptCheckpoint: every copy is damaged; the error is that of the last one.
-            StorageError: no copy is whole that could be read, and one could not be read, or
-                brought, in several attempts.
+            StorageError: no readable copy is whole, and another one could not be read or fetched
+                in several attempts.
         """
         return persistently(lambda: self._first_whole(file, read), file)
 
@@ -104,7 +104,7 @@ class StepCopies:
         """Has a file brought to the first directory; returns whether it is there now."""
         if self._fetch is None or file in self._fetched:
             return False
-        self._fetched[file] = self._fetch(file, is_damaged)  # asked again if it raises
+        self._fetched[file] = self._fetch(file, is_damaged)  # called again if it raises
         if self._fetched[file]:
             self._damaged -= {(file, number) for number, _ in enumerate(self._directories)}
             self._number[file] = 0
@@ -275,8 +275,8 @@ def _stored(body: Body, frames: dict[int, bytes] | None) -> Iterator[bytearray]:
 
 
 def write_parts(storage: Storage, fd: int, path: str, parts: Iterable[memoryview]) -> list[int]:
-    """Writes a file in parts, of which some make a block; returns the CRC-32 of each block. Raises
-    StorageError, and what the parts do.
+    """Writes a file in parts, several of which may make up a block; returns the CRC-32 of each
+    block. Raises StorageError, and errors of `parts`.
     """
     at, crcs = 0, list[int]()
     for part in parts:

@@ -36,15 +36,15 @@ from fastckpt.state.tree import OwnValues, Stored, fill
 from fastckpt.steps.copies import StepCopies
 
 _PART_BYTES = 64 << 20  # of a rank's own values, read at a time
-# A part of a tensor that comes in more runs than this, each of fewer items than that, is read to
-# the host and copied at once: a copy to a device takes microseconds to begin, however small it is.
+# If a part of a tensor consists of more than _RUNS_MAX runs of fewer than _RUN_ITEMS_MIN items, it
+# is read to the host and copied at once: each copy to a device takes microseconds to begin.
 _RUNS_MAX = 64
 _RUN_ITEMS_MIN = 8192
 
 
 def _common(index: ShardIndex, wanted: Collection[str]) -> list[str]:
-    """Returns the wanted keys of which an index has pieces, in a time that the fewer of both take:
-    there may be thousands of indexes with few keys, or one with 100,000.
+    """Returns the wanted keys with pieces in an index. It iterates over the smaller of the two:
+    there may be thousands of indexes with few keys, or one index with 100,000.
     """
     if len(wanted) < len(index.by_key):
         return [key for key in wanted if key in index.by_key]
@@ -93,12 +93,12 @@ class StepReader:
             yield self._path(index.file), index.pieces
 
     def objects(self, weights_only: bool) -> Any:
-        """Returns the nest of everything that is not in shards; with weights_only, notes stand for
-        what that refuses (see partial_objects.loaded).
+        """Returns the nest of everything that is not in shards. With weights_only, a note takes the
+        place of each value that this refuses (see partial_objects.loaded).
 
         Raises:
-            CorruptCheckpoint: its file is damaged, or of another save.
-            pickle.UnpicklingError: weights_only is true, and no pickler of torch's wrote the file.
+            CorruptCheckpoint: its file is damaged, or belongs to another save.
+            pickle.UnpicklingError: weights_only is true, and the file is not from torch's pickler.
         """
         file = self.manifest.objects.file
         return self.copies.whole(file, lambda: self._objects(weights_only))
@@ -137,8 +137,8 @@ class StepReader:
         return fill(objects, lambda stored, _: tensors[stored.key], own_values.value)
 
     def own_values(self, rank: int, world_size: int, weights_only: bool) -> OwnValues:
-        """Returns the values of single ranks, as a rank of a job of so many restores them; raises
-        as per_rank(), also when those of others are read.
+        """Returns the values of single ranks, as a rank of a job of `world_size` ranks restores
+        them. Raises as per_rank(), also later when values of other ranks are read.
         """
         ranks = self.manifest.world_size
 
@@ -187,7 +187,7 @@ class StepReader:
         return content
 
     def find(self, targets: Sequence[Place]) -> dict[str, torch.dtype]:
-        """Returns the stored dtypes of the tensors of which parts are wanted.
+        """Returns the stored dtypes of the tensors that the targets are parts of.
 
         Raises:
             IncompatibleCheckpoint: a tensor is not in this step, or has another shape.
@@ -326,8 +326,8 @@ class StepReader:
         reads: DeviceSources | None = None,
         direct: GdsDevice | None = None,
     ) -> None:
-        """Reads ascending rows of a shard into memory, which may be a device's that `reads` names;
-        through the host, except for blocks that `direct` can read.
+        """Reads ascending rows of a shard into memory of the host, or of the devices in `reads`.
+        Bytes go through the host, except for blocks that `direct` can read.
         """
         self.copies.whole(index.file, lambda: self._read_rows(index, rows, reads, direct))
 

@@ -39,10 +39,10 @@ _TOLD_MAX = 10  # lines that are no entries
 
 
 def noting(storage: Storage, root: str, step: int) -> Callable[[InnerHandle], None]:
-    """Returns a function of the handle of a save that has ended, which appends a line about it to
+    """Returns a function that takes the handle of a finished save and appends a line about it to
     the root's log.
 
-    A log that cannot be written is warned of, and fails no save.
+    If the log cannot be written, the function warns, and the save does not fail.
     """
     path = os.path.join(root, NAME)
     began = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -67,12 +67,12 @@ def noting(storage: Storage, root: str, step: int) -> Callable[[InnerHandle], No
 def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
     """Returns the entries of a log, or of the log in a directory, in order.
 
-    A line that is no entry, since a machine crashed or a disk was full, is left out, with a
-    warning; and so is all but the last GiB of a log.
+    A line that is not an entry, because a machine crashed or a disk was full, is skipped with a
+    warning. Only the last GiB of a log is read.
 
     Raises:
-        CorruptCheckpoint: no line is an entry, or it is no regular file. StorageError: it cannot be
-            read.
+        CorruptCheckpoint: no line is an entry, or the log is not a regular file.
+        StorageError: it cannot be read.
     """
     is_url = is_mounted(path)
     with reported("read", path):
@@ -127,7 +127,7 @@ def _last_lines(storage: Storage, path: str) -> bytes:
 
 
 def _last_objects(storage: Storage, path: str) -> bytes:
-    """Returns the lines of a log in a bucket, of which each is an object: the last _OBJECTS_MAX."""
+    """Returns the last _OBJECTS_MAX lines of a log in a bucket, where each line is an object."""
     names = sorted(storage.names(path))
     if len(names) > _OBJECTS_MAX:
         log.warning("%r: only the last %d of %d saves are read", path, _OBJECTS_MAX, len(names))
@@ -164,7 +164,7 @@ def _check_writes(value: dict[str, Any], ranks: int) -> None:
 
 
 def _entry(value: Any) -> dict[str, Any]:
-    """Returns a line's value, of which the members that are read are as noting() makes them."""
+    """Returns a line's value; raises ValueError unless the members that are used are valid."""
     if type(value) is not dict:
         raise ValueError("it is not a JSON object")
     absent = [name for name in _MEMBERS if name not in value]

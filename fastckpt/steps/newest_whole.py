@@ -1,7 +1,6 @@
 """The choice of the step to restore: the newest that is whole on every rank, by common decision.
 
-The module orders the candidates, decides what counts as damage, and tells what was wrong with those
-that were skipped.
+The module orders the candidates, decides what counts as damage, and reports why steps were skipped.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from fastckpt.storage.vanishing import listed_anew
 log = logging.getLogger("fastckpt")
 
 T = TypeVar("T")
-# Returns directories with copies of a step's files, and what brings others to the first of them; it
-# enters contexts that keep them there.
+# Returns directories with copies of a step's files, and a function that fetches more files into the
+# first of them. It enters contexts that keep the directories from being removed.
 Near = Callable[[Manifest, ExitStack], tuple[list[str], Fetch | None]]
-_APART = -1  # the number of the shelf of steps that are on none
+_APART = -1  # the shelf number of steps that are on no shelf
 
 
 class Apart(NamedTuple):
@@ -47,7 +46,7 @@ class Apart(NamedTuple):
 
     Attributes:
         step, sequence, nonce: its manifest's.
-        why: why a rank cannot, in words.
+        why: why a rank cannot read it, in words.
     """
 
     step: int
@@ -58,22 +57,22 @@ class Apart(NamedTuple):
 
 class Elsewhere(Protocol):
     """The committed steps that are not on shelves, or not whole there for every rank. All ranks
-    know the same of them.
+    have the same list of them.
 
     Attributes:
-        apart: the steps; those that are on a shelf as well count as there.
+        apart: the steps. A step that is also on a shelf is read from there.
     """
 
     apart: list[Apart]
 
     def look_again(self) -> None:
-        """Looks at them and at the shelves anew, on all ranks together: a step was gone."""
+        """Lists these steps and the shelves again, on all ranks, since a step has vanished."""
 
     def is_coming(self, nonce: str) -> bool:
         """Returns whether a step is on its way to the first shelf."""
 
     def await_coming(self, nonce: str) -> None:
-        """Waits until the step is there, once; raises what kept it from coming."""
+        """Waits until the step is there, once; raises the error that prevented it."""
 
 
 def first_whole(
@@ -88,9 +87,9 @@ def first_whole(
 ) -> tuple[int, T] | None:
     """Reads the newest step in which no rank meets damage; all ranks call this together.
 
-    A step that a rank cannot read, however often it tries, may be whole. So it is an error: no
-    older step is read in its place, and retention leaves it alone. If the step is on its way to the
-    root, it is awaited and read from there.
+    A step that a rank cannot read in several attempts may be whole. So this raises an error: no
+    older step is read in its place, and retention does not remove it. If the step is on its way to
+    the root, this waits for it and reads it from there.
 
     Args:
         agreement: a round for this restore alone.
@@ -172,8 +171,8 @@ class _StepTrial(Trial[tuple[int, T]]):
         return manifest.step, self._read(StepReader(staging, self.path, manifest, copies))
 
     def _is_gone(self) -> bool:
-        """Returns whether the step is not the same any more. On file systems whose locks other
-        hosts do not see it may be removed while it is read, which looks like damage.
+        """Returns whether the step was removed or replaced. On file systems where hosts do not see
+        each other's locks, that may happen during a read, and looks like damage.
         """
         if self._manifest is None:
             return not self._steps.may_be_committed(self._name)
@@ -234,7 +233,7 @@ class _ApartTrial(Trial[Any]):
 
 
 def _may_be_whole(error: StorageError) -> StorageError:
-    """Returns an error of a step that could not be read, with what follows from that."""
+    """Returns the error of an unreadable step, with advice added."""
     detail = f"{error.detail}; " if error.detail else ""
     detail += "the step may be whole, so no earlier one was restored: if it is lost, restore "
     detail += "another step by its number"
@@ -248,13 +247,13 @@ def candidates(
     warn: bool = True,
     apart: Sequence[Apart] = (),
 ) -> list[Candidate]:
-    """Returns the directories to try, the best first, each after the number of its shelf; the first
-    rank calls this for all. Raises as first_whole().
+    """Returns the directories to try, the best first, each with the number of its shelf. Only the
+    first rank calls this. Raises as first_whole().
 
     Args:
         shelves, step, required: as first_whole's.
-        warn: log which directories are no steps, or that there is none.
-        apart: further steps; one that is on a shelf is taken from there.
+        warn: log which directories are not steps, or that there are no steps.
+        apart: further steps; one that is also on a shelf is read from there.
     """
     steps = shelves[0]
     found, faults = steps.survey(step)
@@ -317,7 +316,7 @@ def survey_of_copy(steps: StepStore) -> list[Committed]:
     those that are damaged or cannot be read, with a warning.
 
     Raises:
-        StorageError: not the disk, but this process is short of descriptors or memory.
+        StorageError: this process is short of descriptors or memory; the disk may be fine.
     """
     try:
         found, faults = steps.survey()

@@ -1,7 +1,4 @@
-"""Texts about a directory that is not what the caller took it for; its path may be mistyped.
-
-They say what a root without committed steps holds, and what a step is that was given as a root.
-"""
+"""Messages about a path that may be mistyped: a root without steps, or a step given as a root."""
 
 from __future__ import annotations
 
@@ -60,9 +57,9 @@ def holds_export(steps: StepStore, name: str) -> bool:
 
 
 def no_directories(steps: StepStore, known: Collection[str]) -> list[str]:
-    """Returns what is named as a step, but is a link or a file: no step, since this root may not
-    remove what a link leads to. `known` are names of directories. Raises StorageError if the root
-    cannot be listed.
+    """Returns the links and files that have names of steps. They are not steps, since this root may
+    not remove the target of a link. `known` are names of directories. Raises StorageError if the
+    root cannot be listed.
     """
     if steps.is_step or is_mounted(steps.root):
         return []
@@ -83,7 +80,7 @@ def _is_there(steps: StepStore, name: str) -> bool:
 
 
 def it_is_a_step(root: str) -> str:
-    """Returns why nothing is saved to a directory that is a step, and which root was meant."""
+    """Returns why nothing can be saved to a directory that is a step, and the likely root."""
     above, name = os.path.split(root)
     meant = repr(above) if NAME.match(name) else "another directory"
     return f"it is itself a step: give {meant}"
@@ -97,8 +94,8 @@ def steps_at(storage: Storage, root: str) -> StepStore:
 
 
 def is_step(root: str, timeout_s: float = inf) -> bool:
-    """Returns whether the root is a step itself. Raises ValueError if it is no directory, and
-    StorageError if its store says nothing, or nobody does in timeout_s.
+    """Returns whether the root is itself a step. Raises ValueError if it is not a directory, and
+    StorageError if its store fails, or does not answer within timeout_s.
     """
     path, storage = os.path.join(root, MANIFEST), pipeline.current().storage
     try:

@@ -61,8 +61,8 @@ class StepOptions(WriteOptions):
 
     @property
     def tier(self) -> tuple[str, int, Memory | None] | None:
-        """The directory of the local tier, how many steps stay there, and if it is in memory, what
-        says so; None if there is none.
+        """The directory of the local tier, how many steps stay there, and its Memory if it is in
+        memory; None without a local tier.
         """
         return optional(_check_local, "local", self.local)
 
@@ -75,8 +75,8 @@ def common_terms(
     keep_best: object,
     local: object,
 ) -> dict[str, str]:
-    """Returns the arguments of a Checkpointer that all ranks have to pass alike, as they are shown.
-    They need not have been checked; of `local`, the path may be another one on each node.
+    """Returns, as texts, the arguments of a Checkpointer that must be the same on all ranks. They
+    may be unchecked. The path of `local` may differ between nodes.
     """
     tier = "a directory" if isinstance(local, str | os.PathLike | tuple) else shown(local)
     if isinstance(local, Memory):

@@ -1,7 +1,7 @@
 """Pins: the file in a step's directory that keeps it from being removed, and removals by number.
 
-A pin is made while the step is held, and looked for while it is locked to be removed, so either it
-is seen or it finds the step gone.
+pin() makes a pin while it holds the step; a removal looks for pins while it has the step locked. So
+either the removal sees the pin, or pin() finds that the step is gone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def pin(steps: StepStore, step: int) -> None:
 
 
 def unpin(steps: StepStore, step: int) -> None:
-    """Ends that, also for attempts at the step that others have replaced. Raises as pin()."""
+    """Unpins a step, and all attempts at it that were replaced. Raises as pin()."""
 
     def change(path: str) -> None:
         with suppress(FileNotFoundError):  # it is not pinned
@@ -38,15 +38,15 @@ def unpin(steps: StepStore, step: int) -> None:
 
 
 def is_pinned(steps: StepStore, name: str) -> bool:
-    """Returns whether a step is pinned, by whatever has that name. Raises StorageError."""
+    """Returns whether a step is pinned, by any kind of file. Raises StorageError."""
     path = steps.path(name, PINNED)
     with reported("open", path):
         return steps.storage.status(path, link=True) is not None
 
 
 def delete(shelves: Sequence[StepStore], step: int) -> None:
-    """Removes a step, with attempts at it that others have replaced, from a root and from other
-    directories that have copies of its steps.
+    """Removes a step, and all attempts at it that were replaced, from a root and from other
+    directories with copies of its steps.
 
     Raises:
         CheckpointError: there is no such step, it is pinned, or somebody reads it.
@@ -59,7 +59,7 @@ def delete(shelves: Sequence[StepStore], step: int) -> None:
     for steps, (name, _manifest) in found:
         if is_pinned(steps, name):
             raise CheckpointError(f"{steps.path(name)!r} is pinned: call unpin({step}) first")
-    # Nodes that this process does not see, or that take part in a later job alone, have copies.
+    # Nodes that this process does not see, or that only a later job uses, may have copies.
     nonces = {item.manifest.nonce for _steps, item in found} if others else set[str]()
     try:
         _note_deleted(root, nonces)
@@ -69,7 +69,7 @@ def delete(shelves: Sequence[StepStore], step: int) -> None:
                 raise CheckpointError(f"{steps.path(name)!r} is being read and was not removed")
     except BaseException:
         for nonce in nonces:  # what was not removed must not vanish later
-            with suppress(OSError):  # then the root keeps it, and nodes alone lose the step
+            with suppress(OSError):  # the note stays, and only nodes lose the step
                 root.storage.remove(root.path(DELETED + nonce))
         raise
 
@@ -96,7 +96,7 @@ def _note_deleted(root: StepStore, nonces: set[str]) -> None:
 
 
 def _forget_deleted(root: StepStore, noted: set[str]) -> None:
-    """Removes the older half of very many notes: nodes keep few steps, and have removed those."""
+    """Removes the older half of the notes if there are many: nodes have removed those steps."""
     old = [root.path(DELETED + nonce) for nonce in deleted(root) - noted]
     if len(old) < _NOTES_MAX:
         return

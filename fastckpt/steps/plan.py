@@ -72,8 +72,8 @@ class StepPlace(Place):
             self.step.begin(self._number)
 
     def agree(self, meets: bool) -> tuple[str, bool]:
-        """Tells all ranks the directory's name. Returns the first rank's nonce, and whether ranks
-        of a node meet before they write, which the first rank decides by `meets`.
+        """Sends the directory's name to all ranks. Returns the first rank's nonce and its `meets`:
+        whether the ranks of a node meet before they write.
         """
         if self._agreement.rank == 0:
             told = {"name": self.step.name, "nonce": secrets.token_hex(16), "meet": meets}
@@ -82,7 +82,7 @@ class StepPlace(Place):
             told = json.loads(self._agreement.get("place"))
             self.step.join(str(told["name"]))
             if self._options.durable:
-                self._steps.sync_grown()  # the first rank does so for what it has made
+                self._steps.sync_grown()  # the first rank does so when it commits
         return str(told["nonce"]), bool(told["meet"])
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:
@@ -105,8 +105,8 @@ class StepPlace(Place):
             tidy(self._steps, self.step.name, self._options)
 
 
-# The bits that are all ones in what is infinite or not a number: the exponent's. float8_e4m3fn has
-# no infinity, and no other value with all ones but for the sign.
+# The bits of the exponent, which are all ones in infinities and NaNs. float8_e4m3fn has no
+# infinities, and its NaNs have ones in all bits but the sign.
 _NON_FINITE = {
     torch.float64: 0x7FF << 52,
     torch.float32: 0xFF << 23,
@@ -125,7 +125,7 @@ class Shard:
         rank: this rank.
 
     Attributes:
-        image: the file's; empty if the shard is.
+        image: the image of the file; empty if the shard is empty.
         nbytes: the size of the file.
     """
 
@@ -162,7 +162,7 @@ class Shard:
         self.nbytes = self.image.body_nbytes
 
     def runs(self) -> list[ItemRun]:
-        """Returns where runs of equal items begin in the file, of which the header is the first."""
+        """Returns where runs of equal items begin in the file; the first run is the header."""
         dtypes = [leaf.local.dtype for leaf, _box in self._pieces]
         dtypes += [torch.uint8] * (len(self._offsets) - len(dtypes))  # of the per_rank values
         found = [ItemRun(0, 1, False)]
@@ -173,7 +173,7 @@ class Shard:
         return found
 
     def look_at_numbers(self) -> list[str]:
-        """Has the image's floating-point numbers looked at; returns the names of their tensors."""
+        """Has the image's floating-point numbers checked; returns the names of their tensors."""
         names = []
         pieces = zip(self._pieces, self._offsets, strict=False)
         for (leaf, box), begin in sorted(pieces, key=itemgetter(1)):
@@ -226,8 +226,8 @@ class StepPlan(Plan):
 
     Args:
         content: this rank's part of the state.
-        metrics: what the manifest says of the step.
-        memo: is told of tensors and values that differ between ranks.
+        metrics: the step's metrics, for the manifest.
+        memo: gets the names of tensors and values that differ between ranks.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class StepPlan(Plan):
         compare(self._agreement, "state", description, path, memo.note_unequal, memo.told)
 
     def _warn_of_refusals(self) -> None:
-        """Warns of what weights_only=True will refuse, once of each class that is needed."""
+        """Warns of values that weights_only=True will refuse, once for each class."""
         assert self._content is not None
         pickles, self._pickled = [its for its in self._pickled if isinstance(its, bytes)], []
         if self._content.per_rank:
@@ -353,7 +353,7 @@ class StepPlan(Plan):
         assert self._content is not None
         content = self._content
         content.leaves.clear()
-        if content.description.small is not None:  # what changed meanwhile may not be as it was
+        if content.description.small is not None:  # tensors that changed meanwhile may differ
             content.description.small.first_rank = frozenset(
                 name
                 for name, (tensor, version) in content.small.items()

@@ -1,9 +1,9 @@
-"""Steps in directories of a file system: a step is begun by making its directory, committed by the
-rename of its manifest, and removed by whoever has locked that.
+"""Steps in directories of a file system. A save begins by making the step's directory and commits
+by renaming its manifest; a removal locks the manifest first.
 
-A plain name, on a local file system, may be taken again by a later attempt, so there the proof of
-whose a directory is are inodes that are held open, and locks. Elsewhere hosts may not see each
-other's locks: the name of an attempt is random, never used again, and proof enough.
+On a local file system, a later attempt may reuse a plain name, so open inodes and locks prove who
+owns a directory. On other file systems, hosts may not see each other's locks. There, the name of an
+attempt is random and never reused, and so it is the proof.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _BARE = "bare"  # there is not even a temporary one: it is being removed, or has
 
 
 class _Look(NamedTuple):
-    """One listing of a root: what committed() returns, and why other names are no steps."""
+    """One listing of a root: what committed() returns, and why other names are not steps."""
 
     found: list[Committed]
     faults: list[Fault]
@@ -74,7 +74,7 @@ class PosixSteps(StepStore):
         super().__init__(storage, root, lease)
         self._is_shared: bool | None = None  # see may_be_taken_again(); None: not known yet
         # Held while a directory is removed. It has no manifest then and seems dead, so a save that
-        # began meanwhile would take its name and lose the files it made there.
+        # began meanwhile would reuse its name and lose the files it made there.
         self.removal = calls.NotedLock("removal", root)
         self.keep_files: Callable[[str, list[str]], list[str]] | None = None
         self._grown: list[str] = []  # directories above the root whose new entry is not durable yet
@@ -82,8 +82,8 @@ class PosixSteps(StepStore):
     # ---- what is there
 
     def names(self) -> list[str]:
-        """As StepStore's; symbolic links are left out, since this root may not remove what they
-        lead to.
+        """As StepStore's; symbolic links are left out, since this root may not remove their
+        targets.
         """
         if self.is_step:
             return [""]
@@ -97,12 +97,12 @@ class PosixSteps(StepStore):
             raise StorageError("list", self.root, error.errno or errno.EIO) from error
 
     def looks(self) -> Callable[[], Listed]:
-        """Returns a function that is called until nothing new vanishes and a step is found, up to a
+        """Returns a function to be called until no other name vanishes and a step is found, up to a
         limit, since this machine may have cached an old listing.
 
-        A name that vanished unseen may be of a save that failed, after which there is no step:
-        there is none, either, if two listings in a row hold no such name any more. One is not
-        enough, since a slow listing may miss both the old and the new.
+        A directory that vanishes before it is read may belong to a failed save, so that there is no
+        step at all. That is certain once two listings in a row show no such name; one slow listing
+        may miss both an old step and the new one.
         """
         looks: list[_Look] = []
 
@@ -152,8 +152,8 @@ class PosixSteps(StepStore):
         return self.manifest_of(name, (status.st_ino, status.st_mtime_ns, status.st_size))
 
     def _mark(self, name: str) -> str:
-        """Returns what a directory is in which no manifest was found: _GONE also if it has one now
-        or is a step known here; "" if a save is writing there, or one of this process has failed.
+        """Returns why no manifest was found in a directory: _GONE also if there is one now, or was
+        one earlier; "" if a save is writing there, or a save of this process has failed there.
         """
         path = self.path(name, MANIFEST)
         try:
@@ -216,9 +216,10 @@ class PosixSteps(StepStore):
         return PosixDraft(self, check)
 
     def may_be_taken_again(self, name: str) -> bool:
-        """Returns whether a later attempt may have this name, which then proves nothing: that holds
-        for plain names on a local file system, where everybody sees everybody's locks. A job of
-        another host might come back at any time to a directory that it takes for its own.
+        """Returns whether a later attempt may reuse this name, so that the name does not prove who
+        owns the directory. That holds for plain names on a local file system, where all processes
+        see each other's locks. Elsewhere, a job of another host might come back at any time to a
+        directory that it believes to be its own.
         """
         if is_unique(name):
             return False
@@ -239,8 +240,8 @@ class PosixSteps(StepStore):
     def alone(self, name: str, within_s: float = 0.0) -> Iterator[bool]:
         """Yields whether this process alone may empty a directory while the body runs.
 
-        A directory whose name may be taken again is locked for that: else another process might
-        find it half emptied and take it for dead, a save take the name, and lose its files here.
+        A directory whose name may be reused is locked for that. Otherwise another process might
+        find it half empty and take it for dead, and a save that reuses the name would lose files.
 
         Args:
             within_s: for how long to wait for others who have the lock, such as ranks of one save.
@@ -260,9 +261,9 @@ class PosixSteps(StepStore):
 
     def make_attempt(self, step: int) -> str:
         """Makes the directory of a new attempt at a step; returns its name: the plain one if that
-        may be taken again and is free, or its directory is dead.
+        may be reused and is free, or belongs to a dead save.
 
-        Nor is it that of an attempt that failed here, since a late rank may still write there.
+        The name of an attempt that failed here is not reused: a late rank may still write there.
         """
         name = step_name(step)
         if not self.may_be_taken_again(name) or self.attempts.get(name) == FAILED:
@@ -310,8 +311,8 @@ class PosixSteps(StepStore):
         self.forget(name)
 
     def clean(self) -> None:
-        """Removes what dead saves have left, once, and again after a save has failed here or left
-        something: earlier jobs, or ranks that were late, may have filled the disk.
+        """Removes the leftovers of dead saves, once, and again after a save has failed here or left
+        something: earlier jobs, or late ranks, may have filled the disk.
         """
         with self.removal:  # a save that begins meanwhile sees no half-removed directory
             if not self._is_clean or FAILED in [*self.attempts.values()]:
@@ -325,9 +326,8 @@ class PosixSteps(StepStore):
     def remove_if_dead(self, name: str, others_after_s: float = atomic.DEAD_AFTER_S) -> bool:
         """Removes a directory without a manifest if its save is surely over; returns whether.
 
-        Should that save come back, either it commits or its directory is removed, whatever happens
-        when: this removes the temporary manifest first, which is there no more if it was renamed
-        before.
+        If that save lives after all, it either commits or loses its directory: this removes the
+        temporary manifest first, and the commit renames that same file.
         """
         storage, path = self.storage, self.path(name)
         with suppress(OSError), self.alone(name) as is_alone:  # it is left to a later call
@@ -344,15 +344,15 @@ class PosixSteps(StepStore):
         return False
 
     def _left_in(self, name: str, others_after_s: float) -> list[str] | None:
-        """Returns what is in a directory without a manifest if its save is surely over; else None.
+        """Returns the entries of a directory without a manifest if its save is surely over; else
+        None.
 
-        That is so if no temporary manifest is left, which a save removes last, or none whose owner
-        may live: its process on this host is gone, or another host wrote it `others_after_s` ago,
-        and nobody is seen to have locked it. A directory that holds anything that no save makes
-        stays.
+        It is over if there is no temporary manifest, which a save removes last, or if every one is
+        unlocked and dead: its process ran on this host and is gone, or another host wrote it
+        `others_after_s` ago. A directory stays if it has files that no save makes.
         """
         storage, directory = self.storage, self.path(name)
-        with suppress(OSError):  # removed meanwhile, or not to be read
+        with suppress(OSError):  # it was removed meanwhile, or cannot be read
             # Only what is there now is removed, so a save that begins meanwhile keeps its files.
             if not is_directory(storage, directory) or self.may_be_committed(name):
                 return None
@@ -369,7 +369,9 @@ class PosixSteps(StepStore):
         return None
 
     def _is_of_other_dead(self, temporary: str, after_s: float) -> bool:
-        """Returns whether a temporary manifest is another host's, so old, and not locked."""
+        """Returns whether another host wrote this temporary manifest `after_s` ago, and it is not
+        locked.
+        """
         status = self.storage.status(temporary)
         if status is None or atomic.is_of_this_host(temporary):
             return False
@@ -391,7 +393,7 @@ class PosixSteps(StepStore):
 
     def remove(self, name: str, nonce: str) -> bool:
         path = self.path(name, MANIFEST)
-        # Held until the directory is empty, so that no save that begins takes its name before.
+        # Held until the directory is empty, so that no new save reuses its name before that.
         with self.removal, ExitStack() as alone:
             try:
                 fd = self.storage.open(path, "lock")
@@ -433,7 +435,7 @@ def _unique_name(step: int) -> str:
 
 
 class PosixDraft(Draft):
-    """A directory that a rank writes to; it makes that, too, if it sees another file system than
+    """The directory that a rank writes to. A rank also makes it if it sees another file system than
     the first rank.
     """
 
@@ -443,7 +445,7 @@ class PosixDraft(Draft):
         super().__init__(steps, check)
         # The manifest under a temporary name; its lock says that the save is alive.
         self._manifest_fd, self._temporary = -1, ""
-        # The directory, open where its name may be taken again: then that proves whose it is.
+        # The open directory, where its name may be reused: there it proves who owns the directory.
         self._directory = -1
         self._has_own_directory = False
 
@@ -489,9 +491,9 @@ class PosixDraft(Draft):
                 self._has_own_directory = True
                 fd = storage.create(path, 0o666, purpose)
             except FileExistsError:
-                if path not in self._made:  # it is a rank's that was late for an earlier save
+                if path not in self._made:  # it is from a late rank of an earlier save
                     raise
-                storage.remove(path)  # of a first try, for which there was no room
+                storage.remove(path)  # from a first try that had no room
                 fd = storage.create(path, 0o666, purpose)
             return self._noted(path, fd)
 
@@ -541,12 +543,12 @@ class PosixDraft(Draft):
         fd, temporary, doubtful = self._manifest_fd, self._temporary, steps.verdicts.doubtful
         self._write_manifest(manifest, durable)
         if (renewed := steps.renewed(manifest)) is not manifest:
-            manifest = renewed  # its number is higher, so it is no shorter than what it overwrites
+            manifest = renewed  # its number is higher, so its text is not shorter than the first
             self._write_manifest(manifest, durable)
         name = self.path(MANIFEST)
         with atomic.naming_in(storage, [directory] if durable else [], name) as make_durable:
             # Until the rename is durable a crash may undo it, so retention does not count this step
-            # among those that stay: nor does it if the rename is given up, and happens later.
+            # among those that stay. The same holds if the rename is abandoned and happens later.
             doubtful.add(manifest.nonce)
             with reported("rename", name):
                 try:
@@ -584,8 +586,8 @@ class PosixDraft(Draft):
                 self._remove_made()
 
     def _abandon_directory(self) -> None:
-        """Closes the manifest, and removes the directory if that is still its own. The name is not
-        used again here.
+        """Closes the manifest, and removes the directory if this save still owns it. This process
+        does not reuse the name.
         """
         name, steps = self.name, self.steps
         with ExitStack() as closing:
@@ -605,9 +607,9 @@ class PosixDraft(Draft):
                         steps.empty(name, [entry for entry in entries if entry != MANIFEST])
 
     def _is_own(self) -> bool:
-        """Returns whether the directory is the one that this has made: others may have taken it for
-        dead, and its name. The inode that is open here is nobody else's, whichever name it has: the
-        manifest is committed if the save failed after that, on another node.
+        """Returns whether this save still owns the directory: others may have taken it for dead and
+        reused its name. The proof is the open inode of the manifest, under its temporary name or,
+        if the save failed on another node after the commit, under its final one.
         """
         if not self.steps.may_be_taken_again(self.name):
             return True
@@ -617,12 +619,12 @@ class PosixDraft(Draft):
         return any(status is not None and os.path.samestat(status, own) for status in found)
 
     def _remove_made(self) -> None:
-        """Removes this rank's files. It may be late, and the directory another save's by now."""
+        """Removes this rank's files, unless the directory belongs to another save by now."""
         with self.steps.alone(self.name, _ALONE_S) as is_alone:
             if is_alone and (self._directory < 0 or self._is_own_directory()):
                 self._storage.remove_all(self.path(), [*map(os.path.basename, self._made)])
-                # It has a file that another rank is to remove, or the first rank could not remove
-                # it since it had one of these.
+                # This fails while another rank has files there. The first rank could not remove
+                # the directory if this rank had files there.
                 self._storage.remove_directory(self.path())
 
     def _is_own_directory(self) -> bool:

@@ -17,8 +17,8 @@ log = logging.getLogger("fastckpt")
 
 
 def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
-    """Removes steps that a commit has made superfluous, after the result was told. One that
-    somebody reads (see StepStore.hold) stays until a later call.
+    """Removes steps that a commit has made superfluous, after the result was reported. A step that
+    is being read (see StepStore.hold) stays until a later call.
     `steps` and `keep` are as superfluous()'s; `options` say which steps stay.
     """
     try:
@@ -48,7 +48,7 @@ def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
 
 
 def _warn_of_no_best(steps: StepStore, found: list[Committed], by: KeepBest) -> None:
-    """Warns once, before steps are removed, if none of all has the metric of keep_best."""
+    """Warns once, before steps are removed, if no step has the metric of keep_best."""
     scores = [_entry(steps, item, by).score for item in found]
     if scores.count(None) == len(scores) and not steps.told_metric:
         steps.told_metric = True
@@ -64,12 +64,13 @@ def _warn_of_no_best(steps: StepStore, found: list[Committed], by: KeepBest) -> 
 def superfluous(
     steps: StepStore, found: list[Committed], keep: str, options: StepOptions
 ) -> list[str]:
-    """Returns the names of the committed steps that need not stay: what is beyond keep_last, and
-    all attempts at the step just committed but the newest, which is not `keep` if that was drained
-    late. A step that is damaged or may not be durable, as far as is known, does not count. Nor does
-    one that another job has committed meanwhile, which replaces nothing, and stays until this one
-    restores; nor one that could not be read when it was last tried, but it stays: it may be the
-    newest that is whole.
+    """Returns the names of the committed steps that need not stay: steps beyond keep_last, and all
+    attempts but the newest at the step just committed. (If that was drained late, the newest is not
+    `keep`.)
+
+    Some steps do not count: those that are known to be damaged, or may not be durable; those that
+    another job has committed meanwhile, which replace nothing and stay until this job restores; and
+    those that could not be read at the last try, which stay since they may be whole.
 
     Args:
         steps: the root.
@@ -97,7 +98,7 @@ def superfluous(
 
 
 def asked(kept: KeepBest | None, metric: str | None, mode: Mode | None) -> KeepBest:
-    """Returns by what best() chooses, from keep_best and its arguments. Raises ValueError."""
+    """Returns the criterion of best(), from keep_best and the arguments. Raises ValueError."""
     check_choice("mode", mode, (None, *MODES))
     if metric is None and kept is None:
         raise ValueError(
@@ -119,8 +120,8 @@ def best(steps: StepStore, by: KeepBest) -> int | None:
 def checked_metrics(
     steps: StepStore, step: int, metrics: object, by: KeepBest | None
 ) -> dict[str, float | str]:
-    """Returns what a manifest is to hold of metrics, which may be None. Warns once if they lack the
-    one by which steps are kept. Raises ValueError, TypeError.
+    """Returns the metrics for a manifest, after a check; `metrics` may be None. Warns once if they
+    lack the metric of keep_best. Raises ValueError, TypeError.
     """
     found = {} if metrics is None else check_metrics(metrics)
     if found:
@@ -139,7 +140,7 @@ def checked_metrics(
 
 
 def _entry(steps: StepStore, item: Committed, by: KeepBest | None) -> Entry:
-    """Returns a step as the rule of retention sees it. A pin is looked at when it is removed."""
+    """Returns a step as the rule of retention sees it. Pins are checked at its removal."""
     verdicts, score = steps.verdicts, None
     if by and not isinstance(value := item.manifest.metrics.get(by[0]), str | None):
         score = -value if by[1] == "min" else value

@@ -76,8 +76,8 @@ class Spread:
         return plain and as_it_lies and tensor.numel() > 0 and tensor.dtype == dtype
 
     def pass_on(self) -> None:
-        """Gives every rank what the others have read, once all have read. Raises PeerFailed if a
-        rank is gone; the state was then partly overwritten.
+        """Broadcasts each rank's share to the others, once all ranks have read theirs. Raises
+        PeerFailed if a rank is gone; the state was then partly overwritten.
         """
         if not self._held:
             return

@@ -1,8 +1,8 @@
-"""StepStore: the steps under one root, as every store of them has them; and Draft, a step that one
-rank is writing. The two stores are posix.py's and bucket.py's; root.py chooses.
+"""StepStore: the steps under one root, in any kind of store; and Draft, a step that one rank is
+writing. The two kinds of stores are in posix.py and bucket.py; root.py chooses.
 
-The module reads what is committed, gives commits their order, and keeps what this process has
-learnt of steps. It must not know how a step is made, committed or removed.
+The module reads the committed steps, orders commits, and remembers facts about steps for this
+process. It must not know how a step is made, committed or removed.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Verdicts:
 
     Attributes:
         damaged: those that were read and found damaged.
-        unread: those that may be whole, but could last not be read; by name, if that holds for the
-            manifest.
+        unread: those that may be whole, but could not be read at the last try; by name, if the
+            manifest could not be read.
         doubtful: those that were committed here, but perhaps not durably.
     """
 
@@ -75,7 +75,7 @@ class Verdicts:
         self.damaged, self.unread, self.doubtful = set[str](), set[str](), set[str]()
 
     def note_read(self, item: Committed, *, is_whole: bool) -> None:
-        """Remembers that a step was read, and what was found."""
+        """Remembers that a step was read, and whether it was whole."""
         nonce = item.manifest.nonce
         self.unread -= {item.name, nonce}
         (self.damaged.discard if is_whole else self.damaged.add)(nonce)
@@ -84,12 +84,12 @@ class Verdicts:
         return not self.unread.isdisjoint((item.name, item.manifest.nonce))
 
     def may_stay_alone(self, item: Committed) -> bool:
-        """Returns whether older steps may be removed on the account of this one."""
+        """Returns whether older steps may be removed because there is this one."""
         is_bad = item.manifest.nonce in self.damaged | self.doubtful
         return not (is_bad or self.is_unread(item))
 
 
-BEGUN, DONE, FAILED = "begun", "done", "failed"  # what became of an attempt of this process
+BEGUN, DONE, FAILED = "begun", "done", "failed"  # states of an attempt of this process
 
 
 class StepStore:
@@ -98,14 +98,14 @@ class StepStore:
     Args:
         storage: the seam to the file system.
         root: the root's path; it is made when a step is begun.
-        lease: without which nothing is begun or committed; None: several jobs may.
+        lease: needed to begin or commit a step; None: several jobs may save here.
 
     Attributes:
-        is_step: whether the root is itself a step, of whatever name, and so holds that one alone.
-        verdicts: what was learnt of steps.
-        attempts: what became of this process's attempts, by name.
-        told_empty, told_metric: whether it was told that there are no steps, and that metrics lack
-            the one of keep_best.
+        is_step: whether the root is itself a step, with any name, and holds only that one.
+        verdicts: the steps that need care.
+        attempts: the state of each attempt of this process, by name.
+        told_empty, told_metric: whether the warnings were logged that there are no steps, and that
+            metrics lack the one of keep_best.
     """
 
     EMPTY_IS_NONE = False  # whether an empty manifest says that there will never be one
@@ -131,14 +131,13 @@ class StepStore:
         raise NotImplementedError
 
     def looks(self) -> Callable[[], Listed]:
-        """Returns a function that lists the root, reads the manifests that are not known, and
-        returns what committed() does. It raises Vanished while steps are gone when they are looked
-        at, and StorageError.
+        """Returns a function that lists the root, reads new manifests, and returns the same as
+        committed(). It raises Vanished while steps vanish before they are read, and StorageError.
         """
         raise NotImplementedError
 
     def incomplete(self) -> list[str]:
-        """Returns the directories without a manifest: of saves that are running, or never ended."""
+        """Returns the directories without a manifest, of saves that are running or have died."""
         raise NotImplementedError
 
     def may_be_committed(self, name: str) -> bool:
@@ -170,17 +169,18 @@ class StepStore:
         raise NotImplementedError
 
     def remove_dead(self) -> list[str]:
-        """Removes what saves have left that are surely over; returns the names."""
+        """Removes the leftovers of saves that are surely over; returns the names."""
         raise NotImplementedError
 
     def debris(self) -> Iterator[tuple[str, bool, Callable[[], bool]]]:
-        """Yields the names of what dead saves have left, each with whether their processes were of
-        this host and are gone, and what removes it and says whether it did. Raises StorageError.
+        """Yields for each leftover of dead saves its name, whether the processes were of this host
+        and are gone, and a function that removes it and returns whether it did. Raises
+        StorageError.
         """
         raise NotImplementedError
 
     def make_mark(self, path: str) -> None:
-        """Makes an empty file unless it is there, perhaps not durably. Raises StorageError."""
+        """Makes an empty file unless it exists, perhaps not durably. Raises StorageError."""
         raise NotImplementedError
 
     def make_root(self) -> None:
@@ -190,7 +190,7 @@ class StepStore:
         """Makes the names durable that make_root() has made here. Raises StorageError."""
 
     def after_commit(self) -> None:
-        """Does what can wait until a commit was acknowledged. Raises StorageError."""
+        """Does the work that can wait until a commit was acknowledged. Raises StorageError."""
 
     # ---- paths, and manifests
 
@@ -206,7 +206,7 @@ class StepStore:
 
         Raises:
             Vanished: there is none.
-            CorruptCheckpoint: it is damaged, or of another step.
+            CorruptCheckpoint: it is damaged, or belongs to another step.
             IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
         """
         path = self.path(name, MANIFEST)
@@ -227,8 +227,8 @@ class StepStore:
         return manifest
 
     def manifest_of(self, name: str, version: Hashable) -> Manifest:
-        """Returns the manifest of a step, whose file has this version: read anew if it is another
-        one than was read before. Raises as read().
+        """Returns the manifest of a step, whose file has this version; reads it again if the
+        version has changed. Raises as read().
         """
         known = self._manifests.get(name)
         if known is None or known[0] != version:
@@ -241,7 +241,7 @@ class StepStore:
         self._seen = (self._seen or set()) | {manifest.nonce}
 
     def forget(self, name: str) -> None:
-        """Drops what is known of a name that is no more, but that it must not be used again."""
+        """Forgets a name that was removed, but not that its attempt failed: it is not reused."""
         self._manifests.pop(name, None)
         if self.attempts.get(name) != FAILED:
             self.attempts.pop(name, None)
@@ -257,14 +257,14 @@ class StepStore:
     # ---- what is committed
 
     def committed(self) -> Listed:
-        """Returns the committed steps, the one committed last first, and what is wrong with every
-        other directory that has a manifest.
+        """Returns the committed steps, the one committed last first, and a Fault for every other
+        directory with a manifest.
 
-        If a step vanishes between the listing and the look at it, the save that removed it has
-        committed a newer one before, which the next listing shows. So the root is listed again.
+        If a step vanishes between the listing and the read, the save that removed it had committed
+        a newer one before. So the root is listed again.
 
         Raises:
-            StorageError: the root cannot be listed, or steps vanish however often it is.
+            StorageError: the root cannot be listed, or steps vanish in each of many listings.
         """
         found = listed_anew(self.looks())
         assert found is not None
@@ -273,8 +273,8 @@ class StepStore:
         return found
 
     def note_seen(self, found: list[Committed]) -> None:
-        """Notes the steps that were there when this process first looked, or restored. What comes
-        later, and is not its own, another job has committed that does not know of this one.
+        """Notes the steps that were there when this process first looked, or restored. Any later
+        step that is not its own comes from another job that does not know of this one.
         """
         self._seen = (self._seen or set()) | {item.manifest.nonce for item in found}
 
@@ -283,8 +283,8 @@ class StepStore:
         return item.manifest.nonce in (self._seen or ())
 
     def survey(self, step: int | None = None) -> Listed:
-        """Does what committed() does, but tries for seconds to read every step, and then raises
-        StorageError: it may be the very step that is asked for.
+        """Returns the same as committed(), but tries for seconds to read every step, and then
+        raises StorageError: the caller may want that very step.
 
         Args:
             step: the only step that has to be readable; None: all have to be.
@@ -318,7 +318,7 @@ class StepStore:
 
     @contextmanager
     def in_passing(self) -> Iterator[None]:
-        """Has the lease while the body runs that copies a step here. Raises as Draft.begin()."""
+        """Has the lease while the body copies a step here. Raises as Draft.begin()."""
         if self.lease is None:
             yield
             return
@@ -335,7 +335,7 @@ class StepStore:
             within(min(SERVER_S, timeout_s), self.make_root)
 
     def next_sequence(self, above: int = 0) -> int:
-        """Returns the sequence number of the next commit: above that of any here, and `above`.
+        """Returns the sequence number of the next commit: above all numbers here, and `above`.
 
         Steps are listed for it once while this process has the lease, since no other job commits
         then. Other steps may exist whose numbers are unknown: damaged ones, and those of earlier
@@ -354,7 +354,7 @@ class StepStore:
 
     def renewed(self, manifest: Manifest) -> Manifest:
         """Renews the lease for a commit; returns the manifest. If the lease had to be taken anew,
-        another job may have committed since the number was counted: then it has a higher one.
+        another job may have committed since, and the manifest returned has a higher number.
         Raises as Draft.commit().
         """
         if self.lease is not None:
@@ -379,10 +379,10 @@ class Draft:
         self._made = list[str]()  # paths of files
 
     def begin(self, step: int, passing: bool = False) -> str:
-        """Begins a save of this step, of which a committed attempt stays; returns the name.
+        """Begins a save of this step; returns the name. A committed attempt at the step stays.
 
         Args:
-            passing: it is no save of this job; in_passing() has the lease.
+            passing: it is not a save of this job; in_passing() has the lease.
 
         Raises:
             StorageError: the root or the directory cannot be made.
@@ -412,17 +412,17 @@ class Draft:
         raise NotImplementedError
 
     def write(self, name: str, content: bytes, beside: int | None, durable: bool) -> None:
-        """Makes a small file with this content, synced if `durable`; `beside` is an open file of
-        the same file system, by which that tells whether to try again.
+        """Makes a small file with this content, synced if `durable`. `beside` is an open file of
+        the same file system, whose policy says whether to try again.
         """
         raise NotImplementedError
 
     def has_beside(self, path: str) -> bool:
-        """Returns whether a file lies in the directory of the steps, and not of others."""
+        """Returns whether a file lies under the root of these steps."""
         return path.startswith(os.path.join(self.steps.root, ""))
 
     def adopt(self, name: str, source: str) -> int:
-        """Makes a file of what lies beside the step's directory; returns a new descriptor."""
+        """Renames a file beside the step's directory into it; returns a new descriptor."""
         raise NotImplementedError
 
     def sync_own_directory(self) -> None:
@@ -442,20 +442,18 @@ class Draft:
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Removes what this rank has made for a save that failed, although it was committed."""
+        """Removes the files of this rank after its save failed, even if that was committed."""
         raise NotImplementedError
 
     def share(self) -> None:
-        """Lets others read the step from now on, which is committed; it is not removed before
-        close().
-        """
+        """Lets others read the committed step from now on; it is not removed before close()."""
 
     def close(self) -> None:
-        """Lets go of what tells others that the save is alive."""
+        """Releases the locks that tell others that the save is alive."""
 
 
 def unreadable(op: str, path: str, error: OSError) -> CheckpointError:
-    """Returns the error for a manifest that cannot be opened: it is corrupt if it is no file."""
+    """Returns the error for a manifest that cannot be opened: corrupt if it is not a file."""
     if isinstance(error, NoRegularFile):
         return CorruptCheckpoint(f"{path!r} is not a regular file")
     return StorageError(op, path, error.errno or errno.EIO)

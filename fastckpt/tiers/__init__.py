@@ -1,1 +1,1 @@
-"""Steps that go by way of each node's own storage: saved there, drained to the root, restored."""
+"""Steps in each node's own storage: saved there, drained to the root, and restored."""

@@ -1,4 +1,4 @@
-"""Drainer: brings steps from a source, which each node has of its own, to a target, the root.
+"""Drainer: copies steps from a source, which each node has for itself, to a target, the root.
 
 Every rank copies its share of a step and verifies it, all agree, and the first rank publishes the
 same manifest in the target. The module must not know why a step is drained.
@@ -32,16 +32,16 @@ from fastckpt.tiers.nodes import OBJECTS_PART
 log = logging.getLogger("fastckpt")
 
 DRAIN_BLOCKS_MIN = 2  # of staging memory: one to read a block into while another is written
-_MARGIN = 1.5  # a step goes straight to the target only if that is hoped to take so much less
+_MARGIN = 1.5  # a step is saved directly only if the time left is this many times a drain's
 
 
 class StepInfo(NamedTuple):
     """A step that is to be drained, as one rank sees it.
 
     Attributes:
-        step, nonce: its number, and what tells it from all others.
+        step, nonce: its number, and the nonce of its manifest.
         name: its directory in this node's source; "": there is none.
-        sender: the rank that sends its manifest to the first one; None: that has it itself.
+        sender: the rank that sends its manifest to the first rank; None: the first rank has it.
         parts: ranks of the writers whose files this rank copies, and OBJECTS_PART for the objects.
     """
 
@@ -53,8 +53,8 @@ class StepInfo(NamedTuple):
 
 
 class Drainer:
-    """The two stores, and how long drains take. Each drain is a Job, with the thread and the life
-    of a save: so a target that hangs, a cancellation and Ctrl-C end it as they end a save.
+    """The two stores, and how long drains take. Each drain is a Job, with a thread and states like
+    a save: a target that hangs, a cancellation and Ctrl-C end a drain in the same way as a save.
 
     Args:
         source: the steps of this node.
@@ -83,9 +83,9 @@ class Drainer:
         self._times_s = local_s, drain_s
 
     def too_late(self, left_s: float) -> str:
-        """Returns why a step should go straight to the target if the job ends in so many seconds,
-        in words; "" if it should not: by way of the source it would be in the target in time, too,
-        or it would be in time in neither way, or nothing is known.
+        """Returns why a step should be saved directly to the target if the job ends in `left_s`
+        seconds, in words; "" if it should not: through the source it would also be in the target in
+        time, or it would be too late in both ways, or no drain was timed yet.
         """
         if self._times_s is None:
             return ""
@@ -100,22 +100,21 @@ class Drainer:
 
 
 class Drain(Job):
-    """The drain of one step. Each rank runs its own, for the same directory in the target.
+    """The drain of one step. Each rank runs one, for the same directory in the target.
 
     Args:
         handle: the save's, or one for this drain; gets the step's path in the target in the end.
         agreement: a round of Drainer.begin(), for this drain alone.
-        drainer: knows the stores.
+        drainer: has the stores.
         options: how the target is written, and which steps stay there.
         info: the step.
-        fetching: returns what brings files of the step to the source that other nodes have.
+        fetching: returns a function that fetches files of the step from other nodes, or None.
         drained: called with the step's name in the source, once the target has it.
         is_resumed: whether an earlier job has saved the step, and the handle is for this drain.
 
     Attributes:
-        copied_s: how long this rank copied.
-        took_s: how long it was until all ranks had copied and the target had the step, from when
-            the drain began.
+        copied_s: the duration of this rank's copies.
+        took_s: the time from the begin of the drain until the target had the step.
     """
 
     def __init__(
@@ -189,8 +188,8 @@ class Drain(Job):
         self.handle.path = self._place.path()
 
     def _copy(self, manifest: Manifest, pipeline: Pipeline, pace: Pace) -> None:
-        """Copies this rank's parts from this node's directory; a file that is damaged here is
-        fetched first, if other nodes may have it. Raises CorruptCheckpoint if no copy is whole, or
+        """Copies this rank's parts from this node's directory. A file that is damaged here is
+        fetched first, if other nodes may have it. Raises CorruptCheckpoint if no copy is whole, and
         StorageError.
         """
         place, options, drainer = self._place, self._options, self._drainer

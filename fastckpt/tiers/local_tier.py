@@ -1,8 +1,8 @@
-"""LocalTier: this node's steps in front of those of a root: a PosixSteps, a Ring if they are in
-memory, a Drainer to the root, and Peers.
+"""LocalTier: this node's steps in front of a root: a PosixSteps, a Ring if they are in memory, a
+Drainer to the root, and Peers.
 
-The module decides whether the tier can be used, and which steps may go: none that the root has not
-had, unless it need not have it. What the nodes hold together is survey.py's business.
+The module decides whether the tier can be used, and which steps may be removed: a step that has to
+reach the root stays until it has been there. survey.py finds out what all nodes hold together.
 """
 
 from __future__ import annotations
@@ -66,21 +66,20 @@ class LocalTier:
     Args:
         directory: as Checkpointer's `local`; steps of several roots may lie in it.
         keep: how many of the newest steps stay.
-        memory: if the directory is in memory, what says so; else None.
-        root: the steps of the root, which these are drained to.
+        memory: the caller's Memory if the directory is in memory; else None.
+        root: the steps of the root, the target of drains.
         coordinator, timeout_s: the Checkpointer's.
 
     Attributes:
         steps: the root's steps that lie in the local directory.
         root, keep, memory: as the arguments.
         drainer: brings steps from here to the root.
-        ring: if the directory is in memory and can be used, the memory there.
+        ring: the memory of the directory, if it is in memory and can be used.
         peers: the neighbours, if nodes send each other files.
-        highest: on the first rank, the highest sequence number that a step of any node has.
-        held: the copies of each step of earlier jobs that the nodes hold together, by its nonce.
-        useless: nonces of steps of which the root has a later attempt, or a step that takes their
-            place.
-        incomplete: nonces of steps of which no node has some parts.
+        highest: on the first rank, the highest sequence number of any node's steps.
+        held: by nonce, the copies of each step of earlier jobs that the nodes hold together.
+        useless: nonces of steps that a later attempt or a newer step in the root replaces.
+        incomplete: nonces of steps with parts that no node has.
 
     Raises:
         ValueError: the directory lies on the root's file system, or as Ring.limit().
@@ -103,7 +102,7 @@ class LocalTier:
         except StorageError as error:  # a node whose disk has failed takes part without it
             self._refusal, other = f"failed: {error}", -2
         path = os.path.join(self._directory, tier_name(root.root))
-        # Of its own: it may be long until a step goes to the root, or that may be out of reach.
+        # The tier has its own lease: a drain may begin much later, or the root be out of reach.
         self._lease = Lease(storage, path, of_node=True)
         self._lease.release_with(self)
         self.steps = PosixSteps(storage, path, self._lease)
@@ -151,7 +150,7 @@ class LocalTier:
         return self._coordinator.begin(label, self._timeout_s, "the local tier keeps its steps")
 
     def close(self) -> None:
-        """Leaves the round in which the nodes meet, and serves none any more. Idempotent."""
+        """Leaves the round in which the nodes meet, and stops serving them. Idempotent."""
         self._meeting.close(linger_s=0.0)
         if self.peers is not None:
             self.peers.close()
@@ -164,7 +163,7 @@ class LocalTier:
     # ---- whether it can be used
 
     def nodes(self) -> RanksByNode:
-        """Returns which ranks share a directory. All ranks find that out together, once."""
+        """Returns which ranks share a directory. All ranks agree on that together, once."""
         with self._lock:
             if self._nodes is None:
                 try:
@@ -181,7 +180,7 @@ class LocalTier:
         return self.nodes().first(self._rank) == self._rank
 
     def _met(self, meeting: Round) -> RanksByNode:
-        """Has all ranks tell which directory they see, and where they listen for each other."""
+        """Exchanges with all ranks which directory each sees, and where each listens."""
         peers = self.peers
         group = None if self.memory is None else self.memory.groups
         at = None if peers is None else (*peers.address, group or f"rank {self._rank}")
@@ -247,8 +246,8 @@ class LocalTier:
 
     def no_room_on_node(self, name: str, nbytes: int, recycled: int = 0) -> str:
         """Returns why a step that this node writes, `recycled` bytes of it in slots, would exceed
-        the tier's budget, in words; "" if it would not, once recycled files and older steps are
-        removed. Only the first rank of a node calls it.
+        the tier's budget, in words; "" if it fits once recycled files and older steps are removed.
+        Only the first rank of a node calls it.
         """
         if (ring := self.ring) is None:
             return ""
@@ -269,8 +268,8 @@ class LocalTier:
         )
 
     def _outdated(self) -> bool:
-        """Finds the steps that need not stay, since a newer one went past the tier to the root, and
-        says whether there are some.
+        """Returns whether there are more steps that need not stay, since a newer one bypassed the
+        tier; they become useless.
         """
         last = max((item.manifest.sequence for item in readable(self.root)), default=-1)
         old = {
@@ -283,8 +282,8 @@ class LocalTier:
         return is_new
 
     def settle(self, name: str, is_replicated: bool) -> None:
-        """Notes that all files of a step which this node is to have are there. Only the first rank
-        of a node calls it.
+        """Notes that this node has all files of a step that it is to have. Only the first rank of a
+        node calls it.
         """
         if self.ring is not None:
             self.ring.settle(name)
@@ -296,7 +295,7 @@ class LocalTier:
         return self.memory is None or self.memory.is_due(step)
 
     def warn(self, step: int, why: str) -> None:
-        """Logs that a save goes past the tier; as a warning if the reason is new."""
+        """Logs that a save bypasses the tier; as a warning if the reason is new."""
         level = logging.DEBUG if why == self._told else logging.WARNING
         self._told = why
         log.log(
@@ -304,13 +303,13 @@ class LocalTier:
         )
 
     def next_sequence(self, steps: StepStore) -> int:
-        """Returns the sequence number of the next commit, above those in all tiers; on rank 0."""
+        """Returns the next commit's sequence number, above those in all tiers; for rank 0 only."""
         if self._sequence is None:  # asked once: a commit to the local tier must not wait for it
             self._sequence = self.root.next_sequence()
         self._sequence = steps.next_sequence(max(self._sequence, self.highest))
         return self._sequence
 
-    # ---- what is there, and what may go
+    # ---- what is there, and what may be removed
 
     def drain(
         self,
@@ -333,8 +332,8 @@ class LocalTier:
         )
 
     def near(self, manifest: Manifest, holding: ExitStack) -> tuple[list[str], Fetch | None]:
-        """Returns this node's directory of a step, if any, held until `holding` is closed, and what
-        fetches files to it that other nodes have.
+        """Returns this node's directory of a step, if any, held until `holding` is closed, and a
+        function that fetches files from other nodes into it.
         """
         for item in readable(self.steps):
             if item.manifest.nonce == manifest.nonce:
@@ -344,7 +343,7 @@ class LocalTier:
         return [], None
 
     def fetching(self, item: Committed) -> Fetch | None:
-        """Returns what fetches files of a step of an earlier job that other nodes have."""
+        """Returns a function that fetches files of an earlier job's step from other nodes."""
         peers, copies = self.peers, self.held.get(item.manifest.nonce)
         if peers is None or copies is None:
             return None
@@ -359,14 +358,14 @@ class LocalTier:
         return fetch
 
     def has_room(self, nbytes: int) -> bool:
-        """Returns whether files of so many bytes fit into the budget; removes recycled files for
-        that. Only the first rank of a node calls it.
+        """Returns whether files of `nbytes` bytes fit into the budget, once recycled files are
+        removed. Only the first rank of a node calls it.
         """
         return self.ring is not None and self.ring.make_room(self.ring.nbytes - nbytes)
 
     def note_drained(self, name: str) -> None:
-        """Notes on disk, on the first rank of a node, that a step may be removed here from now on,
-        and removes what may go.
+        """Notes on disk, on the first rank of a node, that the root has a step, and removes the
+        steps that need not stay.
         """
         if self.is_first():
             self.note(name, DRAINED)
@@ -383,9 +382,9 @@ class LocalTier:
             log.warning("cannot record that %s was %s: %s", name, what, error)
 
     def evict(self, nbytes_max: int | None = None) -> None:
-        """Removes steps of no use, and those beyond `keep` that the root has had, or need not have;
-        of those within `keep` the oldest while all together take more than `nbytes_max`. Only the
-        first rank of a node calls it.
+        """Removes useless steps; steps beyond `keep` that have been in the root or need not go
+        there; and the oldest steps within `keep` while all together take more than `nbytes_max`.
+        Only the first rank of a node calls it.
         """
         entries, of_use, has_safe = list[Entry](), list[Entry](), False
         found = readable(self.steps)
@@ -395,11 +394,11 @@ class LocalTier:
             is_safe = self._is_safe(item.name)
             is_needed = self.is_due(item.manifest.step) or not of_use or (is_safe and not has_safe)
             is_needed = is_needed and not (is_useless or self.has(item.name, DRAINED))
-            # Its files are still being sent, here or from here.
+            # Its files are still being sent or received here.
             is_awaited = self.ring is not None and self.ring.is_reserved(item.name)
             is_needed = is_needed or is_awaited
             if item.manifest.nonce in self.incomplete:
-                # Nodes that are not of this job may have the rest: a newer step has to be here.
+                # Nodes outside this job may have the rest, so it stays until a newer step is here.
                 is_needed, is_useless = is_awaited or not of_use, True
             is_useless = is_useless or item.manifest.nonce in self.steps.verdicts.damaged
             entries.append(Entry(item.name, is_pinned=is_needed, is_useless=is_useless))
@@ -423,7 +422,7 @@ class LocalTier:
                     has_room = self.ring.make_room(most)
 
     def _is_safe(self, name: str) -> bool:
-        """Returns whether a step outlives this node, or none does."""
+        """Returns whether a step survives the loss of this node, or none would."""
         return self.peers is None or self.has(name, REPLICATED) or self.has(name, DRAINED)
 
     def remove(self, name: str, nonce: str) -> None:
@@ -434,11 +433,11 @@ class LocalTier:
             log.warning("%s could not be removed: %s", name, error)
 
     def drop_replaced(self, step: int) -> None:
-        """Removes attempts at a step that were committed before the root's own last one: they are
-        not that step any more. Only the first rank of a node calls it, after such a commit.
+        """Removes attempts at a step that were committed before the last one in the root, which
+        replaces them. Only the first rank of a node calls it, after a commit to the root.
         """
         if self.refusal():
-            return  # it is not to be touched: a later job's survey finds them
+            return  # the tier must not be touched: a later job's survey finds them
         attempts = [item.manifest for item in readable(self.steps) if item.manifest.step == step]
         if attempts:
             last = last_of(readable(self.root)).get(step, -1)

@@ -1,6 +1,6 @@
 """The nodes of a job: the ranks that share each, and the steps and parts of steps that it holds.
 
-The module also judges what ranks tell of themselves.
+The module also checks what ranks report about themselves.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from fastckpt.steps.posix import PosixSteps
 
 log = logging.getLogger("fastckpt")
 
-OBJECTS_PART = -1  # the objects' place among parts, which else are ranks of writers
+OBJECTS_PART = -1  # the part of the objects; other parts are numbered by the ranks of their writers
 
 
 class RanksByNode:
-    """The nodes of a job; a node is the ranks that see the same directory.
+    """The nodes of a job: each is a group of ranks that see the same directory.
 
     Args:
         first: for each rank, the first rank of its node.
@@ -41,11 +41,11 @@ class RanksByNode:
 
 
 class NodesSteps(PosixSteps):
-    """The steps of the nodes that each rank can read, by the names that the first rank's node has.
+    """The steps of the nodes that every rank can read, by their names on the first rank's node.
 
     Args:
-        steps: those of this node.
-        names: this node's name for each of those.
+        steps: the steps of this node.
+        names: the name on this node for each name on the first rank's node.
         nonces: the steps' nonces.
     """
 
@@ -83,7 +83,7 @@ def sizes_of(manifest: Manifest) -> dict[str, int]:
 
 
 def check_alike(root_every: Sequence[int]) -> None:
-    """Raises ValueError if ranks do not send the same steps to the root."""
+    """Raises ValueError if ranks would send different steps to the root."""
     for rank, its in enumerate(root_every):
         if its != root_every[0]:
             raise ValueError(
@@ -93,7 +93,7 @@ def check_alike(root_every: Sequence[int]) -> None:
 
 
 def warn_of_loopback(told: Sequence[tuple[str, Sequence[Any] | None]]) -> None:
-    """Warns of a rank that others cannot reach where it listens, given identities and addresses."""
+    """Warns of a rank that other machines cannot reach, given identities and addresses."""
     machines = {identity.partition(" ")[0] for identity, _at in told} - {"rank"}
     if len(machines) < 2:
         return

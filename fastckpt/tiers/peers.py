@@ -1,7 +1,7 @@
-"""Peers: the files of a node's ranks in the memory of its neighbours, sent there and fetched.
+"""Peers: sends the files of a node's ranks to the memory of its neighbours, and fetches them.
 
-Whoever receives a file verifies it before it gets its name: against the manifest, which every node
-has published, and the CRC-32 of each block.
+The receiver verifies a file before the file gets its name: by the manifest, which every node has
+published, and by the CRC-32 of each block.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Peers:
     Args:
         memory: the caller's argument.
         steps: the steps of this node.
-        ring: recycles files of removed ones.
+        ring: recycles files of removed steps.
         rank: this rank.
         host: the address at which it listens.
         timeout_s: for how long ranks wait for each other.
@@ -65,7 +65,7 @@ class Peers:
         self._within_s = timeout_s / _PART_OF_TIMEOUT
         try:
             self._listener = Listener(host)
-        except (OSError, TypeError) as error:  # a TypeError: it can be no host's name
+        except (OSError, TypeError) as error:  # a TypeError: it cannot be a host's name
             raise ValueError(
                 f"cannot listen at {host!r} ({error}): pass Memory(address=...) with an address of "
                 "this node"
@@ -75,10 +75,12 @@ class Peers:
         self._nodes = RanksByNode([0])
         self._addresses: list[tuple[str, int]] = []
         self._neighbours: dict[int, list[int]] = {}
-        self._passed_until: dict[int, float] = {}  # ranks that hung, and until when none tries them
+        self._passed_until: dict[
+            int, float
+        ] = {}  # ranks that hung, and until when they are skipped
 
     def begin(self, nodes: RanksByNode, told: Sequence[Sequence[Any]], secret: str) -> None:
-        """Learns of each rank the address and the group, and begins to serve."""
+        """Takes the address and the group of each rank, and begins to serve."""
         self._nodes, self._secret = nodes, bytes.fromhex(secret)
         self._addresses = [(str(host), int(port)) for host, port, _group in told]
         groups = [str(group) for _host, _port, group in told]
@@ -86,35 +88,35 @@ class Peers:
         self._listener.start(self._secret, self._serve)
 
     def close(self) -> None:
-        """Ends that. Idempotent."""
+        """Stops serving. Idempotent."""
         self._listener.close()
 
-    # ---- who has what of whom
+    # ---- which node has whose files
 
     def _chosen(self, first: int, groups: Sequence[str]) -> list[int]:
-        """Returns the first ranks of the nodes that hold what a node has written: the next ones of
-        other groups, and then those of its own.
+        """Returns the first ranks of the nodes that hold copies of a node's files: the next nodes
+        of other groups, and then nodes of its own group.
         """
         firsts, own = self._nodes.firsts, groups[first]
         place = firsts.index(first)
         ring = firsts[place + 1 :] + firsts[:place]
         apart = [other for other in ring if groups[other] != own]
-        # Nodes of one group begin at different ones, so that all have as much to hold.
+        # Nodes of one group begin at different ones, so that the copies are spread evenly.
         turn = sum(groups[other] == own for other in firsts[:place]) % max(1, len(apart))
         near = [other for other in ring if groups[other] == own]
         return [*apart[turn:], *apart[:turn], *near][: self._memory.peers]
 
     def neighbours(self, first: int) -> list[int]:
-        """Returns the first ranks of the nodes that hold what a node has written."""
+        """Returns the first ranks of the nodes that hold copies of a node's files."""
         return self._neighbours[first]
 
     def sources(self, first: int) -> list[int]:
-        """Returns the ranks whose files a node holds beside its own."""
+        """Returns the ranks on other nodes whose files a node holds."""
         near = [other for other, its in self._neighbours.items() if first in its]
         return [rank for other in near for rank in self._nodes.beside(other)]
 
     def _rank_on(self, first: int) -> int:
-        """Returns the rank of a node that this one talks to."""
+        """Returns the rank on a node that this rank talks to."""
         own, others = self._nodes.beside(self._rank), self._nodes.beside(first)
         return others[own.index(self._rank) % len(others)]
 
@@ -123,7 +125,7 @@ class Peers:
 
     @contextmanager
     def _linked(self, rank: int) -> Iterator[PeerLink]:
-        """Yields a connection to a rank; one that hangs is not tried again for a while."""
+        """Yields a connection to a rank. A rank that hangs is not tried again for a while."""
         if time.monotonic() < self._passed_until.get(rank, 0.0):
             raise TimeoutError("it did not answer an earlier request in time")
         try:
@@ -136,8 +138,8 @@ class Peers:
     # ---- sending, right after the commit on the nodes
 
     def send(self, name: str, manifest: Manifest, files: Mapping[str, int]) -> str:
-        """Sends files of a step, given with their sizes, to the neighbours, to each within a third
-        of the timeout; returns which of them did not take one, and why, in words, or "".
+        """Sends files of a step, given with their sizes, to the neighbours within a third of the
+        timeout; returns which neighbours did not get all files, and why, in words, or "".
         """
         near = self.neighbours(self._nodes.first(self._rank))
         if too_slow := self._too_slow(sum(files.values()), len(near)):
@@ -155,7 +157,7 @@ class Peers:
         return "; ".join(troubles)
 
     def _too_slow(self, nbytes: int, count: int) -> str:
-        """Returns why so many bytes do not come to `count` neighbours in time, in words, or ""."""
+        """Returns why so many bytes cannot reach `count` neighbours in time, in words, or ""."""
         rate = self._memory.rate_bytes
         takes_s = 0.0 if rate is None else nbytes * max(1, count - 1) / rate
         if takes_s <= self._within_s:
@@ -207,7 +209,7 @@ class Peers:
         raise CheckpointError(f"{self._steps.root!r} holds no step with the nonce {nonce}")
 
     def _take_offered(self, link: PeerLink, file: str, nonce: str) -> None:
-        # Its save is not over on any node, and keeps the step from being removed.
+        # The step's save is not over on any node, so the step is not removed.
         item = self._found(nonce)
         nbytes = sizes_of(item.manifest).get(file)
         if nbytes is None:
@@ -240,15 +242,17 @@ class Peers:
         return False
 
     def _receive(self, link: PeerLink, item: Committed, file: str, nbytes: int) -> None:
-        """Writes a file that comes, and gives it its name once it is verified. Raises OSError;
-        CorruptCheckpoint: it is not the file that the manifest names, or is damaged.
+        """Receives a file under a temporary name, verifies it and renames it. Raises OSError, and
+        CorruptCheckpoint if it is damaged or is not the file that the manifest names.
         """
         storage, path = self._steps.storage, self._steps.path(item.name, file)
         self._make_way(path)
         with atomic.temporary(storage, path) as (new, temporary):
             with self._ring.lent(file, nbytes, temporary) as recycled:
                 if recycled is None:
-                    with reported("allocate", path):  # who sends it is told of a lack of room
+                    with reported(
+                        "allocate", path
+                    ):  # the sender gets the error if there is no room
                         storage.allocate(new, nbytes)
                 fd = new if recycled is None else recycled
                 crcs = write_parts(storage, fd, path, link.receive_parts(nbytes))
@@ -257,8 +261,8 @@ class Peers:
                 storage.rename(temporary, path)
 
     def _make_way(self, path: str) -> None:
-        """Removes what is no file, such as a directory, and so no part of the step. Raises
-        StorageError.
+        """Removes anything but a regular file at this path, such as a directory: it is not part of
+        the step. Raises StorageError.
         """
         storage = self._steps.storage
         with reported("remove", path):
@@ -285,15 +289,15 @@ class Peers:
             elif file == writer.file:
                 index, _content = copies.index(writer, manifest.nonce)
                 if index.codec is None and (*crcs,) == index.block_crcs:
-                    return  # else it is read, for an error with names
+                    return  # otherwise it is read, for an error with names
                 with copies.shard(replace(index, file=temporary)) as body:
                     body.verify()
 
     # ---- fetching, during a restore
 
     def adopt(self, step: int, nonce: str, holders: Sequence[int]) -> str:
-        """Makes this node's directory of a step that others hold, with the manifest alone; returns
-        its name. Only the first rank of a node calls it. Raises CheckpointError.
+        """Makes a directory on this node for a step that other nodes hold, with only the manifest
+        in it; returns its name. Only the first rank of a node calls it. Raises CheckpointError.
         """
         troubles = []
         for rank in map(self._rank_on, holders):
@@ -331,8 +335,8 @@ class Peers:
 
     @contextmanager
     def _alone(self, path: str) -> Iterator[None]:
-        """Keeps other ranks of this node away that fetch the same: with the path of an index, its
-        shard; with that of a step, one of its small files.
+        """Locks out ranks of this node that fetch the same file. `path` is an index, for its shard,
+        or a step, for one of its small files.
         """
         storage = self._steps.storage
         until = time.monotonic() + 2 * self._within_s
@@ -348,18 +352,18 @@ class Peers:
                 atomic.close_quietly(storage, fd)
 
     def fetch(self, item: Committed, holders: Sequence[int], file: str, is_damaged: bool) -> str:
-        """Has a file of a step sent by the first holder whose copy is whole, unless another rank
-        has done so; if it `is_damaged` here, in the place of that. Returns where the copy lies that
-        was sent, or "" if there is none, or this node's memory was removed.
+        """Fetches a file of a step from the first holder whose copy is whole, unless another rank
+        has fetched it; replaces the file here if it `is_damaged`. Returns where the copy comes
+        from, or "" if there is none, or this node's memory was removed.
 
         Raises:
-            StorageError: a holder may have one, but could not be asked, or this node not take it.
+            StorageError: a holder may have a copy, but it could not be fetched or stored.
         """
         index = next((each.index for each in item.manifest.writers if each.file == file), "")
         sizes, path = sizes_of(item.manifest), self._steps.path(item.name, file)
         has_index = not index or self._has(item.name, index, sizes[index])
         if not has_index and not self.fetch(item, holders, index, False):
-            return ""  # there is nothing by which the file could be verified
+            return ""  # without the index the file cannot be verified
         with ExitStack() as alone:
             try:
                 alone.enter_context(self._alone(self._steps.path(item.name, index)))

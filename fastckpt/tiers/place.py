@@ -42,7 +42,7 @@ class NodePlace(StepPlace):
         draining: the round in which ranks agree on the commit to the root.
         earlier: the handles of the earlier saves that are not done.
         number: the number of the step.
-        deadline_s: in how many seconds since save() was called the job ends. None: it does not.
+        deadline_s: how many seconds after the call of save() the job ends. None: it does not end.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class NodePlace(StepPlace):
         self._is_due = tier.is_due(number) or deadline_s is not None
 
     def awaited(self, previous: Sequence[InnerHandle], pipeline: Pipeline) -> Sequence[InnerHandle]:
-        # Before anything is staged: the drain that this waits for needs staging memory, too.
+        # Before anything is staged: the drain that this waits for also needs staging memory.
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
             self._tier.refuse("cannot be drained: staging memory has only one block")
         awaited, self._awaited = self._awaited, None
@@ -87,7 +87,7 @@ class NodePlace(StepPlace):
     # ---- the choice: the directories on the nodes, or the root
 
     def pacing(self, asked: Pacing) -> Pacing:
-        """Returns no limits: those asked for spare the root, see _bypassed()."""
+        """Returns no limits: the caller's limits are meant for the root, see _bypassed()."""
         return Pacing()
 
     def begin(self) -> None:
@@ -101,8 +101,8 @@ class NodePlace(StepPlace):
                     self._trouble = f"failed: {error}"
 
     def chosen(self, outputs: Sequence[Output], pace: Pace) -> Place:
-        """Returns this place if every rank has its files here, with all the room they need; else
-        the root. What was written is no longer in memory, so nothing is written before.
+        """Returns this place if every rank has opened its files here and has all the room that
+        they need; else the root. It is chosen before any write, since written data leaves memory.
         """
         self._join()
         self._trouble = self._trouble or self._tier.refusal() or self._too_late()
@@ -127,7 +127,7 @@ class NodePlace(StepPlace):
         return self._bypassed(why, pace)
 
     def _join(self) -> None:
-        """Tells the ranks of this node their directory's name, and all ranks the first's nonce."""
+        """Sends the directory's name to the ranks of this node, and rank 0's nonce to all ranks."""
         agreement = self._agreement
         first = self._tier.nodes().first(agreement.rank)
         if first == agreement.rank:
@@ -137,15 +137,15 @@ class NodePlace(StepPlace):
         self._nonce = json.loads(agreement.get("local place"))["nonce"]
 
     def agree(self, meets: bool) -> tuple[str, bool]:
-        """Returns what was agreed on with the choice: the nonce, and that nobody meets."""
+        """Returns the nonce, which ranks agreed on with the choice, and that ranks do not meet."""
         return self._nonce, False
 
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:
-        """Does nothing: with the choice the files were opened."""
+        """Does nothing: chosen() has opened the files."""
 
     def _no_room(self, outputs: Sequence[Output], ring: Ring) -> str:
-        """Returns why the ranks of this node may not write these each, in words; "" if they may.
-        The first of them says so for all.
+        """Returns why this node has no room for its ranks' outputs, in words; "" if it has room.
+        The first rank of the node decides for all.
         """
         agreement, nodes = self._agreement, self._tier.nodes()
         first = nodes.first(agreement.rank)
@@ -159,13 +159,13 @@ class NodePlace(StepPlace):
             told = {rank: json.loads(agreement.get("bytes", rank)) for rank in (*near, *far)}
             needed = sum(all_of_it for all_of_it, _taken in told.values())
             there = sum(size for rank in near for size in told[rank][1].values())
-            # Files from neighbours go to recycled ones as well, if they are of that size.
+            # Files from neighbours also use recycled files, if the sizes match.
             its = [pair for rank in far for pair in told[rank][1].items()]
             there += sum(size for file, size in its if ring.has(file, size))
             why = self._trouble or self._tier.no_room_on_node(self.step.name, needed, there)
             agreement.put("room", why.encode(errors="replace"))
         why = agreement.get("room", first).decode()
-        ring.sweep()  # the memory of removed files is free before any rank takes more
+        ring.sweep()  # frees the memory of removed files before any rank takes more
         agreement.put("swept", b"")
         for rank in nodes.beside(first):
             agreement.get("swept", rank)
@@ -173,7 +173,7 @@ class NodePlace(StepPlace):
 
     def _too_late(self) -> str:
         """Returns why the job ends too soon for the local tier, in words; "" if it does not. The
-        first rank says so for all.
+        first rank decides for all.
         """
         if self._deadline_s is None or self._agreement.rank:
             return ""
@@ -190,7 +190,7 @@ class NodePlace(StepPlace):
         return agreement.get("tier").decode()
 
     def _bypassed(self, why: str, pace: Pace) -> RootPlace:
-        """Leaves the local tier as it was, and begins in the root."""
+        """Leaves the local tier as it was, and begins the step in the root."""
         if self._agreement.rank == 0 or self._trouble:
             self._tier.warn(self._number, why)
         self.abandon()
@@ -212,8 +212,8 @@ class NodePlace(StepPlace):
         _wait_first(previous)
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:
-        """Publishes the manifest on rank 0's node, and waits until the other nodes have, too. If
-        one fails, the step counts as committed on none.
+        """Publishes the manifest on rank 0's node, and waits until the other nodes have done the
+        same. If one fails, the step counts as committed on none.
         """
         agreement = self._agreement
         others = [rank for rank in self._tier.nodes().firsts if rank]
@@ -237,14 +237,14 @@ class NodePlace(StepPlace):
         try:
             self.step.commit(manifest, self._options.durable)
         except StorageError as error:
-            # A visible step is what the tier promises: it outlives a process. If it may not be
-            # durable, it is drained as ever, and the tier is not used again.
+            # The tier promises only a visible step, which survives the process. If it may not be
+            # durable, it is drained as usual, and the tier is not used again.
             if not error.visible:
                 raise
             self._tier.refuse(f"failed: {error}")
 
     def follow(self, previous: Sequence[InnerHandle]) -> None:
-        """Publishes on the first rank of another node what rank 0 publishes on its own."""
+        """Publishes rank 0's manifest on the first rank of another node."""
         if not self.step.is_begun:
             return
         content = self._agreement.get("manifest")
@@ -254,14 +254,14 @@ class NodePlace(StepPlace):
         try:
             self._publish_here(Manifest.from_bytes(content))
         except (CheckpointError, OSError) as error:
-            self._refuse_after(error)  # what all ranks raise is rank 0's failure
+            self._refuse_after(error)  # rank 0 raises the failure on all ranks
             told = type(error).__name__, str(error)
         self._agreement.put("published", json.dumps(told).encode())
 
     # ---- the copies in the memory of the neighbours
 
     def _replicate(self, parts: Sequence[int]) -> None:
-        """Sends this rank's files to its neighbours, and waits until all ranks have done so."""
+        """Sends this rank's files to its neighbours, and waits until all ranks have sent theirs."""
         tier, stats, name = self._tier, self._handle.stats, self.step.name
         try:
             if tier.memory is None or tier.memory.peers == 0:
@@ -277,7 +277,7 @@ class NodePlace(StepPlace):
                 why = tier.peers.send(name, manifest, files)
                 stats.replicas_why = why = self._agreed(why)
                 stats.replicated_s = None if why else self._handle.elapsed_s()
-        except BaseException as error:  # wait_memory() has to say that they are not there
+        except BaseException as error:  # wait_memory() has to return False
             stats.replicas_why = f"failed: {error}"[:_WHY_CHARS]
             raise
         finally:
@@ -286,7 +286,7 @@ class NodePlace(StepPlace):
         self._handle.mark_memory()
 
     def _agreed(self, why: str) -> str:
-        """Returns why some rank's files are not with its neighbours, in words; "" if all are."""
+        """Returns why some rank's files did not reach its neighbours, in words; "" if all did."""
         draining = self._draining
         draining.put("sent", why.encode(errors="replace"))
         if draining.rank == 0:
@@ -304,7 +304,7 @@ class NodePlace(StepPlace):
         self._is_committed = True
         self.step.share()
         self._handle.mark_local()
-        # The handle tells the step's fate in the root, on which ranks agree in `_draining`.
+        # The handle reports the step's fate in the root. Ranks agree on it in `_draining`.
         save.agreement.may_be_visible = False
         # The save's staging memory is free now: later saves stage and commit locally meanwhile.
         save.life.forget_copies()
@@ -319,16 +319,16 @@ class NodePlace(StepPlace):
         local_s = (stats.written_s or 0.0) - self._opened_s
         info = StepInfo(self._number, self._nonce, self.step.name, None, parts)
         drain = self._tier.drain(self._handle, self._draining, self._options, info)
-        # If the job ends soon, the newest step has to be in the root, and not those before it.
+        # If the job ends soon, only the newest step has to be in the root.
         if self._deadline_s is None:
             drain.previous = save.previous
         self._drain = drain
         drain.commit(pipeline)
         by_node_s = (stats.local_committed_s or 0.0) - self._opened_s
-        # Straight to the root, a codec would compress again what a drain only copies.
+        # A save directly to the root would also have to compress; a drain only copies.
         takes_s = [drain.took_s] if self._options.codec is None else [drain.took_s, by_node_s]
         self._tier.drainer.note_times(by_node_s, max(takes_s))
-        # With a codec, compression took the time, and would take it without a tier, too.
+        # With a codec, compression takes the time, with or without a tier.
         if self._options.codec is None and local_s > max(SLOW_S, drain.copied_s):
             self._tier.refuse(
                 f"is slow: it took {local_s:.1f} s to write, and {self._tier.root.root} took only "
@@ -345,7 +345,7 @@ class NodePlace(StepPlace):
             self._refuse_after(error)
 
     def _refuse_after(self, error: BaseException) -> None:
-        """Ends the use of the tier if it has failed, and does not just lack room."""
+        """Ends the use of the tier if it has failed for another reason than a lack of room."""
         if not isinstance(error, StorageError):
             return
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -364,10 +364,10 @@ class NodePlace(StepPlace):
 
 
 class RootPlace(StepPlace):
-    """The root as one rank of a save sees it that bypasses the local tier.
+    """The root for a save that bypasses the local tier, as one rank sees it.
 
     Args:
-        draining: the round of a commit to the root that is not needed any more.
+        draining: the round of the commit to the root, which is not needed any more.
     """
 
     def __init__(
@@ -401,8 +401,8 @@ class RootPlace(StepPlace):
 
 
 def _wait_first(previous: Sequence[InnerHandle]) -> None:
-    """Waits until earlier saves are committed somewhere: steps that are still being drained have
-    their numbers, by which the order of commits is known.
+    """Waits until earlier saves are committed in the tier or the root: then their steps have the
+    sequence numbers that order commits, even while they are still being drained.
     """
     for handle in previous:
         handle.wait_first()

@@ -1,6 +1,6 @@
 """Restores with a local tier: the newest step of both tiers, and its files from the nearer one.
 
-The module first drains steps that some ranks could not read otherwise.
+The module first begins to drain the steps that the root lacks.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def first_whole_of_tiers(
 
     Steps of the local tier that the root lacks are now drained in the background. If all ranks see
     one local directory, or nodes send each other files, they can read such a step from there
-    meanwhile. Else, or if a file does not arrive, it has to be in the root first. A file of which
-    this node has an undamaged copy is read from there in any case.
+    meanwhile. Otherwise, or if a file cannot be fetched, it has to be in the root first. If this
+    node has an undamaged copy of a file, that is read in any case.
 
     Arguments, result and errors are those of first_whole(), for the root of the tier;
     `options` say how drained steps are written.

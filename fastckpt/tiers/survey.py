@@ -1,7 +1,7 @@
 """Survey: which steps the nodes of a job hold together, and which of them the root lacks.
 
-All ranks make it together, at the beginning of a restore. The module decides what was drained, what
-has to be, and what is lost; the tier of each node is told of its own steps.
+All ranks make it together, at the beginning of a restore. The module decides which steps were
+drained, have to be drained, or are lost; each node's tier gets the results for its own steps.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastckpt.tiers.peers import Peers
 
 log = logging.getLogger("fastckpt")
 
-# The pauses before the steps of the nodes are listed again, while a job beside changes them.
+# The pauses before the steps of the nodes are listed again, while another job changes them.
 _LOOK_PAUSES_S = (0.05, 0.1, 0.2, 0.4)
 _DRAIN_POLL_S = 0.5
 
@@ -36,12 +36,12 @@ class Survey:
     """The survey of one restore, which first_whole() asks for the steps of the nodes (Elsewhere).
 
     Args:
-        tier: of this node; learns what is there.
+        tier: the tier of this node; gets the results.
         agreement: the restore's round.
 
     Attributes:
-        shelves: the root, and the steps of the nodes of which each rank can have all files: none
-            if there are several nodes without neighbours.
+        shelves: the root, and those steps of the nodes whose files every rank can get: none if
+            there are several nodes without neighbours.
         apart: with several nodes, all steps that they hold together.
         coming: the drains that this job has begun, by the nonces of their steps.
     """
@@ -61,7 +61,7 @@ class Survey:
 
     def look(self, is_able: bool) -> list[StepInfo]:
         """Lists the steps of all nodes. Returns those that the root lacks, newest first; none if a
-        rank is not able to drain them, or the job lives that saves them.
+        rank is not able to drain them, or another job that saves them is alive.
         """
         nodes = self._tier.nodes()
         self._looks += 1
@@ -91,8 +91,8 @@ class Survey:
         self.look(is_able=True)
 
     def _looked(self, key: str, is_able: bool, is_last: bool) -> dict[str, Any]:
-        """Has each node list its steps, and the first rank sort them; keeps what it says of those
-        of this node.
+        """Has each node list its steps, and the first rank sort them; passes the results for this
+        node's steps to the tier.
         """
         tier, agreement, lease = self._tier, self._agreement, self._tier.steps.lease
         is_first = tier.is_first()
@@ -107,7 +107,7 @@ class Survey:
         if self._rank == 0:
             records = [json.loads(record) for record in agreement.gather(f"local {key}")]
             merged = self._merged([listing for *_, listing in records])
-            # The job beside may have removed a step here after it was listed there.
+            # The other job may have removed a step on one node after it was listed on another.
             is_beside = any(beside for _why, beside, _listing in records)
             merged["again"] = is_beside and not is_last and bool(merged["lost"])
             why = next((why for why, *_ in records if why), "")
@@ -120,7 +120,7 @@ class Survey:
             merged["undrained"], merged["why"] = [] if why else undrained, why
             agreement.put(f"survey {key}", json.dumps(merged).encode())
         told: dict[str, Any] = json.loads(agreement.get(f"survey {key}"))
-        if not self._is_beside:  # else the job that saves here marks its own
+        if not self._is_beside:  # otherwise the job that saves here marks its own steps
             for what, nonces in ((DRAINED, told["drained"]), (REPLICATED, told["replicated"])):
                 for nonce in there.keys() & {*nonces}:
                     tier.note(there[nonce].name, what)
@@ -132,7 +132,7 @@ class Survey:
         return told
 
     def _listed(self, item: Committed) -> dict[str, Any]:
-        """Returns what a node tells the others of its copy of a step."""
+        """Returns what a node reports to the others about its copy of a step."""
         manifest, has = item.manifest, self._tier.has
         of = parts_of(manifest)
         parts = [part for part in of if all(has(item.name, *its) for its in of[part].items())]
@@ -148,7 +148,7 @@ class Survey:
         }
 
     def _merged(self, listings: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        """Sorts the steps in the nodes' listings, on the first rank, by what is to be done."""
+        """Sorts the steps in the nodes' listings, on the first rank, by what has to be done."""
         tier = self._tier
         found, _faults = tier.root.survey()
         in_root = {item.manifest.nonce for item in found}
@@ -175,8 +175,8 @@ class Survey:
             if not missing:
                 its = [(rank, each["name"], each["parts"]) for rank, each in copies]
                 told["held"].append((nonce, step, sequence, its))
-            # The root lacks a drained step because retention removed it, or, if it is newer than
-            # all that the root has, because the root has lost it: then it is drained again.
+            # If the root lacks a drained step, retention has removed it there. But if the step is
+            # newer than all in the root, the root has lost it, and it is drained again.
             if sequence < last.get(step, -1) and nonce not in in_root:
                 told["useless"].append(nonce)
             elif (
@@ -195,7 +195,7 @@ class Survey:
         return told
 
     def _log(self, lost: list[tuple[int, str]], undrained: list[int], why: str) -> None:
-        """Logs which steps stay on the nodes alone, and which are lost, on the first rank."""
+        """Logs which steps stay only on the nodes, and which are lost, on the first rank."""
         if why and undrained:
             steps = ", ".join(map(str, undrained))
             log.warning("not copied to %s yet: steps %s (%s)", self._tier.root.root, steps, why)
@@ -222,9 +222,9 @@ class Survey:
             raise failure
 
     def await_drain_beside(self, nonce: str) -> None:
-        """Waits on the first rank, once, until another job has copied a step to the root, or a
-        newer one, since the step may have failed to come there, or gone already; for half of
-        timeout_s, since the other ranks wait for this one. Raises StorageError.
+        """Waits on the first rank, once, until another job has copied a step, or a newer one, to
+        the root: the copy may fail, or be removed soon. Waits for half of timeout_s, since the
+        other ranks wait for this one. Raises StorageError.
         """
         self._drained_beside.discard(nonce)
         (number, sequence), root = self._order_of[nonce], self._tier.root
@@ -243,8 +243,8 @@ class Survey:
     # ---- steps that nodes send each other
 
     def _gather(self, names_of: dict[str, dict[int, str]]) -> None:
-        """Has every node take part in steps that only some hold, where its budget allows that. Adds
-        to the names that they have on each node, and sets `shelves` and `apart`.
+        """Has every node adopt the steps that only some nodes hold, where its budget allows that.
+        Adds the names of these steps on each node to `names_of`; sets `shelves` and `apart`.
         """
         tier, agreement, key = self._tier, self._agreement, f"{self._looks}"
         firsts, own = tier.nodes().firsts, tier.nodes().first(self._rank)
@@ -277,8 +277,8 @@ class Survey:
         return Apart(*self._order_of[nonce], nonce, why)
 
     def _adopted(self, peers: Peers) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns this node's names of the steps that the nodes hold together and whose files all
-        fit into its budget; and of the others, why that is not so.
+        """Returns, by nonce, this node's names of the steps that the nodes hold together and whose
+        files all fit into its budget; and for the other steps, why this node cannot hold them.
         """
         tier, names, whys = self._tier, dict[str, str](), dict[str, str]()
         for nonce, copies in tier.held.items():
