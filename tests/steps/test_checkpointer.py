@@ -108,7 +108,9 @@ def test_what_belongs_to_a_process_has_no_copy(copied: Callable[[Any], Any], dis
 def test_what_cannot_be_pickled_is_named(disk: Path, make: Callable[[Any], Any]) -> None:
     state = {"model": torch.ones(9), "data": [1, {"a/b": {"lock": make(threading.Lock())}}, {}]}
     with Checkpointer(disk / "run") as checkpointer:
-        with pytest.raises(TypeError, match=r"cannot pickle .*lock.* 'data/1/a~1b/lock'") as caught:
+        with pytest.raises(
+            TypeError, match=r"at 'data/1/a~1b/lock' cannot be pickled: .*lock"
+        ) as caught:
             checkpointer.save(1, state)
         assert caught.value.__cause__ is not None
         checkpointer.save(2, {"model": torch.ones(9)}).result(WAIT_S)
