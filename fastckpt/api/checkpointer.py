@@ -495,7 +495,7 @@ class Checkpointer:
         Raises:
             ValueError: there is neither a metric nor keep_best. StorageError: as steps().
         """
-        by = retention.asked(self._options.keep_best, metric, mode)
+        by = retention.criterion(self._options.keep_best, metric, mode)
         pipeline.current().wait_for(self._root, ended=True)
         return retention.best(self._steps, by)
 
@@ -638,7 +638,7 @@ class Checkpointer:
         """Returns what `read` makes of the newest step for which no rank met damage."""
 
         def noting(reader: StepReader) -> T:
-            self.restored_from, self._reader = reader.copies.taken, reader
+            self.restored_from, self._reader = reader.copies.sources, reader
             return read(reader)
 
         current, tier = self._current(), self._tier

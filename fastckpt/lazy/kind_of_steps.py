@@ -66,7 +66,7 @@ class StepSource:
     ) -> None:
         manifest, path = steps.read(name), steps.path(name)
         self._files = ExitStack()
-        copies = StepCopies(storage, staging, [path], kept=self._files)
+        copies = StepCopies(storage, staging, [path], open_shards=self._files)
         self._reader = StepReader(staging, path, manifest, copies)
         self._close = close
         self.facts: dict[str, int | str] = {

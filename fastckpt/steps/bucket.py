@@ -54,41 +54,41 @@ class BucketSteps(StepStore):
     def _listed(self) -> dict[str, dict[str, Any] | None]:
         """Returns what the store says of the manifest of each attempt; None if there is none."""
         with reported("list", self.root):
-            found = self.objects.below(self.root, MANIFEST)
-        return {name: found[name] for name in sorted(found) if NAME.match(name)}
+            manifests = self.objects.below(self.root, MANIFEST)
+        return {name: manifests[name] for name in sorted(manifests) if NAME.match(name)}
 
     def names(self) -> list[str]:
         if self.is_step:
             return [""]
-        return [name for name, its in self._listed().items() if its is None or its["size"]]
+        return [name for name, entry in self._listed().items() if entry is None or entry["size"]]
 
     def looks(self) -> Callable[[], Listed]:
         return partial(self._look, set[str]())
 
-    def _look(self, gone: set[str]) -> Listed:
+    def _look(self, vanished: set[str]) -> Listed:
         """Lists the root. Raises Vanished the first time that a step vanishes, so that the root is
-        listed again, and adds the step to `gone`.
+        listed again, and adds the step to `vanished`.
         """
-        found, faults = list[Committed](), list[Fault]()
+        committed, faults = list[Committed](), list[Fault]()
         listed = {"": None} if self.is_step else self._listed()
-        for name, its in listed.items():
-            if name and (its is None or not its["size"]):
+        for name, entry in listed.items():
+            if name and (entry is None or not entry["size"]):
                 continue
             try:
-                manifest = self.manifest_of(name, None if its is None else its["e_tag"])
-                found.append(Committed(name, manifest))
+                manifest = self.manifest_of(name, None if entry is None else entry["e_tag"])
+                committed.append(Committed(name, manifest))
             except Vanished:
-                if name not in gone:
-                    gone.add(name)
+                if name not in vanished:
+                    vanished.add(name)
                     raise
             except CheckpointError as error:
                 faults.append(Fault(name, error))
-        return sorted(found, key=in_order, reverse=True), faults
+        return sorted(committed, key=in_order, reverse=True), faults
 
     def incomplete(self) -> list[str]:
         if self.is_step:
             return [] if self.may_be_committed("") else [""]
-        return [name for name, its in self._listed().items() if its is None]
+        return [name for name, entry in self._listed().items() if entry is None]
 
     def may_be_committed(self, name: str) -> bool:
         try:
@@ -127,10 +127,12 @@ class BucketSteps(StepStore):
 
     def remove_dead(self) -> list[str]:
         listed = self._listed()
-        for name, its in listed.items():
-            if its is not None and not its["size"]:
-                self._sweep(name, its)
-        return [name for name, its in listed.items() if its is None and self.remove_if_dead(name)]
+        for name, entry in listed.items():
+            if entry is not None and not entry["size"]:
+                self._sweep(name, entry)
+        return [
+            name for name, entry in listed.items() if entry is None and self.remove_if_dead(name)
+        ]
 
     def remove_if_dead(self, name: str) -> bool:
         """Removes an attempt that this process is not writing, unless it is committed meanwhile;
@@ -202,7 +204,7 @@ class BucketDraft(Draft):
 
     steps: BucketSteps
 
-    def _begun(self, step: int) -> str:
+    def _new_attempt(self, step: int) -> str:
         name = step_name(step, secrets.token_hex(ATTEMPT_BYTES))
         _under_way.add(self.steps.path(name))
         return name
@@ -212,7 +214,7 @@ class BucketDraft(Draft):
         path = self.path(name)
         with reported("open", path):
             upload = self.steps.objects.upload(path, purpose.nbytes, ends_with_file=True)
-        self._made.append(path)
+        self._own_paths.append(path)
         with closing(upload):
             yield upload, path
 
@@ -220,7 +222,7 @@ class BucketDraft(Draft):
         path = self.path(name)
         with reported("write", path):
             self.steps.objects.put(path, content)
-        self._made.append(path)
+        self._own_paths.append(path)
 
     def commit(self, manifest: Manifest, durable: bool) -> None:
         steps, path, since = self.steps, self.path(MANIFEST), _now_s()
@@ -228,7 +230,7 @@ class BucketDraft(Draft):
         steps.verdicts.doubtful.add(manifest.nonce)
         with reported("create", path):
             try:
-                found = steps.objects.put_new(path, manifest.to_bytes())
+                answer = steps.objects.put_new(path, manifest.to_bytes())
             except FileExistsError:
                 raise StorageError("create", path, errno.EEXIST, detail=TAKEN) from None
             except StorageError as error:
@@ -237,17 +239,17 @@ class BucketDraft(Draft):
                 raise
         if _now_s() - since >= LASTS_S / 2:
             self._check_whole(manifest)
-        steps.note_committed(self.name, manifest, found["e_tag"])
+        steps.note_committed(self.name, manifest, answer["e_tag"])
         steps.verdicts.doubtful.discard(manifest.nonce)
-        self._made.clear()
+        self._own_paths.clear()
 
     def _check_whole(self, manifest: Manifest) -> None:
         """Takes a slow commit back, before it is acknowledged, if objects that it names were
         removed: another job may have got the lease and removed the attempt meanwhile. If the
         objects cannot be listed, or the manifest cannot be removed, the step is in doubt.
         """
-        named = {manifest.objects.file, *(its.file for its in manifest.writers)}
-        named |= {its.index for its in manifest.writers}
+        named = {manifest.objects.file, *(writer.file for writer in manifest.writers)}
+        named |= {writer.index for writer in manifest.writers}
         path = self.path(MANIFEST)
         try:
             with reported("list", self.path()):
@@ -262,13 +264,16 @@ class BucketDraft(Draft):
 
     def abandon(self) -> None:
         steps, path = self.steps, self.path()
-        made, self._made = [*map(os.path.basename, self._made)], []
+        names, self._own_paths = [*map(os.path.basename, self._own_paths)], []
         with suppress(OSError):  # what stays is an attempt without a manifest
             if self.is_begun:
                 steps.attempts[self.name], steps._is_clean = FAILED, False
-                made = [MANIFEST, *(each for each in steps._entries(self.name) if each != MANIFEST)]
-            if made:
-                self._storage.remove_all(path, made)
+                names = [
+                    MANIFEST,
+                    *(each for each in steps._entries(self.name) if each != MANIFEST),
+                ]
+            if names:
+                self._storage.remove_all(path, names)
         self.is_begun = False
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ def captured(
     storages = chain(storages, (value.untyped_storage() for value, _version in small.values()))
     description = Description(_texts(flat), differing)
     description.aside = {
-        name: its for name, its in flat.aside.items() if not isinstance(its, torch.Tensor)
+        name: value for name, value in flat.aside.items() if not isinstance(value, torch.Tensor)
     }
     return Content(
         leaves,
@@ -159,8 +159,8 @@ def _named(error: BaseException, nests: Mapping[Any, object]) -> None:
     """Adds to an error of pickling the name of the value that caused it; `nests` are by name."""
     if not isinstance(error, Exception):  # such as Ctrl-C, which must not pickle all of it again
         return
-    found = (_refused(nest, name) for name, nest in nests.items())
-    refused = next(filter(None, found), None)
+    refusals = (_refused(nest, name) for name, nest in nests.items())
+    refused = next(filter(None, refusals), None)
     if refused is None or refused[0] is None:
         return
     name, value = refused
@@ -179,6 +179,6 @@ def _refused(nest: object, name: str | None) -> tuple[str | None, object] | None
         _objects(nest, False, frozenset({"cpu"}))
     except Exception:  # of any class: the value's own code raises it
         inner = items_in(nest) if type(nest) in (dict, list, tuple) else ()
-        found = (_refused(value, below(name, str(key))) for key, value in inner)
-        return next(filter(None, found), (name, nest))
+        refusals = (_refused(value, below(name, str(key))) for key, value in inner)
+        return next(filter(None, refusals), (name, nest))
     return None

@@ -41,11 +41,11 @@ class StepCopies:
         fetch: brings a file to the first directory, where it is missing or (True) damaged; returns
             where it came from, or "" if no other copy is whole. It raises StorageError if a copy
             may be whole, but could not be brought.
-        kept: keeps shards open, with the route by which they are read, until it is closed; None:
-            each is opened for one read.
+        open_shards: gets the shards, which stay open until it is closed, as do the routes by which
+            they are read; None: each shard is opened for one read.
 
     Attributes:
-        taken: the path that each file was read from, by its name.
+        sources: the path that each file was read from, by its name.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StepCopies:
         storage: Storage,
         staging: Staging,
         directories: Sequence[str],
-        kept: ExitStack | None = None,
+        open_shards: ExitStack | None = None,
         fetch: Fetch | None = None,
     ) -> None:
         self._storage = storage
@@ -61,10 +61,11 @@ class StepCopies:
         self._directories = directories
         self._fetch, self._fetched = fetch, dict[str, str]()
         self._unbrought = set[str]()  # files whose failed fetch was reported
-        self._kept, self._bodies, self._lock = kept, dict[str, Body](), threading.Lock()
+        self._open_shards, self._bodies = open_shards, dict[str, Body]()
+        self._lock = threading.Lock()
         self._number: dict[str, int] = {}  # the number of the directory that a file is read from
         self._damaged: set[tuple[str, int]] = set()  # copies, each by file and directory number
-        self.taken: dict[str, str] = {}
+        self.sources: dict[str, str] = {}
 
     def path(self, file: str) -> str:
         """Returns the path that a file is read from now."""
@@ -125,7 +126,7 @@ class StepCopies:
             self._number[file] = number
             failure: CheckpointError | MemoryError
             try:
-                found = read()
+                result = read()
             except CorruptCheckpoint as error:
                 failure = error
                 self._damaged.add((file, number))
@@ -133,8 +134,8 @@ class StepCopies:
                 failure = unread = error
             else:
                 path = as_url(self._path(file, number))
-                self.taken[file] = path if number else self._fetched.get(file) or path
-                return found
+                self.sources[file] = path if number else self._fetched.get(file) or path
+                return result
             if later is not None:
                 log.warning("%s; reading %r instead", failure, self._path(file, later))
         if unread is None and self._brought(file, is_damaged=True):
@@ -149,9 +150,9 @@ class StepCopies:
         missing = f"{path!r} is missing: the step is not whole"
         with opened_regular(self._storage, path, missing) as opened:
             with reported("open", path):
-                found = opened.nbytes()
-            if found != nbytes:
-                raise CorruptCheckpoint(f"{path!r} has {found} bytes, must have {nbytes}")
+                size = opened.nbytes()
+            if size != nbytes:
+                raise CorruptCheckpoint(f"{path!r} has {size} bytes, must have {nbytes}")
             yield opened
 
     def index(self, writer: Writer, nonce: str) -> tuple[ShardIndex, bytes]:
@@ -174,13 +175,13 @@ class StepCopies:
             index: the writer's.
             unpadded: as FrameReader's, with a codec.
         """
-        if self._kept is None:
+        if self._open_shards is None:
             with self._shard(index, unpadded=unpadded) as body:
                 yield body
             return
         with self._lock:
             if index.file not in self._bodies:
-                body = self._kept.enter_context(self._shard(index))
+                body = self._open_shards.enter_context(self._shard(index))
                 if body.route is None:
                     body = replace(body, route=self._staging.input_route(body.file))
                 self._bodies[index.file] = body
@@ -267,11 +268,11 @@ def _stored(body: Body, frames: dict[int, bytes] | None) -> Iterator[bytearray]:
     # A stream for each portion, so that no more is read ahead: later saves may need the memory.
     index, begin, number = body.index, 0, 0
     for portion in _portions(index.body_nbytes, index.block_bytes):
-        wanted = range(number, number + block_count(len(portion), index.block_bytes))
-        with closing(body.stream(wanted)) as stream:
+        numbers = range(number, number + block_count(len(portion), index.block_bytes))
+        with closing(body.stream(numbers)) as stream:
             body.check(stream, stream.readinto(portion, begin))
-        begin, number = begin + len(portion), wanted.stop
-        yield portion if frames is None else bytearray().join(map(frames.pop, wanted))
+        begin, number = begin + len(portion), numbers.stop
+        yield portion if frames is None else bytearray().join(map(frames.pop, numbers))
 
 
 def write_parts(storage: Storage, fd: int, path: str, parts: Iterable[memoryview]) -> list[int]:

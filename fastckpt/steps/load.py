@@ -42,13 +42,13 @@ _RUNS_MAX = 64
 _RUN_ITEMS_MIN = 8192
 
 
-def _common(index: ShardIndex, wanted: Collection[str]) -> list[str]:
-    """Returns the wanted keys with pieces in an index. It iterates over the smaller of the two:
-    there may be thousands of indexes with few keys, or one index with 100,000.
+def _common(index: ShardIndex, keys: Collection[str]) -> list[str]:
+    """Returns those of the keys that have pieces in an index. It iterates over the smaller of the
+    two: there may be thousands of indexes with few keys, or one index with 100,000.
     """
-    if len(wanted) < len(index.by_key):
-        return [key for key in wanted if key in index.by_key]
-    return [key for key in index.by_key if key in wanted]
+    if len(keys) < len(index.by_key):
+        return [key for key in keys if key in index.by_key]
+    return [key for key in index.by_key if key in keys]
 
 
 class StepReader:
@@ -124,15 +124,15 @@ class StepReader:
             left_out += partial_objects.notes_in(value, name)
         if left_out:
             raise refused(self.path, left_out, is_restore=False)
-        found: dict[str, Stored] = {}
-        fill(objects, lambda stored, _: found.setdefault(stored.key, stored), lambda *_: None)
-        self.find([(*stored, whole(stored.shape)) for stored in found.values()])
+        by_key: dict[str, Stored] = {}
+        fill(objects, lambda stored, _: by_key.setdefault(stored.key, stored), lambda *_: None)
+        self.find([(*stored, whole(stored.shape)) for stored in by_key.values()])
         tensors = {
             key: torch.empty(shape, dtype=dtype, device="cpu")
-            for key, dtype, shape in found.values()
+            for key, dtype, shape in by_key.values()
         }
         self.read(
-            [Target(*stored, whole(stored.shape), tensors[key]) for key, stored in found.items()]
+            [Target(*stored, whole(stored.shape), tensors[key]) for key, stored in by_key.items()]
         )
         return fill(objects, lambda stored, _: tensors[stored.key], own_values.value)
 
@@ -144,7 +144,7 @@ class StepReader:
 
         def of_all(name: str) -> list[Any]:
             values = (self.per_rank(number, weights_only) for number in range(ranks))
-            each = [(its or {}).get(name) for its in values]
+            each = [(own or {}).get(name) for own in values]
             if left_out := [*partial_objects.notes_in(each, name)]:
                 raise refused(self.path, left_out)
             return each
@@ -195,32 +195,32 @@ class StepReader:
                 another dtype.
         """
         parts: dict[str, list[Box]] = {}
-        found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-        wanted = dict.fromkeys(key for key, *_ in targets)
+        formats: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        keys = dict.fromkeys(key for key, *_ in targets)
         for index in self._needed(targets):
-            for piece in chain.from_iterable(index.by_key[key] for key in _common(index, wanted)):
+            for piece in chain.from_iterable(index.by_key[key] for key in _common(index, keys)):
                 stored = (safetensors.DTYPES[piece.dtype], piece.shape)
-                if found.setdefault(piece.key, stored) != stored:
+                if formats.setdefault(piece.key, stored) != stored:
                     raise CorruptCheckpoint(
                         f"{self._path(index.file)!r} stores {piece.key!r} as {stored}, but another "
-                        f"file stores it as {found[piece.key]}"
+                        f"file stores it as {formats[piece.key]}"
                     )
                 parts.setdefault(piece.key, []).append(piece.box)
-        missing = sorted({key for key, *_, box in targets if key not in found and box.numel})
+        missing = sorted({key for key, *_, box in targets if key not in formats and box.numel})
         if missing:
             raise IncompatibleCheckpoint(
                 f"{self._path('')!r} holds no tensor {listed(map(repr, missing))}: the state to "
                 "restore has tensors that were not saved"
             )
         for key, dtype, shape, box in targets:
-            if box.numel and found[key][0] != dtype:
+            if box.numel and formats[key][0] != dtype:
                 raise CorruptCheckpoint(
-                    f"{self._path('')!r} stores {key!r} as {found[key][0]}, but its objects file "
+                    f"{self._path('')!r} stores {key!r} as {formats[key][0]}, but its objects file "
                     f"says {dtype}"
                 )
-            if box.numel and found[key][1] != shape:
+            if box.numel and formats[key][1] != shape:
                 raise IncompatibleCheckpoint(
-                    f"{key!r} has shape {list(found[key][1])} in {self._path('')!r}, "
+                    f"{key!r} has shape {list(formats[key][1])} in {self._path('')!r}, "
                     f"must have {list(shape)}"
                 )
             inside = (intersect(part, box) for part in parts.get(key, ()))
@@ -228,7 +228,7 @@ class StepReader:
                 raise CorruptCheckpoint(
                     f"{self._path('')!r} does not hold every element of {key!r} exactly once"
                 )
-        return {key: dtype for key, (dtype, _shape) in found.items()}
+        return {key: dtype for key, (dtype, _shape) in formats.items()}
 
     def read(self, targets: Sequence[Target], staging: str = "host") -> int:
         """Reads parts of tensors into their memory, converting dtypes where they differ.
@@ -242,14 +242,14 @@ class StepReader:
                 something is damaged or cannot be read; targets may then be partly overwritten.
         """
         places = [target.place for target in targets]
-        found = self.find(places)
+        dtypes = self.find(places)
         buffers: dict[str, list[tuple[Target, torch.Tensor]]] = {}
         needed = 0
         readable = self._staging.devices.readable()
         for target in targets:
             if target.box.numel == 0:
                 continue
-            dtype = found[target.key]
+            dtype = dtypes[target.key]
             tensor = target.tensor.detach()
             as_it_lies = (
                 tensor.dtype == dtype and takes_bytes(tensor, readable) and tensor.is_contiguous()
@@ -299,8 +299,8 @@ class StepReader:
         for key, _dtype, shape, box in targets:
             if box.numel:
                 low, high = span(box, shape)
-                known = spans.get(key_hash(key), (low, high))
-                spans[key_hash(key)] = (min(known[0], low), max(known[1], high))
+                earlier = spans.get(key_hash(key), (low, high))
+                spans[key_hash(key)] = (min(earlier[0], low), max(earlier[1], high))
         if not spans:
             return
         bounds = min(low for low, _ in spans.values()), max(high for _, high in spans.values())
@@ -339,13 +339,13 @@ class StepReader:
         direct: GdsDevice | None,
     ) -> None:
         devices = [] if reads is None else reads.ranges
-        wanted = blocks_of(rows, index.block_bytes)
+        numbers = blocks_of(rows, index.block_bytes)
         large = set[int]()
         if direct is not None:
             large = whole_blocks(rows, index.block_bytes, direct.queue, devices)
         with (
             self.copies.shard(index) as body,
-            closing(body.divided(wanted, direct, large)) as stream,
+            closing(body.divided(numbers, direct, large)) as stream,
         ):
             try:
                 body.move(stream, rows, devices)

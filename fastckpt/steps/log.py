@@ -35,7 +35,7 @@ _LINE_BYTES_MAX, _BYTES_MAX = 64 << 20, 1 << 30
 _OBJECTS_MAX = 1000  # of a log in a bucket, since each takes a request
 _MEMBERS = ("step", "began", "ranks", "nbytes", "stall_s", "committed_s", "rate", "error")
 _SECONDS_END, _NUMBER_END = 1e9, 1 << 63
-_TOLD_MAX = 10  # lines that are no entries
+_REPORTED_MAX = 10  # lines that are not entries
 
 
 def noting(storage: Storage, root: str, step: int) -> Callable[[InnerHandle], None]:
@@ -89,7 +89,7 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
         if is_root and error.errno == errno.ENOENT:
             error.reword(f"{error}; no save to this root was logged: pass log=True to Checkpointer")
         raise
-    found: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     wrong, wrong_count = list[str](), 0
     for number, line in enumerate(content.split(b"\n"), 1):
         if not line:
@@ -97,21 +97,21 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
         try:
             if len(line) > _LINE_BYTES_MAX:
                 raise ValueError("it is too long")
-            found.append(_entry(json.loads(line, parse_constant=_no_number)))
+            result.append(_entry(json.loads(line, parse_constant=_no_number)))
         except (ValueError, RecursionError) as error:
             wrong_count += 1
-            if wrong_count <= _TOLD_MAX:
+            if wrong_count <= _REPORTED_MAX:
                 wrong.append(f"line {number} is not an entry and is skipped: {str(error)[:100]}")
-    if wrong and not found:
+    if wrong and not result:
         raise CorruptCheckpoint(
             f"{path!r} is not a log of saves: pass the root of a Checkpointer(log=True), or the "
             "path of its log"
         )
-    if wrong_count > _TOLD_MAX:
-        wrong.append(f"{wrong_count - _TOLD_MAX} more lines are not entries")
-    for told in wrong:
-        log.warning("%r: %s", path, told)
-    return found
+    if wrong_count > _REPORTED_MAX:
+        wrong.append(f"{wrong_count - _REPORTED_MAX} more lines are not entries")
+    for text in wrong:
+        log.warning("%r: %s", path, text)
+    return result
 
 
 def _last_lines(storage: Storage, path: str) -> bytes:
@@ -121,8 +121,8 @@ def _last_lines(storage: Storage, path: str) -> bytes:
         content = file.read_at(_BYTES_MAX, begin)
     if begin == 0:
         return content
-    told = "%r is too large: only its last %s are read, and lines are numbered from there"
-    log.warning(told, path, shown_size(_BYTES_MAX))
+    text = "%r is too large: only its last %s are read, and lines are numbered from there"
+    log.warning(text, path, shown_size(_BYTES_MAX))
     return content[content.find(b"\n") + 1 :]
 
 
@@ -154,10 +154,10 @@ def _check_writes(value: dict[str, Any], ranks: int) -> None:
         if not is_column or not all(map(_is_clock, waited)):
             raise ValueError(f"the {name} of a rank is not a number of seconds")
     counts = [sizes, *writes] if type(writes) is list else [None]
-    for its in counts:
-        if type(its) is not list or len(its) != len(sizes):
+    for row in counts:
+        if type(row) is not list or len(row) != len(sizes):
             raise ValueError("it does not have one count of writes for each size")
-        if any(type(n) is not int or not 0 <= n < _NUMBER_END for n in its):
+        if any(type(n) is not int or not 0 <= n < _NUMBER_END for n in row):
             raise ValueError("a count of writes is not a number")
     if len(writes) not in (0, ranks):
         raise ValueError("it does not have the writes of every rank")

@@ -129,8 +129,8 @@ def first_whole(
         return search.look()
 
     search: Search[tuple[int, T]] = Search(agreement, listed, trial_of, warns=step is None)
-    found = listed_anew(look)
-    if found is None and search.damaged:
+    result = listed_anew(look)
+    if result is None and search.damaged:
         which = f"step {step}" if step is not None else "no step"
         state = "damaged" if step is not None else "whole"
         problems = "; ".join([*search.damaged.values()][:3])
@@ -138,7 +138,7 @@ def first_whole(
             f"{which} under {shelves[0].root!r} is {state}: {problems}; the state to restore may "
             "have been partly overwritten"
         )
-    return found
+    return result
 
 
 class _StepTrial(Trial[tuple[int, T]]):
@@ -256,15 +256,16 @@ def candidates(
         apart: further steps; one that is also on a shelf is read from there.
     """
     steps = shelves[0]
-    found, faults = steps.survey(step)
-    steps.note_seen(found)
-    shelf_of = {item.manifest.nonce: 0 for item in found}
+    committed, faults = steps.survey(step)
+    steps.note_seen(committed)
+    shelf_of = {item.manifest.nonce: 0 for item in committed}
     for number, other in enumerate(shelves[1:], 1):
         for item in survey_of_copy(other):
             if shelf_of.setdefault(item.manifest.nonce, number) == number:
-                found.append(item)
-    found.sort(key=in_order, reverse=True)
-    ordered = [(in_order(item), (shelf_of[item.manifest.nonce], item.name)) for item in found] + [
+                committed.append(item)
+    committed.sort(key=in_order, reverse=True)
+    ordered = [(in_order(item), (shelf_of[item.manifest.nonce], item.name)) for item in committed]
+    ordered += [
         ((item.sequence, item.step), (_APART, item.nonce))
         for item in apart
         if item.nonce not in shelf_of
@@ -273,20 +274,26 @@ def candidates(
     if step is not None:
         chosen = [place for (_, number), place in ordered if number == operator.index(step)]
         if not chosen:
-            known = sorted({number for (_, number), _place in ordered})
+            numbers = sorted({number for (_, number), _place in ordered})
             raise CheckpointError(
                 f"{steps.root!r} holds no committed step {step}"
-                + f": the newest steps are {known[-10:]}" * bool(known)
-                + (f"; {faults[0].error}" if faults else f": {what_is_there(steps)}" * (not known))
+                + f": the newest steps are {numbers[-10:]}" * bool(numbers)
+                + (
+                    f"; {faults[0].error}"
+                    if faults
+                    else ""
+                    if numbers
+                    else f": {what_is_there(steps)}"
+                )
             )
         return chosen[:1]
-    last = found[0].manifest.step if found else -1
+    last = committed[0].manifest.step if committed else -1
     for fault in faults:
         number = last + 1 if fault.step is None else fault.step
         if isinstance(fault.error, IncompatibleCheckpoint) and number > last:
-            known = sorted({item.manifest.step for item in found})
+            numbers = sorted({item.manifest.step for item in committed})
             raise IncompatibleCheckpoint(
-                f"{fault.error}" + (f", or restore one of the steps {known[-10:]}" * bool(known))
+                str(fault.error) + f", or restore one of the steps {numbers[-10:]}" * bool(numbers)
             )
         if warn:
             log.warning("skipping a step: %s", fault.error)
@@ -295,7 +302,7 @@ def candidates(
             continue
         if not holds_export(steps, name):
             log.warning("skipping %s: its save was not committed", steps.path(name))
-    there = {item.name for item in found} | {fault.name for fault in faults}
+    there = {item.name for item in committed} | {fault.name for fault in faults}
     for name in persistently(lambda: no_directories(steps, there), steps.root) if warn else ():
         log.warning("skipping %s: it is a link or a file, not a directory", steps.path(name))
     if faults and not ordered:
@@ -319,10 +326,10 @@ def survey_of_copy(steps: StepStore) -> list[Committed]:
         StorageError: this process is short of descriptors or memory; the disk may be fine.
     """
     try:
-        found, faults = steps.survey()
+        committed, faults = steps.survey()
         for fault in faults:
             log.warning("skipping a copy of a step: %s", fault.error)
-        return found
+        return committed
     except StorageError as error:
         if error.errno in OWN_SHORTAGES:
             raise

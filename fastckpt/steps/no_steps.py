@@ -24,7 +24,7 @@ from fastckpt.storage.file_system import Storage, reported
 
 log = logging.getLogger("fastckpt")
 
-_NAMES_TOLD = 3  # entries of a directory that one message names
+_NAMES_SHOWN = 3  # entries of a directory that one message names
 _HEAD_BYTES = 64  # of a manifest, which tell that it is one
 _ENTRIES_TRIED = 50  # entries of a directory without steps that are searched for steps
 
@@ -37,8 +37,8 @@ def what_is_there(steps: StepStore) -> str:
     with reported("list", root):
         if storage.status(root) is None:
             return f"there is no {'object below it' if is_mounted(root) else 'such directory'}"
-        told = (LEASE_FILE, DELETED)
-        entries = sorted(name for name in storage.names(root) if not name.startswith(told))
+        prefixes = (LEASE_FILE, DELETED)
+        entries = sorted(name for name in storage.names(root) if not name.startswith(prefixes))
     saves = [name for name in entries if NAME.match(name) and not holds_export(steps, name)]
     if saves:
         return f"there are only saves that were not committed: {_listed(saves)}"
@@ -56,10 +56,10 @@ def holds_export(steps: StepStore, name: str) -> bool:
     return steps.storage.status(steps.path(name, file_list.NAME), link=True) is not None
 
 
-def no_directories(steps: StepStore, known: Collection[str]) -> list[str]:
+def no_directories(steps: StepStore, directories: Collection[str]) -> list[str]:
     """Returns the links and files that have names of steps. They are not steps, since this root may
-    not remove the target of a link. `known` are names of directories. Raises StorageError if the
-    root cannot be listed.
+    not remove the target of a link. `directories` are names of directories. Raises StorageError if
+    the root cannot be listed.
     """
     if steps.is_step or is_mounted(steps.root):
         return []
@@ -69,7 +69,7 @@ def no_directories(steps: StepStore, known: Collection[str]) -> list[str]:
         return []
     except OSError as error:
         raise StorageError("list", steps.root, error.errno or errno.EIO) from error
-    named = [name for name in names if name not in known]
+    named = [name for name in names if name not in directories]
     there = steps.names() if named else []
     return [name for name in named if name not in there and _is_there(steps, name)]
 
@@ -113,8 +113,8 @@ def is_step(root: str, timeout_s: float = inf) -> bool:
 
 def warn_once(steps: StepStore) -> None:
     """Warns, the first time, that no step is committed, and says what the root holds."""
-    if not steps.told_empty:
-        steps.told_empty = True
+    if not steps.warned_of_empty:
+        steps.warned_of_empty = True
         log.warning("%r holds no committed step: %s", steps.root, what_is_there(steps))
 
 
@@ -126,5 +126,5 @@ def _has_steps(steps: StepStore) -> bool:
 
 
 def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
-    return ", ".join(map(repr, names[:_NAMES_TOLD])) + more
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(map(repr, names[:_NAMES_SHOWN])) + more

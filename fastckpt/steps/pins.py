@@ -53,17 +53,17 @@ def delete(shelves: Sequence[StepStore], step: int) -> None:
         StorageError: it cannot be removed.
     """
     root, *others = shelves
-    found = [(steps, item) for steps in (*others, root) for item in _attempts(steps, step)[::-1]]
-    if not found:
+    attempts = [(steps, item) for steps in (*others, root) for item in _attempts(steps, step)[::-1]]
+    if not attempts:
         raise _none(shelves, step)
-    for steps, (name, _manifest) in found:
+    for steps, (name, _manifest) in attempts:
         if is_pinned(steps, name):
             raise CheckpointError(f"{steps.path(name)!r} is pinned: call unpin({step}) first")
     # Nodes that this process does not see, or that only a later job uses, may have copies.
-    nonces = {item.manifest.nonce for _steps, item in found} if others else set[str]()
+    nonces = {item.manifest.nonce for _steps, item in attempts} if others else set[str]()
     try:
         _note_deleted(root, nonces)
-        for steps, (name, manifest) in found:
+        for steps, (name, manifest) in attempts:
             is_gone = steps.remove(name, manifest.nonce)
             if not is_gone and name in [item.name for item in _attempts(steps, step)]:
                 raise CheckpointError(f"{steps.path(name)!r} is being read and was not removed")
@@ -95,15 +95,15 @@ def _note_deleted(root: StepStore, nonces: set[str]) -> None:
         root.sync_grown()
 
 
-def _forget_deleted(root: StepStore, noted: set[str]) -> None:
+def _forget_deleted(root: StepStore, new: set[str]) -> None:
     """Removes the older half of the notes if there are many: nodes have removed those steps."""
-    old = [root.path(DELETED + nonce) for nonce in deleted(root) - noted]
+    old = [root.path(DELETED + nonce) for nonce in deleted(root) - new]
     if len(old) < _NOTES_MAX:
         return
     with suppress(OSError):  # the next deletion does it
-        found = [(root.storage.status(path), path) for path in old]
-        made = sorted((each.st_mtime_ns, path) for each, path in found if each is not None)
-        for _when, path in made[: _NOTES_MAX // 2]:
+        statuses = [(root.storage.status(path), path) for path in old]
+        by_age = sorted((each.st_mtime_ns, path) for each, path in statuses if each is not None)
+        for _when, path in by_age[: _NOTES_MAX // 2]:
             root.storage.remove(path)
 
 
@@ -129,8 +129,8 @@ def _attempts(steps: StepStore, step: int) -> list[Committed]:
 
 
 def _none(shelves: Sequence[StepStore], step: int) -> CheckpointError:
-    known = sorted({item.manifest.step for steps in shelves for item in steps.survey()[0]})
+    numbers = sorted({item.manifest.step for steps in shelves for item in steps.survey()[0]})
     text = f"{shelves[0].root!r} holds no committed step {step}"
     if len(shelves) > 1:
         text += ", nor does this node (the steps of other nodes are known after a restore)"
-    return CheckpointError(text + f": the newest steps are {known[-10:]}" * bool(known))
+    return CheckpointError(text + f": the newest steps are {numbers[-10:]}" * bool(numbers))

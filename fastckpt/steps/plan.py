@@ -76,14 +76,14 @@ class StepPlace(Place):
         whether the ranks of a node meet before they write.
         """
         if self._agreement.rank == 0:
-            told = {"name": self.step.name, "nonce": secrets.token_hex(16), "meet": meets}
-            self._agreement.put("place", json.dumps(told).encode())
+            message = {"name": self.step.name, "nonce": secrets.token_hex(16), "meet": meets}
+            self._agreement.put("place", json.dumps(message).encode())
         else:
-            told = json.loads(self._agreement.get("place"))
-            self.step.join(str(told["name"]))
+            message = json.loads(self._agreement.get("place"))
+            self.step.join(str(message["name"]))
             if self._options.durable:
                 self._steps.sync_grown()  # the first rank does so when it commits
-        return str(told["nonce"]), bool(told["meet"])
+        return str(message["nonce"]), bool(message["meet"])
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:
         """Commits the step, on the first rank; `manifest` makes its manifest from the sequence
@@ -134,19 +134,19 @@ class Shard:
         entries: list[safetensors.Entry] = []
         owners: list[object] = []
         is_holder: dict[int, bool] = {}  # holders are shared between leaves
-        held = []
+        own_leaves = []
         for leaf in leaves:
             if is_holder.setdefault(id(leaf.holders), rank in leaf.holders):
-                held.append(leaf)
-        pieces = plan([held_of(leaf) for leaf in held], rank)
+                own_leaves.append(leaf)
+        pieces = plan([held_of(leaf) for leaf in own_leaves], rank)
         for piece in pieces:
-            leaf = held[piece.held]
+            leaf = own_leaves[piece.held]
             local = leaf.local
             address = local.data_ptr() + piece.begin * local.element_size()
             name = entry_name(leaf.key, leaf.shape, piece.box)
             entries.append(safetensors.Entry(name, local.dtype, piece.box.sizes, address))
             owners.append(local)
-        self._pieces = [(held[piece.held], piece.box) for piece in pieces]
+        self._pieces = [(own_leaves[piece.held], piece.box) for piece in pieces]
         self._per_rank_nbytes = len(per_rank)
         if per_rank:
             values = bytearray(per_rank)
@@ -165,12 +165,12 @@ class Shard:
         """Returns where runs of equal items begin in the file; the first run is the header."""
         dtypes = [leaf.local.dtype for leaf, _box in self._pieces]
         dtypes += [torch.uint8] * (len(self._offsets) - len(dtypes))  # of the per_rank values
-        found = [ItemRun(0, 1, False)]
+        runs = [ItemRun(0, 1, False)]
         for begin, dtype in sorted(zip(self._offsets, dtypes, strict=True), key=itemgetter(0)):
             run = ItemRun(begin, dtype.itemsize, dtype.is_floating_point)
-            if run[1:] != found[-1][1:]:
-                found.append(run)
-        return found
+            if run[1:] != runs[-1][1:]:
+                runs.append(run)
+        return runs
 
     def look_at_numbers(self) -> list[str]:
         """Has the image's floating-point numbers checked; returns the names of their tensors."""
@@ -218,7 +218,8 @@ def held_of(leaf: Leaf) -> Held:
 
 log = logging.getLogger("fastckpt")
 
-_met = set[tuple[str, str]]()  # makers of values, of which it is known whether a restore refuses
+# Makers of values that were checked for whether a restore refuses them.
+_checked_makers = set[tuple[str, str]]()
 
 
 class StepPlan(Plan):
@@ -270,7 +271,8 @@ class StepPlan(Plan):
         compared = comparable(content.leaves, agreement.world_size, description.first_rank)
         seed = zlib.crc32(agreement.label.encode())
         description.sample(compared, seed)
-        small = [(name, its.data_ptr(), its.nbytes) for name, (its, _) in content.small.items()]
+        tensors = [(name, tensor) for name, (tensor, _version) in content.small.items()]
+        small = [(name, tensor.data_ptr(), tensor.nbytes) for name, tensor in tensors]
         if small:
             description.small = Description([])
             description.small.sample(small, seed)
@@ -279,7 +281,7 @@ class StepPlan(Plan):
         self._shard.names = names
         captured, content.objects = content.objects, None
         records = [] if captured is None else captured.records
-        self._pickled = [its for name, its in records if name == "data.pkl"]
+        self._pickled = [record for name, record in records if name == "data.pkl"]
         if captured is None:
             return [self._shard]
         path = os.path.join(path, OBJECTS)
@@ -316,12 +318,12 @@ class StepPlan(Plan):
     def _warn_of_refusals(self) -> None:
         """Warns of values that weights_only=True will refuse, once for each class."""
         assert self._content is not None
-        pickles, self._pickled = [its for its in self._pickled if isinstance(its, bytes)], []
+        pickles, self._pickled = [each for each in self._pickled if isinstance(each, bytes)], []
         if self._content.per_rank:
             with zipfile.ZipFile(io.BytesIO(self._content.per_rank)) as archive:
                 pickles += [archive.read(n) for n in archive.namelist() if n.endswith("/data.pkl")]
-        if told := refused_later(self._handle.path, pickles, _met, reads_numpy=True):
-            log.warning("%s", told)
+        if warning := refused_later(self._handle.path, pickles, _checked_makers, reads_numpy=True):
+            log.warning("%s", warning)
 
     def record(self) -> bytes:
         """Returns the manifest's entry for this writer; b"" if it has no file."""
@@ -332,7 +334,7 @@ class StepPlan(Plan):
         objects = self._objects
         assert objects is not None
         writers = tuple(Writer.from_bytes(record) for record in records if record)
-        sizes = (its.nbytes + its.index_nbytes for its in writers)
+        sizes = (writer.nbytes + writer.index_nbytes for writer in writers)
         self._handle.stats.stored_nbytes = objects.written.nbytes + sum(sizes)
 
         def manifest(sequence: int) -> Manifest:

@@ -56,7 +56,7 @@ _BARE = "bare"  # there is not even a temporary one: it is being removed, or has
 class _Look(NamedTuple):
     """One listing of a root: what committed() returns, and why other names are not steps."""
 
-    found: list[Committed]
+    committed: list[Committed]
     faults: list[Fault]
     marks: dict[str, str]
 
@@ -111,7 +111,7 @@ class PosixSteps(StepStore):
             is_new = not look.marks.keys() <= (looks[-1].marks.keys() if looks else set())
             looks.append(look)
             again = is_new and len(looks) < _LOOKS_MAX
-            if not look.found:
+            if not look.committed:
                 ever, lately = (
                     {mark for each in some for mark in each.marks.values()}
                     for some in (looks, looks[-2:])
@@ -120,7 +120,7 @@ class PosixSteps(StepStore):
                 again = again or not (look.faults or looks[1:])
             if again:
                 raise Vanished(self.root)
-            return look.found, look.faults
+            return look.committed, look.faults
 
         return settled
 
@@ -131,14 +131,14 @@ class PosixSteps(StepStore):
             try:
                 manifest = self._manifest(name)
                 if manifest is not None:
-                    look.found.append(Committed(name, manifest))
+                    look.committed.append(Committed(name, manifest))
                 elif mark := self._mark(name):
                     look.marks[name] = mark
             except Vanished:
                 look.marks[name] = _GONE
             except CheckpointError as error:
                 look.faults.append(Fault(name, error))
-        look.found.sort(key=in_order, reverse=True)
+        look.committed.sort(key=in_order, reverse=True)
         return look
 
     def _manifest(self, name: str) -> Manifest | None:
@@ -359,8 +359,8 @@ class PosixSteps(StepStore):
             entries = storage.names(directory)
             if MANIFEST in entries or not all(map(OURS.fullmatch, entries)):
                 return None
-            for left in atomic.temporaries_among(entries, MANIFEST):
-                path = os.path.join(directory, left)
+            for temporary in atomic.temporaries_among(entries, MANIFEST):
+                path = os.path.join(directory, temporary)
                 is_dead = atomic.is_of_dead(storage, path) and is_unlocked(storage, path)
                 if not is_dead and not self._is_of_other_dead(path, others_after_s):
                     return None
@@ -387,8 +387,8 @@ class PosixSteps(StepStore):
     def debris(self) -> Iterator[tuple[str, bool, Callable[[], bool]]]:
         for name in self.incomplete():
             if self._left_in(name, 0.0) is not None:
-                left = atomic.temporaries(self.storage, self.path(name, MANIFEST))
-                is_ours = all(map(atomic.is_of_this_host, left))
+                temporaries = atomic.temporaries(self.storage, self.path(name, MANIFEST))
+                is_ours = all(map(atomic.is_of_this_host, temporaries))
                 yield name, is_ours, partial(self.remove_if_dead, name, others_after_s=0.0)
 
     def remove(self, name: str, nonce: str) -> bool:
@@ -449,7 +449,7 @@ class PosixDraft(Draft):
         self._directory = -1
         self._has_own_directory = False
 
-    def _begun(self, step: int) -> str:
+    def _new_attempt(self, step: int) -> str:
         steps, storage = self.steps, self._storage
         steps.clean()
         for _ in range(_CREATES_MAX):
@@ -491,19 +491,19 @@ class PosixDraft(Draft):
                 self._has_own_directory = True
                 fd = storage.create(path, 0o666, purpose)
             except FileExistsError:
-                if path not in self._made:  # it is from a late rank of an earlier save
+                if path not in self._own_paths:  # it is from a late rank of an earlier save
                     raise
                 storage.remove(path)  # from a first try that had no room
                 fd = storage.create(path, 0o666, purpose)
-            return self._noted(path, fd)
+            return self._register(path, fd)
 
-    def _noted(self, path: str, fd: int) -> int:
+    def _register(self, path: str, fd: int) -> int:
         """Notes a file as made here; returns its descriptor."""
         try:
             proves_it = self._directory >= 0 or self.is_begun
             if not proves_it and self.steps.may_be_taken_again(self.name):
                 self._directory = self._storage.open(self.path(), "directory")
-            self._made.append(path)
+            self._own_paths.append(path)
         except BaseException:
             atomic.close_quietly(self._storage, fd)
             raise
@@ -512,11 +512,11 @@ class PosixDraft(Draft):
     def adopt(self, name: str, source: str) -> int:
         path, storage = self.path(name), self._storage
         with reported("rename", path):
-            if path in self._made:
+            if path in self._own_paths:
                 storage.remove(path)
             storage.rename(source, path, replaces=False)
         with reported("open", path):
-            return self._noted(path, storage.open(path, "write"))
+            return self._register(path, storage.open(path, "write"))
 
     def write(self, name: str, content: bytes, beside: int | None, durable: bool) -> None:
         path, storage = self.path(name), self._storage
@@ -558,7 +558,7 @@ class PosixDraft(Draft):
             steps.note_committed(self.name, manifest, None)
             make_durable()
             doubtful.discard(manifest.nonce)
-        self._made.clear()
+        self._own_paths.clear()
 
     def _write_manifest(self, manifest: Manifest, durable: bool) -> None:
         """Writes the manifest under its temporary name."""
@@ -581,7 +581,7 @@ class PosixDraft(Draft):
         if self.is_begun:
             self.is_begun = False
             self._abandon_directory()
-        elif self._made:
+        elif self._own_paths:
             with suppress(OSError):  # it is gone, or left to remove_dead()
                 self._remove_made()
 
@@ -615,14 +615,14 @@ class PosixDraft(Draft):
             return True
         own = self._storage.fstat(self._manifest_fd)
         paths = (self._temporary, self.path(MANIFEST))
-        found = (self._storage.status(path) for path in paths)
-        return any(status is not None and os.path.samestat(status, own) for status in found)
+        statuses = (self._storage.status(path) for path in paths)
+        return any(status is not None and os.path.samestat(status, own) for status in statuses)
 
     def _remove_made(self) -> None:
         """Removes this rank's files, unless the directory belongs to another save by now."""
         with self.steps.alone(self.name, _ALONE_S) as is_alone:
             if is_alone and (self._directory < 0 or self._is_own_directory()):
-                self._storage.remove_all(self.path(), [*map(os.path.basename, self._made)])
+                self._storage.remove_all(self.path(), [*map(os.path.basename, self._own_paths)])
                 # This fails while another rank has files there. The first rank could not remove
                 # the directory if this rank had files there.
                 self._storage.remove_directory(self.path())

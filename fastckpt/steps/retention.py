@@ -26,32 +26,32 @@ def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
         # Listing takes time on network file systems: not unless there may be something to remove.
         if options.keep_last is None and not steps.has_another(keep):
             return
-        found, _faults = steps.committed()
-        nonces = {item.name: item.manifest.nonce for item in found}
-        left: set[int] = set()  # of which an older attempt stays: it would come back
-        going = superfluous(steps, found, keep, options)
+        committed, _faults = steps.committed()
+        nonces = {item.name: item.manifest.nonce for item in committed}
+        stuck: set[int] = set()  # steps with an older attempt that stays and would come back
+        going = superfluous(steps, committed, keep, options)
         if going and steps.lease is not None and steps.lease.is_lost():
             log.warning("%r was taken over by another job: old steps are not removed", steps.root)
             going = []
         if going and options.keep_best is not None:
-            _warn_of_no_best(steps, found, options.keep_best)
+            _warn_of_no_best(steps, committed, options.keep_best)
         for name in reversed(going):
             try:
-                is_gone = step_of(name) not in left and steps.remove(name, nonces[name])
+                is_gone = step_of(name) not in stuck and steps.remove(name, nonces[name])
             except StorageError as error:  # others may go all the same
                 log.warning("an old step could not be removed: %s", error)
                 is_gone = False
             if not is_gone:
-                left.add(step_of(name))
+                stuck.add(step_of(name))
     except (StorageError, OSError) as error:
         log.warning("old steps could not be removed: %s", error)
 
 
-def _warn_of_no_best(steps: StepStore, found: list[Committed], by: KeepBest) -> None:
+def _warn_of_no_best(steps: StepStore, committed: list[Committed], by: KeepBest) -> None:
     """Warns once, before steps are removed, if no step has the metric of keep_best."""
-    scores = [_entry(steps, item, by).score for item in found]
-    if scores.count(None) == len(scores) and not steps.told_metric:
-        steps.told_metric = True
+    scores = [_entry(steps, item, by).score for item in committed]
+    if scores.count(None) == len(scores) and not steps.warned_of_metric:
+        steps.warned_of_metric = True
         log.warning(
             "%r: no step has the metric %r that keep_best uses, so older steps are removed and "
             "none is kept as one of the best: pass it to save(metrics=) (this warning comes only "
@@ -62,7 +62,7 @@ def _warn_of_no_best(steps: StepStore, found: list[Committed], by: KeepBest) -> 
 
 
 def superfluous(
-    steps: StepStore, found: list[Committed], keep: str, options: StepOptions
+    steps: StepStore, committed: list[Committed], keep: str, options: StepOptions
 ) -> list[str]:
     """Returns the names of the committed steps that need not stay: steps beyond keep_last, and all
     attempts but the newest at the step just committed. (If that was drained late, the newest is not
@@ -74,22 +74,22 @@ def superfluous(
 
     Args:
         steps: the root.
-        found: the committed steps, the one committed last first.
+        committed: the committed steps, the one committed last first.
         keep: the name of the step just committed. It stays, and so do all committed after it.
         options: how many of the last ones stay (None: all), which multiples, and which best ones.
     """
-    own = next((item.manifest for item in found if item.name == keep), None)
+    own = next((item.manifest for item in committed if item.name == keep), None)
     if own is None:  # somebody has removed it, and may be about to remove others
         return []
-    entries = [_entry(steps, item, options.keep_best) for item in found]
-    for place, item in enumerate(found):
+    entries = [_entry(steps, item, options.keep_best) for item in committed]
+    for place, item in enumerate(committed):
         if not steps.has_seen(item):
             entries[place] = entries[place]._replace(number=None, counts=False, is_pinned=True)
     going = victims([each for each in entries if each.number == own.step], Policy(1))
     if options.keep_last is not None:
         rest = [
             each._replace(is_pinned=each.is_pinned or item.manifest.sequence >= own.sequence)
-            for each, item in zip(entries, found, strict=True)
+            for each, item in zip(entries, committed, strict=True)
             if each.name not in going
         ]
         top = options.keep_best[2] if options.keep_best else 0
@@ -97,15 +97,15 @@ def superfluous(
     return going
 
 
-def asked(kept: KeepBest | None, metric: str | None, mode: Mode | None) -> KeepBest:
+def criterion(keep_best: KeepBest | None, metric: str | None, mode: Mode | None) -> KeepBest:
     """Returns the criterion of best(), from keep_best and the arguments. Raises ValueError."""
     check_choice("mode", mode, (None, *MODES))
-    if metric is None and kept is None:
+    if metric is None and keep_best is None:
         raise ValueError(
             'best() needs a metric: pass one, or keep_best=("val_loss", "min", 3) to Checkpointer'
         )
-    if kept is not None and metric in (None, kept[0]):
-        return (kept[0], mode or kept[1], 1)
+    if keep_best is not None and metric in (None, keep_best[0]):
+        return (keep_best[0], mode or keep_best[1], 1)
     return (str(metric), mode or "min", 1)
 
 
@@ -123,20 +123,20 @@ def checked_metrics(
     """Returns the metrics for a manifest, after a check; `metrics` may be None. Warns once if they
     lack the metric of keep_best. Raises ValueError, TypeError.
     """
-    found = {} if metrics is None else check_metrics(metrics)
-    if found:
-        validate_metrics(found)
-    if found and by and by[0] not in found and not steps.told_metric:
-        steps.told_metric = True
+    result = {} if metrics is None else check_metrics(metrics)
+    if result:
+        validate_metrics(result)
+    if result and by and by[0] not in result and not steps.warned_of_metric:
+        steps.warned_of_metric = True
         log.warning(
             "%r: the metrics of step %d are %s; without %r, which keep_best uses, a step is never "
             "one of the best (this warning comes only once)",
             steps.root,
             step,
-            listed(map(repr, found)),
+            listed(map(repr, result)),
             by[0],
         )
-    return found
+    return result
 
 
 def _entry(steps: StepStore, item: Committed, by: KeepBest | None) -> Entry:

@@ -33,7 +33,7 @@ class Spread:
         self._group = group
         self._rank, self._ranks = agreement.rank, agreement.world_size
         self._kind = None if group is None or self._ranks == 1 else kind_of(group)
-        self._held: list[Held] = []
+        self._items: list[Held] = []
         self._tensors: list[torch.Tensor] = []
         if self._kind is not None:
             text = repr([fit, *(_described(*item) for item in named_tensors(state))])
@@ -49,7 +49,7 @@ class Spread:
         """Returns what this rank reads of a step: all targets that are not shared, and its share of
         the others. `find` is StepReader.find.
         """
-        self._held, self._tensors = [], []
+        self._items, self._tensors = [], []
         if self._kind is None:
             return list(targets)
         stored = find([target.place for target in targets])
@@ -61,10 +61,10 @@ class Spread:
                 others.append(target)
                 continue
             item = Held(target.key, tensor.element_size(), target.shape, everything, everybody)
-            self._held.append(item)
+            self._items.append(item)
             self._tensors.append(tensor)
-        for piece in plan(self._held, self._rank):
-            item, tensor = self._held[piece.held], self._tensors[piece.held]
+        for piece in plan(self._items, self._rank):
+            item, tensor = self._items[piece.held], self._tensors[piece.held]
             run = tensor.view(-1)[piece.begin : piece.begin + piece.box.numel]
             part = run.view(piece.box.sizes)
             others.append(Target(item.key, tensor.dtype, item.shape, piece.box, part))
@@ -79,14 +79,14 @@ class Spread:
         """Broadcasts each rank's share to the others, once all ranks have read theirs. Raises
         PeerFailed if a rank is gone; the state was then partly overwritten.
         """
-        if not self._held:
+        if not self._items:
             return
         note_overwritten(self._tensors)
         under_way = []
         try:
             for rank in range(self._ranks):
                 source = dist.get_global_rank(self._group, rank)
-                for piece in plan(self._held, rank):
+                for piece in plan(self._items, rank):
                     flat = self._tensors[piece.held].view(-1)
                     run = flat[piece.begin : piece.begin + piece.box.numel]
                     under_way.append(dist.broadcast(run, source, group=self._group, async_op=True))

@@ -104,8 +104,8 @@ class StepStore:
         is_step: whether the root is itself a step, with any name, and holds only that one.
         verdicts: the steps that need care.
         attempts: the state of each attempt of this process, by name.
-        told_empty, told_metric: whether the warnings were logged that there are no steps, and that
-            metrics lack the one of keep_best.
+        warned_of_empty, warned_of_metric: whether the warnings were logged that there are no steps,
+            and that metrics lack the one of keep_best.
     """
 
     EMPTY_IS_NONE = False  # whether an empty manifest says that there will never be one
@@ -114,9 +114,9 @@ class StepStore:
         self.storage = storage
         self.root, self.lease, self.is_step = root, lease, False
         self.verdicts, self.attempts = Verdicts(), dict[str, str]()
-        self.told_empty = self.told_metric = False
+        self.warned_of_empty = self.warned_of_metric = False
         self._manifests: dict[str, tuple[Hashable, Manifest]] = {}  # with the version of the file
-        self._seen: set[str] | None = None  # see note_seen(); None: nobody has looked yet
+        self._seen_nonces: set[str] | None = None  # see note_seen(); None: nobody has looked yet
         self._lock = threading.Lock()
         self._sequence = 0  # of the last commit that was begun here
         self._tenure = 0  # of the lease, when steps were last listed for a number
@@ -230,15 +230,15 @@ class StepStore:
         """Returns the manifest of a step, whose file has this version; reads it again if the
         version has changed. Raises as read().
         """
-        known = self._manifests.get(name)
-        if known is None or known[0] != version:
-            known = self._manifests[name] = version, self.read(name)
-        return known[1]
+        cached = self._manifests.get(name)
+        if cached is None or cached[0] != version:
+            cached = self._manifests[name] = version, self.read(name)
+        return cached[1]
 
     def note_committed(self, name: str, manifest: Manifest, version: Hashable) -> None:
         """Notes a commit of this process."""
         self.attempts[name], self._manifests[name] = DONE, (version, manifest)
-        self._seen = (self._seen or set()) | {manifest.nonce}
+        self._seen_nonces = (self._seen_nonces or set()) | {manifest.nonce}
 
     def forget(self, name: str) -> None:
         """Forgets a name that was removed, but not that its attempt failed: it is not reused."""
@@ -251,8 +251,8 @@ class StepStore:
         own = self._manifests.get(name)
         if own is None:
             return True
-        known = [*self._manifests.values()]
-        return sum(manifest.step == own[1].step for _version, manifest in known) > 1
+        manifests = [*self._manifests.values()]
+        return sum(manifest.step == own[1].step for _version, manifest in manifests) > 1
 
     # ---- what is committed
 
@@ -266,21 +266,22 @@ class StepStore:
         Raises:
             StorageError: the root cannot be listed, or steps vanish in each of many listings.
         """
-        found = listed_anew(self.looks())
-        assert found is not None
-        if self._seen is None:
-            self.note_seen(found[0])
-        return found
+        listing = listed_anew(self.looks())
+        assert listing is not None
+        if self._seen_nonces is None:
+            self.note_seen(listing[0])
+        return listing
 
-    def note_seen(self, found: list[Committed]) -> None:
+    def note_seen(self, committed: list[Committed]) -> None:
         """Notes the steps that were there when this process first looked, or restored. Any later
         step that is not its own comes from another job that does not know of this one.
         """
-        self._seen = (self._seen or set()) | {item.manifest.nonce for item in found}
+        nonces = {item.manifest.nonce for item in committed}
+        self._seen_nonces = (self._seen_nonces or set()) | nonces
 
     def has_seen(self, item: Committed) -> bool:
         """Returns whether a step was noted by note_seen(), or is this process's own."""
-        return item.manifest.nonce in (self._seen or ())
+        return item.manifest.nonce in (self._seen_nonces or ())
 
     def survey(self, step: int | None = None) -> Listed:
         """Returns the same as committed(), but tries for seconds to read every step, and then
@@ -293,13 +294,13 @@ class StepStore:
 
         def looked() -> Listed:
             failed.clear()
-            found, faults = self.committed()
+            committed, faults = self.committed()
             for fault in faults:
                 is_asked_for = step is None or fault.step in (None, step)
                 if isinstance(fault.error, StorageError) and is_asked_for:
                     failed.append(fault.name)
                     raise fault.error
-            return found, faults
+            return committed, faults
 
         try:
             return persistently(looked, self.root)
@@ -343,8 +344,8 @@ class StepStore:
         """
         tenure, last = 0 if self.lease is None else self.lease.tenure, 0
         if not tenure or tenure != self._tenure:
-            found, faults = self.committed()
-            last = found[0].manifest.sequence if found else 0
+            committed, faults = self.committed()
+            last = committed[0].manifest.sequence if committed else 0
             if faults or not self._sequence:
                 last = max(last, int(time.time() * 1000))
         with self._lock:
@@ -376,7 +377,7 @@ class Draft:
     def __init__(self, steps: StepStore, check: Callable[[], object]) -> None:
         self.steps, self.name, self.is_begun = steps, "", False
         self._storage, self._check = steps.storage, check
-        self._made = list[str]()  # paths of files
+        self._own_paths = list[str]()  # paths of files
 
     def begin(self, step: int, passing: bool = False) -> str:
         """Begins a save of this step; returns the name. A committed attempt at the step stays.
@@ -393,11 +394,11 @@ class Draft:
             if not steps.lease.is_held:
                 steps.make_root()
             steps.lease.take()
-        self.name = self._begun(step)
+        self.name = self._new_attempt(step)
         self.is_begun, steps.attempts[self.name] = True, BEGUN
         return self.name
 
-    def _begun(self, step: int) -> str:
+    def _new_attempt(self, step: int) -> str:
         raise NotImplementedError
 
     def join(self, name: str) -> None:

@@ -54,7 +54,7 @@ def first_whole_of_tiers(
 
     def noting(reader: StepReader) -> T:
         found = read(reader)
-        taken.update(reader.copies.taken)
+        taken.update(reader.copies.sources)
         return found
 
     found = first_whole(
