@@ -152,7 +152,7 @@ def test_who_lies_is_named_and_not_believed(
     a, b = pair
     flip(a.path / file, 0.5)
     told = a.send()
-    assert told.startswith("rank 1 at 127.0.0.1:") and "CorruptCheckpoint" in told
+    assert told.startswith("sending to rank 1 at 127.0.0.1:") and "CorruptCheckpoint" in told
     assert b.fetch(file, [0]) == ""
     assert "could not be fetched from rank 0 at 127.0.0.1" in caplog.text
     assert file not in os.listdir(b.path)
