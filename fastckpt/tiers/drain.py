@@ -157,7 +157,7 @@ class Drain(Job):
         for earlier in self.previous:  # the target does not take two steps faster than one
             while not earlier.wait_done(CANCEL_LOOK_S):
                 self.agreement.raise_if_ended()
-        root, begun = self._drainer.target, time.monotonic()
+        root, start_s = self._drainer.target, time.monotonic()
         manifest = self._manifest()
         if self.agreement.rank == 0:
             assert manifest is not None
@@ -182,9 +182,9 @@ class Drain(Job):
         if self._options.durable:
             root.sync_grown()
             self._place.sync_own_directory()
-        self.copied_s = time.monotonic() - begun
+        self.copied_s = time.monotonic() - start_s
         self.conclude(b"", lambda _records: self._publish(manifest))
-        self.took_s = time.monotonic() - begun
+        self.took_s = time.monotonic() - start_s
         self.handle.path = self._place.path()
 
     def _copy(self, manifest: Manifest, pipeline: Pipeline, pace: Pace) -> None:

@@ -77,7 +77,7 @@ class LocalTier:
         ring: the memory of the directory, if it is in memory and can be used.
         peers: the neighbours, if nodes send each other files.
         highest: on the first rank, the highest sequence number of any node's steps.
-        held: by nonce, the copies of each step of earlier jobs that the nodes hold together.
+        copies_of: by nonce, the copies of each step of earlier jobs that the nodes hold together.
         useless: nonces of steps that a later attempt or a newer step in the root replaces.
         incomplete: nonces of steps with parts that no node has.
 
@@ -128,11 +128,11 @@ class LocalTier:
         self._meeting = self._begin("local tier")
         self._lock = threading.Lock()
         self._nodes: RanksByNode | None = None  # under _lock
-        self._told = ""
+        self._last_why = ""
         self._sequence: int | None = None
         self.highest = 0
         self.useless, self.incomplete = set[str](), set[str]()
-        self.held: dict[str, list[Copy]] = {}
+        self.copies_of: dict[str, list[Copy]] = {}
 
     def _device_of(self, path: str) -> int:
         with reported("stat", path):
@@ -168,7 +168,7 @@ class LocalTier:
             if self._nodes is None:
                 try:
                     with self._meeting.failing():
-                        self._nodes = self._met(self._meeting)
+                        self._nodes = self._meet(self._meeting)
                 except BaseException:  # the ranks meet again when they are needed next
                     self._meeting = self._begin("local tier")
                     raise
@@ -179,7 +179,7 @@ class LocalTier:
         """Returns whether this rank is the first one on its node."""
         return self.nodes().first(self._rank) == self._rank
 
-    def _met(self, meeting: Round) -> RanksByNode:
+    def _meet(self, meeting: Round) -> RanksByNode:
         """Exchanges with all ranks which directory each sees, and where each listens."""
         peers = self.peers
         group = None if self.memory is None else self.memory.groups
@@ -193,10 +193,10 @@ class LocalTier:
             records = [json.loads(record) for record in meeting.gather("identity")]
             check_alike([every for _identity, _at, every, _highest in records])
             self.highest = max(highest for *_, highest in records)
-            told = [(identity, at) for identity, at, *_ in records]
-            shared = [first.setdefault(identity, rank) for rank, (identity, _at) in enumerate(told)]
-            listening = [at for _identity, at in told]
-            warn_of_loopback(told)
+            identities = [(identity, at) for identity, at, *_ in records]
+            shared = [first.setdefault(name, rank) for rank, (name, _at) in enumerate(identities)]
+            listening = [at for _identity, at in identities]
+            warn_of_loopback(identities)
             secret = None if peers is None else secrets.token_hex(32)
             meeting.put("nodes", json.dumps([shared, listening, secret]).encode())
         shared, listening, secret = json.loads(meeting.get("nodes"))
@@ -240,9 +240,9 @@ class LocalTier:
         """Raises StorageError if there is no room for so many bytes and SMALL_BYTES."""
         root, needed = self.steps.root, nbytes + SMALL_BYTES
         with reported("allocate", root):
-            left = self._storage.free_bytes(root)
-        if left < needed:
-            raise StorageError("allocate", root, errno.ENOSPC, detail=room_text(needed, left))
+            free = self._storage.free_bytes(root)
+        if free < needed:
+            raise StorageError("allocate", root, errno.ENOSPC, detail=room_text(needed, free))
 
     def no_room_on_node(self, name: str, nbytes: int, recycled: int = 0) -> str:
         """Returns why a step that this node writes, `recycled` bytes of it in slots, would exceed
@@ -296,8 +296,8 @@ class LocalTier:
 
     def warn(self, step: int, why: str) -> None:
         """Logs that a save bypasses the tier; as a warning if the reason is new."""
-        level = logging.DEBUG if why == self._told else logging.WARNING
-        self._told = why
+        level = logging.DEBUG if why == self._last_why else logging.WARNING
+        self._last_why = why
         log.log(
             level, "step %d is saved directly to %s: the local tier %s", step, self.root.root, why
         )
@@ -344,7 +344,7 @@ class LocalTier:
 
     def fetching(self, item: Committed) -> Fetch | None:
         """Returns a function that fetches files of an earlier job's step from other nodes."""
-        peers, copies = self.peers, self.held.get(item.manifest.nonce)
+        peers, copies = self.peers, self.copies_of.get(item.manifest.nonce)
         if peers is None or copies is None:
             return None
         own, parts = self.nodes().first(self._rank), parts_of(item.manifest).items()
@@ -387,9 +387,9 @@ class LocalTier:
         Only the first rank of a node calls it.
         """
         entries, of_use, has_safe = list[Entry](), list[Entry](), False
-        found = readable(self.steps)
-        nonces = {item.name: item.manifest.nonce for item in found}
-        for item in found:
+        committed = readable(self.steps)
+        nonces = {item.name: item.manifest.nonce for item in committed}
+        for item in committed:
             is_useless = item.manifest.nonce in self.useless
             is_safe = self._is_safe(item.name)
             is_needed = self.is_due(item.manifest.step) or not of_use or (is_safe and not has_safe)
@@ -453,7 +453,7 @@ class LocalTier:
         return status is not None and nbytes in (None, status.st_size)
 
 
-def last_of(found: list[Committed]) -> dict[int, int]:
+def last_of(committed: list[Committed]) -> dict[int, int]:
     """Returns the highest sequence number of each step among the attempts at it."""
-    ordered = sorted(found, key=lambda item: item.manifest.sequence)
+    ordered = sorted(committed, key=lambda item: item.manifest.sequence)
     return {item.manifest.step: item.manifest.sequence for item in ordered}

@@ -84,20 +84,20 @@ def sizes_of(manifest: Manifest) -> dict[str, int]:
 
 def check_alike(root_every: Sequence[int]) -> None:
     """Raises ValueError if ranks would send different steps to the root."""
-    for rank, its in enumerate(root_every):
-        if its != root_every[0]:
+    for rank, value in enumerate(root_every):
+        if value != root_every[0]:
             raise ValueError(
-                f"Memory(root_every=) is {root_every[0]} on rank 0 and {its} on rank {rank}, must "
-                "be the same on all ranks (a local directory without Memory counts as 1)"
+                f"Memory(root_every=) is {root_every[0]} on rank 0 and {value} on rank {rank}, "
+                "must be the same on all ranks (a local directory without Memory counts as 1)"
             )
 
 
-def warn_of_loopback(told: Sequence[tuple[str, Sequence[Any] | None]]) -> None:
+def warn_of_loopback(identities: Sequence[tuple[str, Sequence[Any] | None]]) -> None:
     """Warns of a rank that other machines cannot reach, given identities and addresses."""
-    machines = {identity.partition(" ")[0] for identity, _at in told} - {"rank"}
+    machines = {identity.partition(" ")[0] for identity, _at in identities} - {"rank"}
     if len(machines) < 2:
         return
-    for rank, (_identity, at) in enumerate(told):
+    for rank, (_identity, at) in enumerate(identities):
         if at is not None and (at[0] == "::1" or at[0].startswith("127.")):
             log.warning(
                 "rank %d listens for its neighbours at %s, which other machines cannot reach: on "

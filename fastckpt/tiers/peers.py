@@ -79,11 +79,11 @@ class Peers:
             int, float
         ] = {}  # ranks that hung, and until when they are skipped
 
-    def begin(self, nodes: RanksByNode, told: Sequence[Sequence[Any]], secret: str) -> None:
+    def begin(self, nodes: RanksByNode, listeners: Sequence[Sequence[Any]], secret: str) -> None:
         """Takes the address and the group of each rank, and begins to serve."""
         self._nodes, self._secret = nodes, bytes.fromhex(secret)
-        self._addresses = [(str(host), int(port)) for host, port, _group in told]
-        groups = [str(group) for _host, _port, group in told]
+        self._addresses = [(str(host), int(port)) for host, port, _group in listeners]
+        groups = [str(group) for _host, _port, group in listeners]
         self._neighbours = {first: self._chosen(first, groups) for first in nodes.firsts}
         self._listener.start(self._secret, self._serve)
 
@@ -112,7 +112,7 @@ class Peers:
 
     def sources(self, first: int) -> list[int]:
         """Returns the ranks on other nodes whose files a node holds."""
-        near = [other for other, its in self._neighbours.items() if first in its]
+        near = [other for other, holders in self._neighbours.items() if first in holders]
         return [rank for other in near for rank in self._nodes.beside(other)]
 
     def _rank_on(self, first: int) -> int:
@@ -163,7 +163,7 @@ class Peers:
         if takes_s <= self._within_s:
             return ""
         return (
-            f"sending {shown_size(nbytes)} to each of {count} neighbours takes {takes_s:.0f} s at "
+            f"sending {shown_size(nbytes)} to each neighbour ({count}) takes {takes_s:.0f} s at "
             f"Memory(rate={self._memory.rate!r}), but may take only a third of timeout_s, "
             f"{self._within_s:.0f} s: raise one of them"
         )
@@ -190,19 +190,19 @@ class Peers:
     def _serve(self, link: PeerLink) -> None:
         while True:
             link.limit(time.monotonic() + self._within_s, self._memory.rate_bytes)
-            asked = link.receive()
+            request = link.receive()
             link.limit(time.monotonic() + self._within_s)
             try:
-                if "put" in asked:
-                    self._take_offered(link, str(asked["put"]), str(asked.get("nonce")))
+                if "put" in request:
+                    self._take_offered(link, str(request["put"]), str(request.get("nonce")))
                 else:
-                    self._give(link, str(asked.get("get")), str(asked.get("nonce")))
+                    self._give(link, str(request.get("get")), str(request.get("nonce")))
             except CheckpointError as error:
                 link.send({"error": f"{type(error).__name__}: {error}"})
                 if isinstance(error, StorageError):
                     return  # the file may still be coming
 
-    def _found(self, nonce: str) -> Committed:
+    def _step_of(self, nonce: str) -> Committed:
         for item in readable(self._steps):
             if item.manifest.nonce == nonce:
                 return item
@@ -210,7 +210,7 @@ class Peers:
 
     def _take_offered(self, link: PeerLink, file: str, nonce: str) -> None:
         # The step's save is not over on any node, so the step is not removed.
-        item = self._found(nonce)
+        item = self._step_of(nonce)
         nbytes = sizes_of(item.manifest).get(file)
         if nbytes is None:
             raise CheckpointError(f"{file!r} is not a file of the step")
@@ -221,7 +221,7 @@ class Peers:
             link.send({})
 
     def _give(self, link: PeerLink, file: str, nonce: str) -> None:
-        item = self._found(nonce)
+        item = self._step_of(nonce)
         with self._steps.hold(item.name):
             path = self._steps.path(item.name, file)
             if file != MANIFEST and file not in sizes_of(item.manifest):
@@ -303,7 +303,7 @@ class Peers:
         for rank in map(self._rank_on, holders):
             try:
                 with self._linked(rank) as link:
-                    nbytes, _path = self._asked(link, MANIFEST, nonce)
+                    nbytes, _path = self._request(link, MANIFEST, nonce)
                     content = link.receive_bytes(min(nbytes, MANIFEST_BYTES_MAX))
                     link.send({})
                 manifest = Manifest.from_bytes(content)
@@ -324,7 +324,7 @@ class Peers:
                 log.warning("step %d could not be fetched from %s", step, troubles[-1])
         raise CheckpointError(f"its manifest could not be fetched from {'; '.join(troubles)}")
 
-    def _asked(self, link: PeerLink, file: str, nonce: str) -> tuple[int, str]:
+    def _request(self, link: PeerLink, file: str, nonce: str) -> tuple[int, str]:
         """Asks for a file; returns its size, and its path there."""
         link.send({"get": file, "nonce": nonce})
         answer = link.receive()
@@ -383,9 +383,9 @@ class Peers:
             try:
                 with self._linked(rank) as link:
                     link.limit(time.monotonic() + self._within_s)
-                    found, there = self._asked(link, file, item.manifest.nonce)
-                    if found != nbytes:
-                        raise CorruptCheckpoint(f"its copy has {found} bytes, must have {nbytes}")
+                    size, there = self._request(link, file, item.manifest.nonce)
+                    if size != nbytes:
+                        raise CorruptCheckpoint(f"its copy has {size} bytes, must have {nbytes}")
                     self._receive(link, item, file, nbytes)
                     link.send({})
                 for why in troubles:

@@ -62,7 +62,7 @@ class NodePlace(StepPlace):
         self._draining = draining
         # The save that has to be in the root before this one is written, so that the tier never
         # holds more than `keep` undrained steps beside it.
-        self._awaited = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
+        self._save_before = earlier[-tier.keep - 1] if len(earlier) > tier.keep else None
         self._deadline_s = deadline_s
         self._trouble = self._nonce = self._slot_label = ""
         self._opened_s = 0.0
@@ -75,8 +75,8 @@ class NodePlace(StepPlace):
         # Before anything is staged: the drain that this waits for also needs staging memory.
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
             self._tier.refuse("cannot be drained: staging memory has only one block")
-        awaited, self._awaited = self._awaited, None
-        return () if awaited is None else (awaited,)
+        handle, self._save_before = self._save_before, None
+        return () if handle is None else (handle,)
 
     def slot(self, output: Output) -> Slot | None:
         ring, self._slot_label = self._tier.ring, output.slot_label
@@ -150,18 +150,18 @@ class NodePlace(StepPlace):
         agreement, nodes = self._agreement, self._tier.nodes()
         first = nodes.first(agreement.rank)
         nbytes = sum(output.image.nbytes for output in outputs)
-        taken = {out.slot_label: out.image.nbytes for out in outputs if out.file.slot is not None}
-        agreement.put("bytes", json.dumps([nbytes, taken]).encode())
+        slots = {out.slot_label: out.image.nbytes for out in outputs if out.file.slot is not None}
+        agreement.put("bytes", json.dumps([nbytes, slots]).encode())
         if first == agreement.rank:
             near, far, peers = nodes.beside(first), list[int](), self._tier.peers
             if peers is not None:
                 far = peers.sources(first)
-            told = {rank: json.loads(agreement.get("bytes", rank)) for rank in (*near, *far)}
-            needed = sum(all_of_it for all_of_it, _taken in told.values())
-            there = sum(size for rank in near for size in told[rank][1].values())
+            outputs_of = {rank: json.loads(agreement.get("bytes", rank)) for rank in (*near, *far)}
+            needed = sum(all_of_it for all_of_it, _slots in outputs_of.values())
+            there = sum(size for rank in near for size in outputs_of[rank][1].values())
             # Files from neighbours also use recycled files, if the sizes match.
-            its = [pair for rank in far for pair in told[rank][1].items()]
-            there += sum(size for file, size in its if ring.has(file, size))
+            sizes = [pair for rank in far for pair in outputs_of[rank][1].items()]
+            there += sum(size for file, size in sizes if ring.has(file, size))
             why = self._trouble or self._tier.no_room_on_node(self.step.name, needed, there)
             agreement.put("room", why.encode(errors="replace"))
         why = agreement.get("room", first).decode()
@@ -218,14 +218,14 @@ class NodePlace(StepPlace):
         agreement = self._agreement
         others = [rank for rank in self._tier.nodes().firsts if rank]
         try:
-            made = manifest(self._tier.next_sequence(self.step.steps))
+            content = manifest(self._tier.next_sequence(self.step.steps))
         except BaseException:
             if others:
                 agreement.put("manifest", b"")
             raise
         if others:
-            agreement.put("manifest", made.to_bytes())
-        self._publish_here(made)
+            agreement.put("manifest", content.to_bytes())
+        self._publish_here(content)
         for rank in others:
             kind, failure = json.loads(agreement.get("published", rank))
             if kind == RootInUse.__name__:
@@ -250,13 +250,13 @@ class NodePlace(StepPlace):
         content = self._agreement.get("manifest")
         if not content:
             return
-        told = "", ""
+        outcome = "", ""
         try:
             self._publish_here(Manifest.from_bytes(content))
         except (CheckpointError, OSError) as error:
             self._refuse_after(error)  # rank 0 raises the failure on all ranks
-            told = type(error).__name__, str(error)
-        self._agreement.put("published", json.dumps(told).encode())
+            outcome = type(error).__name__, str(error)
+        self._agreement.put("published", json.dumps(outcome).encode())
 
     # ---- the copies in the memory of the neighbours
 
@@ -290,8 +290,8 @@ class NodePlace(StepPlace):
         draining = self._draining
         draining.put("sent", why.encode(errors="replace"))
         if draining.rank == 0:
-            told = enumerate(draining.gather("sent"))
-            why = "; ".join(f"rank {r}: {text.decode()}" for r, text in told if text)[:_WHY_CHARS]
+            texts = enumerate(draining.gather("sent"))
+            why = "; ".join(f"rank {r}: {text.decode()}" for r, text in texts if text)[:_WHY_CHARS]
             draining.put("replicas", why.encode())
             if why:
                 what = "step %d is not in the memory of all neighbours: %s"

@@ -50,30 +50,30 @@ def first_whole_of_tiers(
     survey = Survey(tier, agreement)
     undrained = survey.look(current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN)
     survey.coming = _resumed(current, tier, options, undrained)
-    taken: dict[str, str] = {}
+    sources: dict[str, str] = {}
 
     def noting(reader: StepReader) -> T:
-        found = read(reader)
-        taken.update(reader.copies.sources)
-        return found
+        result = read(reader)
+        sources.update(reader.copies.sources)
+        return result
 
-    found = first_whole(
+    result = first_whole(
         agreement, current, survey.shelves, step, noting, tier.near, required, survey
     )
-    if found is not None:
+    if result is not None:
         own, far = (os.path.join(as_url(each.root), "") for each in (tier.steps, tier.root))
-        local, rest = (sum(path.startswith(at) for path in taken.values()) for at in (own, far))
-        told = f"{local} files read from {own}, {rest} from the root"
-        told += f", {len(taken) - local - rest} from other nodes" if tier.peers else ""
-        log.info("step %d: %s", found[0], told)
-    return found
+        local, rest = (sum(path.startswith(at) for path in sources.values()) for at in (own, far))
+        text = f"{local} files read from {own}, {rest} from the root"
+        text += f", {len(sources) - local - rest} from other nodes" if tier.peers else ""
+        log.info("step %d: %s", result[0], text)
+    return result
 
 
 def _resumed(
     current: Pipeline, tier: LocalTier, options: StepOptions, undrained: Sequence[StepInfo]
 ) -> dict[str, InnerHandle]:
     """Begins to drain the steps that the root lacks, newest first; returns handles, by nonce."""
-    begun = dict[str, InnerHandle]()
+    handles = dict[str, InnerHandle]()
     for info in undrained:
         handle = InnerHandle(tier.root.path(step_name(info.step)), time.perf_counter())
         handle.note_reported()  # the drain logs its failure, and no later save raises it
@@ -81,5 +81,5 @@ def _resumed(
         handle.mark_local()
         handle.stats.local_committed_s = None  # that was in another job
         drain = tier.drain(handle, tier.drainer.begin(info.step), options, info, is_resumed=True)
-        begun[info.nonce] = current.save(drain)
-    return begun
+        handles[info.nonce] = current.save(drain)
+    return handles

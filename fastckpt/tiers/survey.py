@@ -52,7 +52,7 @@ class Survey:
         self.shelves: list[StepStore] = [tier.root]
         self.apart: list[Apart] = []
         self.coming: dict[str, InnerHandle] = {}
-        # The numbers and the sequence numbers of the steps in tier.held.
+        # The numbers and the sequence numbers of the steps in tier.copies_of.
         self._order_of: dict[str, tuple[int, int]] = {}
         self._why_undrained = ""  # why this job does not copy them to the root now, in words
         self._drained_beside: set[str] = set()  # nonces of steps that another job is to copy there
@@ -66,26 +66,28 @@ class Survey:
         nodes = self._tier.nodes()
         self._looks += 1
         for look, pause_s in enumerate((*_LOOK_PAUSES_S, None)):
-            told = self._looked(f"{self._looks} {look}", is_able, is_last=pause_s is None)
-            if not told["again"]:
+            results = self._looked(f"{self._looks} {look}", is_able, is_last=pause_s is None)
+            if not results["again"]:
                 break
             time.sleep(pause_s or 0.0)
-        self._order_of = {nonce: (step, at) for nonce, step, at, _copies in told["held"]}
-        held = self._tier.held = {
-            nonce: [Copy(*each) for each in copies] for nonce, _step, _at, copies in told["held"]
+        self._order_of = {nonce: (step, at) for nonce, step, at, _copies in results["held"]}
+        copies_of = self._tier.copies_of = {
+            nonce: [Copy(*each) for each in copies] for nonce, _step, _at, copies in results["held"]
         }
-        beside, found = nodes.beside(self._rank), []
-        names_of = {nonce: {its.first: its.name for its in held[nonce]} for nonce in held}
+        beside, infos = nodes.beside(self._rank), []
+        names_of = {
+            nonce: {copy.first: copy.name for copy in copies} for nonce, copies in copies_of.items()
+        }
         self._gather(names_of)
-        for nonce in told["undrained"]:
-            names, holders = names_of[nonce], [*reversed(held[nonce])]
+        for nonce in results["undrained"]:
+            names, holders = names_of[nonce], [*reversed(copies_of[nonce])]
             holder = {part: copy.first for copy in holders for part in copy.parts}
             here = [part for part, first in sorted(holder.items()) if first == beside[0]]
             mine = here[beside.index(self._rank) :: len(beside)]
             sender = None if nodes.first(0) in names else min(names)
             step, name = self._order_of[nonce][0], names.get(beside[0], "")
-            found.append(StepInfo(step, nonce, name, sender, mine))
-        return found
+            infos.append(StepInfo(step, nonce, name, sender, mine))
+        return infos
 
     def look_again(self) -> None:
         self.look(is_able=True)
@@ -100,8 +102,8 @@ class Survey:
         why = "" if is_able else "a rank has too little staging memory for copies"
         if self._is_beside:
             why = f"another job saves to {tier.steps.root!r}"
-        found = survey_of_copy(tier.steps) if is_first else []
-        there = {item.manifest.nonce: item for item in found}
+        committed = survey_of_copy(tier.steps) if is_first else []
+        there = {item.manifest.nonce: item for item in committed}
         listed = [*map(self._listed, there.values())]
         agreement.put(f"local {key}", json.dumps([why, self._is_beside, listed]).encode())
         if self._rank == 0:
@@ -119,23 +121,24 @@ class Survey:
             merged["drained beside"] = due if is_beside else []
             merged["undrained"], merged["why"] = [] if why else undrained, why
             agreement.put(f"survey {key}", json.dumps(merged).encode())
-        told: dict[str, Any] = json.loads(agreement.get(f"survey {key}"))
+        results: dict[str, Any] = json.loads(agreement.get(f"survey {key}"))
         if not self._is_beside:  # otherwise the job that saves here marks its own steps
-            for what, nonces in ((DRAINED, told["drained"]), (REPLICATED, told["replicated"])):
+            notes = (DRAINED, results["drained"]), (REPLICATED, results["replicated"])
+            for what, nonces in notes:
                 for nonce in there.keys() & {*nonces}:
                     tier.note(there[nonce].name, what)
-        tier.useless = there.keys() & {*told["useless"]}
-        tier.incomplete = there.keys() & {*told["incomplete"]}
-        for nonce in there.keys() & {*told["deleted"]}:
+        tier.useless = there.keys() & {*results["useless"]}
+        tier.incomplete = there.keys() & {*results["incomplete"]}
+        for nonce in there.keys() & {*results["deleted"]}:
             tier.remove(there[nonce].name, nonce)
-        self._why_undrained, self._drained_beside = told["why"], {*told["drained beside"]}
-        return told
+        self._why_undrained, self._drained_beside = results["why"], {*results["drained beside"]}
+        return results
 
     def _listed(self, item: Committed) -> dict[str, Any]:
         """Returns what a node reports to the others about its copy of a step."""
         manifest, has = item.manifest, self._tier.has
         of = parts_of(manifest)
-        parts = [part for part in of if all(has(item.name, *its) for its in of[part].items())]
+        parts = [part for part in of if all(has(item.name, *file) for file in of[part].items())]
         return {
             "name": item.name,
             "step": manifest.step,
@@ -150,19 +153,19 @@ class Survey:
     def _merged(self, listings: list[list[dict[str, Any]]]) -> dict[str, Any]:
         """Sorts the steps in the nodes' listings, on the first rank, by what has to be done."""
         tier = self._tier
-        found, _faults = tier.root.survey()
-        in_root = {item.manifest.nonce for item in found}
-        newest, last = found[0].manifest.sequence if found else -1, last_of(found)
+        committed, _faults = tier.root.survey()
+        in_root = {item.manifest.nonce for item in committed}
+        newest, last = committed[0].manifest.sequence if committed else -1, last_of(committed)
         self._newest = newest
-        gone = deleted(tier.root)
+        removed = deleted(tier.root)
         of: dict[str, list[tuple[int, dict[str, Any]]]] = {}
         for rank, listing in enumerate(listings):
             for each in listing:
                 tier.highest = max(tier.highest, each["sequence"])
-                if each["nonce"] not in gone:
+                if each["nonce"] not in removed:
                     of.setdefault(each["nonce"], []).append((rank, each))
         kinds = "held", "drained", "useless", "undrained", "incomplete", "lost", "replicated"
-        told: dict[str, Any] = {"deleted": sorted(gone), **{kind: [] for kind in kinds}}
+        results: dict[str, Any] = {"deleted": sorted(removed), **{kind: [] for kind in kinds}}
         has_newest = False  # whether a step that is newer than all in the root is here, whole
         for nonce, copies in sorted(of.items(), key=lambda pair: -pair[1][0][1]["sequence"]):
             one = copies[0][1]
@@ -171,28 +174,28 @@ class Survey:
             step, sequence, is_newer = one["step"], one["sequence"], one["sequence"] > newest
             missing = [part for part in one["of"] if part not in holders]
             if any(each["replicated"] for _rank, each in copies):  # all ranks agreed on that
-                told["replicated"].append(nonce)
+                results["replicated"].append(nonce)
             if not missing:
-                its = [(rank, each["name"], each["parts"]) for rank, each in copies]
-                told["held"].append((nonce, step, sequence, its))
+                on_nodes = [(rank, each["name"], each["parts"]) for rank, each in copies]
+                results["held"].append((nonce, step, sequence, on_nodes))
             # If the root lacks a drained step, retention has removed it there. But if the step is
             # newer than all in the root, the root has lost it, and it is drained again.
             if sequence < last.get(step, -1) and nonce not in in_root:
-                told["useless"].append(nonce)
+                results["useless"].append(nonce)
             elif (
                 nonce in in_root
                 or (was_drained and not is_newer)
                 or (sequence < newest and not tier.is_due(step))
             ):
-                told["drained"].append(nonce)
+                results["drained"].append(nonce)
             elif missing:
-                told["incomplete"].append(nonce)
+                results["incomplete"].append(nonce)
                 if is_newer and not has_newest:
-                    told["lost"].append((step, named_parts(missing)))
+                    results["lost"].append((step, named_parts(missing)))
             elif tier.is_due(step) or not has_newest:
-                told["undrained"].append(nonce)
+                results["undrained"].append(nonce)
             has_newest = has_newest or (is_newer and not missing)
-        return told
+        return results
 
     def _log(self, lost: list[tuple[int, str]], undrained: list[int], why: str) -> None:
         """Logs which steps stay only on the nodes, and which are lost, on the first rank."""
@@ -253,22 +256,23 @@ class Survey:
             return
         if tier.peers is None:
             why = "ranks need files of other nodes, but nodes do not send files to each other"
-            self.shelves[1:], self.apart = [], [self._apart(nonce, why) for nonce in tier.held]
+            self.apart = [self._apart(nonce, why) for nonce in tier.copies_of]
+            self.shelves[1:] = []
             return
         if tier.is_first():
             agreement.put(f"names {key}", json.dumps(self._adopted(tier.peers)).encode())
         if self._rank == 0:
-            told = {first: json.loads(agreement.get(f"names {key}", first)) for first in firsts}
-            agreement.put(f"gathered {key}", json.dumps(told).encode())
-        told = json.loads(agreement.get(f"gathered {key}"))
-        names = {int(at): its for at, (its, _whys) in told.items()}
-        whys = {nonce: why for _its, each in told.values() for nonce, why in each.items()}
-        for nonce, its in names_of.items():
-            its.update({at: name[nonce] for at, name in names.items() if nonce in name})
+            answers = {first: json.loads(agreement.get(f"names {key}", first)) for first in firsts}
+            agreement.put(f"gathered {key}", json.dumps(answers).encode())
+        answers = json.loads(agreement.get(f"gathered {key}"))
+        names = {int(at): names_here for at, (names_here, _whys) in answers.items()}
+        whys = {nonce: why for _names, each in answers.values() for nonce, why in each.items()}
+        for nonce, names_here in names_of.items():
+            names_here.update({at: name[nonce] for at, name in names.items() if nonce in name})
         common = set(names[0]).intersection(*names.values())
         own_names = {names[0][nonce]: names[own][nonce] for nonce in common}
         unlisted = "its manifest is damaged on the first node, or was removed there"
-        self.apart = [self._apart(nonce, whys.get(nonce, unlisted)) for nonce in tier.held]
+        self.apart = [self._apart(nonce, whys.get(nonce, unlisted)) for nonce in tier.copies_of]
         self.shelves[1:] = [NodesSteps(tier.steps, own_names, common)]
 
     def _apart(self, nonce: str, why: str) -> Apart:
@@ -281,7 +285,7 @@ class Survey:
         files all fit into its budget; and for the other steps, why this node cannot hold them.
         """
         tier, names, whys = self._tier, dict[str, str](), dict[str, str]()
-        for nonce, copies in tier.held.items():
+        for nonce, copies in tier.copies_of.items():
             own = next((copy for copy in copies if copy.first == self._rank), None)
             name, parts = ("", []) if own is None else (own.name, own.parts)
             try:

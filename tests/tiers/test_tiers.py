@@ -369,7 +369,7 @@ def test_who_waits_for_a_job_beside_takes_a_newer_step_that_came_instead(
             with closing(checkpointer._coordinator.begin("a look", 2)) as agreement:
                 survey = Survey(tier, agreement)
                 survey._order_of = {nonce: (2, newest + 1)}
-                with pytest.raises(StorageError, match="step 2, which another job is to copy"):
+                with pytest.raises(StorageError, match="another job has not copied step 2"):
                     survey.await_drain_beside(nonce)
                 survey._order_of = {nonce: (2, newest)}
                 beside.save(3, state(3)).result(WAIT_S)
