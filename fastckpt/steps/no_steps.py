@@ -103,7 +103,7 @@ def is_step(root: str, timeout_s: float = inf) -> bool:
         return is_manifest(looked_up(read, root, timeout_s))
     except NotADirectoryError:
         raise ValueError(
-            f"root is {root!r}, must be a directory: this path or a directory above it is a file"
+            f"root is {root!r}, must be a directory: this path or a parent of it is a file"
         ) from None
     except StorageError:  # of a store
         raise
