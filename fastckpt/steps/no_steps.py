@@ -25,7 +25,7 @@ from fastckpt.storage.file_system import Storage, reported
 log = logging.getLogger("fastckpt")
 
 _NAMES_SHOWN = 3  # entries of a directory that one message names
-_HEAD_BYTES = 64  # of a manifest, which tell that it is one
+_HEAD_BYTES = 64  # the first bytes of a file, which show whether it is a manifest
 _ENTRIES_TRIED = 50  # entries of a directory without steps that are searched for steps
 
 

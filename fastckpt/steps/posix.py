@@ -207,7 +207,7 @@ class PosixSteps(StepStore):
         for path in [*self._grown]:
             with reported("sync directory", path):
                 self.storage.sync_directory(path)
-            with suppress(ValueError):  # another save of this rank has done so, too
+            with suppress(ValueError):  # another save of this rank has removed it
                 self._grown.remove(path)
 
     # ---- whose a directory is

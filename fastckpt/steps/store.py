@@ -49,7 +49,7 @@ class Fault(NamedTuple):
 
     @property
     def step(self) -> int | None:
-        """The step that it would be; None if its name does not tell."""
+        """The number of the step, from the name; None if it has no name."""
         return step_of(self.name) if self.name else None
 
 

@@ -250,9 +250,7 @@ class Peers:
         with atomic.temporary(storage, path) as (new, temporary):
             with self._ring.lent(file, nbytes, temporary) as recycled:
                 if recycled is None:
-                    with reported(
-                        "allocate", path
-                    ):  # the sender gets the error if there is no room
+                    with reported("allocate", path):  # an error here goes to the sender
                         storage.allocate(new, nbytes)
                 fd = new if recycled is None else recycled
                 crcs = write_parts(storage, fd, path, link.receive_parts(nbytes))
