@@ -1,4 +1,4 @@
-"""SaveHandle, which a caller holds for each save, and InnerHandle, as which the library sees it."""
+"""SaveHandle, the caller's view of a save, and InnerHandle, the library's view of it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger("fastckpt")
 class SaveHandle(SignalSafeFuture[SaveStats]):
     """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
 
-    If nobody asks for a failure by result() or exception(), the next save of the same kind raises
-    it, unless it is only to be warned of; at exit it is reported on stderr, and the exit status is
-    not 0. A callback of add_done_callback() that asks does not count, since what it raises is only
-    logged. If a signal handler raises in one of the methods, the save goes on.
+    If a save fails and the caller does not call result() or exception(), the next save of the same
+    kind raises the error, unless on_error is "warn"; at exit it is reported on stderr, and the exit
+    status is not 0. A call in a callback of add_done_callback() does not count, since errors of
+    callbacks are only logged. If a signal handler raises in a method, the save continues.
 
     Attributes:
         path: the final path, or "" for a file-like target.
@@ -44,8 +44,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._decider: int | None = None  # the thread that runs before_commit
         self._is_cancelled = self._is_reported = False
         self._staged = Latch()
-        self._replicated = Latch()  # set when that has been tried, or by the end
-        self._first = Latch()  # set by the first commit, in whichever tier, or by the end
+        self._replicated = Latch()  # set after the attempt to replicate, or at the end
+        self._first = Latch()  # set by the first commit in any tier, or at the end
         self._progress: Callable[[], Progress] | None = None
 
     @property
@@ -77,10 +77,10 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         try:
             stats = super().result(timeout)
         except BaseException as error:
-            # A timeout or an interrupt is not the save's error, even if the save failed meanwhile.
+            # A timeout or an interrupt is not the save's error, even if the save has failed too.
             if self.done() and error is self._failure():
                 self._note_asked()
-            del self  # which keeps the error, which keeps this frame
+            del self  # it refers to the error, and the error to this frame
             raise
         self._note_asked()
         return stats
@@ -93,20 +93,20 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         return error
 
     def cancel(self) -> bool:
-        """Asks the save to end without a commit, on all ranks, and to remove what it has written.
+        """Asks the save to end without a commit, on all ranks, and to remove the files it has made.
 
-        Returns at once. Until the save has ended, for which exception() waits, it reads the object,
-        and its files are there. It ends with SaveCancelled on every rank, unless the first rank has
-        begun to publish before it hears of this: then it commits as if nobody had asked. Other
-        saves are not touched: no later save raises that SaveCancelled, on any rank. If the first
-        rank has not called this itself, it logs a warning. With a local tier a step can be
-        cancelled until it is committed there.
+        Returns at once. Until the save has ended (exception() waits for that), it may still read
+        the object, and its files exist. It ends with SaveCancelled on every rank, unless the first
+        rank has already begun to publish: then it commits as usual. Other saves are not affected:
+        no later save raises that SaveCancelled, on any rank. If the first rank did not call this
+        itself, it logs a warning. With a local tier, a step can be cancelled until it is committed
+        there.
 
-        asyncio.wait_for() calls this when its time is up; asyncio.shield() prevents that.
+        asyncio.wait_for() calls this on a timeout; asyncio.shield() prevents that.
 
         Returns:
-            False if the save had ended already, and was not cancelled. Else True: result() tells
-                whether the commit came first.
+            False if the save has already ended and was not cancelled. Otherwise True: result() then
+                shows whether the commit came first.
         """
         self._is_cancelled = True
         return not self.done() or isinstance(self._failure(), SaveCancelled)
@@ -120,12 +120,12 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
             raise TimedOut(f"{self._subject()} was not staged within {timeout:g} s")
 
     def wait_local(self, timeout: float | None = None) -> bool:
-        """Waits until a step is committed in the local tier, on every node, or else in the root;
-        `timeout` seconds at most (None: no limit).
+        """Waits until a step is committed in the local tier on every node, or in the root if it
+        bypasses the tier; `timeout` seconds at most (None: no limit).
 
         Returns:
             True if it is committed in the local tier. False if it is committed in the root, because
-                there is no local tier or the step went past it.
+                there is no local tier or the step bypassed it.
 
         Raises:
             TimeoutError: it was not committed within `timeout`. CheckpointError: the save failed.
@@ -139,12 +139,12 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
 
     def wait_memory(self, timeout: float | None = None) -> bool:
         """Waits until a step is in the memory of the nodes and, with Memory(peers=), every rank's
-        files are in that of its neighbours, too; `timeout` seconds at most (None: no limit).
+        files are also in the memory of its neighbours; `timeout` seconds at most (None: no limit).
 
         Returns:
-            False if they are not: the step went past the memory, which `stats.local_why` explains,
-                or a neighbour did not take them, which `stats.replicas_why` does. Without a Memory
-                it is what wait_local() returns.
+            False if they are not there: the step bypassed the memory (`stats.local_why` says why),
+                or a neighbour did not take the files (`stats.replicas_why` says why). Without a
+                Memory, the result of wait_local().
 
         Raises:
             As wait_local().
@@ -155,11 +155,11 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         return self.wait_local(timeout) and not self.stats.replicas_why
 
     def progress(self) -> Progress:
-        """Returns how many bytes of its part this process has written so far, of how many.
+        """Returns how many bytes of its part this process has written so far, and the total.
 
-        Both are 0 until its copies begin, which may have to wait for the saves before it. With a
-        codec they are bytes before it. While a step is copied from the local tier to the root, they
-        are bytes of that copy.
+        Both are 0 until its copies begin; they may have to wait for earlier saves. With a codec,
+        bytes count before compression. While a step is copied from the local tier to the root,
+        bytes of that copy count.
         """
         progress = self._progress
         return Progress(self.stats.nbytes, self.stats.nbytes) if progress is None else progress()
@@ -190,11 +190,11 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         return f"save to {self.path!r}"
 
     def _failure(self) -> BaseException | None:
-        """Returns the error of a save that has failed, which does not count as asking for it."""
+        """Returns the error of a failed save. The caller then still does not count as informed."""
         return super().exception(0) if self.done() else None
 
     def _note_asked(self) -> None:
-        """Notes that the error, if any, is known to the caller, unless a callback has asked."""
+        """Records that the caller knows the error, if any, unless this is called in a callback."""
         if not is_called_back():
             self._note_reported()
 
@@ -202,7 +202,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._is_reported = True
 
     def _check_wait(self) -> None:
-        """Raises an error instead of a wait that would never end, or in another process."""
+        """Raises an error if a wait would never end, or is in another process."""
         self._check_process()
         if self._decider == threading.get_ident():
             raise RuntimeError(
@@ -219,20 +219,21 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
 
 
 class InnerHandle(SaveHandle):
-    """A SaveHandle as the library sees it: what the save notes in it, and who knows of its failure.
+    """A SaveHandle with the methods for the library: the save records its progress here, and the
+    library records who knows of a failure.
 
     Attributes:
-        kind: the saves that raise each other's errors: "file", "dcp", or a directory of steps or of
-            other checkpoints.
-        drop: called when its error has been told: nothing keeps the frames of who raised it.
-        tells: whether this rank, the first one, says what all ranks know.
-        goes_on_told: whether a line has said what becomes of the save after Ctrl-C.
+        kind: saves of one kind raise each other's errors: "file", "dcp", or a directory of steps or
+            of other checkpoints.
+        drop: called after the error was reported, so that the frames in its traceback are freed.
+        tells: whether this rank logs for all ranks; the first one does.
+        goes_on_told: whether a line was logged about the save's fate after Ctrl-C.
 
     Args:
         started: when save() was called, by time.perf_counter().
-        target: the file-like target, if it is one.
-        on_error: "warn": a failure is logged when it happens, so that no later call raises it;
-            result() does.
+        target: the file-like target, if there is one.
+        on_error: "warn": a failure is logged when it happens, and no later call but result() raises
+            it.
     """
 
     def __init__(
@@ -261,11 +262,11 @@ class InnerHandle(SaveHandle):
     check_wait = SaveHandle._check_wait
 
     def is_cancelled(self) -> bool:
-        """Returns whether cancel() was called on this rank, whatever has become of the save."""
+        """Returns whether cancel() was called on this rank, whether the save ended by it or not."""
         return self._is_cancelled
 
     def give_up(self) -> None:
-        """Cancels the save, and also its way from the local tier to the root."""
+        """Cancels the save, and also its copy from the local tier to the root."""
         self._given_up_s = min(self._given_up_s, time.monotonic())
         self.cancel()
 
@@ -274,30 +275,30 @@ class InnerHandle(SaveHandle):
         return self._given_up_s < inf
 
     def given_up_for(self) -> float:
-        """Returns how many seconds ago that was; -inf: it was not."""
+        """Returns how many seconds ago give_up() was called; -inf: it was not called."""
         return time.monotonic() - self._given_up_s
 
     def is_asked_for(self) -> bool:
-        """Returns whether the failure of this save, if it has failed, need not be told any more.
-        That somebody cancelled it is no failure: who did knows, and the next save is another one.
+        """Returns whether an error of this save need not be reported any more. A cancellation is
+        not reported as an error: the caller of cancel() knows of it.
         """
-        known = self._is_reported or self._is_warned_of
-        return known or isinstance(self.failure(), SaveCancelled)
+        is_reported = self._is_reported or self._is_warned_of
+        return is_reported or isinstance(self.failure(), SaveCancelled)
 
     def may_be_told(self) -> bool:
-        """Returns whether this save may still fail, or has failed and nobody knows its error."""
+        """Returns whether this save may still fail, or has failed with an unreported error."""
         return not self.done() or (self.failure() is not None and not self.is_asked_for())
 
     def note_reported(self) -> None:
-        """Notes that the error, if any, has been told, so that no later save need tell it."""
+        """Records that the error, if any, was reported, so that no later save reports it."""
         super()._note_reported()
-        drop, self.drop = self.drop, bool  # it keeps the handle, in a cycle
+        drop, self.drop = self.drop, bool  # it refers to the handle, in a cycle
         drop()
 
     _note_reported = note_reported
 
     def how_far(self) -> str:
-        """Returns how far the save is on this rank, in words."""
+        """Returns in words how far the save is on this rank."""
         if self.stats.local_committed_s is not None:
             return "it is committed on the nodes and is being copied to the root"
         written, total = self.progress()
@@ -309,25 +310,25 @@ class InnerHandle(SaveHandle):
         return f"{shown_size(written)} of {size}{whose} are written ({100 * written // total} %)"
 
     def mark_writing(self, progress: Callable[[], Progress] | None) -> None:
-        """Notes how the progress is asked for; None: the save has ended."""
+        """Sets the function that returns the progress; None: the save has ended."""
         self._progress = progress
 
     def wait_first(self) -> None:
-        """Waits for the first commit, in whichever tier, or for the end of the save."""
+        """Waits for the first commit in any tier, or for the end of the save."""
         self.check_wait()
         self._first.wait()
 
     def mark_local(self) -> None:
-        """Notes, once, that the step is committed in the local tier, on every node."""
+        """Records, once, that the step is committed in the local tier on every node."""
         self.stats.local_committed_s = self.elapsed_s()
         self._first.set()
 
     def mark_memory(self) -> None:
-        """Notes, once, that the neighbours have the step, if there are any, or will not have it."""
+        """Records, once, that the attempt to copy the step to the neighbours, if any, has ended."""
         self._replicated.set()
 
     def _wait_ended(self, timeout: float | None = None) -> bool:
-        """Waits for the end; says so if Ctrl-C ends the wait, but not the save."""
+        """Waits for the end. If Ctrl-C ends the wait but not the save, logs a line about that."""
         try:
             return super()._wait_ended(timeout)
         except KeyboardInterrupt:
@@ -336,8 +337,8 @@ class InnerHandle(SaveHandle):
             raise
 
     def tell_interrupted(self, is_lost: bool) -> None:
-        """Says what becomes of the save, whose save() has been ended by Ctrl-C; `is_lost`: before
-        everything was copied.
+        """Logs the fate of a save after Ctrl-C has ended the call of save(). `is_lost`: Ctrl-C came
+        before everything was copied.
         """
         if is_lost:
             self._is_broken_off = self.goes_on_told = True
@@ -356,12 +357,12 @@ class InnerHandle(SaveHandle):
         )
 
     def say(self, line: str) -> None:
-        """Logs what becomes of the save after Ctrl-C."""
+        """Logs a line about the save after Ctrl-C."""
         log_aside(logging.WARNING if self.tells else logging.INFO, "%s", line)
 
     def wait_done(self, timeout: float | None = None) -> bool:
-        """Waits, for at most `timeout` seconds, for the end of the save, which does not count as
-        asking for its error; returns whether it has come.
+        """Waits for the end of the save, at most `timeout` seconds; returns whether it has ended.
+        The caller does not count as informed of an error.
         """
         self.check_wait()
         return self._wait_ended(timeout)
@@ -374,7 +375,7 @@ class InnerHandle(SaveHandle):
         return time.perf_counter() - self._started
 
     def is_staged(self) -> bool:
-        """Returns whether the object is no longer read."""
+        """Returns whether the save no longer reads the object."""
         return self._staged.is_set()
 
     def pass_fence(self) -> None:
@@ -386,7 +387,7 @@ class InnerHandle(SaveHandle):
             self.wait_staged()
 
     def before_step(self) -> bool:
-        """Passes the fence before a step of an optimizer; returns whether all is copied."""
+        """Passes the fence before an optimizer step; returns whether everything is copied."""
         begin_s = self.elapsed_s()
         self.pass_fence()
         if self.stats.stall_s is not None:
@@ -394,7 +395,7 @@ class InnerHandle(SaveHandle):
         return self.is_staged()
 
     def mark_queued(self, order: Callable[[], bool]) -> None:
-        """Notes, once, that only devices still read the object.
+        """Records, once, that only devices still read the object.
 
         Args:
             order: makes the calling thread's streams wait for these copies; False if it cannot.
@@ -404,7 +405,7 @@ class InnerHandle(SaveHandle):
             self._queued.set()
 
     def mark_staged(self) -> None:
-        """Notes that the object is no longer read."""
+        """Records that the save no longer reads the object."""
         if not self._staged.is_set():
             self.stats.staged_s = self.elapsed_s()
             self._staged.set()
@@ -419,7 +420,7 @@ class InnerHandle(SaveHandle):
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
-        """Refuses waits of this thread for the end of the save, which the body decides on."""
+        """Makes waits of this thread for the save raise, since the save waits for the body."""
         self._decider = threading.get_ident()
         try:
             yield

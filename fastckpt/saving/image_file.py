@@ -1,5 +1,6 @@
-"""The one way in which an image becomes a file: it is staged, written to a file that has a route
-and room for it, completed by what depends on its checksums, cut to its size and made durable.
+"""The one way in which an image becomes a file: the image is staged and written to a file with a
+route and enough room; the file is completed by the tail that depends on checksums, cut to its size
+and made durable.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ def write_portions(
     make: Make,
     purpose: Purpose,
 ) -> None:
-    """Makes a file, as ImageFile.make() does, and writes it; returns when it has arrived.
+    """Makes a file, as ImageFile.make() does, and writes it; returns when it is complete.
 
     Args:
-        portions: the file's bytes. The memory of a portion may be used again for the next but one.
+        portions: the file's bytes. A portion may reuse the memory of the one before the previous.
         path, options: as ImageFile's.
         make, purpose: as ImageFile.make()'s.
         pace: how fast it may be written.
 
     Raises:
-        StorageError: the file could not be written. PeerFailed: another rank failed meanwhile.
-        Exception: what `portions` raises.
+        StorageError: the file could not be written. PeerFailed: another rank failed.
+        Exception: any error of `portions`.
     """
     with ExitStack() as files, _UnderWay(pace) as moving:
         allowance = pipeline.staging.allowance(2 * PORTION_BYTES)
@@ -68,7 +69,7 @@ def write_portions(
 
 
 class _UnderWay:
-    """The portion that is being written. Leaving the context cancels it and waits for its end."""
+    """The current portion. Leaving the context cancels its write and waits for the end of that."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -78,8 +79,8 @@ class _UnderWay:
         return self
 
     def follow(self, transfer: ImageTransfer | None) -> None:
-        """Takes note of a portion that has been begun, and waits for the one before, whose memory
-        is free after that.
+        """Follows a portion that has been started, and waits for the previous one, whose memory is
+        then free.
         """
         before, self._transfer = self._transfer, transfer
         if before is not None:
@@ -99,7 +100,7 @@ Transfer = Callable[[str, int, memoryview, int], int]  # as Staging.through()'s
 
 
 class _Full(Exception):
-    """The file system was full for a file, but may have room in this other layout."""
+    """The file system had no room for a file, but may have room with this other layout."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -110,26 +111,26 @@ class ImageFile:
     """An image, or one rank's part of it, on its way into a file.
 
     The order of the calls is make() or join(), begin(), then complete() or add(), and end().
-    Leaving the context waits until nothing is in flight any more, and closes the file; what was not
-    written by then never is.
+    Leaving the context waits for transfers in flight and closes the file; bytes that are not
+    written by then never are.
 
     Args:
         pipeline: has the storage and the staging memory.
-        image: the image, whose body is staged at once; it may be empty.
+        image: the image, which may be empty; its body is staged at once.
         path: the file's path, for messages.
         options: how the file is written.
-        allowance: the staging blocks that it may hold together with the save's other files.
+        allowance: the staging blocks for this file and the save's other files together.
         timeout_s: as ImageTransfer's.
-        stagers: the most threads that copy.
-        reads: the memory that lies on devices.
-        direct: writes what it can from a GPU straight to the file.
-        stats: the save's numbers, which get the route.
+        stagers: the largest number of threads that copy.
+        reads: the memory on devices.
+        direct: writes from a GPU straight to the file where it can.
+        stats: the save's statistics, which receive the route.
         slot: as ImageTransfer's; also an attribute.
 
     Attributes:
         transfer: the transfer of the body.
-        is_open: whether there is a file yet.
-        target, fd, route: what is written to, its descriptor and its route, once it is open.
+        is_open: whether the file is open.
+        target, fd, route: the open file or upload, its descriptor and its route.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class ImageFile:
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        # Blocks in flight arrive before the file is closed and its descriptor becomes another's.
+        # Wait for blocks in flight before the close: then the descriptor may be another file's.
         self.transfer.__exit__()
         hung = self._pipeline.staging.hung
         if not (self.is_open and hung.take_over(self.fd, self._files)):
@@ -179,15 +180,15 @@ class ImageFile:
         allocates: bool = True,
         scatterer: Scatterer | None = None,
     ) -> str:
-        """Makes the file, with room for purpose.nbytes. Where one part of the file system is full,
-        makes it once more in another.
+        """Makes the file, with room for purpose.nbytes. If one part of the file system is full,
+        makes the file again in another part.
 
         Args:
-            make: makes the file, and undoes that if its context is left with an error.
-            purpose: what the file is for.
+            make: makes the file, and removes it if its context is left with an error.
+            purpose: the purpose of the file.
             path: the file's path, if it was not known before.
             allocates: whether to allocate purpose.nbytes before the first write.
-            scatterer: writes the blocks where they belong, which may be anywhere in the file.
+            scatterer: writes the blocks to their places, which may be anywhere in the file.
 
         Returns:
             The file's name.
@@ -199,10 +200,10 @@ class ImageFile:
         while True:
             try:
                 with ExitStack() as making:
-                    made, name = making.enter_context(make(purpose))
-                    route = self._ready(made, purpose, allocates, scatterer is None)
+                    target, name = making.enter_context(make(purpose))
+                    route = self._ready(target, purpose, allocates, scatterer is None)
                     self._files.push(making.pop_all())
-                self._take(made, route or self._scatter_route(made, scatterer))
+                self._take(target, route or self._scatter_route(target, scatterer))
                 return name
             except _Full as full:
                 layout = full.layout
@@ -220,8 +221,8 @@ class ImageFile:
         offset: int | None = 0,
         scatterer: Scatterer | None = None,
     ) -> None:
-        """Takes a file that another rank has made and this one has opened for writing; closes it in
-        the end. `writing` and `offset` are as Staging.route()'s, `scatterer` as make()'s.
+        """Uses a file that another rank has made and this rank has opened for writing, and closes
+        it in the end. `writing` and `offset` are as Staging.route()'s, `scatterer` as make()'s.
         """
         self._files.callback(close_quietly, self._pipeline.storage, fd)
         self._path = path
@@ -233,22 +234,22 @@ class ImageFile:
         self._take(fd, route)
 
     def use_slot(self, fd: int, path: str) -> None:
-        """Takes the slot as the file, of which `fd` is another descriptor, as join() does."""
+        """Uses the slot as the file, as join() does; `fd` is another descriptor of the slot."""
         self.join(fd, path, offset=None)
         self._is_slot = True
         if self._stats is not None:
             self._stats.why += "; copied straight into the file"
 
-    def _take(self, made: int | Upload, route: Route) -> None:
+    def _take(self, target: int | Upload, route: Route) -> None:
         storage, path = self._pipeline.storage, self._path
-        self.target = made if isinstance(made, Upload) else PosixFile(storage, made, path)
+        self.target = target if isinstance(target, Upload) else PosixFile(storage, target, path)
         self.fd, self.route, self.is_open, self._is_slot = self.target.fd, route, True, False
         stats = self._stats
         if stats is not None:
             stats.backend, stats.direct, stats.why = route.sink.name, route.direct, route.why
 
     def through(self, transfer: Transfer) -> None:
-        """Hands blocks to a function that writes them, as Staging.through() does."""
+        """Passes blocks to a function that writes them, as Staging.through() does."""
         self.route = self._pipeline.staging.through(self.fd, transfer, self.route.refusal)
 
     def _scatter_route(self, fd: int | Upload, scatterer: Scatterer | None) -> Route:
@@ -256,7 +257,7 @@ class ImageFile:
         return self._pipeline.staging.scatter_route(fd, self._path, scatterer, self._files)
 
     def close(self) -> None:
-        """Closes the file, with nothing in flight to it; then another may be made or joined."""
+        """Closes the file after all its transfers; then another one may be made or joined."""
         self.is_open = False
         self._files.close()
 
@@ -289,7 +290,7 @@ class ImageFile:
             raise StorageError(error.op, error.path, number, error.offset, detail) from error
 
     def begin(self, offset: int = 0, pace: Pace | None = None) -> None:
-        """Begins to write what is staged, from an offset in the file on, at this pace."""
+        """Begins to write the staged bytes at an offset in the file, at this pace."""
         self._pace = pace
         if self._is_slot:
             self.transfer.use_slot(self.fd, self._path)
@@ -299,8 +300,8 @@ class ImageFile:
         self.transfer.write_to(self.fd, offset, self.route, self._path)
 
     def complete(self) -> bytearray:
-        """Writes the tail of an image that this rank writes all of, and returns it; everything has
-        been staged.
+        """Writes the tail of an image that this rank writes alone, and returns it. Call this after
+        everything has been staged.
         """
         image, transfer = self._image, self.transfer
         tail = bytearray(image.tail(transfer.block_crcs(), transfer.slot_crcs()))
@@ -309,7 +310,7 @@ class ImageFile:
         return tail
 
     def add(self, image: Image, offset: int) -> None:
-        """Writes a small image, whose pages the body does not touch, and waits for it."""
+        """Writes a small image, outside the pages of the body, and waits for it."""
         with self.transfer_of(image) as added:
             added.write_to(self.fd, offset, self.route)
             self._wait(added)
@@ -323,7 +324,7 @@ class ImageFile:
         """Waits until the body has been written.
 
         Raises:
-            StorageError, DeviceError: it could not be. PeerFailed: another rank failed meanwhile.
+            StorageError, DeviceError: it could not be written. PeerFailed: another rank failed.
         """
         if self._image.body_nbytes:
             self._wait(self.transfer)
@@ -335,10 +336,10 @@ class ImageFile:
             self._pace.wait_written(transfer)
 
     def end(self, nbytes: int | None = None) -> None:
-        """Waits until the file has arrived: on the disk, or in the file system if not durable.
+        """Waits until the file is complete: on the disk, or in the file system if not durable.
 
         Args:
-            nbytes: the size to cut the file to; None: another rank does that.
+            nbytes: the file's final size, to which it is cut; None: another rank cuts it.
         """
         self.wait_written()
         storage = self._pipeline.storage
@@ -348,5 +349,5 @@ class ImageFile:
                     self.target.finish()
             return
         if nbytes is not None and self.route.direct:  # O_DIRECT writes whole pages
-            cut(storage, self.fd, self._path, nbytes)  # before the sync, which covers the size, too
+            cut(storage, self.fd, self._path, nbytes)  # before the sync, which also covers the size
         settle(storage, self.fd, self._path, self._options.durable)

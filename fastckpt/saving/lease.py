@@ -1,11 +1,11 @@
-"""Lease: the record in a root, or in a node's directory, that says which job saves there, so that
-no second one does meanwhile.
+"""Lease: the record in a root, or in a node's directory, of the job that saves there. It prevents
+that a second job saves there at the same time.
 
-The module takes, renews and releases it, and decides whether a job that has it still lives. It must
-not know what is saved, nor in what kind of store the record lies.
+The module takes, renews and releases leases, and decides whether the job of a lease is alive. It
+must not know what is saved, or the kind of store of the record.
 
-What was committed does not depend on leases: an attempt at a step has a directory that no other one
-ever has. A lease keeps two jobs from training on without knowing of each other.
+Committed checkpoints do not depend on leases: each attempt at a step has a unique directory. A
+lease prevents that two jobs train without knowing of each other.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastckpt.errors import RootInUse, StorageError
 from fastckpt.latch import SERVER_S, start_thread, within
 from fastckpt.saving import pipeline
 from fastckpt.saving.lease_records import (
-    Found,
+    LeaseEntry,
     LeaseFile,
     LeaseObject,
     LeaseRecord,
@@ -41,29 +41,30 @@ from fastckpt.storage.machine import pid_space, started
 LEASE_FILE = "lease.json"
 BEATING = "fastckpt-lease"  # the name of a thread
 TRIES_MAX = 50
-# How often a job renews its lease, and how long after that other hosts take it for held.
+# How often a job renews its lease, and for how long other hosts respect a lease after its renewal.
 BEAT_S, LASTS_S = 60.0, 900.0
-_UNWRITTEN_S = 60.0  # what says nothing may be a lease that is just being made
+_UNWRITTEN_S = 60.0  # an empty file of at most this age may be a lease that is just being made
 
-# By this process, which releases them as it exits. Changed and copied by single operations.
-_held: set[Lease] = set()
+# The leases that this process holds and releases at exit. Changed and copied by single operations.
+_leases: set[Lease] = set()
 
 
 def now_text() -> str:
-    """Returns the time as a record tells it."""
+    """Returns the current time in the form of records."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 class Lease:
-    """The lease of a root, as the first rank of a job sees it, or of a node.
+    """The lease of a root, for the first rank of a job, or of a node's directory.
 
     Args:
         storage, root: as StepStore's.
-        of_node: there is none on what several machines see: each has its own steps there.
+        of_node: whether it is of a node's directory: on storage that several machines see, there is
+            no lease then, since each machine has its own steps there.
 
     Attributes:
-        path: of the record.
-        records: what reads and writes it.
+        path: the path of the record.
+        records: reads and writes the record.
     """
 
     def __init__(self, storage: Storage, root: str, of_node: bool = False) -> None:
@@ -76,31 +77,31 @@ class Lease:
         self._takes_over = False
         self._lock = NotedLock("lease", path)
         self._has_it, self._pid, self._began = False, 0, ""
-        # Taken while the lease is held, by the thread that renews it: whoever releases it ends
-        # that. A finalizer may, since it waits for nothing.
+        # Locked while the lease is held. Its release ends the thread that renews the lease. A
+        # finalizer may release it, since that does not wait.
         self._holding: _thread.LockType | None = None
-        self._may_come_back = False  # whether a job that had it before may still live
-        self._is_kept, self._passing = False, 0  # by whom take() was called
+        self._may_come_back = False  # whether an earlier holder may still be alive
+        self._is_kept, self._passing = False, 0  # the callers of take()
         self._takings = 0
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has it, or needs none since files are objects here."""
+        """Whether this process has it, or needs none because files are objects here."""
         return not self.records.is_needed or (self._has_it and self._pid == os.getpid())
 
     @property
     def tenure(self) -> int:
-        """A number that is another one whenever the lease was taken anew; 0 if it is not held."""
+        """A number that changes whenever the lease is taken again; 0 if it is not held."""
         return self._takings if self.records.is_needed and self.is_held else 0
 
     def take(self, passing: bool = False) -> None:
         """Takes the lease, if this process does not have it.
 
         Args:
-            passing: until give_back(), unless somebody takes it for longer.
+            passing: only until give_back(), unless another caller takes it for longer.
 
         Raises:
-            RootInUse: another job has it. StorageError: that cannot be found out.
+            RootInUse: another job has it. StorageError: it is unknown whether another job has it.
         """
         with self._lock:
             self._take()
@@ -120,38 +121,38 @@ class Lease:
         raise StorageError("open", self.path, errno.EEXIST)
 
     def _has_replaced(self) -> bool:
-        """Takes the lease that lies there, if its job is gone or if it is this process's own;
-        returns False if it is another one by now. Raises RootInUse.
+        """Takes the existing lease if its job is gone or it belongs to this process; returns False
+        if the lease has changed in the meantime. Raises RootInUse.
         """
         try:
-            if (found := self.records.read()) is None:
+            if (entry := self.records.read()) is None:
                 return False
-            if found.is_own:
-                return self.records.adopt(found)
-            if not self._takes_over and not self._is_over(found):
-                is_beside = found.record is not None and found.record.space == pid_space()
+            if entry.is_own:
+                return self.records.adopt(entry)
+            if not self._takes_over and not self._is_over(entry):
+                is_beside = entry.record is not None and entry.record.space == pid_space()
                 ends_by_age = not is_beside and not self.records.locks()[1]
-                age_s = self.records.age_s(found)
-                raise RootInUse(refusal(self._root, found.record, age_s, ends_by_age))
+                age_s = self.records.age_s(entry)
+                raise RootInUse(refusal(self._root, entry.record, age_s, ends_by_age))
             self._may_come_back |= self._takes_over
-            return self.records.replace(found, self._record(), by_force=self._takes_over)
+            return self.records.replace(entry, self._record(), by_force=self._takes_over)
         except OSError as error:
-            # Where there are no locks, somebody else may have removed or replaced it meanwhile.
+            # Without locks, another process may have removed or replaced it in the meantime.
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
             return False
 
     def take_over(self) -> None:
-        """Takes the lease although a job may have it, and leaves it to whoever saves next. If that
-        job lives after all, it sees that, and its save fails. Raises as take().
+        """Takes the lease although a job may have it, and releases it for the next job. If the
+        earlier job is still alive, it notices this, and its next save fails. Raises as take().
         """
         self._takes_over = True
         self.take()
         self.release()
 
-    def _is_over(self, found: Found) -> bool:
-        """Returns whether the job that has the lease is gone, or has given it up."""
-        record, records = found.record, self.records
+    def _is_over(self, entry: LeaseEntry) -> bool:
+        """Returns whether the job of the lease is gone or has released the lease."""
+        record, records = entry.record, self.records
         if record is not None and record.is_over:
             self._may_come_back = True
             return True
@@ -160,18 +161,18 @@ class Lease:
         is_locked, are_all_seen = records.locks()
         if is_locked:
             return False
-        # On a local file system everybody's locks are known. Elsewhere each host may have its own.
+        # A local file system shows the locks of all processes. Others may keep locks in each host.
         if are_all_seen or (record is not None and is_of_same_job(record)):
             return True
-        is_old = records.age_s(found) >= lasts_s(record)
+        is_old = records.age_s(entry) >= lasts_s(record)
         self._may_come_back |= is_old
         return is_old
 
     def renew(self) -> None:
-        """Finds out, before a commit, that this process has the lease, and writes the time.
+        """Checks before a commit that this process has the lease, and writes the time.
 
         Raises:
-            RootInUse: another job has taken it over. StorageError: that cannot be found out.
+            RootInUse: another job has taken it over. StorageError: it is unknown whether one has.
         """
         if not self.records.is_needed:
             return
@@ -181,15 +182,15 @@ class Lease:
                 record = self._others_record()
                 if record is not None:
                     raise RootInUse(loss(self._root, record))
-            self._take()  # if somebody removed it by hand, or put what is no lease in its place
+            self._take()  # in case it was removed or overwritten by hand
 
     def _is_renewed(self, *, is_over: bool = False) -> bool:
-        """Writes the record anew; returns False if what lies there is not this process's."""
+        """Rewrites the record; returns False if the lease belongs to another process."""
         records, content = self.records, self._record(is_over=is_over)
         if records.renew(content):
             return True
-        found = records.read()  # another lease of this process may have renewed it
-        is_own = found is not None and found.is_own and records.adopt(found)
+        entry = records.read()  # another lease of this process may have renewed it
+        is_own = entry is not None and entry.is_own and records.adopt(entry)
         return is_own and records.renew(content)
 
     def is_lost(self) -> bool:
@@ -198,41 +199,41 @@ class Lease:
             return self._others_record() is not None
 
     def _others_record(self) -> LeaseRecord | None:
-        """Returns the record of another process, if that is what lies there."""
-        found = self.records.read()
-        record = None if found is None else found.record
+        """Returns the record if it belongs to another process, otherwise None."""
+        entry = self.records.read()
+        record = None if entry is None else entry.record
         return None if record is None or record.nonce == own_nonce() else record
 
     def _keep_renewed(self, holding: _thread.LockType) -> None:
-        """Renews it every BEAT_S, whether anything is saved or not, until it is given up. Once it
-        is another job's, the next save finds that out.
+        """Renews the lease every BEAT_S, even if nothing is saved, until it is released. If another
+        job takes it, the next save notices that.
         """
         while not holding.acquire(timeout=BEAT_S):
             with self._lock, suppress(OSError):  # it is renewed at the next beat, or the next save
                 if self._holding is holding and self.is_held:
                     self._is_renewed()
         with self._lock:
-            if self._holding is holding:  # who used it was collected
+            if self._holding is holding:  # its user was garbage-collected
                 self._release()
 
     def give_back(self) -> None:
-        """Ends what take() in passing began: gives the lease up if nobody else has taken it."""
+        """Ends a take(passing=True): releases the lease if no other caller has taken it."""
         with self._lock:
             self._passing -= 1
         with suppress(OSError):  # as release() does
             within(SERVER_S, partial(self._release, only_unwanted=True))
 
     def release_with(self, user: object) -> None:
-        """Has the thread that renews the lease give it up when `user` is collected, unless that is
-        done before.
+        """Makes the thread that renews the lease release it when `user` is garbage-collected, if it
+        was not released before.
         """
         self._user = weakref.ref(user, lambda _user: self._end_beats())
 
     def release(self, timeout_s: float = math.inf) -> None:
-        """Gives the lease up, if this process has it and the server answers soon, within timeout_s
-        at most. Idempotent.
+        """Releases the lease if this process has it; waits at most timeout_s for the server.
+        Idempotent.
         """
-        with suppress(OSError):  # it counts for nothing once this process has ended
+        with suppress(OSError):  # the lease becomes void at the end of this process
             within(min(SERVER_S, timeout_s), self._release)
 
     def _release(self, only_unwanted: bool = False) -> None:
@@ -242,18 +243,18 @@ class Lease:
             self._is_kept = False
             if not self.records.is_needed or not self.is_held:
                 return
-            heirs = [each for each in _held.copy() if each is not self and each._is_of(self)]
-            if heirs:  # another Checkpointer of this process has it, too
+            heirs = [each for each in _leases.copy() if each is not self and each._is_of(self)]
+            if heirs:  # another Checkpointer of this process also has it
                 heirs[0].records, self.records = self.records, heirs[0].records
                 self._let_go()
             else:
                 self._give_up()
 
     def _give_up(self) -> None:
-        """Removes the lease; or leaves word, if a job that comes back has to see that it was taken
-        over meanwhile.
+        """Removes the lease. If an earlier holder may come back, leaves a record instead, so that
+        this job sees that the lease was taken over.
         """
-        with suppress(OSError):  # it counts for nothing once this process has ended
+        with suppress(OSError):  # the lease becomes void at the end of this process
             if self._may_come_back or not self.records.remove():
                 self._is_renewed(is_over=True)
         self._let_go()
@@ -262,28 +263,28 @@ class Lease:
         return self.path == other.path and self.records.storage is other.records.storage
 
     def is_left(self) -> bool:
-        """Returns whether a lease lies there whose job is gone, and did not give it up."""
+        """Returns whether there is a lease whose job is gone and did not release it."""
         return self._is_others(alive=False)
 
     def is_of_another(self) -> bool:
-        """Returns whether another job that lives has it."""
+        """Returns whether another job that is alive has it."""
         return self._is_others(alive=True)
 
     def _is_others(self, alive: bool) -> bool:
-        with suppress(OSError):  # it is not to be read
-            if (found := self.records.read()) is None:
+        with suppress(OSError):  # it cannot be read
+            if (entry := self.records.read()) is None:
                 return False
-            record = found.record
-            if alive and record is None:  # it may be being made: it is not to be locked
-                return self.records.age_s(found) < _UNWRITTEN_S
-            if (record is not None and record.is_over) or (alive and found.is_own):
+            record = entry.record
+            if alive and record is None:  # it may just be made: do not lock it
+                return self.records.age_s(entry) < _UNWRITTEN_S
+            if (record is not None and record.is_over) or (alive and entry.is_own):
                 return False
-            return self._is_over(found) != alive
+            return self._is_over(entry) != alive
         return False
 
     def remove_left(self) -> bool:
-        """Removes such a lease; returns whether it did."""
-        with suppress(RootInUse, OSError):  # another process was faster, or it is not ours
+        """Removes the lease if is_left(); returns whether it did."""
+        with suppress(RootInUse, OSError):  # another process was faster, or access is denied
             if self.is_left():
                 self.take()
                 self.release()
@@ -293,19 +294,19 @@ class Lease:
     def _keep(self) -> None:
         self._has_it, self._pid = True, os.getpid()
         self._takings += 1
-        _held.add(self)
+        _leases.add(self)
         self._holding = holding = _thread.allocate_lock()
         holding.acquire()
-        # Without a thread it is renewed by saves alone.
+        # If no thread can be started, only saves renew the lease.
         start_thread(partial(self._keep_renewed, holding), BEATING, daemon=True)
 
     def _end_beats(self) -> None:
         if (holding := self._holding) is not None:
-            with suppress(RuntimeError):  # it was ended before
+            with suppress(RuntimeError):  # it has already ended
                 holding.release()
 
     def _let_go(self) -> None:
-        _held.discard(self)
+        _leases.discard(self)
         self._end_beats()
         self._holding = None
         self._has_it = False
@@ -327,19 +328,19 @@ class Lease:
         ).to_bytes()
 
 
-# Leases of directories to which a process saves with no object that stands for them, by path; and
-# the last of those that were asked for alone.
+# Leases of directories for which the process has no Checkpointer, by path; and the path of the last
+# one that was requested with `alone`.
 _of_directories: dict[str, Lease] = {}
 _last = ""
 
 
 def lease_of(storage: Storage, directory: str, *, alone: bool = False) -> Lease:
-    """Returns the lease that this process has of a directory, or is to take, until it exits or
-    give_up() is called.
+    """Returns this process's lease of a directory, which may not be taken yet. The process has it
+    until it exits or calls give_up().
 
     Args:
-        alone: whether the directory is one of many: then the last one of these is given up, so that
-            no more than one has a file that is open.
+        alone: whether the directory is one of many: then the lease of the previous one is released,
+            so that at most one of their files is open.
     """
     global _last
     if alone and _last != directory:
@@ -353,27 +354,27 @@ def lease_of(storage: Storage, directory: str, *, alone: bool = False) -> Lease:
 
 
 def is_registered(lease: Lease) -> bool:
-    """Whether lease_of() returns this lease; else whoever has taken it gives it up."""
+    """Whether lease_of() returns this lease; if not, its taker releases it."""
     return lease in _of_directories.values()
 
 
 def give_up(directory: str) -> None:
-    """Gives up the lease that lease_of() has returned, if there is one: no more saves of this
-    process are expected there. One that is still running, or comes later, takes it anew.
+    """Releases the lease of lease_of(), if there is one: this process is not expected to save there
+    again. A save that is still running or comes later takes the lease again.
     """
     if (lease := _of_directories.pop(directory, None)) is not None:
         lease.release()
 
 
 def is_of_same_job(record: LeaseRecord) -> bool:
-    """Returns whether the scheduler has begun the job again, and so has ended it before."""
+    """Returns whether the scheduler has restarted the job, so that the earlier run has ended."""
     job, restarts = launched_job()
     return record.job == job != "" and record.restarts < restarts
 
 
 def lasts_s(record: LeaseRecord | None) -> float:
-    """Returns for how long a lease counts after it was written; without a record, which may just
-    be coming, for a short while.
+    """Returns for how long a lease is valid after its renewal; for a short time if there is no
+    record, since one may just be written.
     """
     return _UNWRITTEN_S if record is None else record.lasts_s
 
@@ -416,18 +417,18 @@ def loss(root: str, record: LeaseRecord) -> str:
 
 
 def _release_all() -> None:
-    for lease in [*_held]:
+    for lease in [*_leases]:
         lease.release()
 
 
 def _forget_all() -> None:
-    """Leaves the leases to the parent of a forked child, where their threads may have been amid
-    anything.
+    """Forgets the leases in a forked child: they belong to the parent, and the locks are in an
+    unknown state, since other threads of the parent may have held them.
     """
-    for lease in _held:
+    for lease in _leases:
         lease._lock, lease._holding = NotedLock("lease", lease.path), None
         lease._has_it = False
-    _held.clear()
+    _leases.clear()
 
 
 os.register_at_fork(after_in_child=_forget_all)

@@ -1,8 +1,8 @@
-"""The record of a lease, and where it lies: in a file that its process keeps open and locked, or in
-an object that only conditional puts replace.
+"""The record of a lease and its two kinds of stores: a file that its process keeps open and locked,
+and an object that only conditional puts replace.
 
-Both kinds of stores read the record, make it, and replace one that was read unless it is another by
-then. They must not know who may take a lease, nor when.
+Both kinds read the record, make it, and replace a record unless it has changed since it was read.
+They must not know who may take a lease, or when.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fastckpt.storage.vanishing import is_removed
 
 VERSION = 1
 _NUMBER_END = 1 << 63
-NBYTES = 1024  # of every record, so that one is replaced by one write
+NBYTES = 1024  # the size of every record, so that one write replaces it
 _CHARS_MAX = {"nonce": 32, "host": 64, "space": 128, "job": 128, "began": 64, "renewed": 64}
 _PAUSE_S = 0.01
-# What a store says of a put whose condition does not hold.
+# A store's errors for a put whose condition does not hold.
 _CHANGED = (errno.ESTALE, errno.EEXIST, errno.ENOENT)
 
 _process = (0, "")  # this process's pid, and the nonce of its leases
 
 
 def own_nonce() -> str:
-    """Returns what tells the leases of this process from all others."""
+    """Returns the nonce that identifies the leases of this process."""
     global _process
     if _process[0] != os.getpid():
         _process = os.getpid(), os.urandom(16).hex()
@@ -42,14 +42,14 @@ class LeaseRecord(NamedTuple):
     """The process of a job that saves to a root.
 
     Attributes:
-        nonce: tells this process from every other one.
+        nonce: identifies this process among all others.
         host: its host's name.
-        space, pid, started: as machine.pid_space() and machine.started() have them.
-        job, restarts: the launcher's name for the job, "" if it has none; and how often the
-            scheduler has begun the job again.
+        space, pid, started: the results of machine.pid_space(), getpid() and machine.started().
+        job, restarts: the launcher's name for the job, "" if there is none; and how often the
+            scheduler has restarted the job.
         began, renewed: when the lease was taken and last renewed, in ISO 8601.
-        lasts_s: for how long after that other hosts take it for held.
-        is_over: whether the job has given it up.
+        lasts_s: for how long after that other hosts respect the lease.
+        is_over: whether the job has released the lease.
     """
 
     nonce: str
@@ -71,7 +71,7 @@ class LeaseRecord(NamedTuple):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> LeaseRecord | None:
-        """Returns a record that was stored, by this version or a newer one; None if it is none."""
+        """Returns a record that this or a newer version stored; None if it is not a record."""
         try:
             value = json.loads(content)  # of NBYTES at most
         except (ValueError, RecursionError):
@@ -87,12 +87,12 @@ class LeaseRecord(NamedTuple):
         return cls(**value) if type(value["is_over"]) is bool else None
 
 
-class Found(NamedTuple):
-    """What lies at a lease's path.
+class LeaseEntry(NamedTuple):
+    """The content of a lease's path at one moment.
 
     Attributes:
-        record: None if it is no lease, or one that is just being made.
-        version: what tells it from all that lay or will lie there.
+        record: the record; None if it is not valid, perhaps because it is just being written.
+        version: a value that differs from that of every earlier and later content.
     """
 
     record: LeaseRecord | None
@@ -100,76 +100,77 @@ class Found(NamedTuple):
 
     @property
     def is_own(self) -> bool:
-        """Whether it is a lease that this process has taken, and has not given up."""
+        """Whether this process has taken the lease and not released it."""
         record = self.record
         return record is not None and record.nonce == own_nonce() and not record.is_over
 
 
 class RecordStore(Protocol):
-    """Where the record of one lease lies. Methods raise OSError.
+    """The store of one lease's record. Methods raise OSError.
 
     Attributes:
         storage: the seam.
-        is_needed: whether there is a lease at all; known once make() was called.
+        is_needed: whether there must be a lease at all; valid after make().
     """
 
     storage: Storage
     is_needed: bool
 
-    def read(self) -> Found | None:
-        """Returns what lies there; None if nothing does."""
+    def read(self) -> LeaseEntry | None:
+        """Returns the current entry; None if nothing is there."""
 
     def make(self, content: bytes) -> bool:
-        """Makes the record; returns False if there is one, or if there is to be none."""
+        """Makes the record; returns False if there already is one, or none is needed."""
 
-    def replace(self, found: Found, content: bytes, by_force: bool = False) -> bool:
-        """Puts this process's record in the place of what was read; returns False if that is
-        another one by now, or if its process lives and it is not `by_force`.
+    def replace(self, entry: LeaseEntry, content: bytes, by_force: bool = False) -> bool:
+        """Replaces an entry by this process's record; returns False if the entry has changed, or if
+        its process is alive and `by_force` is False.
         """
 
-    def adopt(self, found: Found) -> bool:
-        """Takes what was read for its own, as another lease of this process has made it; returns
-        False if it is another one by now.
+    def adopt(self, entry: LeaseEntry) -> bool:
+        """Adopts an entry that another lease of this process has made; returns False if the entry
+        has changed.
         """
 
     def renew(self, content: bytes) -> bool:
-        """Writes its own record anew; returns False if what lies there is another one."""
+        """Rewrites its record; returns False if the lease now belongs to another process."""
 
     def remove(self) -> bool:
-        """Removes its own record; returns False if nothing can be removed safely."""
+        """Removes its record; returns False if it cannot be removed safely."""
 
     def let_go(self) -> None:
-        """Has none from now on."""
+        """Forgets its record, without a change in the store."""
 
-    def age_s(self, found: Found) -> float:
-        """Returns how long ago it was written."""
+    def age_s(self, entry: LeaseEntry) -> float:
+        """Returns how long ago an entry was written."""
 
     def locks(self) -> tuple[bool, bool]:
-        """Returns whether another process is seen to have locked it, and whether everybody's locks
-        are seen from here.
+        """Returns whether another process visibly holds a lock on it, and whether this machine sees
+        the locks of all processes.
         """
 
 
 class LeaseFile:
-    """The record in a file. Its process keeps it open and locked, which tells whether that lives.
+    """The record in a file. Its process keeps it open and locked: the lock shows that the process
+    is alive.
 
     Args:
         storage, path: the seam to the file system, and the file.
-        of_node: there is to be none on what several machines see.
+        of_node: as Lease's.
     """
 
     def __init__(self, storage: Storage, path: str, of_node: bool) -> None:
         self.storage, self._path, self._of_node = storage, path, of_node
         self.is_needed, self._fd = True, -1
 
-    def read(self) -> Found | None:
+    def read(self) -> LeaseEntry | None:
         if not self.is_needed:
             return None
         try:
             content = self.storage.read_file(self._path, NBYTES)
         except FileNotFoundError:
             return None
-        return Found(LeaseRecord.from_bytes(content), content)
+        return LeaseEntry(LeaseRecord.from_bytes(content), content)
 
     def make(self, content: bytes) -> bool:
         storage, is_own = self.storage, False
@@ -185,7 +186,7 @@ class LeaseFile:
                 is_own = not is_removed(storage, fd, self._path)
         except BaseException:
             close_quietly(storage, fd)
-            with suppress(OSError):  # the error that led here counts
+            with suppress(OSError):  # the original error counts
                 storage.remove(self._path)
             raise
         if is_own:
@@ -193,59 +194,59 @@ class LeaseFile:
             return True
         close_quietly(storage, fd)
         if not self.is_needed:
-            with suppress(OSError):  # it is in nobody's way
+            with suppress(OSError):  # a leftover does no harm
                 storage.remove(self._path)
         return False
 
-    def replace(self, found: Found, content: bytes, by_force: bool = False) -> bool:
+    def replace(self, entry: LeaseEntry, content: bytes, by_force: bool = False) -> bool:
         storage, fd = self.storage, self.storage.open(self._path, "lock")
         try:
-            # Only who has its lock removes it: else it might be the lease of who was faster.
+            # Remove it only with its lock: otherwise it may be the new lease of a faster process.
             if not (by_force or self._is_unlocked(fd)):
                 time.sleep(_PAUSE_S)
                 return False
-            if self._is_another(fd, found) or is_removed(storage, fd, self._path):
+            if self._is_another(fd, entry) or is_removed(storage, fd, self._path):
                 return False
             storage.remove(self._path)
         finally:
             close_quietly(storage, fd)
         return self.make(content)
 
-    def adopt(self, found: Found) -> bool:
+    def adopt(self, entry: LeaseEntry) -> bool:
         fd = self.storage.open(self._path, "lock")
-        if self._is_another(fd, found):
+        if self._is_another(fd, entry):
             close_quietly(self.storage, fd)
             return False
         self._fd = fd
         return True
 
-    def _is_another(self, fd: int, found: Found) -> bool:
-        return bool(self.storage.read_at(fd, NBYTES, 0) != found.version)
+    def _is_another(self, fd: int, entry: LeaseEntry) -> bool:
+        return bool(self.storage.read_at(fd, NBYTES, 0) != entry.version)
 
     def renew(self, content: bytes) -> bool:
-        if (found := self.read()) is None:
+        if (entry := self.read()) is None:
             return False
-        is_own = self._is_there() if found.record is None else found.is_own
+        is_own = self._is_there() if entry.record is None else entry.is_own
         if is_own:
             self._write(self._fd, content)
         return is_own
 
     def _is_there(self) -> bool:
-        """Returns whether the file that is open here has the lease's name."""
+        """Returns whether the file that this process has open still has the lease's name."""
         status = self.storage.status(self._path)
         return status is not None and os.path.samestat(status, self.storage.fstat(self._fd))
 
     def remove(self) -> bool:
-        if (found := self.read()) is not None and found.is_own:
+        if (entry := self.read()) is not None and entry.is_own:
             self.storage.remove(self._path)
         return True
 
     def let_go(self) -> None:
-        fd, self._fd = self._fd, -1  # first: if it is not known how the call ends, it has no file
+        fd, self._fd = self._fd, -1  # first: however the call ends, there is no file any more
         if fd >= 0:
             close_quietly(self.storage, fd)
 
-    def age_s(self, found: Found) -> float:
+    def age_s(self, entry: LeaseEntry) -> float:
         status = self.storage.status(self._path)
         return 0.0 if status is None else max(0.0, time.time() - status.st_mtime)
 
@@ -259,8 +260,8 @@ class LeaseFile:
             close_quietly(self.storage, fd)
 
     def _is_unlocked(self, fd: int) -> bool:
-        """Locks the file; returns False if another process has."""
-        with suppress(OSError):  # it is not known, and so tells nothing
+        """Locks the file; returns False if another process has locked it."""
+        with suppress(OSError):  # the lock's state is unknown and does not count
             return self.storage.lock(fd)
         return True
 
@@ -272,23 +273,23 @@ class LeaseFile:
 
 
 class LeaseObject:
-    """The record in an object, which stays there when the lease is given up, as a record that says
-    so: no removal has a condition. So of two jobs that find a dead one's lease one has it, and
-    nobody removes what became another job's. Arguments are LeaseFile's.
+    """The record in an object. A released lease stays there as a record with is_over, because a
+    removal cannot have a condition. So if two jobs see the lease of a dead job, only one gets it,
+    and no job removes the lease of another. Args: as LeaseFile's.
     """
 
     is_needed = True
 
     def __init__(self, storage: Storage, path: str) -> None:
         self.storage, self._path, self._objects = storage, path, objects_of(storage)
-        self._version: Any = None  # what the store says of the own record
+        self._version: Any = None  # the store's metadata of this process's record
 
-    def read(self) -> Found | None:
+    def read(self) -> LeaseEntry | None:
         try:
             content, version = self._objects.get(self._path, NBYTES)
         except FileNotFoundError:
             return None
-        return Found(LeaseRecord.from_bytes(content), version)
+        return LeaseEntry(LeaseRecord.from_bytes(content), version)
 
     def make(self, content: bytes) -> bool:
         try:
@@ -297,25 +298,25 @@ class LeaseObject:
             return False
         return True
 
-    def replace(self, found: Found, content: bytes, by_force: bool = False) -> bool:
+    def replace(self, entry: LeaseEntry, content: bytes, by_force: bool = False) -> bool:
         try:
-            self._version = self._objects.put_over(self._path, content, found.version)
+            self._version = self._objects.put_over(self._path, content, entry.version)
         except OSError as error:
             if error.errno not in _CHANGED:
                 raise
             return False
         return True
 
-    def adopt(self, found: Found) -> bool:
-        self._version = found.version
+    def adopt(self, entry: LeaseEntry) -> bool:
+        self._version = entry.version
         return True
 
     def renew(self, content: bytes) -> bool:
         try:
-            return self.replace(Found(None, self._version), content)
-        except OSError:  # no answer came: it is enough that the lease is still this process's
-            found = self.read()
-            return found is not None and found.is_own and self.adopt(found)
+            return self.replace(LeaseEntry(None, self._version), content)
+        except OSError:  # no answer: it is enough if the lease still belongs to this process
+            entry = self.read()
+            return entry is not None and entry.is_own and self.adopt(entry)
 
     def remove(self) -> bool:
         return False
@@ -323,8 +324,8 @@ class LeaseObject:
     def let_go(self) -> None:
         self._version = None
 
-    def age_s(self, found: Found) -> float:
-        return max(0.0, time.time() - self._objects.made_at(self._path, found.version))
+    def age_s(self, entry: LeaseEntry) -> float:
+        return max(0.0, time.time() - self._objects.made_at(self._path, entry.version))
 
     def locks(self) -> tuple[bool, bool]:
         return False, False

@@ -1,7 +1,7 @@
 """The verdict on a save with the step fence: whether tensors were copied as they were at save().
 
-Responsible for comparing version counters and samples of memory at a moment that proves this, and
-for naming a tensor that changed.
+Responsible for comparing version counters and samples of memory at a moment when this proves that
+nothing has changed, and for naming a tensor that has.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ log = logging.getLogger("fastckpt")
 
 PATIENCE_S = 60.0  # the longest wait for one call of another thread to end
 _NOTICE_S = 1.0
-# Samples show writes that torch does not count: all that change a sampled tensor as a whole, and
-# some that change a part of it.
+# Samples detect writes that torch does not count: all writes to the whole of a sampled tensor, and
+# some writes to a part of it.
 _SAMPLED_TENSORS = 64
 _SAMPLE_BYTES = 64
-_SAMPLED_ELEMENTS = 8  # of a tensor whose memory is not one piece
+_SAMPLED_ELEMENTS = 8  # of a tensor whose memory is not contiguous
 _OF_TORCH = (torch.Tensor, torch.nn.Parameter)
-_RANDOM = random.Random()  # one of our own, so that the user's numbers stay what they are
+_RANDOM = random.Random()  # separate, so that the user's random numbers do not change
 
 _UNCOUNTED = "changed (by an operation that was still running or that torch does not count)"
 _ADVICE = 'update it in an optimizer step, call wait_staged() first, or save with fence="call"'
 
 
 class MutationCheck:
-    """The verdict whether the watched tensors stayed as they were until they had been copied. It is
-    given once: by the thread that goes on to change them, or by the save, whichever comes first.
+    """The verdict whether the watched tensors stayed unchanged until they had been copied. It is
+    given once: by the thread that is about to change them, or by the save, whichever is first.
 
-    torch counts a change of a tensor when the operation ends. So when everything has been copied,
-    the calls that threads are in are noted, and counters are compared once all of these have ended:
-    an operation that began before the copies' end is in one of these calls, or has counted by then.
+    torch counts a change of a tensor when the operation ends. So after everything has been copied,
+    the current calls of all threads are recorded, and counters are compared after all these calls
+    have ended: an operation that began before the end of the copies is in one of these calls, or
+    has already been counted.
     """
 
     def __init__(self, watched: Sequence[WatchedTensors]) -> None:
@@ -52,8 +53,9 @@ class MutationCheck:
         self._running = ""  # a call that did not end in time
 
     def give(self) -> None:
-        """Gives the verdict, once everything has been copied or is copied in the order of the
-        caller's streams. Waits for calls that may be changing tensors, which may change after it.
+        """Gives the verdict, after everything has been copied or while devices copy in the order of
+        the caller's streams. Waits for calls that may be changing tensors. Afterwards the tensors
+        may change.
         """
         with self._lock:
             parts = [part for part in self._watched if part.is_open()]
@@ -66,7 +68,7 @@ class MutationCheck:
                     self._wait(calls)
             finally:
                 calls.forget()
-            # Not reached if a signal handler broke the wait off: then the save gives the verdict.
+            # Not reached if a signal handler interrupted the wait: then the save gives the verdict.
             for part in parts:
                 part.look()
 
@@ -78,7 +80,7 @@ class MutationCheck:
             self._running = calls.text()
 
     def check(self, path: str) -> None:
-        """Gives the verdict if nobody has.
+        """Gives the verdict if it has not been given.
 
         Raises:
             StagingConflict: a tensor was, or may have been, changed in place before it was copied.
@@ -105,30 +107,31 @@ class WatchedTensors:
     """Tensors that must not change before they have been copied.
 
     Args:
-        tensors: tensors, and the version counters (torch.Tensor._version) they had when they were
-            captured. The list is emptied. Tensors with storages of at most BY_VALUE_BYTES may
-            change: they were copied before save() returned.
-        obj: the object that is saved, which gives a tensor its name.
-        are_aliases: whether nobody else has these tensors, so that none can be redirected.
+        tensors: tensors with their version counters (torch.Tensor._version) at the time of capture.
+            The list is emptied. Tensors with storages of at most BY_VALUE_BYTES may change: they
+            were copied before save() returned.
+        obj: the saved object, in which a tensor has its name.
+        are_aliases: whether only the save has these tensors, so that no other code can redirect
+            them.
     """
 
     def __init__(
         self, tensors: list[tuple[torch.Tensor, int]], obj: object, are_aliases: bool = False
     ) -> None:
         self._lock = threading.Lock()
-        with torch._C._DisableTorchDispatch():  # a dispatch mode of the caller's must not see this
+        with torch._C._DisableTorchDispatch():  # a dispatch mode of the caller must not see this
             lasting = [item for item in tensors if not _is_copied(item[0])]
             if are_aliases:
                 self._counters = [_Counter(alias, alias, version) for alias, version in lasting]
             else:
                 self._counters = [_Counter.of(*item) for item in lasting]
-        tensors.clear()  # in place: the pickler's class refers to this list, in a circle
+        tensors.clear()  # in place: the pickler's class refers to this list, in a cycle
         self._samples = _samples(self._counters)
         self._obj = obj
         self._changed: tuple[torch.Tensor, object, str] | None = None
 
     def is_open(self) -> bool:
-        """Returns whether something is still watched."""
+        """Returns whether any tensor is still watched."""
         return bool(self._counters)
 
     def has_changed(self) -> bool:
@@ -148,7 +151,7 @@ class WatchedTensors:
         return None
 
     def look(self) -> None:
-        """Looks for changes a last time; from now on the tensors may change."""
+        """Checks for changes a last time; from now on the tensors may change."""
         try:
             self.has_changed()
         finally:
@@ -176,9 +179,9 @@ class _Counter(NamedTuple):
     """A tensor and its version counter.
 
     Attributes:
-        tensor: the tensor of the state, for its name; `set_`, `.data =` and swap_tensors give it
-            other memory and another counter.
-        alias: a tensor that keeps the memory that is saved, and its counter.
+        tensor: the tensor of the state, for its name; `set_`, `.data =` and swap_tensors can
+            replace its memory and counter.
+        alias: a tensor that keeps the saved memory and its counter.
         version: the counter of the alias at the call.
     """
 
@@ -203,25 +206,25 @@ class _Sample(NamedTuple):
     content: bytes
 
     def differs(self) -> bool:
-        """Returns whether the bytes are others now."""
+        """Returns whether the bytes have changed."""
         if self.offset + len(self.content) > self.storage.nbytes():
-            return False  # the memory was freed by a resize, which no check can make safe
+            return False  # a resize freed the memory, and no check can make that safe
         now = ctypes.string_at(self.storage.data_ptr() + self.offset, len(self.content))
         return now != self.content
 
 
 def _samples(counters: Sequence[_Counter]) -> list[_Sample]:
-    """Takes a few bytes, at other places each time, of tensors on the host."""
+    """Samples a few bytes of tensors on the host, at random places."""
     if len(counters) > _SAMPLED_TENSORS:
         counters = _RANDOM.sample(counters, _SAMPLED_TENSORS)
-    found: list[_Sample] = []
+    samples: list[_Sample] = []
     with torch._C.DisableTorchFunctionSubclass():
         for counter in counters:
             try:
-                found += _samples_of(counter)
+                samples += _samples_of(counter)
             except (NotImplementedError, RuntimeError):
-                continue  # the tensor has no memory of its own
-    return found
+                continue  # the tensor does not own memory
+    return samples
 
 
 def _samples_of(counter: _Counter) -> Iterator[_Sample]:
@@ -255,20 +258,20 @@ def _is_copied(tensor: torch.Tensor) -> bool:
     try:
         return tensor.untyped_storage().nbytes() <= BY_VALUE_BYTES
     except (NotImplementedError, RuntimeError):
-        return False  # sparse and other tensors without a storage of their own
+        return False  # sparse and other tensors without a storage
 
 
 def named_tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors in a nest of dicts, lists, modules and other objects, each once, named as
     "obj['model'].weight". Equal nests give equal names in equal order.
     """
-    seen: set[int] = set()
+    ids: set[int] = set()
     pending: list[tuple[str, object]] = [("obj", obj)]
     while pending:
         name, value = pending.pop()
-        if isinstance(value, _LEAVES) or id(value) in seen:
+        if isinstance(value, _LEAVES) or id(value) in ids:
             continue
-        seen.add(id(value))
+        ids.add(id(value))
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, dict):
@@ -292,5 +295,5 @@ def name_of(tensor: torch.Tensor, obj: object) -> str:
             if value is tensor:
                 return f"tensor {name}"
     except Exception:
-        pass  # the object is changing meanwhile: its tensor is described without a name
+        pass  # the object is changing: describe its tensor without a name
     return f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"

@@ -1,7 +1,7 @@
-"""Pacing limits how hard saves lean on shared storage: their rate, their moment, their number.
+"""Pacing limits the load of saves on shared storage: their rate, their moment and their number.
 
-Responsible for this rank's share of the rate, and for waiting until it may write. Everything here
-delays writing, never staging.
+Responsible for this rank's share of the rate, and for the wait until it may write. Pacing delays
+writes, never staging.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from fastckpt.errors import CheckpointError
 from fastckpt.ranks.round import CANCEL_LOOK_S, Round
 from fastckpt.storage.machine import this_machine
 
-_LOOK_S = 2.0  # how often a paced write looks whether another rank has failed
+_LOOK_S = 2.0  # how often a paced write checks whether another rank has failed
 
 
 class Pace:
-    """The pacing of one save on one rank. Nothing here waits if none was asked for.
+    """The pacing of one save on one rank. Without a pacing, nothing here waits.
 
     Args:
-        pacing: the pacing that was asked for.
+        pacing: the requested pacing.
         agreement: the save's round.
         rates: keeps the token buckets.
         owner: saves with the same owner share a bucket.
-        stats: the save's numbers, which get those of the pacing.
+        stats: the save's statistics, which receive those of the pacing.
         whole: whether blocks are written whole, because their writer cannot take parts.
-        raise_if_ended: raises what ends the save while it waits for a write. Default: of
-            the agreement.
+        raise_if_ended: raises the error that ends the save while it waits for a write. Default:
+            that of the agreement.
 
     Attributes:
-        timeout_s: for how long ranks wait for each other, and for writes of which none gets on.
+        timeout_s: for how long ranks wait for each other, and for writes without progress.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Pace:
         stats.pacing = pacing.text()
 
     def limit_by(self, pacing: Pacing) -> None:
-        """Takes another pacing from now on; nothing has been written yet."""
+        """Uses another pacing from now on. Call this before the first write."""
         self._pacing = pacing
         self._stats.pacing = pacing.text()
 
     @property
     def meets(self) -> bool:
-        """True if ranks of a node share its rate, so that they have to meet() in each save."""
+        """True if ranks of a node share its rate, so that they must call meet() in each save."""
         return self._pacing.rate is not None and self._agreement.world_size > 1
 
     def meet(self, nbytes: int) -> None:
@@ -82,8 +82,8 @@ class Pace:
         Raises:
             PeerFailed: another rank failed, or is missing.
         """
-        # A launcher's variables tell how many ranks the node has, but not how much they write, and
-        # shares of the rate are in proportion to that, so that all end together.
+        # A launcher's variables give the number of ranks on the node, but not their bytes. Shares
+        # of the rate are proportional to the bytes, so that all ranks end together.
         neighbours = _neighbours(self._agreement, nbytes)
         self._writers = {rank: nbytes for rank, nbytes in neighbours.items() if nbytes}
 
@@ -120,7 +120,7 @@ class Pace:
 
     def begin(self, nbytes: int) -> None:
         """Takes this rank's share of the rate, and waits until it may write `nbytes`. A rank with
-        nothing to write waits too, for its turn, which it has to pass on.
+        nothing to write also waits for its turn, since it must pass the turn on.
 
         Raises:
             CheckpointError: as share(). PeerFailed: another rank failed, or took too long.
@@ -131,14 +131,14 @@ class Pace:
         began = time.monotonic()
         most = self._pacing.max_writers
         if most is not None:
-            # One after the other, so that all blame the rank that is late, and not one that waits.
+            # In order, so that all ranks blame the rank that is late, not one that waits for it.
             for rank in turns_before(self._agreement.rank, self._agreement.world_size, most):
                 self._agreement.get("wrote", rank)
-                self._stats.paced_s = time.monotonic() - began  # it gets on: see Pipeline.drain()
+                self._stats.paced_s = time.monotonic() - began  # progress: see Pipeline.drain()
         self._held_s = self._stats.paced_s = time.monotonic() - began
 
     def end(self, *transfers: ImageTransfer) -> None:
-        """Waits until these are written, and lets the next rank write, if ranks take turns."""
+        """If ranks take turns, waits until these are written, and lets the next rank write."""
         if self._pacing.max_writers is not None:
             for transfer in transfers:
                 self.wait_written(transfer)
@@ -157,14 +157,14 @@ class Pace:
         self._written_nbytes += transfer.nbytes_written()
 
     def progress(self, nbytes: int) -> Progress:
-        """Returns how much of `nbytes` the transfers had that wait_one() has waited for."""
+        """Returns how many of `nbytes` were written by the transfers of wait_one()."""
         return Progress(self._written_nbytes, nbytes)
 
     def _watch(self, transfer: ImageTransfer) -> None:
         looked = time.monotonic()
         while not transfer.written(CANCEL_LOOK_S):
             self._raise_if_ended()
-            # Without a limit it does not take long, and ranks spare the store.
+            # Without a rate the write is short, and ranks send no requests to the store.
             if self._rate is not None and time.monotonic() - looked >= _LOOK_S:
                 looked = time.monotonic()
                 self._agreement.check()
@@ -172,7 +172,7 @@ class Pace:
 
 
 def chain_of(rank: int, world_size: int, chains: int) -> int:
-    """Returns the number of the chain, a run of adjacent ranks, that a rank belongs to."""
+    """Returns the number of a rank's chain. A chain is a run of adjacent ranks."""
     return rank * min(chains, world_size) // world_size
 
 
@@ -187,16 +187,16 @@ def turns_before(rank: int, world_size: int, writers: int) -> range:
 
 
 def _neighbours(agreement: Round, nbytes: int) -> dict[int, int]:
-    """Returns the bytes that each rank of this machine has to write, this rank among them. All
-    ranks call it, each with its own bytes, and wait for each other. Raises PeerFailed if a rank
+    """Returns the bytes that each rank of this machine has to write, including this rank. All ranks
+    call it, each with its number of bytes, and wait for each other. Raises PeerFailed if a rank
     failed or is missing.
     """
     agreement.put("machine", json.dumps([this_machine(), nbytes]).encode())
     if agreement.rank == 0:  # answers once for each machine
-        found: dict[str, list[tuple[int, int]]] = {}
+        members: dict[str, list[tuple[int, int]]] = {}
         for rank, record in enumerate(agreement.gather("machine")):
             machine, its_nbytes = json.loads(record)
-            found.setdefault(machine, []).append((rank, its_nbytes))
-        for machine, ranks in found.items():
+            members.setdefault(machine, []).append((rank, its_nbytes))
+        for machine, ranks in members.items():
             agreement.put(f"machine {machine}", json.dumps(ranks).encode())
     return dict(json.loads(agreement.get(f"machine {this_machine()}")))

@@ -1,6 +1,6 @@
-"""A Plan says what one rank writes of a save, as Outputs; each kind of save has its own.
+"""Plan, Place and Output: the interfaces of Save to the kinds of saves.
 
-Responsible for what Save asks of any of them.
+A Plan decides which files one rank writes, as Outputs, and a Place where they become visible.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fastckpt.storage.lustre_layout import Purpose
 class Place:
     """A place is where a save becomes visible. In this base class most methods do nothing.
 
-    Each Place also has what its own Plan needs: a way to make the files that Outputs open, and a
-    publish(), which Plan.publish() calls on the first rank when every file has arrived. publish()
-    is the one atomic act that gives the files their names.
+    Each Place also has methods for its Plan: one that makes the files of Outputs, and publish(),
+    which Plan.publish() calls on the first rank when every file is complete. publish() is the one
+    atomic act that gives the files their names.
 
     Attributes:
-        directory: the directory that the files go to.
+        directory: the directory of the files.
     """
 
     directory: str
@@ -42,7 +42,7 @@ class Place:
         return ()
 
     def pacing(self, asked: Pacing) -> Pacing:
-        """Returns the pacing that this place needs, given what the caller asked for."""
+        """Returns the pacing that this place needs, given the caller's pacing."""
         return asked
 
     def slot(self, output: Output) -> Slot | None:
@@ -50,13 +50,14 @@ class Place:
         return None
 
     def begin(self) -> None:
-        """Makes what the files go into. The fence opens only after this, so that several saves of
-        one caller make theirs in order.
+        """Makes the directory of the files. The fence opens only after this, so that several saves
+        of one caller make their directories in order.
         """
 
     def chosen(self, outputs: Sequence[Output], pace: Pace) -> Place:
-        """Returns where the save goes, before a byte is written: here, or to another place, which
-        has begun, and of which this one has removed what it had made. All ranks choose the same.
+        """Returns the final place of the save, before a byte is written: this one or another one.
+        Another place has already begun, and this one has removed everything it had made. All ranks
+        choose the same place.
         """
         return self
 
@@ -71,37 +72,37 @@ class Place:
             handle.wait_done()
 
     def follow(self, previous: Sequence[InnerHandle]) -> None:
-        """Does the work that other ranks have while the first one publishes."""
+        """Does the work of the other ranks while the first one publishes."""
 
     def after_commit(self, save: Job, pipeline: Pipeline) -> None:
-        """Goes on from this commit to the one that the caller waits for, if that is another."""
+        """Runs after the first commit: a tier drains the step to the root here."""
 
     def abandon(self) -> None:
-        """Removes what this rank has made for a save that failed."""
+        """Removes everything that this rank has made for a failed save."""
 
     def fail(self, error: BaseException) -> None:
         """Learns of the failure, after abandon()."""
 
     def close(self) -> None:
-        """Closes what is still open; the save has been committed or has failed."""
+        """Closes all open files after the save has been committed or has failed."""
 
     def end(self, pipeline: Pipeline, failure: BaseException | None) -> None:
-        """Frees what the save has replaced, after the caller has been told the result."""
+        """Frees replaced files, after the result of the save is set."""
 
 
 class Output:
     """One file that this rank writes, or its part of one.
 
     Attributes:
-        image: what this rank writes; its body is staged before there is a file.
+        image: the bytes that this rank writes; the body is staged before there is a file.
         path: the file's path, for messages.
-        names: of the tensors in the runs of image.numbers, if there are any.
-        is_small: whether more threads or GPUDirect would not pay. Small files are copied first, and
-            completed while the others are still copied.
-        slot_label: the label of slots in memory that the image can be staged in, and the file's
-            name; "": in none.
-        file: brings the image to the disk; set when the image is staged.
-        begin: the offset of the body in the file; known when the file is open.
+        names: the names of the tensors in the runs of image.numbers, if there are any.
+        is_small: whether the file is too small for several threads or GPUDirect to pay. Small files
+            are copied first, and completed while the other files are still being copied.
+        slot_label: the file's name, which is the label of slots in memory for the image; "": the
+            image is not staged in a slot.
+        file: writes the image to the disk; set when the image is staged.
+        begin: the offset of the body in the file; valid after the file is open.
     """
 
     is_small = False
@@ -116,31 +117,31 @@ class Output:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank writes, once the file is open."""
+        """The number of bytes that this rank writes; valid after the file is open."""
         return self.image.nbytes
 
     def open(self) -> None:
-        """Makes the file or opens another rank's; does neither if this rank writes nothing."""
+        """Makes the file, or opens the one of another rank; does nothing without bytes to write."""
         raise NotImplementedError
 
     def fill_in(self) -> None:
-        """Writes what depends on checksums; called when the image has been copied."""
+        """Writes the parts that depend on checksums; called after the image has been copied."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Waits until the file has arrived, and closes it unless the commit needs it open."""
+        """Waits until the file is complete, and closes it unless the commit needs it open."""
         raise NotImplementedError
 
 
 class WholeFile(Output):
-    """A file that one rank writes all of.
+    """A file that one rank writes alone.
 
     Args:
         image, path: as the attributes of Output.
         make, purpose: as ImageFile.make()'s.
 
     Attributes:
-        tail: the image's tail, once that is written.
+        tail: the image's tail; set when it is written.
     """
 
     def __init__(self, image: Image, path: str, make: Make, purpose: Purpose) -> None:
@@ -157,14 +158,14 @@ class WholeFile(Output):
 
     def end(self) -> None:
         self.file.end(self.image.nbytes)
-        self.file.close()  # some file systems rename no directory in which a file is open
+        self.file.close()  # some file systems cannot rename a directory with an open file
 
 
 class Plan:
-    """A plan says what one rank writes of a save, and what ranks compare and tell each other of it.
+    """A plan decides which files one rank writes, and which facts ranks compare and exchange.
 
     Args:
-        reads: the memory of the state that lies on devices.
+        reads: the memory of the state on devices.
         watched: the tensors that must not change before they have been copied.
 
     Attributes:
@@ -180,35 +181,35 @@ class Plan:
         self.watched = watched
 
     def lay_out(self, pace: Pace) -> Sequence[Output]:
-        """Returns the files that this rank writes; those that are best synced early come last."""
+        """Returns the files that this rank writes; files to sync early come last."""
         raise NotImplementedError
 
     def samples(self) -> list[tuple[int, bytearray]]:
-        """Returns memory to copy beside the files: addresses, and what receives the bytes."""
+        """Returns memory to copy in addition to the files: addresses and target buffers."""
         return []
 
     def go_to(self, place: Place) -> None:
-        """Learns where the save goes."""
+        """Receives the final place of the save."""
 
     def agree(self, pace: Pace, nbytes: int) -> None:
-        """Agrees with the other ranks on where the files go; this rank writes `nbytes`."""
+        """Agrees with the other ranks on the place of the files; this rank writes `nbytes`."""
         if pace.meets:
             pace.meet(nbytes)
 
     def compare(self) -> None:
-        """Raises RanksDisagree unless ranks hold the same of what they hold in common."""
+        """Raises RanksDisagree if values that ranks have in common differ."""
 
     def record(self) -> bytes:
-        """Returns what this rank tells the first one when all of its files have arrived."""
+        """Returns the record for the first rank, after all files of this rank are complete."""
         return b""
 
     def publish(self, records: list[bytes]) -> None:
-        """Commits, on the first rank, with the records of all."""
+        """Commits, on the first rank, with the records of all ranks."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Drops references to what was copied; called once, when everything has been."""
+        """Drops references to the state; called once, after everything has been copied."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Drops every reference to what was saved."""
+        """Drops every reference to the saved state."""

@@ -1,5 +1,5 @@
-"""Ring: the memory that a directory on a tmpfs may take, and the removed files there whose mapped
-pages are used again.
+"""Ring: the memory budget of a directory on a tmpfs, and its recycled files: removed files whose
+mapped pages are used again.
 
 The module must not know what the files hold.
 """
@@ -27,26 +27,26 @@ from fastckpt.storage.policies import magic_of, recognised
 
 __all__ = ["SMALL_BYTES", "Ring", "Slot"]
 
-SMALL_BYTES = 16 << 20  # room for small files beside the large ones whose sizes are known
-_BYTES_MIN = 1 << 20  # of a file that is worth the trouble
+SMALL_BYTES = 16 << 20  # room for small files, in addition to large ones of known sizes
+_BYTES_MIN = 1 << 20  # the least size of a file that is worth recycling
 _BLOCK = 512  # the unit of st_blocks, see stat(2)
 
 
 class Ring:
-    """The memory of one directory, as this process sees it. Several processes may use it.
+    """The memory of one directory, for this process. Several processes may use the directory.
 
-    What lies in the directories in it counts. One of these has the recycled files: a file is in use
-    as long as somebody has its lock. Its name is that of the file it was, the `label`, and its
-    inode's number: a process finds by it those that it has mapped, and two processes that map the
-    same file keep each other from it.
+    Files in its subdirectories count. One subdirectory holds the recycled files. A recycled file is
+    in use while a process has its lock. Its name is the former name of the file, the `label`, and
+    the number of its inode: by this number, a process recognises the files that it has mapped. If
+    two processes map the same file, its lock lets only one of them use it.
 
     Args:
         storage, directory: the seam to the file system, and the directory.
-        recycled: the name of the directory in it for recycled files, made when first needed.
+        recycled: the name of its subdirectory for recycled files, made when first needed.
 
     Attributes:
-        nbytes: how many bytes may lie there, and (in words) why so many; see limit().
-        recycled_max: how many of them recycled files may take while nobody uses them.
+        nbytes: the budget in bytes, and `why` its reason in words; see limit().
+        recycled_max: how many bytes of it unused recycled files may take.
     """
 
     def __init__(self, storage: Storage, directory: str, recycled: str) -> None:
@@ -54,47 +54,48 @@ class Ring:
         self._recycled = os.path.join(directory, recycled)
         self.nbytes, self.why = 0, ""
         self.recycled_max = 0
-        # Also held to look which are in use, which takes their locks for a moment.
+        # Also held for the check whether files are in use, which locks each for a moment.
         self._lock = threading.Lock()
-        self._slots: dict[int, Slot] = {}  # under _lock, by inode; also of files in use elsewhere
+        self._slots: dict[
+            int, Slot
+        ] = {}  # under _lock, by inode; includes files in use by other processes
         self._reserving = threading.Lock()
-        self._reserved: dict[str, int] = {}  # bytes of directories that are being filled, by name
+        self._reserved: dict[str, int] = {}  # bytes reserved for incomplete directories, by name
 
     # ---- the budget
 
     def limit(self, memory: Memory) -> None:
-        """Sets `nbytes`, once the file system and the limits of the machine and the container have
-        been looked at.
+        """Sets `nbytes`, after checks of the file system and the limits of machine and container.
 
         Raises:
             ValueError: the directory is not on a tmpfs, or there is less memory than the budget.
             StorageError: it cannot be listed.
         """
-        path, asked = memory.path, memory.budget_bytes
-        at, size_text = shlex.quote(path), "64g" if asked is None else f"{-(-asked >> 20)}m"
+        path, budget = memory.path, memory.budget_bytes
+        at, size_text = shlex.quote(path), "64g" if budget is None else f"{-(-budget >> 20)}m"
         there = path
-        while not os.path.exists(there):  # it is made there with the first step
+        while not os.path.exists(there):  # the first step makes the directory
             there = os.path.dirname(there)
         kind = recognised(magic_of(there), None)
         if kind != "tmpfs" or not os.path.isdir(there):
-            made = f"`mkdir -p {at} && mount -t tmpfs -o size={size_text} tmpfs {at}`"
-            if os.path.isdir(path) and os.listdir(path):  # which a mount would hide
-                made = "`mount -t tmpfs` on an empty directory"
+            command = f"`mkdir -p {at} && mount -t tmpfs -o size={size_text} tmpfs {at}`"
+            if os.path.isdir(path) and os.listdir(path):  # a mount would hide its content
+                command = "`mount -t tmpfs` on an empty directory"
             raise ValueError(
                 f"Memory(directory={path!r}): {there!r} is "
                 f"{kind if os.path.isdir(there) else 'not a directory'}, must be a tmpfs: pass a "
                 "directory on a tmpfs, such as one below /dev/shm, or create a tmpfs before the "
-                f"job, with {made} or as a volume with medium: Memory; to use other storage of the "
-                f"node, pass local={path!r}"
+                f"job, with {command} or as a volume with medium: Memory; to use other storage of "
+                f"the node, pass local={path!r}"
             )
-        found = os.statvfs(there)
-        size, own = found.f_blocks * found.f_frsize, self.used()
+        statistics = os.statvfs(there)
+        size, own = statistics.f_blocks * statistics.f_frsize, self.used()
         granted = memory_left_bytes() + own
-        self.nbytes = self.recycled_max = asked or max(min(size, granted) // 2, SMALL_BYTES)
+        self.nbytes = self.recycled_max = budget or max(min(size, granted) // 2, SMALL_BYTES)
         self.why = shown_size(self.nbytes)
-        if asked is None:
+        if budget is None:
             self.why += f" (half of the tmpfs {path!r}, {shown_size(size)}, or of free memory)"
-        if self.nbytes <= SMALL_BYTES and asked is not None:
+        if self.nbytes <= SMALL_BYTES and budget is not None:
             raise ValueError(
                 f"Memory(budget={memory.budget!r}): must be above {shown_size(SMALL_BYTES)}, which "
                 "are reserved for the index of a step"
@@ -116,59 +117,59 @@ class Ring:
             )
 
     def used(self) -> int:
-        """Returns how many bytes lie there or are reserved. Raises StorageError."""
+        """Returns how many bytes are used or reserved. Raises StorageError."""
         return sum(self._used().values())
 
     def _used(self) -> dict[str, int]:
-        storage, root, found = self._storage, self._directory, dict[str, int]()
+        storage, root, sizes = self._storage, self._directory, dict[str, int]()
         try:
             names = storage.names(root, directories=True)
         except FileNotFoundError:
-            return found
+            return sizes
         except OSError as error:
             raise StorageError("list", root, error.errno or errno.EIO) from error
-        # Recycled files last: one that is kept meanwhile is counted, if twice.
+        # Recycled files last: a file that is moved there now is counted, perhaps twice.
         for name in sorted(names, key=os.path.basename(self._recycled).__eq__):
             path, nbytes = os.path.join(root, name), 0
             with suppress(OSError):  # it is being removed
                 for entry in storage.names(path):
                     status = storage.status(os.path.join(path, entry))
                     nbytes += 0 if status is None else _nbytes(status)
-            found[name] = max(nbytes, self._reserved.get(name, 0))
-        return found
+            sizes[name] = max(nbytes, self._reserved.get(name, 0))
+        return sizes
 
     def reserve(self, name: str, nbytes: int, recycled: int = 0) -> int | None:
-        """Reserves bytes for a directory that is being filled, `recycled` of them in slots that are
-        taken; returns None, or how many bytes are used if so many more are not left.
+        """Reserves bytes for a new directory, `recycled` of them in slots that are already taken.
+        Returns None; or the number of used bytes if the budget does not suffice.
         """
         with self._reserving:
             used = self._used()
             total = sum(used.values())
             if total - recycled + nbytes > self.nbytes:
                 return total
-            kept = {each: its for each, its in self._reserved.items() if each in used}
-            self._reserved = kept | {name: nbytes}
+            reservations = {each: size for each, size in self._reserved.items() if each in used}
+            self._reserved = reservations | {name: nbytes}
             return None
 
     def is_reserved(self, name: str) -> bool:
-        """Returns whether files may still come into a directory."""
+        """Returns whether a directory is still incomplete."""
         return name in self._reserved
 
     def settle(self, name: str) -> None:
-        """Takes back what is left of the bytes reserved for a directory: all of it has come."""
+        """Ends the reservation for a directory, which is now complete."""
         self._reserved.pop(name, None)
 
     def make_room(self, used_max: int) -> bool:
-        """Removes recycled files that nobody uses, the oldest first, while they take too much, or
-        more than so many bytes are used in all; returns whether that is so no more. Raises
+        """Removes unused recycled files, the oldest first, while they take too much memory or more
+        than used_max bytes are used in total; returns whether at most used_max are used now. Raises
         StorageError.
         """
         with self._lock:
-            found = self._found("")
-            recycled = sum(_nbytes(its) for _, its in found)
-            while found and (recycled > self.recycled_max or self.used() > used_max):
-                path, its = found.pop()
-                recycled -= _nbytes(its)
+            files = self._unused("")
+            recycled = sum(_nbytes(status) for _, status in files)
+            while files and (recycled > self.recycled_max or self.used() > used_max):
+                path, status = files.pop()
+                recycled -= _nbytes(status)
                 self._remove(path)
             self._sweep()
         return self.used() <= used_max
@@ -176,8 +177,8 @@ class Ring:
     # ---- recycled files
 
     def keep(self, directory: str, names: Sequence[str]) -> list[str]:
-        """Takes the files that can be recycled out of a directory that is being removed; returns
-        the rest of the names.
+        """Moves files that can be recycled out of a directory that is about to be removed; returns
+        the names of the other files.
         """
         rest = []
         for name in names:
@@ -189,95 +190,96 @@ class Ring:
                     continue
                 self._storage.make_directory(self._recycled, parents=True)
                 self._storage.rename(path, self._path(f"{name}.{status.st_ino}"))
-            except OSError:  # it is gone, or is removed as ever
+            except OSError:  # it is gone, or must be removed
                 rest.append(name)
         return rest
 
     def take(self, label: str, nbytes: int) -> Slot | None:
-        """Returns a recycled file with this label and as many pages, to be staged in; or None."""
+        """Returns a recycled file with this label and size in pages, for staging; or None."""
         with self._lock:
             self._sweep()
-            for path, status in self._found(label, nbytes):
-                with suppress(OSError):  # somebody else was faster
+            for path, status in self._unused(label, nbytes):
+                with suppress(OSError):  # another process was faster
                     slot = self._mapped(path, status)
                     if slot.take(path, nbytes):
                         return slot
         return None
 
     def has(self, label: str, nbytes: int) -> bool:
-        """Returns whether there is a file that take() would look at."""
+        """Returns whether there is a candidate for take()."""
         with self._lock:
-            return bool(self._found(label, nbytes))
+            return bool(self._unused(label, nbytes))
 
     @contextmanager
     def lent(self, label: str, nbytes: int, path: str) -> Iterator[int | None]:
-        """Gives the path to a recycled file as take() would return it, not mapped, and yields its
-        descriptor; or None, with no file of that label left, instead of which one may be made.
+        """Renames a recycled file to this path and yields its descriptor; chooses the file as
+        take() does, but does not map it. If there is none, removes all files of that label to make
+        room for a new file, and yields None.
         """
         with ExitStack() as lending:
             fd = None
             with self._lock:
-                for found, _status in self._found(label, nbytes):
-                    with suppress(OSError):  # somebody else was faster
-                        slot = Slot(self._storage, found)
+                for file, _status in self._unused(label, nbytes):
+                    with suppress(OSError):  # another process was faster
+                        slot = Slot(self._storage, file)
                         lending.callback(slot.close)
-                        if slot.take(found, nbytes):
+                        if slot.take(file, nbytes):
                             lending.callback(slot.release)
-                            self._storage.rename(found, path)
+                            self._storage.rename(file, path)
                             fd = slot.fd
                             break
                 if fd is None:
-                    for found, _status in self._found(label):
-                        self._remove(found)
+                    for file, _status in self._unused(label):
+                        self._remove(file)
             yield fd
 
     def prepare(self, label: str) -> None:
-        """Maps the files with a label, so that no save has to wait for that."""
+        """Maps the files with a label, so that no save must wait for that."""
         with self._lock:
-            for path, status in self._found(label):
-                with suppress(OSError):  # a save that needs it finds out
+            for path, status in self._unused(label):
+                with suppress(OSError):  # a save that needs the file gets the error
                     self._mapped(path, status)
 
     def sweep(self) -> None:
-        """Lets go of the memory of files that were removed."""
+        """Frees the memory of files that were removed."""
         with self._lock:
             self._sweep()
 
     def clear(self) -> None:
-        """Removes all recycled files that nobody uses."""
+        """Removes all unused recycled files."""
         with self._lock:
-            for path, _status in self._found(""):
+            for path, _status in self._unused(""):
                 self._remove(path)
             self._sweep()
 
     def close(self) -> None:
-        """Lets go of all that is not in use."""
+        """Unmaps all files that are not in use."""
         with self._lock:
             self._sweep(all_of_them=True)
 
     def _path(self, name: str) -> str:
         return os.path.join(self._recycled, name)
 
-    def _found(self, label: str, nbytes: int | None = None) -> list[tuple[str, os.stat_result]]:
-        """Returns recycled files with a label, or all, that nobody uses, with as many pages if a
-        size is given; the newest first.
+    def _unused(self, label: str, nbytes: int | None = None) -> list[tuple[str, os.stat_result]]:
+        """Returns the unused recycled files with a label, or with any if it is ""; only those with
+        as many pages if a size is given; the newest first.
         """
-        found = []
-        with suppress(OSError):  # what cannot be looked at is not used
+        files = []
+        with suppress(OSError):  # skip files that cannot be examined
             for name in self._storage.names(self._recycled):
                 if name.startswith(f"{label}.") or not label:
                     status = self._storage.status(self._path(name), link=True)
                     if not _is_whole(status) or self._is_used(status.st_ino, name):
                         continue
                     if nbytes is None or _pages(status.st_size) == _pages(nbytes):
-                        found.append((self._path(name), status))
-        return sorted(found, key=lambda pair: -pair[1].st_ctime_ns)
+                        files.append((self._path(name), status))
+        return sorted(files, key=lambda pair: -pair[1].st_ctime_ns)
 
     def _is_used(self, inode: int, name: str) -> bool:
         slot = self._slots.get(inode)
         if slot is not None and slot.is_taken:
             return True
-        with suppress(OSError):  # it is gone, or not ours to touch
+        with suppress(OSError):  # it is gone, or may not be touched
             fd = self._storage.open(self._path(name), "lock")
             try:
                 return not self._storage.lock(fd)
@@ -311,7 +313,7 @@ class Ring:
 
     def _sweep(self, all_of_them: bool = False) -> None:
         for inode, slot in [*self._slots.items()]:
-            with suppress(OSError):  # then a later call looks again
+            with suppress(OSError):  # a later call tries again
                 if not slot.is_taken and (all_of_them or slot.is_removed):
                     del self._slots[inode]
                     slot.close()
@@ -326,8 +328,8 @@ def _nbytes(status: os.stat_result) -> int:
 
 
 def _is_whole(status: os.stat_result | None) -> TypeGuard[os.stat_result]:
-    """Returns whether a file is worth the trouble, has this one name, and lacks no page, which
-    there may be no memory for when it is touched.
+    """Returns whether a file is large enough, has only one name, and has all its pages: for a
+    missing page there may be no memory when it is touched.
     """
     return (
         status is not None

@@ -1,8 +1,8 @@
-"""A save of one rank, from the state to the commit, whatever it writes and wherever that goes.
+"""A save of one rank, from the state to the commit, for all kinds of saves.
 
-A Plan says what this rank writes, as Outputs, and what ranks compare; a Place says where it becomes
-visible. This module tells the order of the stages, once. What would need a branch here needs a
-method of Plan, Place or Output instead.
+A Plan decides which files this rank writes, as Outputs, and which values ranks compare; a Place
+decides where the files become visible. This module defines the order of the stages, once. Instead
+of a branch here, add a method to Plan, Place or Output.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from fastckpt.saving.pipeline import Job, Pipeline
 from fastckpt.saving.plan import Output, Place, Plan
 from fastckpt.storage.file_system import Storage
 
-# Says no to a commit by an exception: before_commit's, of the statistics so far and the path.
+# The type of before_commit, called with the statistics so far and a digest: an exception refuses.
 Veto: TypeAlias = Callable[[SaveStats, str], object]
 
 
 class Save(Job):
-    """A save, as one rank runs it.
+    """A save on one rank.
 
     Args:
-        plan, place: which files it writes, and where they become visible.
+        plan, place: the plan of the files and the place where they become visible.
         before_commit: as fastckpt.save's.
-        rate_group: saves of one group share a drain_rate. None: those of the queue.
-        note: called with the handle once the result has been told.
+        rate_group: saves of one group share a drain_rate. None: the saves of one queue share it.
+        note: called with the handle after the result is set.
         handle, agreement, options, queue: as Job's.
     """
 
@@ -60,7 +60,7 @@ class Save(Job):
         super().__init__(
             handle, agreement, plan.reads, plan.watched, fence=options.fence, queue=queue
         )
-        plan.reads = DeviceSources()  # the job has them from now on, and lets go of them in the end
+        plan.reads = DeviceSources()  # from now on the job has them, and frees them in the end
         self.plan: Plan | None = plan
         self.place = place
         self.before_commit, self.note = before_commit, note
@@ -88,7 +88,7 @@ class Save(Job):
         outputs = plan.lay_out(pace)
         nbytes = sum(output.image.nbytes for output in outputs)
         self.moving.callback(self.handle.mark_writing, None)
-        # No file exists yet, so copies wait for no metadata server and for no other rank.
+        # No file exists yet, so copies do not wait for a metadata server or another rank.
         fetch = self._stage(pipeline, plan, outputs)
         self.handle.mark_writing(partial(_progress, [*outputs]))
         place.begin()
@@ -102,7 +102,7 @@ class Save(Job):
         stats.opened_s = self.handle.elapsed_s()
         opened = [output for output in outputs if output.file.is_open]
         # All files begin before anything waits for copies: with an allowance of one block, the
-        # blocks of one file have to be written before those of the next can be copied.
+        # blocks of one file must be written before those of the next file can be copied.
         for output in opened:
             output.file.begin(output.begin, pace)
         pace.end(*(output.file.transfer for output in opened))
@@ -120,17 +120,17 @@ class Save(Job):
         for output in outputs:
             transfer = output.file.transfer
             transfer.count_writes(stats)
-            held = transfer.staged_bytes_max()
-            stats.staged_bytes_max = max(stats.staged_bytes_max, held)
+            nbytes_max = transfer.staged_bytes_max()
+            stats.staged_bytes_max = max(stats.staged_bytes_max, nbytes_max)
         stats.synced_s = self.handle.elapsed_s()
         self._ask(outputs)
         self.conclude(plan.record(), plan.publish)
 
     def _stage(self, pipeline: Pipeline, plan: Plan, outputs: Sequence[Output]) -> MemoryCopy:
-        """Begins to copy everything: the bytes of the files, and the samples beside them."""
+        """Begins to copy everything: the bytes of the files, and the samples of the plan."""
         staging, options = pipeline.staging, self.options
         allowance = staging.allowance(options.limit_bytes)
-        # With the step fence one CPU is left to the training that goes on meanwhile.
+        # With the step fence, training continues during the copies: leave it one CPU.
         stagers = max(1, stager_count() - (self.fence == "step"))
         samples, path = plan.samples(), self.handle.path
         fetch = MemoryCopy(staging, pipeline.storage, samples, path, allowance, self.reads)
@@ -162,23 +162,23 @@ class Save(Job):
         return fetch
 
     def _complete(self, output: Output) -> None:
-        """Brings a file that has been copied to the disk."""
+        """Writes a file to the disk after it has been copied."""
         output.fill_in()
         output.file.wait_written()
         self.handle.stats.written_s = self.handle.elapsed_s()
         output.end()
 
     def _check_numbers(self, outputs: Sequence[Output]) -> None:
-        """Refuses the commit if numbers that were to be finite are not, as they were staged."""
-        found = [
+        """Refuses the commit if staged numbers are not finite although they must be."""
+        faults = [
             (name, count)
             for output in outputs
             for name, count in zip(output.names, output.file.transfer.non_finite(), strict=True)
             if count
         ]
-        if found:
-            name, count = found[0]
-            more = f", and {len(found) - 1} more tensors have such elements" if found[1:] else ""
+        if faults:
+            name, count = faults[0]
+            more = f", and {len(faults) - 1} more tensors have such elements" if faults[1:] else ""
             raise CheckpointError(
                 f"check_finite refused the save to {self.handle.path!r}: {name!r} has elements "
                 f"that are infinite or not a number ({count} on rank {self.agreement.rank}){more}; "
@@ -186,7 +186,7 @@ class Save(Job):
             )
 
     def _ask(self, outputs: Sequence[Output]) -> None:
-        """Lets the caller's before_commit look, which may refuse the commit by raising."""
+        """Calls the caller's before_commit, which may refuse the commit by raising an exception."""
         if self.before_commit is None:
             return
         crcs = [crc for output in outputs for crc in output.file.transfer.block_crcs()]
@@ -199,7 +199,7 @@ class Save(Job):
                     f"it returned a {type(answer).__name__}, which would never be awaited: pass a "
                     "plain function"
                 )
-        except BaseException as error:  # a SystemExit, too, is no more than a refusal here
+        except BaseException as error:  # a SystemExit is also only a refusal here
             raise CheckpointError(
                 f"before_commit refused the save to {self.handle.path!r} by "
                 f"{type(error).__name__}: {error}; nothing was committed"

@@ -1,9 +1,9 @@
-"""The calls that Python threads are in at one moment, and when the last of them has ended.
+"""The calls that Python threads are in at one moment, and whether all of them have ended.
 
-torch counts a change in place when the operation ends, so version counters show all changes before
-a moment only when all calls of that moment have ended. Counters and samples alone would let a save
-commit a tensor that a long operation was changing while it was copied: this is the one way to know,
-and so it is worth its length. The extension reads the frames.
+torch counts a change in place when the operation ends. So version counters show all changes before
+a moment only after all calls of that moment have ended. With counters and samples alone, a save
+could commit a tensor that a long operation was changing during the copy. There is no other way to
+detect this, so the module is worth its length. The extension reads the frames.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import torch
 
 from fastckpt import _engine
 
-# A thread that is at the same instruction as when the save began, and has used hardly any CPU time,
-# has been in one call since then: a server that waits in C, for example. It gets this long to move
-# on. One that has computed may be at the same instruction for another tensor, in a loop over
-# tensors, and must be seen elsewhere.
+# If a thread is at the same instruction as at the beginning of the save and has used hardly any CPU
+# time, it has been in one call since then, such as a server that waits in C. It gets this long to
+# leave the call. A thread that has used CPU time may be at the same instruction for another tensor,
+# in a loop over tensors, so it must be seen elsewhere.
 STAYED_S = 0.05
-_IDLE_S, _IDLE_SHARE = 0.0002, 0.001  # CPU time that counts as none, and its share of time passed
+_IDLE_S, _IDLE_SHARE = 0.0002, 0.001  # negligible CPU time, and its share of the elapsed time
 _MAIN_ASKED_S = 0.01
-# A thread of this library looks, at growing intervals; training is not touched.
+# A thread of this library checks at growing intervals; training is not affected.
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.0002, 0.005
 
 # Functions with these names wait, or move bytes between files and memory. No operation of torch
@@ -45,8 +45,8 @@ synchronize _cuda_synchronize barrier monitored_barrier
 run_forever run_until_complete mainloop exec exec_
 """  # of Python and its libraries, of the engine, of devices and groups, of event loops in C
 WAITING = frozenset(_NAMES.split())
-# The modules from which this library's own threads call the kernel and the engine: nothing in them
-# changes a tensor.
+# The modules in which this library's threads call the kernel and the engine. They do not change
+# tensors.
 _OWN = """
 engine/codec engine/staging engine/transfer saving/image_file
 storage/atomic storage/file_system storage/lustre storage/policies
@@ -54,8 +54,8 @@ storage/atomic storage/file_system storage/lustre storage/policies
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 OWN_FILES = frozenset(os.path.join(_PACKAGE, f"{name}.py") for name in _OWN.split())
 
-# Instructions that belong to a call but do not load the function; LOAD_CONST, since the names of
-# keyword arguments are a constant from Python 3.13 on.
+# Instructions that belong to a call but do not load the function. LOAD_CONST is one of them, since
+# the names of keyword arguments are a constant from Python 3.13 on.
 _OF_CALLS = ("PUSH_NULL", "KW_NAMES", "LOAD_CONST")
 
 Stack = list[tuple[FrameType, int]]  # frames with their current instruction, the innermost first
@@ -66,8 +66,8 @@ class ThreadPosition(NamedTuple):
 
     Attributes:
         place: the ids of the innermost frame and its code, and the instruction.
-        cpu_s: the CPU time that the thread has used, or None if it is not known.
-        at_s: when it was there, by time.monotonic().
+        cpu_s: the CPU time that the thread has used, or None if unknown.
+        at_s: the time of the observation, by time.monotonic().
     """
 
     place: tuple[int, int, int]
@@ -75,7 +75,7 @@ class ThreadPosition(NamedTuple):
     at_s: float
 
     def has_stayed(self, before: ThreadPosition) -> bool:
-        """Whether the thread has been in one call since an earlier position, as far as is known."""
+        """Whether the thread seems to have been in one call since an earlier position."""
         if self.place != before.place:
             return False
         if self.cpu_s is None or before.cpu_s is None:
@@ -91,62 +91,62 @@ def positions() -> dict[int, ThreadPosition]:
 
 def _positions(stacks: dict[int, Stack]) -> dict[int, ThreadPosition]:
     seconds, now_s = _engine.thread_seconds(), time.monotonic()
-    found = {}
+    result = {}
     for ident, stack in stacks.items():
         frame, instruction = stack[0]
         place = id(frame), id(frame.f_code), instruction
-        found[ident] = ThreadPosition(place, seconds.get(ident), now_s)
-    return found
+        result[ident] = ThreadPosition(place, seconds.get(ident), now_s)
+    return result
 
 
 class ThreadCalls:
-    """The calls that other threads than the caller's are in when this is made.
+    """The calls of all threads but the caller's at the time of construction.
 
-    The GIL makes the picture consistent: a thread that does not hold it is in a call that has
+    The GIL makes the picture consistent: a thread that does not hold the GIL is in a call that has
     released it, or between two instructions. If the thread is elsewhere later, it has left the
-    call, or the call has gone on to Python code, so the operation that it was in has ended.
+    call, or the call has continued with Python code, so the thread's operation has ended.
 
     Args:
-        before: positions() when the save began. Threads that have stayed in one call since then
-            are waited for no longer than STAYED_S.
+        before: positions() at the beginning of the save. For threads that have been in one call
+            since then, this waits at most STAYED_S.
     """
 
     def __init__(self, before: dict[int, ThreadPosition]) -> None:
-        self._left: dict[int, _Call] = {}
+        self._pending: dict[int, _Call] = {}
         self._stayed: set[int] = set()
         stacks = _engine.thread_stacks()
         for ident, position in _positions(stacks).items():
             call = _Call.of(stacks[ident])
             if call.is_top and _waits(call.frame.f_code, call.instruction):
                 continue
-            self._left[ident] = call
+            self._pending[ident] = call
             if ident in before and position.has_stayed(before[ident]):
                 self._stayed.add(ident)
         self._begin_s = time.monotonic()
-        self._turns: int | None = None  # the main thread's, when it was asked for one more
+        self._turns: int | None = None  # the main thread's turns at the request for one more
 
     def have_ended(self) -> bool:
-        if self._left:
+        if self._pending:
             stacks = _engine.thread_stacks()
-            for ident, call in list(self._left.items()):
+            for ident, call in list(self._pending.items()):
                 if not call.is_running(stacks.get(ident, [])):
-                    del self._left[ident]
+                    del self._pending[ident]
         since_s = time.monotonic() - self._begin_s
-        if self._left and since_s > STAYED_S:
-            # A server's thread may have had a message since the save began, and may now wait for
-            # the next one in a function of any name.
+        if self._pending and since_s > STAYED_S:
+            # A server's thread may have received a message since the save began, and may now wait
+            # for the next one in a function of any name.
             for ident in [*self._stayed, *_engine.threads_waiting_for_input()]:
-                self._left.pop(ident, None)
+                self._pending.pop(ident, None)
         main = threading.main_thread().ident or 0
-        if main in self._left and self._left[main].is_top and since_s > _MAIN_ASKED_S:
-            # A loop over one call moves on, but is always met in that call: a turn of the main
-            # thread, which it takes between instructions, shows that the call has ended.
+        if main in self._pending and self._pending[main].is_top and since_s > _MAIN_ASKED_S:
+            # A loop over one call makes progress, but is always seen in that call. The main thread
+            # takes a turn between instructions, so a turn shows that the call has ended.
             turns = _engine.main_thread_turns()
             if self._turns is None:
                 self._turns = turns if _engine.ask_main_thread() else None
             elif turns != self._turns:
-                del self._left[main]
-        return not self._left
+                del self._pending[main]
+        return not self._pending
 
     def wait(self, timeout_s: float) -> bool:
         """Waits at most timeout_s; returns whether all calls have ended."""
@@ -159,8 +159,8 @@ class ThreadCalls:
         return True
 
     def text(self) -> str:
-        """Names a thread that has not left its call, with file and line."""
-        ident, call = next(iter(self._left.items()))
+        """Returns the name of a thread that has not left its call, with file and line."""
+        ident, call = next(iter(self._pending.items()))
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         code = call.frame.f_code
         place = f"{code.co_filename}:{call.frame.f_lineno}, in {code.co_name}"
@@ -168,13 +168,13 @@ class ThreadCalls:
 
     def forget(self) -> None:
         """Releases the frames, which keep their functions' local variables alive."""
-        self._left.clear()
+        self._pending.clear()
 
 
 class _Call(NamedTuple):
-    """A frame of a thread, its instruction that has not ended, and whether it was the innermost.
+    """A frame of a thread, its current instruction, and whether the frame was the innermost.
 
-    While the frame is held, no other one can have its identity.
+    The reference to the frame prevents that another frame gets the same identity.
     """
 
     frame: FrameType
@@ -183,10 +183,11 @@ class _Call(NamedTuple):
 
     @classmethod
     def of(cls, stack: Stack) -> _Call:
-        """Returns the call that a thread with these frames is in.
+        """Returns the current call of a thread with these frames.
 
         An operation of torch may have a kernel in Python (a dispatch mode, a tensor subclass, a
-        library), and counts its change after that returns. So the outermost operation is taken.
+        library), and torch counts the change after the kernel returns. So this returns the
+        outermost operation.
         """
         for depth in range(len(stack) - 1, -1, -1):
             frame, instruction = stack[depth]
@@ -215,8 +216,8 @@ def _waits(code: CodeType, instruction: int) -> bool:
 
 
 def _callee(code: CodeType, instruction: int) -> str | None:
-    """Returns the name of the function that an instruction calls, or None if it is not known."""
-    until = [its for its in dis.get_instructions(code) if its.offset <= instruction]
+    """Returns the name of the function that an instruction calls, or None if unknown."""
+    until = [each for each in dis.get_instructions(code) if each.offset <= instruction]
     call = until.pop()
     if call.opname in ("BEFORE_WITH", "SETUP_WITH"):
         return "__enter__"
@@ -228,42 +229,42 @@ def _callee(code: CodeType, instruction: int) -> str | None:
         return _callee_on_stack(until, call)
     # The name in "a.b(x)" is loaded by the longest instruction, "a.b", that begins where the call
     # does. The function called in "a.b(x)(y)" has no name.
-    at, found, end = call.positions, None, (-1, -1)
+    at, loader, end = call.positions, None, (-1, -1)
     if at is None or at.lineno is None:
         return None
-    for its in until:
-        of = its.positions
+    for op in until:
+        of = op.positions
         if (
             of is None
-            or its.opname in _OF_CALLS
+            or op.opname in _OF_CALLS
             or (of.lineno, of.col_offset) != (at.lineno, at.col_offset)
         ):
             continue
-        its_end = of.end_lineno or 0, of.end_col_offset or 0
-        if end < its_end < (at.end_lineno or 0, at.end_col_offset or 0):
-            found, end = its, its_end
-    return _name(found)
+        op_end = of.end_lineno or 0, of.end_col_offset or 0
+        if end < op_end < (at.end_lineno or 0, at.end_col_offset or 0):
+            loader, end = op, op_end
+    return _name(loader)
 
 
-def _name(its: dis.Instruction | None) -> str | None:
+def _name(op: dis.Instruction | None) -> str | None:
     """Returns the name of the object that an instruction loads, if it has one."""
-    named = its is not None and its.opname.startswith("LOAD_") and isinstance(its.argval, str)
-    return its.argval if its is not None and named else None
+    named = op is not None and op.opname.startswith("LOAD_") and isinstance(op.argval, str)
+    return op.argval if op is not None and named else None
 
 
 def _callee_on_stack(until: list[dis.Instruction], call: dis.Instruction) -> str | None:
-    """Does the same by stack effects, since instructions have no columns before Python 3.11."""
+    """As _callee(), but by stack effects: before Python 3.11, instructions have no columns."""
     above = call.arg or 0
     if call.opname == "CALL_FUNCTION_KW":
         above += 1  # the names of the last arguments
     elif call.opname == "CALL_FUNCTION_EX":
         above = 1 + (above & 1)  # a tuple, and a dict if there is one
     after = call
-    for its in reversed(until):
-        if after.is_jump_target or its.opcode in dis.hasjrel or its.opcode in dis.hasjabs:
+    for op in reversed(until):
+        if after.is_jump_target or op.opcode in dis.hasjrel or op.opcode in dis.hasjabs:
             return None  # a condition decides which function it is
         if above == 0:
-            return _name(its)
-        above -= dis.stack_effect(its.opcode, its.arg)
-        after = its
+            return _name(op)
+        above -= dis.stack_effect(op.opcode, op.arg)
+        after = op
     return None

@@ -359,7 +359,7 @@ def end_leases(storage: Storage) -> None:
         if not isinstance(storage, Crash):
             lease.records.storage = Storage()
             lease.release()
-    for lease in [*lease_module._held]:
+    for lease in [*lease_module._leases]:
         if lease.records.storage is storage and isinstance(storage, Crash):
             lease._let_go()
 

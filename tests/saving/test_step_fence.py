@@ -436,7 +436,7 @@ def test_a_thread_that_waits_is_in_no_operation(case: str) -> None:
 
         with running(call) as thread:
             wait_until(
-                lambda: stands_in(thread, "call") and thread.ident not in ThreadCalls({})._left,
+                lambda: stands_in(thread, "call") and thread.ident not in ThreadCalls({})._pending,
                 "it waits",
             )
             end()
