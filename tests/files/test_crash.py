@@ -411,9 +411,9 @@ class Fault:
                 assert type(error) is StorageError, repr(error)
                 self._check(error, storage, number, code)
                 assert error.visible == committed == (operation.name == "sync_directory")
-                assert (f"{str(self._path)!r} is the new checkpoint and whole" in str(error)) == (
-                    error.visible
-                )
+                assert (
+                    f"{str(self._path)!r} is the new checkpoint and complete" in str(error)
+                ) == (error.visible)
             if committed or error is None:
                 assert held_by(self._path, self._states, self._same) == 2
             else:

@@ -932,7 +932,7 @@ def test_what_torch_cannot_be_made_to_load_is_told(
     with suppress(pickle.UnpicklingError), allowed:  # as newer ones refuse it, allowed or not
         torch.load(disk / "by torch", weights_only=True)
         pytest.skip(f"this torch can be made to load a {type(value).__name__}")
-    monkeypatch.setattr("fastckpt.steps.plan._met", set())
+    monkeypatch.setattr("fastckpt.steps.plan._checked_makers", set())
     with Checkpointer(disk / "run", options=fastckpt.SaveOptions(durable=False)) as checkpointer:
         checkpointer.save(1, {"a": value}).result(WAIT_S)
         allowed = torch.serialization.safe_globals([type(value), list])
@@ -954,7 +954,7 @@ class AnotherOfThem(OfTheUsers):
 def test_a_save_names_what_its_restore_will_refuse(
     disk: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fastckpt.steps.plan._met", set())
+    monkeypatch.setattr("fastckpt.steps.plan._checked_makers", set())
     state = {
         "w": torch.ones(600, 600),
         "small": {"t": torch.ones(3), "numpy": numpy.arange(3), "n": collections.OrderedDict(a=1)},
