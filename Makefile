@@ -9,8 +9,9 @@ CLANG ?= clang++
 # version such as 2.13.0+cpu) pip prefers it; PIP_EXTRA_INDEX_URL names such an index.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-# Twice the cores of a small machine, because tests wait for disks and other processes.
-WORKERS ?= 4
+# Three times the cores of a small machine, because tests wait for disks and other processes. Each
+# may take 2 GB.
+WORKERS ?= 6
 SECONDS ?= 600
 # Environments of tests/versions.py, such as torch-floor; none: all.
 VERSIONS ?=

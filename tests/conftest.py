@@ -5,6 +5,7 @@ not know what any one test is about.
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import gc
 import os
@@ -446,6 +447,15 @@ def pytest_unconfigure() -> None:
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_goes_back() -> Iterator[None]:
+    """After each module. The allocator keeps what threads have freed, gigabytes in the end, and
+    programs that a worker starts are forked from it.
+    """
+    yield
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
