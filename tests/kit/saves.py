@@ -13,7 +13,6 @@ import platform
 import select
 import signal
 import struct
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -24,6 +23,7 @@ import pytest
 import torch
 
 import fastckpt
+from fastckpt import _engine
 from fastckpt.saving import lease
 
 PAGE = mmap.PAGESIZE
@@ -118,14 +118,15 @@ def wait_until(
         time.sleep(0.001)
 
 
+def functions_of(thread: threading.Thread) -> list[str]:
+    """The names of the functions that another thread is in, the innermost first."""
+    stack = _engine.thread_stacks().get(thread.ident or 0, [])
+    return [frame.f_code.co_name for frame, _ in stack]
+
+
 def stands_in(thread: threading.Thread, function: str) -> bool:
-    """Whether a thread is somewhere inside a function of this name."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    while frame is not None:
-        if frame.f_code.co_name == function:
-            return True
-        frame = frame.f_back
-    return False
+    """Whether another thread is somewhere inside a function of this name."""
+    return function in functions_of(thread)
 
 
 @contextmanager

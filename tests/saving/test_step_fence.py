@@ -15,7 +15,6 @@ import selectors
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +42,7 @@ from tests.kit.saves import (
     WAIT_S,
     HeldTensor,
     every_test_settles,
+    functions_of,
     running,
     saving_threads,
     stands_in,
@@ -207,9 +207,9 @@ def test_a_call_that_does_not_end_fails_the_save_and_is_named(
 
 def blocked_in(thread: threading.Thread, function: str) -> bool:
     """Whether a thread stands in this function itself, and sleeps there."""
-    frame = sys._current_frames().get(thread.ident or 0)
+    functions = functions_of(thread)
     state = Path(f"/proc/self/task/{thread.native_id}/stat").read_text().rpartition(")")[2].split()
-    return frame is not None and frame.f_code.co_name == function and state[0] == "S"
+    return functions[:1] == [function] and state[0] == "S"
 
 
 def test_a_call_that_began_before_the_save_does_not_hold_it_up(
