@@ -453,7 +453,7 @@ def save_small(
         root,
         group=member.group,
         local=memory(member, locals_, {"root_every": 1000}),
-        options=SaveOptions(timeout_s=3),
+        options=SaveOptions(timeout_s=10),
     )
     found = saving.restore(state)
     assert state["step"] == (found or 0)
