@@ -64,7 +64,7 @@ def gain(
     return [
         [f"**fastckpt**, {machine}", *(f"**{value}**" for value in seconds)],
         ["torch.save, torch.load", *base],
-        ["the fastest besides torch.save", *best],
+        ["fastest other library", *best],
     ]
 
 
@@ -87,7 +87,7 @@ def gains(saves: Row, gpu: Row) -> str:
         + [("safetensors", loads["safetensors"])],
     )
     return table(
-        ["", "training goes on after", "on the disk after", "load, not in the page cache"], lines
+        ["", "training continues after", "on the disk after", "load, nothing cached"], lines
     )
 
 

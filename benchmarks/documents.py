@@ -179,10 +179,10 @@ def readme() -> str:
     rounds = len(by_peer(saves["results"]["saves"]["rows"])["fastckpt"])
     gpu_rounds = len(by_peer(gpu["results"]["commit"]["rows"])["fastckpt"])
     footnote = (
-        "The other rows say how many times as long as fastckpt a library takes. All times begin "
-        f"with the call of save or load. Medians of {rounds} saves on the CPU and {gpu_rounds} on "
-        "the H100; the files of every library are synced. [Measurements]"
-        "(docs/project/measurements.md) has more, and says where fastckpt loses. "
+        "The other rows are multiples of fastckpt's time. Times count from the call of save or "
+        f"load; they are medians of {rounds} saves on the CPU and of {gpu_rounds} on the H100. "
+        "Every library's files are synced. [Measurements](docs/project/measurements.md) has "
+        "more results, including those where fastckpt is slower. "
         f"CPU: {machine(saves)} ({dated(saves)}). H100: "
         f"{machine(gpu).removeprefix('NVIDIA H100 80GB HBM3, ')} ({dated(gpu)})."
     )
