@@ -179,8 +179,8 @@ def readme() -> str:
     rounds = len(by_peer(saves["results"]["saves"]["rows"])["fastckpt"])
     gpu_rounds = len(by_peer(gpu["results"]["commit"]["rows"])["fastckpt"])
     footnote = (
-        "The other rows are multiples of fastckpt's time. Times count from the call of save or "
-        f"load; they are medians of {rounds} saves on the CPU and of {gpu_rounds} on the H100. "
+        "The other rows are multiples of fastckpt's time. Times are measured from the call of "
+        f"save or load, as medians of {rounds} saves on the CPU and of {gpu_rounds} on the H100. "
         "Every library's files are synced. [Measurements](docs/project/measurements.md) has "
         "more results, including those where fastckpt is slower. "
         f"CPU: {machine(saves)} ({dated(saves)}). H100: "
