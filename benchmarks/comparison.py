@@ -87,7 +87,7 @@ def gains(saves: Row, gpu: Row) -> str:
         + [("safetensors", loads["safetensors"])],
     )
     return table(
-        ["", "training continues after", "on the disk after", "load, nothing cached"], lines
+        ["", "training is blocked for", "on the disk after", "load, nothing cached"], lines
     )
 
 

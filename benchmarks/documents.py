@@ -179,10 +179,10 @@ def readme() -> str:
     rounds = len(by_peer(saves["results"]["saves"]["rows"])["fastckpt"])
     gpu_rounds = len(by_peer(gpu["results"]["commit"]["rows"])["fastckpt"])
     footnote = (
-        "The other rows are multiples of fastckpt's time. Times are measured from the call of "
-        f"save or load, as medians of {rounds} saves on the CPU and of {gpu_rounds} on the H100. "
-        "Every library's files are synced. [Measurements](docs/project/measurements.md) has "
-        "more results, including those where fastckpt is slower. "
+        "fastckpt's rows are in seconds, from the call; the other rows are multiples of them. "
+        f"Medians of {rounds} saves on the CPU and of {gpu_rounds} on the H100; every library "
+        "syncs its files. [Measurements](docs/project/measurements.md) has more, including where "
+        "fastckpt is slower. "
         f"CPU: {machine(saves)} ({dated(saves)}). H100: "
         f"{machine(gpu).removeprefix('NVIDIA H100 80GB HBM3, ')} ({dated(gpu)})."
     )
