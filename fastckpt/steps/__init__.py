@@ -1,4 +1,4 @@
-"""Steps: directories in which each rank writes its shard, committed by a manifest.
+"""Steps: directories in which each rank writes its shard. A manifest commits the step.
 
 The room must not know tiers.
 """

@@ -1,9 +1,9 @@
-"""Steps in a bucket. A step is committed by a conditional put of its manifest, which fails if there
-is one. The manifest names objects under a prefix with a random number. No other attempt ever has
-that prefix, so nothing has to be claimed, locked or renamed.
+"""Steps in a bucket. A conditional put of the manifest commits a step; the put fails if the
+manifest exists. The manifest names objects under a prefix that contains a random number. No two
+attempts share a prefix, so nothing has to be claimed, locked or renamed.
 
-A process that takes an attempt for dead puts an empty manifest first, on the same condition. So one
-key decides: either the attempt is committed, or it never will be.
+A process that considers an attempt dead first puts an empty manifest there, under the same
+condition. Either the attempt is committed first, or it can never be committed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _under_way = set[str]()  # paths of this process's attempts
 
 
 class BucketSteps(StepStore):
-    """The steps below a URL. Arguments and attributes are StepStore's."""
+    """The steps below a URL. For arguments and attributes see StepStore."""
 
     EMPTY_IS_NONE = True
 
@@ -52,7 +52,9 @@ class BucketSteps(StepStore):
     # ---- what is there
 
     def _listed(self) -> dict[str, dict[str, Any] | None]:
-        """Returns what the store says of the manifest of each attempt; None if there is none."""
+        """Returns the store's entry for the manifest of each attempt; None if the attempt has no
+        manifest.
+        """
         with reported("list", self.root):
             manifests = self.objects.below(self.root, MANIFEST)
         return {name: manifests[name] for name in sorted(manifests) if NAME.match(name)}
@@ -66,8 +68,8 @@ class BucketSteps(StepStore):
         return partial(self._look, set[str]())
 
     def _look(self, vanished: set[str]) -> Listed:
-        """Lists the root. Raises Vanished the first time that a step vanishes, so that the root is
-        listed again, and adds the step to `vanished`.
+        """Lists the root once. When a step vanishes for the first time, adds it to `vanished` and
+        raises Vanished, so that the caller lists the root again.
         """
         committed, faults = list[Committed](), list[Fault]()
         listed = {"": None} if self.is_step else self._listed()
@@ -99,7 +101,7 @@ class BucketSteps(StepStore):
             return True
 
     def hold(self, name: str) -> AbstractContextManager[None]:
-        """Does nothing: a bucket has no locks."""
+        """Does nothing, because a bucket has no locks."""
         return nullcontext()
 
     def confirm(self, name: str) -> None:
@@ -116,8 +118,8 @@ class BucketSteps(StepStore):
         return BucketDraft(self, check)
 
     def after_commit(self) -> None:
-        """Removes the leftovers of dead saves, once, and again after a save has failed here. While
-        this process has the lease, no attempt of another job is alive.
+        """Removes the leftovers of dead saves once, and again after each failed save of this
+        process. While this process has the lease, no other job has a live attempt.
         """
         lease = self.lease
         if self._is_clean or lease is None or not lease.is_held or lease.is_lost():
@@ -135,8 +137,8 @@ class BucketSteps(StepStore):
         ]
 
     def remove_if_dead(self, name: str) -> bool:
-        """Removes an attempt that this process is not writing, unless it is committed meanwhile;
-        returns whether it did. An attempt stays if it has objects that no save makes.
+        """Removes an uncommitted attempt that this process is not writing; returns whether it was
+        removed. An attempt that is committed first, or that contains foreign objects, stays.
         """
         with suppress(OSError):  # it is left to a later call
             entries = self._entries(name)
@@ -148,9 +150,9 @@ class BucketSteps(StepStore):
         return False
 
     def _sweep(self, name: str, mark: dict[str, Any]) -> None:
-        """Removes objects that a late save added to an attempt after its removal. If there were
-        none for a day, removes the mark as well: a save that comes back even later finds that it is
-        late, see BucketDraft.
+        """Removes objects that a late save added to a removed attempt. The empty manifest of the
+        attempt is removed as well after a day without such objects. A save that resumes even later
+        detects by itself that its attempt was removed (see BucketDraft).
         """
         with suppress(OSError):  # as above
             late = [each for each in self._entries(name) if each != MANIFEST]
@@ -171,7 +173,7 @@ class BucketSteps(StepStore):
             self.storage.remove_all(self.path(name), entries)
 
     def debris(self) -> Iterator[tuple[str, bool, Callable[[], bool]]]:
-        """Yields nothing while a job has the lease, since its attempts may be alive."""
+        """Yields nothing while a job has the lease, because the job's attempts may be alive."""
         if not Lease(self.storage, self.root).is_of_another():
             for name in self.incomplete():
                 yield name, True, partial(self.remove_if_dead, name)
@@ -200,7 +202,7 @@ class BucketSteps(StepStore):
 
 
 class BucketDraft(Draft):
-    """The prefix that a rank puts objects under."""
+    """The prefix under which a rank puts its objects."""
 
     steps: BucketSteps
 
@@ -244,9 +246,10 @@ class BucketDraft(Draft):
         self._own_paths.clear()
 
     def _check_whole(self, manifest: Manifest) -> None:
-        """Takes a slow commit back, before it is acknowledged, if objects that it names were
-        removed: another job may have got the lease and removed the attempt meanwhile. If the
-        objects cannot be listed, or the manifest cannot be removed, the step is in doubt.
+        """Checks after a slow commit that all objects that the manifest names still exist, and
+        otherwise revokes the commit before it is acknowledged: another job may have taken the lease
+        and removed the attempt. The step is in doubt if the objects cannot be listed or the
+        manifest cannot be removed.
         """
         named = {manifest.objects.file, *(writer.file for writer in manifest.writers)}
         named |= {writer.index for writer in manifest.writers}
@@ -281,5 +284,5 @@ class BucketDraft(Draft):
 
 
 def _now_s() -> float:
-    """Returns the time of a clock that runs on while the machine sleeps."""
+    """Returns the time of a clock that continues while the machine sleeps."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,4 +1,4 @@
-"""The capture of a state while the caller waits: tensors by reference, everything else by value."""
+"""The capture of a state while the caller waits: tensors by reference, all other values by copy."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ from fastckpt.state.tree import Flat, Leaf, flatten, is_stateful
 
 @dataclass
 class Content:
-    """One rank's part of a state to be saved; it must not change until it has been staged.
+    """One rank's part of a state to be saved. It must not change until it has been staged.
 
     Attributes:
         leaves: the tensors of the shards; every rank has the same keys in the same order.
-        objects: everything else as the first rank pickled it; None on the other ranks.
-        per_rank: a torch zip of this rank's own values; b"" if it has none.
-        description: describes the state to the other ranks, for comparison.
-        small: tensors among the objects, with their versions now; ranks compare samples of them.
-        reads: the memory that lies on devices.
+        objects: all other values, pickled on the first rank; None on the other ranks.
+        per_rank: a torch zip of this rank's own values; b"" if there are none.
+        description: the description of the state that ranks compare.
+        small: the tensors among the objects, with their versions at the capture; ranks compare
+            samples of them.
+        reads: the device memory that must be read.
         watched: the tensors that must not change before they have been copied.
     """
 
@@ -57,19 +58,19 @@ def captured(
     watch: bool,
     checks_numbers: bool = False,
 ) -> Content:
-    """Takes a state apart. Copies no tensor that is contiguous and on the host or a readable GPU.
+    """Captures a state. Tensors that are contiguous, and on the host or on a readable GPU, are not
+    copied.
 
     Args:
-        state: as Checkpointer.save's.
-        rank, world_size, rank_of: as flatten()'s.
-        devices: knows which devices' memory can be read later.
-        differing: keys of tensors that are saved from the first rank, since contents differ.
-        checks_numbers: as flatten()'s.
-        watch: note the tensors' versions, for a save that runs beside training, and copy small
-            tensors now.
+        state: see Checkpointer.save.
+        rank, world_size, rank_of, checks_numbers: see flatten().
+        devices: determines which devices' memory can be read later.
+        differing: keys of tensors whose contents differ between ranks; the first rank's are saved.
+        watch: record the tensors' versions, for a save that runs in parallel with training, and
+            copy small tensors now.
 
     Raises:
-        Exception: as Checkpointer.save.
+        Exception: see Checkpointer.save.
     """
     flat = flatten(
         state,
@@ -119,7 +120,9 @@ def captured(
 
 
 def _texts(flat: Flat) -> Callable[[], list[tuple[str, str]]]:
-    """Returns a function that says in words what all ranks must have in common."""
+    """Returns a function that describes, as texts, everything that all ranks must have in
+    common.
+    """
     # The texts are made later, since the caller waits now. Until then no tensor must be referenced.
     rows = [(leaf.key, leaf.local.dtype, leaf.shape, leaf.placement) for leaf in flat.leaves]
     own, kinds = list(flat.per_rank), flat.kinds
@@ -156,7 +159,9 @@ def _objects(nest: object, watch: bool, readable: frozenset[str]) -> torch_pickl
 
 @telling
 def _named(error: BaseException, nests: Mapping[Any, object]) -> None:
-    """Adds to an error of pickling the name of the value that caused it; `nests` are by name."""
+    """Adds the name of the value that caused a pickling error to the error. `nests` maps names to
+    values.
+    """
     if not isinstance(error, Exception):  # such as Ctrl-C, which must not pickle all of it again
         return
     refusals = (_refused(nest, name) for name, nest in nests.items())
@@ -174,7 +179,7 @@ def _named(error: BaseException, nests: Mapping[Any, object]) -> None:
 
 
 def _refused(nest: object, name: str | None) -> tuple[str | None, object] | None:
-    """Returns the first value of a nest that cannot be pickled, after its name."""
+    """Returns the first value in a nest that cannot be pickled, preceded by its name."""
     try:
         _objects(nest, False, frozenset({"cpu"}))
     except Exception:  # of any class: the value's own code raises it

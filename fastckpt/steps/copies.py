@@ -1,7 +1,7 @@
-"""StepCopies: the files of one step, in one directory or in several that hold copies of them.
+"""StepCopies: the files of one step, in one directory or in several directories with copies.
 
-The module reads a file from the nearest directory that has it, or from the next one if that copy is
-damaged or cannot be read.
+The module reads a file from the nearest directory that has the file. If that copy is damaged or
+cannot be read, the file is read from the next directory.
 """
 
 from __future__ import annotations
@@ -33,19 +33,21 @@ Fetch = Callable[[str, bool], str]
 
 
 class StepCopies:
-    """The files of a step.
+    """The files of a step, each read from the nearest undamaged copy.
 
     Args:
         storage, staging: read the files.
-        directories: the nearest first; all but the last may lack files.
-        fetch: brings a file to the first directory, where it is missing or (True) damaged; returns
-            where it came from, or "" if no other copy is whole. It raises StorageError if a copy
-            may be whole, but could not be brought.
-        open_shards: gets the shards, which stay open until it is closed, as do the routes by which
-            they are read; None: each shard is opened for one read.
+        directories: the directories with copies, the nearest first. Only the last must have all
+            files.
+        fetch: copies a file to the first directory. The second argument is False if the file is
+            missing there and True if it is damaged. Returns the source of the copy, or "" if no
+            other copy is intact. Raises StorageError if another copy may be intact but could not be
+            transferred.
+        open_shards: keeps the shards and their read routes open until the stack is closed. None:
+            each shard is opened for one read.
 
     Attributes:
-        sources: the path that each file was read from, by its name.
+        sources: maps each file's name to the path that the file was read from.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class StepCopies:
         self.sources: dict[str, str] = {}
 
     def path(self, file: str) -> str:
-        """Returns the path that a file is read from now."""
+        """Returns the path from which a file is currently read."""
         if file not in self._number:
             self._number[file] = self._numbers(file)[0]
         return self._path(file, self._number[file])
@@ -77,8 +79,8 @@ class StepCopies:
         return os.path.join(self._directories[number], file)
 
     def _numbers(self, file: str) -> list[int]:
-        """Returns the numbers of the directories with an undamaged copy of a file: first the one
-        that it was last read from and those after it, then the nearer ones.
+        """Returns the numbers of the directories with an undamaged copy of a file. The directory of
+        the last read comes first, then those after it, then the nearer ones.
         """
         last = len(self._directories) - 1
         there = [number for number in range(last) if self._has(file, number)]
@@ -92,17 +94,18 @@ class StepCopies:
             return False
 
     def whole(self, file: str, read: Callable[[], T]) -> T:
-        """Returns what `read`, which opens the file here, returns for the first undamaged copy.
+        """Calls `read`, which opens the file here, for each copy; returns the result of the first
+        undamaged copy.
 
         Raises:
-            CorruptCheckpoint: every copy is damaged; the error is that of the last one.
-            StorageError: no readable copy is whole, and another one could not be read or fetched
+            CorruptCheckpoint: every copy is damaged; the error is that of the last copy.
+            StorageError: no readable copy is intact, and another copy could not be read or fetched
                 in several attempts.
         """
         return persistently(lambda: self._first_whole(file, read), file)
 
     def _brought(self, file: str, is_damaged: bool) -> bool:
-        """Has a file brought to the first directory; returns whether it is there now."""
+        """Fetches a file into the first directory; returns whether the file is there now."""
         if self._fetch is None or file in self._fetched:
             return False
         self._fetched[file] = self._fetch(file, is_damaged)  # called again if it raises
@@ -145,9 +148,9 @@ class StepCopies:
 
     @contextmanager
     def opened(self, file: str, nbytes: int) -> Iterator[InputFile]:
-        """Opens a file of the step, which must be regular and have the size in the manifest."""
+        """Opens a file of the step, which must be a regular file of the size in the manifest."""
         path = self.path(file)
-        missing = f"{path!r} is missing: the step is not whole"
+        missing = f"{path!r} is missing: the step is incomplete"
         with opened_regular(self._storage, path, missing) as opened:
             with reported("open", path):
                 size = opened.nbytes()
@@ -156,7 +159,9 @@ class StepCopies:
             yield opened
 
     def index(self, writer: Writer, nonce: str) -> tuple[ShardIndex, bytes]:
-        """Returns a writer's index, checked against the manifest's record of it, and its bytes."""
+        """Returns a writer's index, checked against the manifest's record of it, and the bytes of
+        the index.
+        """
         path = self.path(writer.index)
         with self.opened(writer.index, writer.index_nbytes) as opened, reported("read", path):
             content = opened.read_at(writer.index_nbytes, 0)
@@ -169,11 +174,11 @@ class StepCopies:
         index: ShardIndex,
         unpadded: list[int] | None = None,
     ) -> Iterator[Body]:
-        """Opens the shard of a writer, as it was before a codec compressed it.
+        """Opens a writer's shard for reading, decompressed if it was written with a codec.
 
         Args:
-            index: the writer's.
-            unpadded: as FrameReader's, with a codec.
+            index: the writer's index.
+            unpadded: see FrameReader; only used with a codec.
         """
         if self._open_shards is None:
             with self._shard(index, unpadded=unpadded) as body:
@@ -216,7 +221,7 @@ class StepCopies:
 
     @contextmanager
     def body(self, manifest: Manifest) -> Iterator[Body]:
-        """Opens the file of objects, and checks that it is the one that the manifest names."""
+        """Opens the file of objects and checks that the manifest names this very file."""
         file, nbytes, crc = manifest.objects
         path = self.path(file)
         with self.opened(file, nbytes) as opened:
@@ -224,31 +229,35 @@ class StepCopies:
             if body is None:
                 raise CorruptCheckpoint(f"{path!r} was not written by fastckpt")
             if torch_zip.closing_crc(body.index.tail) != crc:
-                raise CorruptCheckpoint(f"{path!r} belongs to another save than the manifest")
+                raise CorruptCheckpoint(f"{path!r} and the manifest belong to different saves")
             yield body
 
     @contextmanager
     def objects(self, manifest: Manifest) -> Iterator[VerifiedFile]:
-        """Opens the file of objects, as body(), for torch to read."""
+        """Opens the file of objects, checked like in body(), for torch to read."""
         with self.body(manifest) as body, VerifiedFile(body, body.stream()) as file:
             yield file
 
     @contextmanager
     def stored_shard(self, index: ShardIndex) -> Iterator[Iterator[bytearray]]:
-        """Opens the shard of a writer as it is stored; yields that, verified, in portions."""
+        """Opens a writer's shard as it is stored; yields an iterator over its verified bytes, in
+        portions.
+        """
         frames = None if index.codec is None else dict[int, bytes]()
         with self._shard(index, frames) as body:
             yield _stored(body, frames)
 
     @contextmanager
     def stored_objects(self, manifest: Manifest) -> Iterator[Iterator[bytearray]]:
-        """Opens the file of objects to be copied, as stored_shard()."""
+        """Opens the file of objects to be copied; yields the same kind of iterator as
+        stored_shard().
+        """
         with self.objects(manifest) as file:
             yield _octets(file)
 
 
 def _portions(nbytes: int, block_bytes: int = BLOCK_BYTES) -> Iterator[bytearray]:
-    """Yields memory for each portion of a file; the next but one gets the same memory again."""
+    """Yields memory for each portion of a file, alternating between two buffers."""
     size = max(1, PORTION_BYTES // block_bytes) * block_bytes
     turns = [bytearray(size) for _ in range(min(2, nbytes // size))]
     for number in range(nbytes // size):
@@ -264,7 +273,9 @@ def _octets(file: VerifiedFile) -> Iterator[bytearray]:
 
 
 def _stored(body: Body, frames: dict[int, bytes] | None) -> Iterator[bytearray]:
-    """Yields a shard; with a codec, its frames, which `frames` receives as blocks are read."""
+    """Yields the bytes of a shard. If the shard is compressed, yields its frames, which the reader
+    adds to `frames` as it reads blocks.
+    """
     # A stream for each portion, so that no more is read ahead: later saves may need the memory.
     index, begin, number = body.index, 0, 0
     for portion in _portions(index.body_nbytes, index.block_bytes):
@@ -277,7 +288,7 @@ def _stored(body: Body, frames: dict[int, bytes] | None) -> Iterator[bytearray]:
 
 def write_parts(storage: Storage, fd: int, path: str, parts: Iterable[memoryview]) -> list[int]:
     """Writes a file in parts, several of which may make up a block; returns the CRC-32 of each
-    block. Raises StorageError, and errors of `parts`.
+    block. Raises StorageError, and any error that `parts` raises.
     """
     at, crcs = 0, list[int]()
     for part in parts:

@@ -1,4 +1,6 @@
-"""StepReader reads a committed step: only the ranges that are needed, every byte verified."""
+"""StepReader: reads a committed step. It reads only the ranges that are needed, and verifies every
+byte.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,9 @@ _RUN_ITEMS_MIN = 8192
 
 
 def _common(index: ShardIndex, keys: Collection[str]) -> list[str]:
-    """Returns those of the keys that have pieces in an index. It iterates over the smaller of the
-    two: there may be thousands of indexes with few keys, or one index with 100,000.
+    """Returns the keys that have pieces in an index. The function iterates over the smaller
+    collection, because a step may have thousands of indexes with few keys, or one index with
+    100,000.
     """
     if len(keys) < len(index.by_key):
         return [key for key in keys if key in index.by_key]
@@ -57,12 +60,12 @@ class StepReader:
     Args:
         staging: reads the files.
         path: the step's directory.
-        manifest: the step's.
+        manifest: the step's manifest.
         copies: opens the step's files.
 
     Attributes:
-        path, manifest, copies: as the arguments.
-        nbytes_read: bytes of the files read so far, without manifest and indexes.
+        path, manifest, copies: the arguments.
+        nbytes_read: bytes of the files read so far, not counting manifest and indexes.
     """
 
     def __init__(
@@ -83,22 +86,24 @@ class StepReader:
         return self.copies.path(file) if file else self.path
 
     def pieces(self) -> Iterator[tuple[str, Sequence[Piece]]]:
-        """Yields the path of each file with its pieces of tensors.
+        """Yields the path of each file and the pieces of tensors in the file.
 
         Raises:
-            CorruptCheckpoint: an index is damaged. StorageError: it cannot be read.
+            CorruptCheckpoint: an index is damaged.
+            StorageError: an index cannot be read.
         """
         for writer in self.manifest.writers:
             index = self._index(writer)
             yield self._path(index.file), index.pieces
 
     def objects(self, weights_only: bool) -> Any:
-        """Returns the nest of everything that is not in shards. With weights_only, a note takes the
-        place of each value that this refuses (see partial_objects.loaded).
+        """Returns the nest of all values that are not in shards. With weights_only, each value that
+        torch refuses is replaced by a note (see partial_objects.loaded).
 
         Raises:
-            CorruptCheckpoint: its file is damaged, or belongs to another save.
-            pickle.UnpicklingError: weights_only is true, and the file is not from torch's pickler.
+            CorruptCheckpoint: the file of objects is damaged, or belongs to another save.
+            pickle.UnpicklingError: weights_only is true, and torch's pickler did not write the
+                file.
         """
         file = self.manifest.objects.file
         return self.copies.whole(file, lambda: self._objects(weights_only))
@@ -111,10 +116,12 @@ class StepReader:
             return nest
 
     def values(self, rank: int, weights_only: bool) -> Any:
-        """Returns the whole state: the nest, with all tensors on the CPU, and a rank's own values.
+        """Returns the entire state: the nest, with all tensors on the CPU, and one rank's own
+        values.
 
         Raises:
-            As objects(), per_rank() and read(). pickle.UnpicklingError: something is left out.
+            Exception: see objects(), per_rank() and read().
+            pickle.UnpicklingError: a value was replaced by a note.
         """
         own_values = self.own_values(rank, 1, weights_only)
         own = own_values.own
@@ -137,8 +144,8 @@ class StepReader:
         return fill(objects, lambda stored, _: tensors[stored.key], own_values.value)
 
     def own_values(self, rank: int, world_size: int, weights_only: bool) -> OwnValues:
-        """Returns the values of single ranks, as a rank of a job of `world_size` ranks restores
-        them. Raises as per_rank(), also later when values of other ranks are read.
+        """Returns the PerRank values as a rank of a job of `world_size` ranks restores them. Raises
+        the errors of per_rank(), also later, when values of other ranks are read.
         """
         ranks = self.manifest.world_size
 
@@ -152,13 +159,13 @@ class StepReader:
         return OwnValues(self.per_rank(rank, weights_only), rank, world_size, ranks, of_all)
 
     def per_rank(self, rank: int, weights_only: bool) -> dict[str, Any] | None:
-        """Returns a rank's own values, by name, with notes as objects(); None if the saving job had
-        no such rank.
+        """Returns a rank's own values by name, with notes as in objects(); None if the job that
+        saved the step had no such rank.
 
         Raises:
-            CorruptCheckpoint: they are damaged.
-            StorageError: they need more memory than there is.
-            pickle.UnpicklingError: as objects().
+            CorruptCheckpoint: the values are damaged.
+            StorageError: there is not enough memory for the values.
+            pickle.UnpicklingError: see objects().
         """
         if rank >= self.manifest.world_size:
             return None
@@ -172,7 +179,7 @@ class StepReader:
         return values if isinstance(values, dict) else {}
 
     def _read_bytes(self, index: ShardIndex, begin: int, nbytes: int) -> bytearray:
-        """Returns a range of a shard, read in parts."""
+        """Returns a byte range of a shard, read in parts."""
         # In parts: memory grows only with what was verified, whatever size the index claims.
         content = bytearray()
         try:
@@ -190,9 +197,9 @@ class StepReader:
         """Returns the stored dtypes of the tensors that the targets are parts of.
 
         Raises:
-            IncompatibleCheckpoint: a tensor is not in this step, or has another shape.
-            CorruptCheckpoint: the step lacks a part of a tensor, has one twice, or stores it in
-                another dtype.
+            IncompatibleCheckpoint: a tensor is missing in this step, or has another shape.
+            CorruptCheckpoint: a part of a tensor is missing or stored twice, or a tensor is stored
+                in another dtype.
         """
         parts: dict[str, list[Box]] = {}
         formats: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
@@ -203,7 +210,7 @@ class StepReader:
                 if formats.setdefault(piece.key, stored) != stored:
                     raise CorruptCheckpoint(
                         f"{self._path(index.file)!r} stores {piece.key!r} as {stored}, but another "
-                        f"file stores it as {formats[piece.key]}"
+                        f"file stores this tensor as {formats[piece.key]}"
                     )
                 parts.setdefault(piece.key, []).append(piece.box)
         missing = sorted({key for key, *_, box in targets if key not in formats and box.numel})
@@ -226,20 +233,25 @@ class StepReader:
             inside = (intersect(part, box) for part in parts.get(key, ()))
             if box.numel and not covers(box, [part for part in inside if part is not None]):
                 raise CorruptCheckpoint(
-                    f"{self._path('')!r} does not hold every element of {key!r} exactly once"
+                    f"{self._path('')!r} must hold every element of {key!r} exactly once, but "
+                    "parts are missing or overlap"
                 )
         return {key: dtype for key, (dtype, _shape) in formats.items()}
 
     def read(self, targets: Sequence[Target], staging: str = "host") -> int:
-        """Reads parts of tensors into their memory, converting dtypes where they differ.
+        """Reads parts of tensors into the targets' memory, converting dtypes where they differ.
 
         Args:
-            targets: the parts, and the memory that each goes to.
-            staging: how bytes come to a GPU: "host" or "gds", as fastckpt.load's.
+            targets: the parts to read, each with its memory.
+            staging: how bytes are transferred to a GPU: "host" or "gds", see fastckpt.load.
 
         Returns:
-            How many bytes were needed. Raises as find(), and CorruptCheckpoint or StorageError if
-                something is damaged or cannot be read; targets may then be partly overwritten.
+            The number of bytes that were needed.
+
+        Raises:
+            IncompatibleCheckpoint, CorruptCheckpoint: see find().
+            CorruptCheckpoint, StorageError: a file is damaged or cannot be read; targets may be
+                partly overwritten.
         """
         places = [target.place for target in targets]
         dtypes = self.find(places)
@@ -285,7 +297,9 @@ class StepReader:
         return needed
 
     def _in_bits(self, target: Target) -> bool:
-        """Returns whether a part comes in so many small runs that one copy of it is faster."""
+        """Returns whether a part consists of so many small runs that reading it to the host and
+        copying it at once is faster.
+        """
         for index in self._needed([target.place]):
             for piece in index.by_key.get(target.key, ()):
                 for _, _, nbytes, count, _, _ in copies(piece.box, 0, target.box, 0, 1):
@@ -294,7 +308,9 @@ class StepReader:
         return False
 
     def _needed(self, targets: Iterable[Place]) -> Iterator[ShardIndex]:
-        """Yields the indexes of the files that may hold parts of the targets, by rank."""
+        """Yields, in the order of ranks, the indexes of the files that may hold parts of the
+        targets.
+        """
         spans: dict[int, tuple[float, float]] = {}
         for key, _dtype, shape, box in targets:
             if box.numel:
@@ -326,8 +342,8 @@ class StepReader:
         reads: DeviceSources | None = None,
         direct: GdsDevice | None = None,
     ) -> None:
-        """Reads ascending rows of a shard into memory of the host, or of the devices in `reads`.
-        Bytes go through the host, except for blocks that `direct` can read.
+        """Reads rows of a shard, sorted by position, into memory of the host or of the devices in
+        `reads`. Bytes are staged in host memory, except for blocks that `direct` can read.
         """
         self.copies.whole(index.file, lambda: self._read_rows(index, rows, reads, direct))
 

@@ -1,6 +1,6 @@
-"""The log of a root's saves: one line of JSON for each, appended by the first rank.
+"""The log of a root's saves: the first rank appends one line of JSON for each save.
 
-Responsible for what a line holds, and for reading lines.
+The module defines the contents of a line, and reads and checks lines.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _REPORTED_MAX = 10  # lines that are not entries
 
 
 def noting(storage: Storage, root: str, step: int) -> Callable[[InnerHandle], None]:
-    """Returns a function that takes the handle of a finished save and appends a line about it to
-    the root's log.
+    """Returns a function that appends a line about a finished save, given its handle, to the root's
+    log.
 
-    If the log cannot be written, the function warns, and the save does not fail.
+    If the log cannot be written, the function logs a warning, and the save does not fail.
     """
     path = os.path.join(root, NAME)
     began = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
@@ -67,12 +67,12 @@ def noting(storage: Storage, root: str, step: int) -> Callable[[InnerHandle], No
 def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
     """Returns the entries of a log, or of the log in a directory, in order.
 
-    A line that is not an entry, because a machine crashed or a disk was full, is skipped with a
+    A line that is not an entry, for example after a crash or on a full disk, is skipped with a
     warning. Only the last GiB of a log is read.
 
     Raises:
         CorruptCheckpoint: no line is an entry, or the log is not a regular file.
-        StorageError: it cannot be read.
+        StorageError: the log cannot be read.
     """
     is_url = is_mounted(path)
     with reported("read", path):
@@ -96,26 +96,30 @@ def entries(storage: Storage, path: str) -> list[dict[str, Any]]:
             continue
         try:
             if len(line) > _LINE_BYTES_MAX:
-                raise ValueError("it is too long")
+                raise ValueError(f"it must have at most {shown_size(_LINE_BYTES_MAX)}")
             result.append(_entry(json.loads(line, parse_constant=_no_number)))
         except (ValueError, RecursionError) as error:
             wrong_count += 1
             if wrong_count <= _REPORTED_MAX:
-                wrong.append(f"line {number} is not an entry and is skipped: {str(error)[:100]}")
+                wrong.append(
+                    f"line {number} is skipped, because it is not an entry: {str(error)[:100]}"
+                )
     if wrong and not result:
         raise CorruptCheckpoint(
             f"{path!r} is not a log of saves: pass the root of a Checkpointer(log=True), or the "
             "path of its log"
         )
     if wrong_count > _REPORTED_MAX:
-        wrong.append(f"{wrong_count - _REPORTED_MAX} more lines are not entries")
+        wrong.append(
+            f"{wrong_count - _REPORTED_MAX} more lines are skipped, because they are not entries"
+        )
     for text in wrong:
         log.warning("%r: %s", path, text)
     return result
 
 
 def _last_lines(storage: Storage, path: str) -> bytes:
-    """Returns the whole lines among the last _BYTES_MAX of a file."""
+    """Returns the complete lines among the last _BYTES_MAX bytes of a file."""
     with closing(input_file(storage, path, "regular")) as file:
         begin = max(0, file.nbytes() - _BYTES_MAX)
         content = file.read_at(_BYTES_MAX, begin)
@@ -136,63 +140,67 @@ def _last_objects(storage: Storage, path: str) -> bytes:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is not a finite number")
+    raise ValueError(f"{text} must be a finite number")
 
 
 def _is_clock(value: Any) -> bool:
-    """Returns whether this is a number of seconds, or None."""
+    """Returns whether a value is a number of seconds, or None."""
     return value is None or (type(value) in (int, float) and 0 <= value < _SECONDS_END)
 
 
 def _check_writes(value: dict[str, Any], ranks: int) -> None:
-    """Raises ValueError unless these are as noting() makes them; earlier logs do not have them."""
+    """Raises ValueError if the counts and sizes of writes differ from the form that noting()
+    writes. Older logs do not have them.
+    """
     columns, sizes = value["by_rank"], value.get("write_sizes", [])
     writes = columns.get("writes", [])
     for name in ("memory_waited_s", "paced_s"):
         waited = columns.get(name, [])
         is_column = type(waited) is list and len(waited) in (0, ranks)
         if not is_column or not all(map(_is_clock, waited)):
-            raise ValueError(f"the {name} of a rank is not a number of seconds")
+            raise ValueError(f"the {name} of each rank must be a number of seconds")
     counts = [sizes, *writes] if type(writes) is list else [None]
     for row in counts:
         if type(row) is not list or len(row) != len(sizes):
-            raise ValueError("it does not have one count of writes for each size")
+            raise ValueError("it must have one count of writes for each size")
         if any(type(n) is not int or not 0 <= n < _NUMBER_END for n in row):
-            raise ValueError("a count of writes is not a number")
+            raise ValueError("each count of writes must be a number")
     if len(writes) not in (0, ranks):
-        raise ValueError("it does not have the writes of every rank")
+        raise ValueError("it must have the writes of every rank")
 
 
 def _entry(value: Any) -> dict[str, Any]:
-    """Returns a line's value; raises ValueError unless the members that are used are valid."""
+    """Returns the value of a line, after a check of the members that are used; raises
+    ValueError.
+    """
     if type(value) is not dict:
-        raise ValueError("it is not a JSON object")
+        raise ValueError("it must be a JSON object")
     absent = [name for name in _MEMBERS if name not in value]
     if absent:
-        raise ValueError(f"it has no {absent[0]}")
+        raise ValueError(f"its {absent[0]} is missing")
     for name in ("step", "ranks", "nbytes"):
         if type(value.get(name)) is not int or not 0 <= value[name] < _NUMBER_END:
-            raise ValueError(f"its {name} is not a number")
+            raise ValueError(f"its {name} must be a number")
     stored = value.get("stored_nbytes")  # None: an earlier version wrote it, or the save failed
     if stored is not None and not (type(stored) is int and 0 <= stored < _NUMBER_END):
-        raise ValueError("its stored_nbytes is not a number")
+        raise ValueError("its stored_nbytes must be a number")
     for name in ("stall_s", "committed_s", "local_committed_s", "commit_s", "drain_s"):
         if not _is_clock(value.get(name)):
-            raise ValueError(f"its {name} is not a number of seconds")
+            raise ValueError(f"its {name} must be a number of seconds")
     rate = value.get("rate")
     if rate is not None and not (type(rate) in (int, float) and 0 <= rate < _NUMBER_END):
-        raise ValueError("its rate is not a number")
+        raise ValueError("its rate must be a number")
     if type(value.get("began")) is not str or not isinstance(value.get("error"), str | None):
-        raise ValueError('its "began" or "error" is not a string')
+        raise ValueError('its "began" must be a string, and its "error" a string or null')
     columns = value.get("by_rank")
     if type(columns) is not dict or type(columns.get("captured_s")) is not list:
-        raise ValueError("it has no times of ranks")
+        raise ValueError("the times of its ranks are missing")
     for name in ("captured_s", "staged_s", "opened_s", "written_s", "synced_s"):
         column = columns.get(name)
         if type(column) is not list or len(column) != len(columns["captured_s"]):
-            raise ValueError(f"it does not have the {name} of every rank")
+            raise ValueError(f"it must have the {name} of every rank")
         if not all(map(_is_clock, column)):
-            raise ValueError(f"the {name} of a rank is not a number of seconds")
+            raise ValueError(f"the {name} of each rank must be a number of seconds")
     _check_writes(value, len(columns["captured_s"]))
     slowest = value.get("slowest")
     if slowest is not None and (
@@ -202,5 +210,5 @@ def _entry(value: Any) -> dict[str, Any]:
         or slowest.get("seconds") is None
         or not _is_clock(slowest["seconds"])
     ):
-        raise ValueError("its slowest rank is malformed")
+        raise ValueError("its slowest must be null, or name a rank, a phase and seconds")
     return value

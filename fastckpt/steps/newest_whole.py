@@ -1,6 +1,7 @@
-"""The choice of the step to restore: the newest that is whole on every rank, by common decision.
+"""The choice of the step to restore: all ranks agree on the newest step that is intact on every
+rank.
 
-The module orders the candidates, decides what counts as damage, and reports why steps were skipped.
+The module orders the candidates, defines damage, and reports why steps were skipped.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _APART = -1  # the shelf number of steps that are on no shelf
 
 
 class Apart(NamedTuple):
-    """A committed step that may lie where not every rank can read it.
+    """A committed step that some ranks may be unable to read.
 
     Attributes:
-        step, sequence, nonce: its manifest's.
-        why: why a rank cannot read it, in words.
+        step, sequence, nonce: those of its manifest.
+        why: the reason why a rank cannot read the step.
     """
 
     step: int
@@ -56,8 +57,8 @@ class Apart(NamedTuple):
 
 
 class Elsewhere(Protocol):
-    """The committed steps that are not on shelves, or not whole there for every rank. All ranks
-    have the same list of them.
+    """The committed steps that are on no shelf, or that some ranks cannot read completely there.
+    All ranks have the same list.
 
     Attributes:
         apart: the steps. A step that is also on a shelf is read from there.
@@ -66,13 +67,15 @@ class Elsewhere(Protocol):
     apart: list[Apart]
 
     def look_again(self) -> None:
-        """Lists these steps and the shelves again, on all ranks, since a step has vanished."""
+        """Lists these steps and the shelves again on all ranks, because a step has vanished."""
 
     def is_coming(self, nonce: str) -> bool:
-        """Returns whether a step is on its way to the first shelf."""
+        """Returns whether a step is being copied to the first shelf."""
 
     def await_coming(self, nonce: str) -> None:
-        """Waits until the step is there, once; raises the error that prevented it."""
+        """Waits once until the copy of the step is complete; raises the error if the copy
+        failed.
+        """
 
 
 def first_whole(
@@ -85,29 +88,31 @@ def first_whole(
     required: bool = False,
     elsewhere: Elsewhere | None = None,
 ) -> tuple[int, T] | None:
-    """Reads the newest step in which no rank meets damage; all ranks call this together.
+    """Reads the newest step in which no rank finds damage; all ranks call this together.
 
-    A step that a rank cannot read in several attempts may be whole. So this raises an error: no
-    older step is read in its place, and retention does not remove it. If the step is on its way to
-    the root, this waits for it and reads it from there.
+    If a rank cannot read a step in several attempts, the step may still be intact. In that case an
+    error is raised, no older step is read instead, and retention keeps the step. If the step is
+    being copied to the root, the function waits for the copy and reads it from the root.
 
     Args:
         agreement: a round for this restore alone.
-        current: the pipeline that reads; it has no save to this root in flight.
+        current: the pipeline that reads; no save of it to this root is in flight.
         shelves: the root, and other directories of steps that every rank sees.
-        step: the step to read. None: the one committed last, or if that is damaged the one before.
-        read: reads all that this rank needs of a step.
-        near: names directories with copies of some of a step's files, which are preferred.
-        required: raise if there is no step.
-        elsewhere: knows of steps that not every rank can read on the shelves.
+        step: the step to read. None: the step committed last; if it is damaged, the step before it.
+        read: reads everything that this rank needs from a step.
+        near: returns directories with copies of a step's files, which are preferred.
+        required: raise an error if there is no step.
+        elsewhere: the committed steps that some ranks cannot read on the shelves.
 
     Returns:
-        The step and what `read` returned; None if no step was committed and `step` is None.
+        The step and the result of `read`; None if no step was committed and `step` is None.
 
     Raises:
-        CorruptCheckpoint: no step is whole. IncompatibleCheckpoint: a newer fastckpt wrote the
-            step, or it does not fit the state. CheckpointError: there is no such step, or none at
-            all. StorageError: a step cannot be read. PeerFailed: another rank failed.
+        CorruptCheckpoint: no step is intact.
+        IncompatibleCheckpoint: a newer fastckpt wrote the step, or the step does not fit the state.
+        CheckpointError: there is no such step, or no step at all.
+        StorageError: a step cannot be read.
+        PeerFailed: another rank failed.
     """
 
     def listed() -> list[Candidate]:
@@ -132,7 +137,7 @@ def first_whole(
     result = listed_anew(look)
     if result is None and search.damaged:
         which = f"step {step}" if step is not None else "no step"
-        state = "damaged" if step is not None else "whole"
+        state = "damaged" if step is not None else "intact"
         problems = "; ".join([*search.damaged.values()][:3])
         raise CorruptCheckpoint(
             f"{which} under {shelves[0].root!r} is {state}: {problems}; the state to restore may "
@@ -142,7 +147,7 @@ def first_whole(
 
 
 class _StepTrial(Trial[tuple[int, T]]):
-    """The trial of one step, which is held meanwhile."""
+    """The trial of one step, which is held during the trial (see StepStore.hold)."""
 
     def __init__(
         self,
@@ -172,7 +177,7 @@ class _StepTrial(Trial[tuple[int, T]]):
 
     def _is_gone(self) -> bool:
         """Returns whether the step was removed or replaced. On file systems where hosts do not see
-        each other's locks, that may happen during a read, and looks like damage.
+        each other's locks, a removal during the read looks like damage.
         """
         if self._manifest is None:
             return not self._steps.may_be_committed(self._name)
@@ -211,7 +216,7 @@ class _StepTrial(Trial[tuple[int, T]]):
 
 
 class _ApartTrial(Trial[Any]):
-    """The trial of a step that is on no shelf: it is awaited there, or cannot be read."""
+    """The trial of a step that is on no shelf: the trial waits for its copy, or fails."""
 
     def __init__(self, path: str, item: Apart, elsewhere: Elsewhere) -> None:
         super().__init__(path, [self._tried], lambda: False)
@@ -233,9 +238,9 @@ class _ApartTrial(Trial[Any]):
 
 
 def _may_be_whole(error: StorageError) -> StorageError:
-    """Returns the error of an unreadable step, with advice added."""
+    """Returns the error for an unreadable step, with advice."""
     detail = f"{error.detail}; " if error.detail else ""
-    detail += "the step may be whole, so no earlier one was restored: if it is lost, restore "
+    detail += "the step may be intact, so no earlier step was restored: if it is lost, restore "
     detail += "another step by its number"
     return StorageError(error.op, error.path, error.errno or errno.EIO, error.offset, detail)
 
@@ -248,12 +253,12 @@ def candidates(
     apart: Sequence[Apart] = (),
 ) -> list[Candidate]:
     """Returns the directories to try, the best first, each with the number of its shelf. Only the
-    first rank calls this. Raises as first_whole().
+    first rank calls this. For errors see first_whole().
 
     Args:
-        shelves, step, required: as first_whole's.
+        shelves, step, required: see first_whole().
         warn: log which directories are not steps, or that there are no steps.
-        apart: further steps; one that is also on a shelf is read from there.
+        apart: further steps. A step that is also on a shelf is read from there.
     """
     steps = shelves[0]
     committed, faults = steps.survey(step)
@@ -306,7 +311,7 @@ def candidates(
     for name in persistently(lambda: no_directories(steps, there), steps.root) if warn else ():
         log.warning("skipping %s: it is a link or a file, not a directory", steps.path(name))
     if faults and not ordered:
-        raise CorruptCheckpoint(f"no step under {steps.root!r} is whole: {faults[0].error}")
+        raise CorruptCheckpoint(f"no step under {steps.root!r} is intact: {faults[0].error}")
     if not ordered:
         if required:
             raise CheckpointError(
@@ -319,11 +324,11 @@ def candidates(
 
 
 def survey_of_copy(steps: StepStore) -> list[Committed]:
-    """Returns the committed steps of a directory that may be lost, as survey() does, but leaves out
-    those that are damaged or cannot be read, with a warning.
+    """Returns the committed steps of a directory that may be lost, like survey(). Steps that are
+    damaged or cannot be read are left out, with a warning.
 
     Raises:
-        StorageError: this process is short of descriptors or memory; the disk may be fine.
+        StorageError: this process is out of descriptors or memory; the disk may be fine.
     """
     try:
         committed, faults = steps.survey()
@@ -338,8 +343,8 @@ def survey_of_copy(steps: StepStore) -> list[Committed]:
 
 
 def readable(steps: StepStore) -> list[Committed]:
-    """Returns the committed steps that can be read now; none, with a warning, if the root cannot be
-    listed.
+    """Returns the committed steps that can be read now. If the root cannot be listed, logs a
+    warning and returns an empty list.
     """
     try:
         return steps.committed()[0]

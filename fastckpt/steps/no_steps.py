@@ -30,8 +30,8 @@ _ENTRIES_TRIED = 50  # entries of a directory without steps that are searched fo
 
 
 def what_is_there(steps: StepStore) -> str:
-    """Returns what a root without a committed step holds. Raises StorageError if it cannot be
-    listed.
+    """Returns a text that describes the contents of a root without a committed step. Raises
+    StorageError if the root cannot be listed.
     """
     root, storage = steps.root, steps.storage
     with reported("list", root):
@@ -41,25 +41,25 @@ def what_is_there(steps: StepStore) -> str:
         entries = sorted(name for name in storage.names(root) if not name.startswith(prefixes))
     saves = [name for name in entries if NAME.match(name) and not holds_export(steps, name)]
     if saves:
-        return f"there are only saves that were not committed: {_listed(saves)}"
+        return f"all saves in it are uncommitted: {_listed(saves)}"
     if not entries:
         return "the directory is empty"
     below = entries[:_ENTRIES_TRIED]
     roots = [entry for entry in below if _has_steps(store_at(storage, steps.path(entry)))]
     if roots:
-        return f"there are steps in its subdirectories: {_listed(roots)}"
+        return f"its subdirectories contain steps: {_listed(roots)}"
     return f"it holds only {_listed(entries)}"
 
 
 def holds_export(steps: StepStore, name: str) -> bool:
-    """Returns whether a directory without a manifest has a list of its files, as exports do."""
+    """Returns whether a directory without a manifest has a list of its files, like an export."""
     return steps.storage.status(steps.path(name, file_list.NAME), link=True) is not None
 
 
 def no_directories(steps: StepStore, directories: Collection[str]) -> list[str]:
-    """Returns the links and files that have names of steps. They are not steps, since this root may
-    not remove the target of a link. `directories` are names of directories. Raises StorageError if
-    the root cannot be listed.
+    """Returns the links and files that are named like steps. They are not steps, because this root
+    may not remove the target of a link. `directories` are names already known as directories.
+    Raises StorageError if the root cannot be listed.
     """
     if steps.is_step or is_mounted(steps.root):
         return []
@@ -75,27 +75,34 @@ def no_directories(steps: StepStore, directories: Collection[str]) -> list[str]:
 
 
 def _is_there(steps: StepStore, name: str) -> bool:
-    """Returns whether a name that was listed is still there: a save may have removed its step."""
+    """Returns whether a listed name still exists: a save may have removed its step."""
     return steps.storage.status(steps.path(name), link=True) is not None
 
 
 def it_is_a_step(root: str) -> str:
-    """Returns why nothing can be saved to a directory that is a step, and the likely root."""
+    """Returns the error text for a root that is itself a step; the text suggests the likely
+    root.
+    """
     above, name = os.path.split(root)
     meant = repr(above) if NAME.match(name) else "another directory"
-    return f"it is itself a step: give {meant}"
+    return f"it is itself a step: pass {meant} instead"
 
 
 def steps_at(storage: Storage, root: str) -> StepStore:
-    """Returns the steps under a root, or the one that it is itself. Raises as is_step()."""
+    """Returns the steps under a root, or the step that the root itself is. For errors see
+    is_step().
+    """
     steps = store_at(storage, root)
     steps.is_step = is_step(root)
     return steps
 
 
 def is_step(root: str, timeout_s: float = inf) -> bool:
-    """Returns whether the root is itself a step. Raises ValueError if it is not a directory, and
-    StorageError if its store fails, or does not answer within timeout_s.
+    """Returns whether the root is itself a step.
+
+    Raises:
+        ValueError: the root is not a directory.
+        StorageError: the store of the root fails, or does not answer within timeout_s.
     """
     path, storage = os.path.join(root, MANIFEST), pipeline.current().storage
     try:
@@ -112,7 +119,9 @@ def is_step(root: str, timeout_s: float = inf) -> bool:
 
 
 def warn_once(steps: StepStore) -> None:
-    """Warns, the first time, that no step is committed, and says what the root holds."""
+    """Warns, only the first time, that no step is committed, and describes the contents of the
+    root.
+    """
     if not steps.warned_of_empty:
         steps.warned_of_empty = True
         log.warning("%r holds no committed step: %s", steps.root, what_is_there(steps))

@@ -1,4 +1,6 @@
-"""StepOptions: the arguments of Checkpointer about how steps are written, and which stay where."""
+"""StepOptions: the arguments of Checkpointer for writing steps and for retention in root and
+tier.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,10 @@ KEEP_LOCAL = 2  # steps, if the caller does not say
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions(WriteOptions):
-    """Options for writing and keeping steps: arguments of Checkpointer of the same names.
+    """Options for writing and keeping steps: the arguments of Checkpointer with the same names.
 
     Raises:
-        ValueError, TypeError: one of them is out of range, or excludes another one.
+        ValueError, TypeError: an option is out of range, or excludes another option.
     """
 
     codec: Codec | None = None
@@ -61,8 +63,8 @@ class StepOptions(WriteOptions):
 
     @property
     def tier(self) -> tuple[str, int, Memory | None] | None:
-        """The directory of the local tier, how many steps stay there, and its Memory if it is in
-        memory; None without a local tier.
+        """The directory of the local tier, the number of steps to keep there, and the Memory object
+        if the tier is in memory; None without a local tier.
         """
         return optional(_check_local, "local", self.local)
 
@@ -75,8 +77,8 @@ def common_terms(
     keep_best: object,
     local: object,
 ) -> dict[str, str]:
-    """Returns, as texts, the arguments of a Checkpointer that must be the same on all ranks. They
-    may be unchecked. The path of `local` may differ between nodes.
+    """Returns, as texts, the arguments of a Checkpointer that must be the same on all ranks. The
+    arguments may be unchecked. The path of `local` may differ between nodes.
     """
     tier = "a directory" if isinstance(local, str | os.PathLike | tuple) else shown(local)
     if isinstance(local, Memory):
@@ -90,7 +92,7 @@ def common_terms(
 
 
 def _check_local(name: str, value: object) -> tuple[str, int, Memory | None]:
-    """Returns what StepOptions.tier does."""
+    """Checks `local`; returns the value of StepOptions.tier."""
     if isinstance(value, Memory):
         return value.path, value.keep, value
     if value is Memory or (

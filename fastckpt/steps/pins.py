@@ -1,7 +1,7 @@
-"""Pins: the file in a step's directory that keeps it from being removed, and removals by number.
+"""Pins, which are files in a step's directory that prevent its removal; and removals by number.
 
-pin() makes a pin while it holds the step; a removal looks for pins while it has the step locked. So
-either the removal sees the pin, or pin() finds that the step is gone.
+pin() creates the file while it holds the step. A removal checks for the file while it has the step
+locked. Either the removal finds the pin, or pin() finds that the step was removed.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ _NOTES_MAX = 1000  # of deleted steps, in a root
 
 
 def pin(steps: StepStore, step: int) -> None:
-    """Keeps a step from being removed, durably.
+    """Pins a step durably, so that it is not removed.
 
     Raises:
-        CheckpointError: there is no such step. StorageError: it cannot be pinned.
+        CheckpointError: there is no such step.
+        StorageError: the step cannot be pinned.
     """
     _change(steps, step, steps.make_mark, 1)
 
 
 def unpin(steps: StepStore, step: int) -> None:
-    """Unpins a step, and all attempts at it that were replaced. Raises as pin()."""
+    """Unpins a step, including all replaced attempts at it. For errors see pin()."""
 
     def change(path: str) -> None:
         with suppress(FileNotFoundError):  # it is not pinned
@@ -38,19 +39,19 @@ def unpin(steps: StepStore, step: int) -> None:
 
 
 def is_pinned(steps: StepStore, name: str) -> bool:
-    """Returns whether a step is pinned, by any kind of file. Raises StorageError."""
+    """Returns whether a step is pinned; a file of any type is a pin. Raises StorageError."""
     path = steps.path(name, PINNED)
     with reported("open", path):
         return steps.storage.status(path, link=True) is not None
 
 
 def delete(shelves: Sequence[StepStore], step: int) -> None:
-    """Removes a step, and all attempts at it that were replaced, from a root and from other
-    directories with copies of its steps.
+    """Removes a step, including all replaced attempts at it, from a root and from other directories
+    with copies of its steps.
 
     Raises:
-        CheckpointError: there is no such step, it is pinned, or somebody reads it.
-        StorageError: it cannot be removed.
+        CheckpointError: there is no such step, it is pinned, or it is being read.
+        StorageError: the step cannot be removed.
     """
     root, *others = shelves
     attempts = [(steps, item) for steps in (*others, root) for item in _attempts(steps, step)[::-1]]
@@ -96,7 +97,9 @@ def _note_deleted(root: StepStore, nonces: set[str]) -> None:
 
 
 def _forget_deleted(root: StepStore, new: set[str]) -> None:
-    """Removes the older half of the notes if there are many: nodes have removed those steps."""
+    """Removes the older half of the notes about deleted steps if there are many: nodes have removed
+    those steps by now.
+    """
     old = [root.path(DELETED + nonce) for nonce in deleted(root) - new]
     if len(old) < _NOTES_MAX:
         return
@@ -108,7 +111,7 @@ def _forget_deleted(root: StepStore, new: set[str]) -> None:
 
 
 def _change(steps: StepStore, step: int, change: Callable[[str], None], count: int | None) -> None:
-    """Changes the pins of the last `count` attempts at a step (None: of all)."""
+    """Changes the pins of the last `count` attempts at a step; None means all attempts."""
 
     def changed() -> bool:
         attempts = _attempts(steps, step)
@@ -124,7 +127,7 @@ def _change(steps: StepStore, step: int, change: Callable[[str], None], count: i
 
 
 def _attempts(steps: StepStore, step: int) -> list[Committed]:
-    """Returns the committed attempts at a step, the last first."""
+    """Returns the committed attempts at a step, newest first."""
     return [item for item in steps.survey(step)[0] if item.manifest.step == step]
 
 
@@ -132,5 +135,5 @@ def _none(shelves: Sequence[StepStore], step: int) -> CheckpointError:
     numbers = sorted({item.manifest.step for steps in shelves for item in steps.survey()[0]})
     text = f"{shelves[0].root!r} holds no committed step {step}"
     if len(shelves) > 1:
-        text += ", nor does this node (the steps of other nodes are known after a restore)"
+        text += ", and this node holds none (steps of other nodes are only known after a restore)"
     return CheckpointError(text + f": the newest steps are {numbers[-10:]}" * bool(numbers))

@@ -1,5 +1,5 @@
-"""The plan of a step: each rank writes its shard and the shard's index, the first rank also the
-objects that are in no shard. Their records make up the manifest.
+"""The plan of a step: each rank writes its shard and the shard's index. The first rank also writes
+the objects that are in no shard. The manifest consists of the records of these files.
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ from fastckpt.storage.lustre_layout import Purpose
 
 
 class StepPlace(Place):
-    """The steps of a store, as one rank of a save sees them; `number` is the step's.
+    """The place of a step: the store of its root, as one rank of a save sees it. `number` is the
+    step's.
 
     Attributes:
-        step: the directory that is written to, as this rank sees it.
+        step: the step's directory, as this rank sees it.
     """
 
     def __init__(
@@ -72,8 +73,8 @@ class StepPlace(Place):
             self.step.begin(self._number)
 
     def agree(self, meets: bool) -> tuple[str, bool]:
-        """Sends the directory's name to all ranks. Returns the first rank's nonce and its `meets`:
-        whether the ranks of a node meet before they write.
+        """Sends the directory's name to all ranks. Returns the first rank's nonce and its `meets`,
+        which is whether the ranks of a node wait for each other before they write.
         """
         if self._agreement.rank == 0:
             message = {"name": self.step.name, "nonce": secrets.token_hex(16), "meet": meets}
@@ -86,7 +87,7 @@ class StepPlace(Place):
         return str(message["nonce"]), bool(message["meet"])
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:
-        """Commits the step, on the first rank; `manifest` makes its manifest from the sequence
+        """Commits the step on the first rank. `manifest` creates the manifest from the sequence
         number of this commit.
         """
         self.step.commit(manifest(self._next_sequence()), self._options.durable)
@@ -118,10 +119,10 @@ _NON_FINITE = {
 
 
 class Shard:
-    """The file of one writer, laid out, and its index once it is written.
+    """The layout of one writer's file, and the file's index once the file is written.
 
     Args:
-        leaves, per_rank: as in Content.
+        leaves, per_rank: see Content.
         rank: this rank.
 
     Attributes:
@@ -162,7 +163,9 @@ class Shard:
         self.nbytes = self.image.body_nbytes
 
     def runs(self) -> list[ItemRun]:
-        """Returns where runs of equal items begin in the file; the first run is the header."""
+        """Returns where runs of items of the same type begin in the file; the first run is the
+        header.
+        """
         dtypes = [leaf.local.dtype for leaf, _box in self._pieces]
         dtypes += [torch.uint8] * (len(self._offsets) - len(dtypes))  # of the per_rank values
         runs = [ItemRun(0, 1, False)]
@@ -173,7 +176,9 @@ class Shard:
         return runs
 
     def look_at_numbers(self) -> list[str]:
-        """Has the image's floating-point numbers checked; returns the names of their tensors."""
+        """Marks the image's floating-point numbers to be checked; returns the names of their
+        tensors.
+        """
         names = []
         pieces = zip(self._pieces, self._offsets, strict=False)
         for (leaf, box), begin in sorted(pieces, key=itemgetter(1)):
@@ -212,7 +217,7 @@ class Shard:
 
 
 def held_of(leaf: Leaf) -> Held:
-    """Returns a leaf in the planner's form."""
+    """Converts a leaf to the planner's type."""
     return Held(leaf.key, leaf.local.element_size(), leaf.shape, leaf.box, leaf.holders)
 
 
@@ -227,8 +232,8 @@ class StepPlan(Plan):
 
     Args:
         content: this rank's part of the state.
-        metrics: the step's metrics, for the manifest.
-        memo: gets the names of tensors and values that differ between ranks.
+        metrics: the step's metrics, which the manifest records.
+        memo: records the names of tensors and values that differ between ranks.
     """
 
     def __init__(
@@ -316,7 +321,9 @@ class StepPlan(Plan):
         compare(self._agreement, "state", description, path, memo.note_unequal, memo.told)
 
     def _warn_of_refusals(self) -> None:
-        """Warns of values that weights_only=True will refuse, once for each class."""
+        """Warns, once for each class, of values that a restore with weights_only=True will
+        refuse.
+        """
         assert self._content is not None
         pickles, self._pickled = [each for each in self._pickled if isinstance(each, bytes)], []
         if self._content.per_rank:
@@ -326,7 +333,7 @@ class StepPlan(Plan):
             log.warning("%s", warning)
 
     def record(self) -> bytes:
-        """Returns the manifest's entry for this writer; b"" if it has no file."""
+        """Returns the manifest's entry for this writer; b"" if this rank writes no file."""
         assert self._shard is not None
         return self._shard.record
 
@@ -371,9 +378,9 @@ class _ShardOutput(Output):
     """The file of this rank's shard.
 
     Attributes:
-        place: where it goes.
-        nonce: the save's, for the index.
-        record: the manifest's entry for the shard, once the files have been written.
+        place: the place that the file is written to.
+        nonce: the save's nonce, which the index contains.
+        record: the manifest's entry for the shard, set when the files have been written.
     """
 
     def __init__(
@@ -414,7 +421,7 @@ class _ShardOutput(Output):
             file.through(self._writer.transfer)
 
     def fill_in(self) -> None:
-        """Does nothing: the checksums of a shard are in its index."""
+        """Does nothing, because the checksums of a shard are in its index."""
 
     def end(self) -> None:
         shard, file, step = self._shard, self.file, self.place.step
@@ -431,7 +438,7 @@ class _ShardOutput(Output):
 
 
 class _ObjectsOutput(WholeFile):
-    """The file of the objects that are in no shard, a torch zip; it goes to `place`."""
+    """The file of the objects that are in no shard: a torch zip, written to `place`."""
 
     is_small = True
 
@@ -450,5 +457,5 @@ class _ObjectsOutput(WholeFile):
 
     @property
     def written(self) -> ObjectsFile:
-        """The manifest's entry for the file, once it has been written."""
+        """The manifest's entry for the file; valid when the file has been written."""
         return ObjectsFile(OBJECTS, self.image.nbytes, torch_zip.closing_crc(self.tail))

@@ -1,9 +1,9 @@
-"""Steps in directories of a file system. A save begins by making the step's directory and commits
-by renaming its manifest; a removal locks the manifest first.
+"""Steps in directories of a file system. A save first creates the step's directory, and commits the
+step by renaming its manifest. A removal first locks the manifest.
 
 On a local file system, a later attempt may reuse a plain name, so open inodes and locks prove who
-owns a directory. On other file systems, hosts may not see each other's locks. There, the name of an
-attempt is random and never reused, and so it is the proof.
+owns a directory. On other file systems, hosts may not see each other's locks. Therefore the name of
+an attempt is random there and never reused, and having the name proves ownership.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ _BARE = "bare"  # there is not even a temporary one: it is being removed, or has
 
 
 class _Look(NamedTuple):
-    """One listing of a root: what committed() returns, and why other names are not steps."""
+    """One listing of a root: the result of committed(), and for each other name why it is no
+    step.
+    """
 
     committed: list[Committed]
     faults: list[Fault]
@@ -62,12 +64,12 @@ class _Look(NamedTuple):
 
 
 class PosixSteps(StepStore):
-    """The steps under a directory. Arguments and attributes are StepStore's.
+    """The steps under a directory. For arguments and attributes see StepStore.
 
     Attributes:
-        keep_files: takes files out of a directory that is being removed, and returns the names that
-            it leaves.
-        removal: held while a directory is emptied.
+        keep_files: moves files to keep out of a directory that is being removed, and returns the
+            names of the files to remove.
+        removal: the lock that is held while a directory is emptied.
     """
 
     def __init__(self, storage: Storage, root: str, lease: Lease | None = None) -> None:
@@ -82,7 +84,7 @@ class PosixSteps(StepStore):
     # ---- what is there
 
     def names(self) -> list[str]:
-        """As StepStore's; symbolic links are left out, since this root may not remove their
+        """See StepStore.names. Symbolic links are left out, because this root may not remove their
         targets.
         """
         if self.is_step:
@@ -97,12 +99,13 @@ class PosixSteps(StepStore):
             raise StorageError("list", self.root, error.errno or errno.EIO) from error
 
     def looks(self) -> Callable[[], Listed]:
-        """Returns a function to be called until no other name vanishes and a step is found, up to a
-        limit, since this machine may have cached an old listing.
+        """Returns a function that lists the root. The caller repeats it while it raises Vanished.
+        It does so, up to a limit, until no more names vanish and a step is found, because this
+        machine may have cached an old listing.
 
-        A directory that vanishes before it is read may belong to a failed save, so that there is no
-        step at all. That is certain once two listings in a row show no such name; one slow listing
-        may miss both an old step and the new one.
+        A directory that vanishes before it is read may belong to a failed save, so there may be no
+        step at all. This is certain once two consecutive listings contain no such name. A single
+        slow listing may miss both an old step and its successor.
         """
         looks: list[_Look] = []
 
@@ -152,8 +155,9 @@ class PosixSteps(StepStore):
         return self.manifest_of(name, (status.st_ino, status.st_mtime_ns, status.st_size))
 
     def _mark(self, name: str) -> str:
-        """Returns why no manifest was found in a directory: _GONE also if there is one now, or was
-        one earlier; "" if a save is writing there, or a save of this process has failed there.
+        """Returns why a directory has no manifest. The result is _GONE also if a manifest exists
+        now or existed earlier, and "" if a save is writing there or a save of this process failed
+        there.
         """
         path = self.path(name, MANIFEST)
         try:
@@ -217,9 +221,9 @@ class PosixSteps(StepStore):
 
     def may_be_taken_again(self, name: str) -> bool:
         """Returns whether a later attempt may reuse this name, so that the name does not prove who
-        owns the directory. That holds for plain names on a local file system, where all processes
-        see each other's locks. Elsewhere, a job of another host might come back at any time to a
-        directory that it believes to be its own.
+        owns the directory. This is true for plain names on a local file system, where all processes
+        see each other's locks. On other file systems, a job on another host might resume writing to
+        the directory at any time.
         """
         if is_unique(name):
             return False
@@ -238,13 +242,14 @@ class PosixSteps(StepStore):
 
     @contextmanager
     def alone(self, name: str, within_s: float = 0.0) -> Iterator[bool]:
-        """Yields whether this process alone may empty a directory while the body runs.
+        """Yields whether this process alone has the right to empty a directory while the body runs.
 
-        A directory whose name may be reused is locked for that. Otherwise another process might
-        find it half empty and take it for dead, and a save that reuses the name would lose files.
+        A directory whose name may be reused is locked for this. Without the lock, another process
+        might find the directory half empty and consider its save dead, and a new save that reuses
+        the name would lose files.
 
         Args:
-            within_s: for how long to wait for others who have the lock, such as ranks of one save.
+            within_s: how long to wait for other holders of the lock, such as ranks of one save.
         """
         if not self.may_be_taken_again(name):
             yield True
@@ -260,10 +265,11 @@ class PosixSteps(StepStore):
             atomic.close_quietly(self.storage, fd)
 
     def make_attempt(self, step: int) -> str:
-        """Makes the directory of a new attempt at a step; returns its name: the plain one if that
-        may be reused and is free, or belongs to a dead save.
+        """Creates the directory of a new attempt at a step; returns its name. This is the plain
+        name if it may be reused, and is free or belongs to a dead save.
 
-        The name of an attempt that failed here is not reused: a late rank may still write there.
+        The name of an attempt that failed in this process is not reused, because a late rank may
+        still write there.
         """
         name = step_name(step)
         if not self.may_be_taken_again(name) or self.attempts.get(name) == FAILED:
@@ -294,7 +300,7 @@ class PosixSteps(StepStore):
             self.storage.sync_directory(self.path(name))
 
     def empty(self, name: str, entries: list[str]) -> None:
-        """Removes those of the entries that a save makes, and then the directory."""
+        """Removes the entries that are files of a save, and then the directory."""
         # Temporary manifests last: they tell who owns the directory.
         ours = sorted(filter(OURS.fullmatch, entries), key=lambda entry: entry.startswith("."))
         if ours and self.keep_files is not None:
@@ -311,8 +317,8 @@ class PosixSteps(StepStore):
         self.forget(name)
 
     def clean(self) -> None:
-        """Removes the leftovers of dead saves, once, and again after a save has failed here or left
-        something: earlier jobs, or late ranks, may have filled the disk.
+        """Removes the leftovers of dead saves once, and again if a later save failed here or left
+        files. Leftovers may have filled the disk.
         """
         with self.removal:  # a save that begins meanwhile sees no half-removed directory
             if not self._is_clean or FAILED in [*self.attempts.values()]:
@@ -324,10 +330,11 @@ class PosixSteps(StepStore):
             return [name for name in self.incomplete() if self.remove_if_dead(name)]
 
     def remove_if_dead(self, name: str, others_after_s: float = atomic.DEAD_AFTER_S) -> bool:
-        """Removes a directory without a manifest if its save is surely over; returns whether.
+        """Removes a directory without a manifest if its save is certainly dead; returns whether it
+        was removed.
 
-        If that save lives after all, it either commits or loses its directory: this removes the
-        temporary manifest first, and the commit renames that same file.
+        If the save is alive after all, it either commits or loses its directory: this function
+        removes the temporary manifest first, and the commit renames that same file.
         """
         storage, path = self.storage, self.path(name)
         with suppress(OSError), self.alone(name) as is_alone:  # it is left to a later call
@@ -344,12 +351,13 @@ class PosixSteps(StepStore):
         return False
 
     def _left_in(self, name: str, others_after_s: float) -> list[str] | None:
-        """Returns the entries of a directory without a manifest if its save is surely over; else
+        """Returns the entries of a directory without a manifest if its save is certainly dead; else
         None.
 
-        It is over if there is no temporary manifest, which a save removes last, or if every one is
-        unlocked and dead: its process ran on this host and is gone, or another host wrote it
-        `others_after_s` ago. A directory stays if it has files that no save makes.
+        The save is dead if there is no temporary manifest, which a save removes last. It is also
+        dead if every temporary manifest is unlocked, and its process either ran on this host and
+        has ended, or wrote it on another host `others_after_s` ago. A directory that contains
+        foreign files stays.
         """
         storage, directory = self.storage, self.path(name)
         with suppress(OSError):  # it was removed meanwhile, or cannot be read
@@ -369,8 +377,8 @@ class PosixSteps(StepStore):
         return None
 
     def _is_of_other_dead(self, temporary: str, after_s: float) -> bool:
-        """Returns whether another host wrote this temporary manifest `after_s` ago, and it is not
-        locked.
+        """Returns whether a temporary manifest was written by another host, is at least `after_s`
+        old, and is unlocked.
         """
         status = self.storage.status(temporary)
         if status is None or atomic.is_of_this_host(temporary):
@@ -378,8 +386,8 @@ class PosixSteps(StepStore):
         if not after_s or time.time() - status.st_mtime >= after_s:  # clocks may differ
             return is_unlocked(self.storage, temporary)
         log.warning(
-            "%s was begun on another host and not committed: remove it, or a save removes it a day "
-            "later",
+            "%s was begun on another host and not committed: remove it, or a save will remove it "
+            "after a day",
             os.path.dirname(temporary),
         )
         return False
@@ -435,8 +443,8 @@ def _unique_name(step: int) -> str:
 
 
 class PosixDraft(Draft):
-    """The directory that a rank writes to. A rank also makes it if it sees another file system than
-    the first rank.
+    """The directory that a rank writes to. A rank that sees another file system than the first rank
+    creates the directory as well.
     """
 
     steps: PosixSteps
@@ -498,7 +506,7 @@ class PosixDraft(Draft):
             return self._register(path, fd)
 
     def _register(self, path: str, fd: int) -> int:
-        """Notes a file as made here; returns its descriptor."""
+        """Records that this rank created a file; returns the file's descriptor."""
         try:
             proves_it = self._directory >= 0 or self.is_begun
             if not proves_it and self.steps.may_be_taken_again(self.name):
@@ -607,9 +615,9 @@ class PosixDraft(Draft):
                         steps.empty(name, [entry for entry in entries if entry != MANIFEST])
 
     def _is_own(self) -> bool:
-        """Returns whether this save still owns the directory: others may have taken it for dead and
-        reused its name. The proof is the open inode of the manifest, under its temporary name or,
-        if the save failed on another node after the commit, under its final one.
+        """Returns whether this save still owns the directory. Another process may have considered
+        the save dead and reused the name. The proof is the open inode of the manifest: it has its
+        temporary name or, if the save failed on another node after the commit, its final name.
         """
         if not self.steps.may_be_taken_again(self.name):
             return True
@@ -619,7 +627,7 @@ class PosixDraft(Draft):
         return any(status is not None and os.path.samestat(status, own) for status in statuses)
 
     def _remove_made(self) -> None:
-        """Removes this rank's files, unless the directory belongs to another save by now."""
+        """Removes this rank's files, except if the directory now belongs to another save."""
         with self.steps.alone(self.name, _ALONE_S) as is_alone:
             if is_alone and (self._directory < 0 or self._is_own_directory()):
                 self._storage.remove_all(self.path(), [*map(os.path.basename, self._own_paths)])

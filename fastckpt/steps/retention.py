@@ -1,4 +1,4 @@
-"""Retention: the choice of the steps to remove when another one has been committed."""
+"""Retention: the choice of the steps to remove after a commit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ log = logging.getLogger("fastckpt")
 
 
 def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
-    """Removes steps that a commit has made superfluous, after the result was reported. A step that
-    is being read (see StepStore.hold) stays until a later call.
-    `steps` and `keep` are as superfluous()'s; `options` say which steps stay.
+    """Removes superfluous steps after a commit was reported. A step that is being read (see
+    StepStore.hold) stays until a later call. For `steps`, `keep` and `options` see superfluous().
     """
     try:
         steps.after_commit()
@@ -31,7 +30,9 @@ def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
         stuck: set[int] = set()  # steps with an older attempt that stays and would come back
         going = superfluous(steps, committed, keep, options)
         if going and steps.lease is not None and steps.lease.is_lost():
-            log.warning("%r was taken over by another job: old steps are not removed", steps.root)
+            log.warning(
+                "%r was taken over by another job, so old steps are not removed", steps.root
+            )
             going = []
         if going and options.keep_best is not None:
             _warn_of_no_best(steps, committed, options.keep_best)
@@ -54,8 +55,8 @@ def _warn_of_no_best(steps: StepStore, committed: list[Committed], by: KeepBest)
         steps.warned_of_metric = True
         log.warning(
             "%r: no step has the metric %r that keep_best uses, so older steps are removed and "
-            "none is kept as one of the best: pass it to save(metrics=) (this warning comes only "
-            "once)",
+            "none is kept as one of the best: pass this metric to save(metrics=) (this warning is "
+            "logged only once)",
             steps.root,
             by[0],
         )
@@ -64,19 +65,21 @@ def _warn_of_no_best(steps: StepStore, committed: list[Committed], by: KeepBest)
 def superfluous(
     steps: StepStore, committed: list[Committed], keep: str, options: StepOptions
 ) -> list[str]:
-    """Returns the names of the committed steps that need not stay: steps beyond keep_last, and all
-    attempts but the newest at the step just committed. (If that was drained late, the newest is not
-    `keep`.)
+    """Returns the names of the committed steps to remove: steps beyond keep_last, and all attempts
+    at the step just committed except the newest. After a late drain, the newest attempt may not be
+    `keep`.
 
-    Some steps do not count: those that are known to be damaged, or may not be durable; those that
-    another job has committed meanwhile, which replace nothing and stay until this job restores; and
-    those that could not be read at the last try, which stay since they may be whole.
+    Steps of three kinds do not count towards keep_last: steps that are damaged or may not be
+    durable, and the following two. Steps that another job committed since this job began replace no
+    other step, and stay until this job restores. Steps that could not be read in the last attempt
+    stay, because they may be intact.
 
     Args:
         steps: the root.
-        committed: the committed steps, the one committed last first.
-        keep: the name of the step just committed. It stays, and so do all committed after it.
-        options: how many of the last ones stay (None: all), which multiples, and which best ones.
+        committed: the committed steps, newest first.
+        keep: the name of the step just committed. It stays, and so do all steps committed after it.
+        options: how many of the newest steps stay (None: all), which multiples, and which best
+            steps.
     """
     own = next((item.manifest for item in committed if item.name == keep), None)
     if own is None:  # somebody has removed it, and may be about to remove others
@@ -98,7 +101,9 @@ def superfluous(
 
 
 def criterion(keep_best: KeepBest | None, metric: str | None, mode: Mode | None) -> KeepBest:
-    """Returns the criterion of best(), from keep_best and the arguments. Raises ValueError."""
+    """Returns the criterion of best(), from the arguments or else from keep_best. Raises
+    ValueError.
+    """
     check_choice("mode", mode, (None, *MODES))
     if metric is None and keep_best is None:
         raise ValueError(
@@ -110,8 +115,8 @@ def criterion(keep_best: KeepBest | None, metric: str | None, mode: Mode | None)
 
 
 def best(steps: StepStore, by: KeepBest) -> int | None:
-    """Returns the best of the committed steps, as far as is known; None if none has the metric.
-    Raises StorageError.
+    """Returns the committed step with the best metric, ignoring steps that retention must not rely
+    on; None if no step has the metric. Raises StorageError.
     """
     entries = [_entry(steps, item, by) for item in steps.survey()[0]]
     return next((each.number for each in best_first(entries) if each.counts), None)
@@ -120,8 +125,8 @@ def best(steps: StepStore, by: KeepBest) -> int | None:
 def checked_metrics(
     steps: StepStore, step: int, metrics: object, by: KeepBest | None
 ) -> dict[str, float | str]:
-    """Returns the metrics for a manifest, after a check; `metrics` may be None. Warns once if they
-    lack the metric of keep_best. Raises ValueError, TypeError.
+    """Checks metrics, which may be None; returns them in the manifest's form. Warns once if the
+    metric of keep_best is missing. Raises ValueError, TypeError.
     """
     result = {} if metrics is None else check_metrics(metrics)
     if result:
@@ -129,8 +134,8 @@ def checked_metrics(
     if result and by and by[0] not in result and not steps.warned_of_metric:
         steps.warned_of_metric = True
         log.warning(
-            "%r: the metrics of step %d are %s; without %r, which keep_best uses, a step is never "
-            "one of the best (this warning comes only once)",
+            "%r: the metrics of step %d are %s, but a step without %r, which keep_best uses, is "
+            "never kept as one of the best (this warning is logged only once)",
             steps.root,
             step,
             listed(map(repr, result)),
@@ -140,7 +145,9 @@ def checked_metrics(
 
 
 def _entry(steps: StepStore, item: Committed, by: KeepBest | None) -> Entry:
-    """Returns a step as the rule of retention sees it. Pins are checked at its removal."""
+    """Returns a step's entry for the retention policy. Pins are checked later, when the step is
+    removed.
+    """
     verdicts, score = steps.verdicts, None
     if by and not isinstance(value := item.manifest.metrics.get(by[0]), str | None):
         score = -value if by[1] == "min" else value

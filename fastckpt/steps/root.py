@@ -1,4 +1,4 @@
-"""The choice of the store that a root's steps lie in, by the root's path."""
+"""The choice of the store for a root, by the root's path."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ from fastckpt.storage.file_system import Storage
 
 
 def store_at(storage: Storage, root: str, lease: Lease | None = None) -> StepStore:
-    """Returns the steps under a root; the arguments are StepStore's."""
+    """Returns the steps under a root. For the arguments see StepStore."""
     return (BucketSteps if is_mounted(root) else PosixSteps)(storage, root, lease)

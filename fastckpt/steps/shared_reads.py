@@ -1,5 +1,5 @@
-"""Shared restores of tensors that all ranks hold alike: each rank reads a share from storage and
-broadcasts it to the other GPUs, which is faster than any file system.
+"""Shared restores of tensors that all ranks hold in full: each rank reads a share from storage and
+broadcasts it to the other GPUs, which is faster than reading it from any file system.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fastckpt.state.targets import Place, Target, note_overwritten
 
 
 class Spread:
-    """The sharing of reads in one restore; every rank makes one with its own state.
+    """The sharing of reads in one restore. Every rank creates one for its own state.
 
-    Reads are shared only if all states have the same tensors on devices that the group broadcasts
-    among, and `fit`, the arguments that say what is restored, is the same. All ranks then find the
-    same targets in a step, without further communication.
+    Reads are shared only if all states have the same tensors, on devices that the group broadcasts
+    among, and the same `fit`, which is a text of the arguments that choose the tensors to restore.
+    All ranks then find the same targets in a step, without further communication.
     """
 
     def __init__(self, agreement: Round, group: Any, state: object, fit: str) -> None:
@@ -46,8 +46,8 @@ class Spread:
         targets: Sequence[Target],
         find: Callable[[Sequence[Place]], dict[str, torch.dtype]],
     ) -> list[Target]:
-        """Returns what this rank reads of a step: all targets that are not shared, and its share of
-        the others. `find` is StepReader.find.
+        """Returns the targets that this rank reads from a step: all targets that are not shared,
+        and its share of the others. `find` is StepReader.find.
         """
         self._items, self._tensors = [], []
         if self._kind is None:
@@ -76,8 +76,8 @@ class Spread:
         return plain and as_it_lies and tensor.numel() > 0 and tensor.dtype == dtype
 
     def pass_on(self) -> None:
-        """Broadcasts each rank's share to the others, once all ranks have read theirs. Raises
-        PeerFailed if a rank is gone; the state was then partly overwritten.
+        """Broadcasts each rank's share to the other ranks, after all ranks have read their shares.
+        If a rank has failed, raises PeerFailed; the state is then partly overwritten.
         """
         if not self._items:
             return
@@ -102,7 +102,9 @@ class Spread:
 
 
 def kind_of(group: Any) -> str | None:
-    """Returns the type of devices among which a group broadcasts faster than files are read."""
+    """Returns the device type of a group whose broadcasts are faster than reads of files; else
+    None.
+    """
     kind = device_of(group).type
     return None if kind == "cpu" else kind
 

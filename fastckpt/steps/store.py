@@ -1,8 +1,8 @@
-"""StepStore: the steps under one root, in any kind of store; and Draft, a step that one rank is
-writing. The two kinds of stores are in posix.py and bucket.py; root.py chooses.
+"""StepStore, the steps under one root in any kind of store; and Draft, a step that one rank is
+writing. posix.py and bucket.py implement both; root.py chooses between them.
 
-The module reads the committed steps, orders commits, and remembers facts about steps for this
-process. It must not know how a step is made, committed or removed.
+The module reads committed steps, orders commits, and remembers facts about steps for this process.
+It must not know how a step is made, committed or removed.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.object_upload import Upload
 from fastckpt.storage.vanishing import listed_anew
 
-TAKEN = "another process took this save for dead and removed its files: save again"
+TAKEN = "another process considered this save dead and removed its files: save again"
 
 
 class Committed(NamedTuple):
-    """A step whose manifest is valid."""
+    """A step with a valid manifest."""
 
     name: str
     manifest: Manifest
 
 
 class Fault(NamedTuple):
-    """A directory whose manifest is invalid or cannot be read, and the error that says why."""
+    """A directory whose manifest is invalid or cannot be read, and the error."""
 
     name: str
     error: CheckpointError
 
     @property
     def step(self) -> int | None:
-        """The number of the step, from the name; None if it has no name."""
+        """The step's number according to the name; None if the name is empty."""
         return step_of(self.name) if self.name else None
 
 
@@ -62,20 +62,20 @@ def in_order(item: Committed) -> tuple[int, int]:
 
 
 class Verdicts:
-    """The steps that need care, by the nonces of their manifests.
+    """The steps that retention must not rely on, by the nonces of their manifests.
 
     Attributes:
-        damaged: those that were read and found damaged.
-        unread: those that may be whole, but could not be read at the last try; by name, if the
+        damaged: steps that were read and found damaged.
+        unread: steps that could not be read in the last attempt but may be intact; by name, if the
             manifest could not be read.
-        doubtful: those that were committed here, but perhaps not durably.
+        doubtful: steps that this process committed, but perhaps not durably.
     """
 
     def __init__(self) -> None:
         self.damaged, self.unread, self.doubtful = set[str](), set[str](), set[str]()
 
     def note_read(self, item: Committed, *, is_whole: bool) -> None:
-        """Remembers that a step was read, and whether it was whole."""
+        """Records that a step was read, and whether it was intact."""
         nonce = item.manifest.nonce
         self.unread -= {item.name, nonce}
         (self.damaged.discard if is_whole else self.damaged.add)(nonce)
@@ -84,7 +84,7 @@ class Verdicts:
         return not self.unread.isdisjoint((item.name, item.manifest.nonce))
 
     def may_stay_alone(self, item: Committed) -> bool:
-        """Returns whether older steps may be removed because there is this one."""
+        """Returns whether this step is reliable enough to permit the removal of older steps."""
         is_bad = item.manifest.nonce in self.damaged | self.doubtful
         return not (is_bad or self.is_unread(item))
 
@@ -96,16 +96,16 @@ class StepStore:
     """The steps under one root.
 
     Args:
-        storage: the seam to the file system.
-        root: the root's path; it is made when a step is begun.
-        lease: needed to begin or commit a step; None: several jobs may save here.
+        storage: the interface to the file system.
+        root: the root's path; the first begin() creates it.
+        lease: must be taken to begin or commit a step; None: several jobs may save here.
 
     Attributes:
-        is_step: whether the root is itself a step, with any name, and holds only that one.
-        verdicts: the steps that need care.
+        is_step: whether the root is itself a step, with any name, and holds only that step.
+        verdicts: the steps that retention must not rely on.
         attempts: the state of each attempt of this process, by name.
-        warned_of_empty, warned_of_metric: whether the warnings were logged that there are no steps,
-            and that metrics lack the one of keep_best.
+        warned_of_empty: whether the warning that there are no steps was logged.
+        warned_of_metric: whether the warning that the metric of keep_best is missing was logged.
     """
 
     EMPTY_IS_NONE = False  # whether an empty manifest says that there will never be one
@@ -125,72 +125,76 @@ class StepStore:
     # ---- what each store does in its own way
 
     def names(self) -> list[str]:
-        """Returns the directories named as steps, committed or not, in no order. The step that the
-        root itself is has the name "". Raises StorageError.
+        """Returns the directories named like steps, committed or not, in no particular order. If
+        the root is itself a step, that step's name is "". Raises StorageError.
         """
         raise NotImplementedError
 
     def looks(self) -> Callable[[], Listed]:
-        """Returns a function that lists the root, reads new manifests, and returns the same as
-        committed(). It raises Vanished while steps vanish before they are read, and StorageError.
+        """Returns a function that lists the root, reads new manifests, and returns the result of
+        committed(). It raises Vanished if steps vanish before they are read, and StorageError.
         """
         raise NotImplementedError
 
     def incomplete(self) -> list[str]:
-        """Returns the directories without a manifest, of saves that are running or have died."""
+        """Returns the directories without a manifest, which belong to running or dead saves."""
         raise NotImplementedError
 
     def may_be_committed(self, name: str) -> bool:
-        """Returns whether there is a manifest, or may be one that cannot be read now."""
+        """Returns whether the manifest exists, or may exist but cannot be read now."""
         raise NotImplementedError
 
     def draft(self, check: Callable[[], object]) -> Draft:
-        """Returns a rank's view of a step that is to be written. `check` raises if the save has
-        failed meanwhile.
+        """Returns a draft for one rank. `check` raises an error if the save has failed in the
+        meantime.
         """
         raise NotImplementedError
 
     def hold(self, name: str) -> AbstractContextManager[None]:
-        """Keeps a committed step from being removed while the body reads it, where the store can
-        promise that. Raises Vanished, CorruptCheckpoint or StorageError.
+        """Prevents the removal of a committed step while the body reads it, where the store
+        supports this. Raises Vanished, CorruptCheckpoint or StorageError.
         """
         raise NotImplementedError
 
     def confirm(self, name: str) -> None:
-        """Raises Vanished if a step was removed although it is held."""
+        """Raises Vanished if a step was removed although it was held."""
 
     def remove(self, name: str, nonce: str) -> bool:
-        """Removes a committed step unless somebody holds it or it is pinned; returns whether it is
-        gone. Raises StorageError.
+        """Removes a committed step, except if it is held or pinned; returns whether it is gone.
+        Raises StorageError.
 
         Args:
-            name, nonce: of the step: by now another one may have the name.
+            name, nonce: the step's name and nonce; another step may have taken the name.
         """
         raise NotImplementedError
 
     def remove_dead(self) -> list[str]:
-        """Removes the leftovers of saves that are surely over; returns the names."""
+        """Removes the leftovers of saves that are certainly dead; returns the names."""
         raise NotImplementedError
 
     def debris(self) -> Iterator[tuple[str, bool, Callable[[], bool]]]:
-        """Yields for each leftover of dead saves its name, whether the processes were of this host
-        and are gone, and a function that removes it and returns whether it did. Raises
-        StorageError.
+        """Yields, for each leftover of a dead save, its name, whether the save ran on this host and
+        has ended, and a function that removes the leftover and returns whether it was removed.
+        Raises StorageError.
         """
         raise NotImplementedError
 
     def make_mark(self, path: str) -> None:
-        """Makes an empty file unless it exists, perhaps not durably. Raises StorageError."""
+        """Creates an empty file if it does not exist; it may not be durable. Raises
+        StorageError.
+        """
         raise NotImplementedError
 
     def make_root(self) -> None:
-        """Makes the root, if it is missing. Raises StorageError."""
+        """Creates the root if it is missing. Raises StorageError."""
 
     def sync_grown(self) -> None:
-        """Makes the names durable that make_root() has made here. Raises StorageError."""
+        """Makes the directory entries durable that make_root() created here. Raises
+        StorageError.
+        """
 
     def after_commit(self) -> None:
-        """Does the work that can wait until a commit was acknowledged. Raises StorageError."""
+        """Does the work that can wait until a commit has been acknowledged. Raises StorageError."""
 
     # ---- paths, and manifests
 
@@ -198,16 +202,17 @@ class StepStore:
         return os.path.join(self.root, *filter(None, (name, *parts)))
 
     def plain_path(self, step: int) -> str:
-        """Returns the path that a step has unless another attempt has it."""
+        """Returns the default path of a step, which it has unless another attempt has that path."""
         return self.path(step_name(step))
 
     def read(self, name: str) -> Manifest:
         """Returns the manifest of a step.
 
         Raises:
-            Vanished: there is none.
-            CorruptCheckpoint: it is damaged, or belongs to another step.
-            IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
+            Vanished: there is no manifest.
+            CorruptCheckpoint: the manifest is damaged, or belongs to another step.
+            IncompatibleCheckpoint: a newer fastckpt wrote the manifest.
+            StorageError: the manifest cannot be read.
         """
         path = self.path(name, MANIFEST)
         try:
@@ -227,8 +232,8 @@ class StepStore:
         return manifest
 
     def manifest_of(self, name: str, version: Hashable) -> Manifest:
-        """Returns the manifest of a step, whose file has this version; reads it again if the
-        version has changed. Raises as read().
+        """Returns the manifest of a step, from a cache if it was read in this version of its file.
+        For errors see read().
         """
         cached = self._manifests.get(name)
         if cached is None or cached[0] != version:
@@ -236,18 +241,22 @@ class StepStore:
         return cached[1]
 
     def note_committed(self, name: str, manifest: Manifest, version: Hashable) -> None:
-        """Notes a commit of this process."""
+        """Records a commit of this process."""
         self.attempts[name], self._manifests[name] = DONE, (version, manifest)
         self._seen_nonces = (self._seen_nonces or set()) | {manifest.nonce}
 
     def forget(self, name: str) -> None:
-        """Forgets a name that was removed, but not that its attempt failed: it is not reused."""
+        """Forgets a removed name, except that an attempt of this name failed: the name is not
+        reused.
+        """
         self._manifests.pop(name, None)
         if self.attempts.get(name) != FAILED:
             self.attempts.pop(name, None)
 
     def has_another(self, name: str) -> bool:
-        """Returns whether this process knows another committed attempt at the step of `name`."""
+        """Returns whether there may be another committed attempt at the step of `name`, as far as
+        this process knows.
+        """
         own = self._manifests.get(name)
         if own is None:
             return True
@@ -257,11 +266,11 @@ class StepStore:
     # ---- what is committed
 
     def committed(self) -> Listed:
-        """Returns the committed steps, the one committed last first, and a Fault for every other
-        directory with a manifest.
+        """Returns the committed steps, newest first, and a Fault for every other directory with a
+        manifest.
 
-        If a step vanishes between the listing and the read, the save that removed it had committed
-        a newer one before. So the root is listed again.
+        If a step vanishes between the listing and the read, the save that removed it had already
+        committed a newer step. So the root is listed again.
 
         Raises:
             StorageError: the root cannot be listed, or steps vanish in each of many listings.
@@ -273,22 +282,22 @@ class StepStore:
         return listing
 
     def note_seen(self, committed: list[Committed]) -> None:
-        """Notes the steps that were there when this process first looked, or restored. Any later
-        step that is not its own comes from another job that does not know of this one.
+        """Records the steps that existed when this process first listed the root, or restored. Any
+        later step that is not its own was committed by another job that does not know of this job.
         """
         nonces = {item.manifest.nonce for item in committed}
         self._seen_nonces = (self._seen_nonces or set()) | nonces
 
     def has_seen(self, item: Committed) -> bool:
-        """Returns whether a step was noted by note_seen(), or is this process's own."""
+        """Returns whether note_seen() recorded a step, or this process committed it."""
         return item.manifest.nonce in (self._seen_nonces or ())
 
     def survey(self, step: int | None = None) -> Listed:
-        """Returns the same as committed(), but tries for seconds to read every step, and then
-        raises StorageError: the caller may want that very step.
+        """Returns the result of committed(), but retries for seconds if a step cannot be read, and
+        then raises StorageError, because the caller may want that very step.
 
         Args:
-            step: the only step that has to be readable; None: all have to be.
+            step: the only step that must be readable; None: all steps must be readable.
         """
         failed: list[str] = []
 
@@ -310,8 +319,8 @@ class StepStore:
     # ---- commits of this process
 
     def begin(self, step: int, passing: bool = False) -> Draft:
-        """Begins a new attempt at a step, of one rank alone; a committed one stays. Raises as
-        Draft.begin().
+        """Begins a new attempt at a step, written by one rank alone. A committed attempt at the
+        step stays. For errors see Draft.begin().
         """
         draft = self.draft(lambda: None)
         draft.begin(step, passing)
@@ -319,7 +328,7 @@ class StepStore:
 
     @contextmanager
     def in_passing(self) -> Iterator[None]:
-        """Has the lease while the body copies a step here. Raises as Draft.begin()."""
+        """Holds the lease while the body copies a step here. For errors see Draft.begin()."""
         if self.lease is None:
             yield
             return
@@ -331,16 +340,18 @@ class StepStore:
             self.lease.give_back()
 
     def make_root_soon(self, timeout_s: float) -> None:
-        """Makes the root, if the server answers soon."""
+        """Creates the root, if the server answers soon."""
         with suppress(OSError):  # a save tries again, and fails if it has to
             within(min(SERVER_S, timeout_s), self.make_root)
 
     def next_sequence(self, above: int = 0) -> int:
-        """Returns the sequence number of the next commit: above all numbers here, and `above`.
+        """Returns the sequence number of the next commit, which is larger than `above` and all
+        known numbers here.
 
-        Steps are listed for it once while this process has the lease, since no other job commits
-        then. Other steps may exist whose numbers are unknown: damaged ones, and those of earlier
-        jobs on nodes. The clock puts the first number of this process above theirs.
+        While this process has the lease, the steps are listed only once to compute the number,
+        because no other job commits then. The numbers of damaged steps, and of steps that earlier
+        jobs left on nodes, may be unknown. The first number of this process is taken from the clock
+        to exceed them.
         """
         tenure, last = 0 if self.lease is None else self.lease.tenure, 0
         if not tenure or tenure != self._tenure:
@@ -355,8 +366,8 @@ class StepStore:
 
     def renewed(self, manifest: Manifest) -> Manifest:
         """Renews the lease for a commit; returns the manifest. If the lease had to be taken anew,
-        another job may have committed since, and the manifest returned has a higher number.
-        Raises as Draft.commit().
+        another job may have committed in the meantime, and the returned manifest has a higher
+        number. For errors see Draft.commit().
         """
         if self.lease is not None:
             self.lease.renew()
@@ -366,12 +377,12 @@ class StepStore:
 
 
 class Draft:
-    """A step that is being written, as one rank sees it, before a manifest commits it.
+    """A step that one rank is writing, before a manifest commits the step.
 
     Attributes:
         steps: the store.
         name: the directory's name; "" until it is known.
-        is_begun: whether this rank has begun the step, and so commits it.
+        is_begun: whether this rank began the step, and therefore commits it.
     """
 
     def __init__(self, steps: StepStore, check: Callable[[], object]) -> None:
@@ -380,13 +391,15 @@ class Draft:
         self._own_paths = list[str]()  # paths of files
 
     def begin(self, step: int, passing: bool = False) -> str:
-        """Begins a save of this step; returns the name. A committed attempt at the step stays.
+        """Begins a save of this step; returns the directory's name. A committed attempt at the step
+        stays.
 
         Args:
-            passing: it is not a save of this job; in_passing() has the lease.
+            passing: the draft is a copy of a step that this job did not save; in_passing() holds
+                the lease.
 
         Raises:
-            StorageError: the root or the directory cannot be made.
+            StorageError: the root or the directory cannot be created.
             RootInUse: another job saves to the root.
         """
         steps = self.steps
@@ -402,59 +415,64 @@ class Draft:
         raise NotImplementedError
 
     def join(self, name: str) -> None:
-        """Learns the directory's name from the rank that has begun it."""
+        """Sets the directory's name, received from the rank that began the step."""
         self.name = name
 
     def path(self, *names: str) -> str:
         return self.steps.path(self.name, *names)
 
     def made(self, name: str, purpose: Purpose) -> AbstractContextManager[tuple[int | Upload, str]]:
-        """Makes a file, as for ImageFile, open while the body runs. Raises StorageError."""
+        """Creates a file for ImageFile, which is open while the body runs. Raises StorageError."""
         raise NotImplementedError
 
     def write(self, name: str, content: bytes, beside: int | None, durable: bool) -> None:
-        """Makes a small file with this content, synced if `durable`. `beside` is an open file of
-        the same file system, whose policy says whether to try again.
+        """Creates a small file with this content, and syncs it if `durable`. `beside` is an open
+        file on the same file system; the policy of that file system decides whether to retry.
         """
         raise NotImplementedError
 
     def has_beside(self, path: str) -> bool:
-        """Returns whether a file lies under the root of these steps."""
+        """Returns whether a file is under the root of these steps."""
         return path.startswith(os.path.join(self.steps.root, ""))
 
     def adopt(self, name: str, source: str) -> int:
-        """Renames a file beside the step's directory into it; returns a new descriptor."""
+        """Renames a file under the root into the step's directory; returns a new descriptor."""
         raise NotImplementedError
 
     def sync_own_directory(self) -> None:
-        """Makes the names durable on a file system that the first rank does not see."""
+        """Makes the directory entries durable on a file system that the first rank does not see."""
 
     def commit(self, manifest: Manifest, durable: bool) -> None:
-        """Commits the step, whose files are all written, on the rank that has begun it.
+        """Commits the step on the rank that began it; all of its files have been written.
 
         Args:
             manifest: names the files.
             durable: sync the manifest and the directories.
 
         Raises:
-            StorageError: the step is not committed, unless the error is `visible`: then it is, but
-                perhaps not durably. RootInUse: another job has taken the root over.
+            StorageError: the step is not committed. If the error is `visible`, the step is
+                committed, but perhaps not durably.
+            RootInUse: another job has taken over the root.
         """
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Removes the files of this rank after its save failed, even if that was committed."""
+        """Removes the files of this rank after its save failed, even if the step was committed."""
         raise NotImplementedError
 
     def share(self) -> None:
-        """Lets others read the committed step from now on; it is not removed before close()."""
+        """Lets other processes read the committed step from now on. The step cannot be removed
+        before close().
+        """
 
     def close(self) -> None:
-        """Releases the locks that tell others that the save is alive."""
+        """Releases the locks that show other processes that the save is alive."""
 
 
 def unreadable(op: str, path: str, error: OSError) -> CheckpointError:
-    """Returns the error for a manifest that cannot be opened: corrupt if it is not a file."""
+    """Returns the error for a manifest that cannot be opened: CorruptCheckpoint if it is not a
+    regular file, else StorageError.
+    """
     if isinstance(error, NoRegularFile):
         return CorruptCheckpoint(f"{path!r} is not a regular file")
     return StorageError(op, path, error.errno or errno.EIO)

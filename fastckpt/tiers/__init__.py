@@ -1,1 +1,1 @@
-"""Steps in each node's own storage: saved there, drained to the root, and restored."""
+"""Steps on each node's own storage: saves to it, drains to the root, and restores."""

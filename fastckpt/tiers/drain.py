@@ -1,7 +1,8 @@
-"""Drainer: copies steps from a source, which each node has for itself, to a target, the root.
+"""Drainer: copies steps from a source to a target. Each node has its own source; the root is the
+target.
 
-Every rank copies its share of a step and verifies it, all agree, and the first rank publishes the
-same manifest in the target. The module must not know why a step is drained.
+Every rank copies and verifies its share of a step. When all ranks have succeeded, the first rank
+publishes the same manifest in the target. The module must not know why a step is drained.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ _MARGIN = 1.5  # a step is saved directly only if the time left is this many tim
 
 
 class StepInfo(NamedTuple):
-    """A step that is to be drained, as one rank sees it.
+    """A step to be drained, as one rank sees it.
 
     Attributes:
-        step, nonce: its number, and the nonce of its manifest.
-        name: its directory in this node's source; "": there is none.
-        sender: the rank that sends its manifest to the first rank; None: the first rank has it.
-        parts: ranks of the writers whose files this rank copies, and OBJECTS_PART for the objects.
+        step, nonce: the number of the step, and the nonce of its manifest.
+        name: the step's directory in this node's source; "" if the node has none.
+        sender: the rank that sends the manifest to the first rank; None if the first rank has it.
+        parts: the parts that this rank copies: ranks of writers, and OBJECTS_PART for the objects.
     """
 
     step: int
@@ -53,8 +54,9 @@ class StepInfo(NamedTuple):
 
 
 class Drainer:
-    """The two stores, and how long drains take. Each drain is a Job, with a thread and states like
-    a save: a target that hangs, a cancellation and Ctrl-C end a drain in the same way as a save.
+    """The source and the target of drains, and the durations of recent ones. Each drain is a Job,
+    with a thread and states like a save. A hung target, a cancellation or Ctrl-C therefore ends a
+    drain in the same way as a save.
 
     Args:
         source: the steps of this node.
@@ -79,13 +81,15 @@ class Drainer:
         return self._coordinator.begin(label, self._timeout_s, note)
 
     def note_times(self, local_s: float, drain_s: float) -> None:
-        """Notes how long a step took until it was committed in the source, and its drain."""
+        """Records how long a step took to be committed in the source, and how long its drain
+        took.
+        """
         self._times_s = local_s, drain_s
 
     def too_late(self, left_s: float) -> str:
         """Returns why a step should be saved directly to the target if the job ends in `left_s`
-        seconds, in words; "" if it should not: through the source it would also be in the target in
-        time, or it would be too late in both ways, or no drain was timed yet.
+        seconds. The result is "" if the step would reach the target in time through the source, if
+        a direct save would be too late as well, or if no drain was timed yet.
         """
         if self._times_s is None:
             return ""
@@ -93,28 +97,28 @@ class Drainer:
         if local_s + drain_s < left_s or _MARGIN * drain_s > left_s:
             return ""
         return (
-            f"would take too long: through it the previous step reached the root in "
-            f"{local_s + drain_s:.1f} s, including {drain_s:.1f} s for the drain, and the job "
-            f"ends in {left_s:.1f} s"
+            f"would take too long: the previous step took {local_s + drain_s:.1f} s to reach the "
+            f"root through the tier, including {drain_s:.1f} s for the drain, but the job ends in "
+            f"{left_s:.1f} s"
         )
 
 
 class Drain(Job):
-    """The drain of one step. Each rank runs one, for the same directory in the target.
+    """The drain of one step. Each rank runs one; all write to the same directory in the target.
 
     Args:
-        handle: the save's, or one for this drain; gets the step's path in the target in the end.
-        agreement: a round of Drainer.begin(), for this drain alone.
-        drainer: has the stores.
+        handle: the handle of the save, or one for this drain; its path becomes that in the target.
+        agreement: a round of Drainer.begin() for this drain alone.
+        drainer: has the source and the target.
         options: how the target is written, and which steps stay there.
         info: the step.
         fetching: returns a function that fetches files of the step from other nodes, or None.
-        drained: called with the step's name in the source, once the target has it.
-        is_resumed: whether an earlier job has saved the step, and the handle is for this drain.
+        drained: called with the step's name in the source, once the target has the step.
+        is_resumed: whether an earlier job saved the step; the handle is then for this drain alone.
 
     Attributes:
         copied_s: the duration of this rank's copies.
-        took_s: the time from the begin of the drain until the target had the step.
+        took_s: the time from the start of the drain until the target had the step.
     """
 
     def __init__(
@@ -139,10 +143,10 @@ class Drain(Job):
         self.copied_s = self.took_s = 0.0
 
     def forget(self) -> None:
-        """Does nothing: a drain holds nothing of the caller's."""
+        """Does nothing, because a drain holds nothing of the caller's."""
 
     def release(self) -> None:
-        """Does nothing, as forget()."""
+        """Does nothing; see forget()."""
 
     def commit(self, pipeline: Pipeline) -> None:
         try:
@@ -188,9 +192,9 @@ class Drain(Job):
         self.handle.path = self._place.path()
 
     def _copy(self, manifest: Manifest, pipeline: Pipeline, pace: Pace) -> None:
-        """Copies this rank's parts from this node's directory. A file that is damaged here is
-        fetched first, if other nodes may have it. Raises CorruptCheckpoint if no copy is whole, and
-        StorageError.
+        """Copies this rank's parts from this node's directory. A file that is damaged here is first
+        fetched from other nodes, if they may have it. Raises CorruptCheckpoint if no copy is
+        intact, and StorageError.
         """
         place, options, drainer = self._place, self._options, self._drainer
         directory = drainer.source.path(self._info.name)
@@ -216,7 +220,9 @@ class Drain(Job):
             place.write(writers[part].index, content, None, options.durable)
 
     def _fetch_damaged(self, source: StepCopies, manifest: Manifest, writer: Writer | None) -> None:
-        """Verifies the files of a writer, or (None) of the objects, before they are copied."""
+        """Verifies a writer's files, or the objects if `writer` is None, and fetches damaged
+        ones.
+        """
 
         def verify_objects() -> None:
             with source.body(manifest) as body:
@@ -234,8 +240,8 @@ class Drain(Job):
         source.whole(writer.file, verify_shard)
 
     def _manifest(self) -> Manifest | None:
-        """Returns the manifest on this node. If there is none, the first rank receives it from
-        another node, and other ranks return None.
+        """Returns the manifest on this node. If this node has none, the first rank receives the
+        manifest from another node, and other ranks return None.
         """
         name, sender = self._info.name, self._info.sender
         rank, steps = self.agreement.rank, self._drainer.source
@@ -261,9 +267,9 @@ class Drain(Job):
         self._passing.close()
         name, failure = self._info.name, self.handle.failure()
         if is_visible(failure):
-            log.warning("%s also stays in the local tier: %s", name, failure)
+            log.warning("%s is also kept in the local tier: %s", name, failure)
         elif failure is not None and not isinstance(failure, PeerFailed):
-            log.warning("%s stays only in the local tier: %s", name, failure)
+            log.warning("%s is only in the local tier: %s", name, failure)
         elif failure is None and name:
             self._drained(name)
         if self._place.is_begun and failure is None:
@@ -271,6 +277,6 @@ class Drain(Job):
 
 
 def _nbytes_of(manifest: Manifest, parts: Sequence[int]) -> int:
-    """Returns the size of the files of these parts, without their indexes."""
+    """Returns the total size of the files of these parts, without their indexes."""
     shards = sum(each.nbytes for each in manifest.writers if each.rank in parts)
     return shards + (manifest.objects.nbytes if OBJECTS_PART in parts else 0)

@@ -1,8 +1,9 @@
-"""LocalTier: this node's steps in front of a root: a PosixSteps, a Ring if they are in memory, a
-Drainer to the root, and Peers.
+"""LocalTier: the steps on this node in front of a root. It combines a PosixSteps, a Ring if the
+tier is in memory, a Drainer to the root, and Peers.
 
-The module decides whether the tier can be used, and which steps may be removed: a step that has to
-reach the root stays until it has been there. survey.py finds out what all nodes hold together.
+The module decides whether the tier can be used, and which steps may be removed: a step that must
+reach the root stays until it has been drained. survey.py determines which steps all nodes hold
+together.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ log = logging.getLogger("fastckpt")
 
 
 class Copy(NamedTuple):
-    """What a node has of a step.
+    """A node's copy of a step.
 
     Attributes:
         first: the first rank of the node.
-        name: the step's directory there.
-        parts: the parts that are whole there, see parts_of().
+        name: the step's directory on the node.
+        parts: the parts that are complete on the node; see parts_of().
     """
 
     first: int
@@ -64,25 +65,27 @@ class LocalTier:
     """The local tier as one rank sees it.
 
     Args:
-        directory: as Checkpointer's `local`; steps of several roots may lie in it.
+        directory: Checkpointer's `local`; it may hold steps of several roots.
         keep: how many of the newest steps stay.
         memory: the caller's Memory if the directory is in memory; else None.
         root: the steps of the root, the target of drains.
         coordinator, timeout_s: the Checkpointer's.
 
     Attributes:
-        steps: the root's steps that lie in the local directory.
-        root, keep, memory: as the arguments.
-        drainer: brings steps from here to the root.
+        steps: the steps of this root in the local directory.
+        root, keep, memory: the arguments.
+        drainer: copies steps from the tier to the root.
         ring: the memory of the directory, if it is in memory and can be used.
         peers: the neighbours, if nodes send each other files.
         highest: on the first rank, the highest sequence number of any node's steps.
-        copies_of: by nonce, the copies of each step of earlier jobs that the nodes hold together.
-        useless: nonces of steps that a later attempt or a newer step in the root replaces.
+        copies_of: by nonce, the nodes' copies of each earlier job's step that is complete on the
+            nodes together.
+        useless: nonces of steps that are replaced by a later attempt or by a newer step in the
+            root.
         incomplete: nonces of steps with parts that no node has.
 
     Raises:
-        ValueError: the directory lies on the root's file system, or as Ring.limit().
+        ValueError: the directory is on the root's file system, or Ring.limit() raises it.
     """
 
     def __init__(
@@ -116,8 +119,8 @@ class LocalTier:
             self._refusal = f"failed: {error}"
         if self._device == other:
             raise ValueError(
-                f"local {directory!r} lies on the same file system as the root {root.root!r}: it "
-                "would be no faster, and would be lost with the root"
+                f"local {directory!r} must be on another file system than the root {root.root!r}: "
+                "on the same one, it would be no faster, and would be lost with the root"
             )
         self._rank = coordinator.rank
         self._coordinator, self._timeout_s = coordinator, timeout_s
@@ -150,7 +153,9 @@ class LocalTier:
         return self._coordinator.begin(label, self._timeout_s, "the local tier keeps its steps")
 
     def close(self) -> None:
-        """Leaves the round in which the nodes meet, and stops serving them. Idempotent."""
+        """Leaves the round in which the nodes meet, and stops serving the neighbours.
+        Idempotent.
+        """
         self._meeting.close(linger_s=0.0)
         if self.peers is not None:
             self.peers.close()
@@ -163,7 +168,7 @@ class LocalTier:
     # ---- whether it can be used
 
     def nodes(self) -> RanksByNode:
-        """Returns which ranks share a directory. All ranks agree on that together, once."""
+        """Returns which ranks share a directory. All ranks determine this together, once."""
         with self._lock:
             if self._nodes is None:
                 try:
@@ -176,11 +181,13 @@ class LocalTier:
             return self._nodes
 
     def is_first(self) -> bool:
-        """Returns whether this rank is the first one on its node."""
+        """Returns whether this rank is the first rank on its node."""
         return self.nodes().first(self._rank) == self._rank
 
     def _meet(self, meeting: Round) -> RanksByNode:
-        """Exchanges with all ranks which directory each sees, and where each listens."""
+        """Exchanges with all ranks the directory that each rank sees and the address at which it
+        listens.
+        """
         peers = self.peers
         group = None if self.memory is None else self.memory.groups
         at = None if peers is None else (*peers.address, group or f"rank {self._rank}")
@@ -209,7 +216,7 @@ class LocalTier:
         return nodes
 
     def _identity(self) -> str:
-        """Returns a name that only ranks with the same directory share."""
+        """Returns a text that is the same only on ranks that share a directory."""
         if self.refusal():
             return f"rank {self._rank}"
         try:
@@ -221,7 +228,7 @@ class LocalTier:
         return f"{this_machine()} {status.st_dev} {status.st_ino}"
 
     def refusal(self) -> str:
-        """Returns why nothing can be written to the tier now, in words; "" if it can be."""
+        """Returns why nothing can be written to the tier now; "" if it can be written to."""
         if not self._refusal:
             try:
                 if self._device_of(self._directory) != self._device:
@@ -233,11 +240,13 @@ class LocalTier:
         return self._refusal
 
     def refuse(self, why: str) -> None:
-        """Ends the use of the tier by this process; `why` completes "the local tier ..."."""
+        """Stops this process from using the tier; `why` completes the sentence "the local tier
+        ...".
+        """
         self._refusal = self._refusal or why
 
     def check_room(self, nbytes: int) -> None:
-        """Raises StorageError if there is no room for so many bytes and SMALL_BYTES."""
+        """Raises StorageError if fewer than nbytes + SMALL_BYTES bytes are free."""
         root, needed = self.steps.root, nbytes + SMALL_BYTES
         with reported("allocate", root):
             free = self._storage.free_bytes(root)
@@ -245,9 +254,9 @@ class LocalTier:
             raise StorageError("allocate", root, errno.ENOSPC, detail=room_text(needed, free))
 
     def no_room_on_node(self, name: str, nbytes: int, recycled: int = 0) -> str:
-        """Returns why a step that this node writes, `recycled` bytes of it in slots, would exceed
-        the tier's budget, in words; "" if it fits once recycled files and older steps are removed.
-        Only the first rank of a node calls it.
+        """Returns why a step that this node writes would exceed the tier's budget; "" if it fits
+        after recycled files and older steps are removed. `recycled` bytes of the step are in slots.
+        Only the first rank of a node calls this.
         """
         if (ring := self.ring) is None:
             return ""
@@ -263,13 +272,13 @@ class LocalTier:
         needed_mib = -(-(used - recycled + nbytes) >> 20)
         return (
             f"has a budget of {ring.why} on this node: the step needs {shown_size(nbytes)}, "
-            f"including {shown_size(SMALL_BYTES)} for indexes, and steps that must stay take "
-            f"{shown_size(used)}; with Memory(budget='{needed_mib}MiB') it would fit"
+            f"including {shown_size(SMALL_BYTES)} for indexes, but steps that must stay take "
+            f"{shown_size(used)}: pass Memory(budget='{needed_mib}MiB') to fit both"
         )
 
     def _outdated(self) -> bool:
-        """Returns whether there are more steps that need not stay, since a newer one bypassed the
-        tier; they become useless.
+        """If a newer step bypassed the tier, marks older steps that need not stay as useless;
+        returns whether any step was newly marked.
         """
         last = max((item.manifest.sequence for item in readable(self.root)), default=-1)
         old = {
@@ -282,8 +291,8 @@ class LocalTier:
         return is_new
 
     def settle(self, name: str, is_replicated: bool) -> None:
-        """Notes that this node has all files of a step that it is to have. Only the first rank of a
-        node calls it.
+        """Records that this node has all its files of a step. Only the first rank of a node calls
+        this.
         """
         if self.ring is not None:
             self.ring.settle(name)
@@ -291,11 +300,11 @@ class LocalTier:
             self.note(name, REPLICATED)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether a step is to go from here to the root."""
+        """Returns whether a step must be drained to the root."""
         return self.memory is None or self.memory.is_due(step)
 
     def warn(self, step: int, why: str) -> None:
-        """Logs that a save bypasses the tier; as a warning if the reason is new."""
+        """Logs that a save bypasses the tier, as a warning if the reason has changed."""
         level = logging.DEBUG if why == self._last_why else logging.WARNING
         self._last_why = why
         log.log(
@@ -303,7 +312,9 @@ class LocalTier:
         )
 
     def next_sequence(self, steps: StepStore) -> int:
-        """Returns the next commit's sequence number, above those in all tiers; for rank 0 only."""
+        """Returns the next commit's sequence number, which exceeds those in all tiers. Only rank 0
+        calls this.
+        """
         if self._sequence is None:  # asked once: a commit to the local tier must not wait for it
             self._sequence = self.root.next_sequence()
         self._sequence = steps.next_sequence(max(self._sequence, self.highest))
@@ -319,7 +330,7 @@ class LocalTier:
         info: StepInfo,
         is_resumed: bool = False,
     ) -> Drain:
-        """Returns the drain of a step to the root. Arguments are Drain's."""
+        """Returns the drain of a step to the root. For the arguments see Drain."""
         return Drain(
             handle,
             agreement,
@@ -332,8 +343,8 @@ class LocalTier:
         )
 
     def near(self, manifest: Manifest, holding: ExitStack) -> tuple[list[str], Fetch | None]:
-        """Returns this node's directory of a step, if any, held until `holding` is closed, and a
-        function that fetches files from other nodes into it.
+        """Returns this node's directory of a step, if there is one, and a function that fetches
+        files from other nodes into it. The directory is held until `holding` is closed.
         """
         for item in readable(self.steps):
             if item.manifest.nonce == manifest.nonce:
@@ -343,7 +354,9 @@ class LocalTier:
         return [], None
 
     def fetching(self, item: Committed) -> Fetch | None:
-        """Returns a function that fetches files of an earlier job's step from other nodes."""
+        """Returns a function that fetches files of an earlier job's step from other nodes, or
+        None.
+        """
         peers, copies = self.peers, self.copies_of.get(item.manifest.nonce)
         if peers is None or copies is None:
             return None
@@ -358,13 +371,13 @@ class LocalTier:
         return fetch
 
     def has_room(self, nbytes: int) -> bool:
-        """Returns whether files of `nbytes` bytes fit into the budget, once recycled files are
-        removed. Only the first rank of a node calls it.
+        """Returns whether files of `nbytes` bytes fit into the budget after recycled files are
+        removed. Only the first rank of a node calls this.
         """
         return self.ring is not None and self.ring.make_room(self.ring.nbytes - nbytes)
 
     def note_drained(self, name: str) -> None:
-        """Notes on disk, on the first rank of a node, that the root has a step, and removes the
+        """On the first rank of a node, records on disk that the root has a step, and removes the
         steps that need not stay.
         """
         if self.is_first():
@@ -372,7 +385,7 @@ class LocalTier:
             self.evict()
 
     def note(self, name: str, what: str) -> None:
-        """Notes DRAINED or REPLICATED on disk, in a step's directory."""
+        """Records DRAINED or REPLICATED as a file in a step's directory."""
         path = self.steps.path(name, what)
         try:
             self._storage.close(self._storage.create(path, NEW_MODE))
@@ -382,9 +395,9 @@ class LocalTier:
             log.warning("cannot record that %s was %s: %s", name, what, error)
 
     def evict(self, nbytes_max: int | None = None) -> None:
-        """Removes useless steps; steps beyond `keep` that have been in the root or need not go
-        there; and the oldest steps within `keep` while all together take more than `nbytes_max`.
-        Only the first rank of a node calls it.
+        """Removes useless steps, and steps beyond `keep` that have been drained or need no drain.
+        Then removes the oldest steps within `keep` until all steps together take at most
+        `nbytes_max`. Only the first rank of a node calls this.
         """
         entries, of_use, has_safe = list[Entry](), list[Entry](), False
         committed = readable(self.steps)
@@ -422,19 +435,21 @@ class LocalTier:
                     has_room = self.ring.make_room(most)
 
     def _is_safe(self, name: str) -> bool:
-        """Returns whether a step survives the loss of this node, or none would."""
+        """Returns whether a step survives the loss of this node. True as well if there are no
+        neighbours, because then no step does.
+        """
         return self.peers is None or self.has(name, REPLICATED) or self.has(name, DRAINED)
 
     def remove(self, name: str, nonce: str) -> None:
-        """Removes a step, unless somebody reads it; logs an error."""
+        """Removes a step that is not being read; logs an error."""
         try:
             self.steps.remove(name, nonce)
         except (StorageError, OSError) as error:
             log.warning("%s could not be removed: %s", name, error)
 
     def drop_replaced(self, step: int) -> None:
-        """Removes attempts at a step that were committed before the last one in the root, which
-        replaces them. Only the first rank of a node calls it, after a commit to the root.
+        """Removes attempts at a step that were replaced by a later attempt in the root. Only the
+        first rank of a node calls this, after a commit to the root.
         """
         if self.refusal():
             return  # the tier must not be touched: a later job's survey finds them
@@ -445,7 +460,7 @@ class LocalTier:
             self.evict()
 
     def has(self, name: str, file: str, nbytes: int | None = None) -> bool:
-        """Returns whether a step has a file here, of this size if one is given."""
+        """Returns whether the tier has a file of a step, and of this size if `nbytes` is given."""
         try:
             status = self._storage.status(self.steps.path(name, file))
         except OSError:
@@ -454,6 +469,6 @@ class LocalTier:
 
 
 def last_of(committed: list[Committed]) -> dict[int, int]:
-    """Returns the highest sequence number of each step among the attempts at it."""
+    """Returns, for each step, the highest sequence number among its attempts."""
     ordered = sorted(committed, key=lambda item: item.manifest.sequence)
     return {item.manifest.step: item.manifest.sequence for item in ordered}

@@ -1,6 +1,6 @@
-"""The nodes of a job: the ranks that share each, and the steps and parts of steps that it holds.
+"""The nodes of a job: the ranks on each node, and the steps and parts of steps that a node holds.
 
-The module also checks what ranks report about themselves.
+The module also checks the reports that ranks send about themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OBJECTS_PART = -1  # the part of the objects; other parts are numbered by the ra
 
 
 class RanksByNode:
-    """The nodes of a job: each is a group of ranks that see the same directory.
+    """The nodes of a job, where a node is a group of ranks that see the same directory.
 
     Args:
         first: for each rank, the first rank of its node.
@@ -32,20 +32,20 @@ class RanksByNode:
         self.firsts = sorted(set(first))
 
     def first(self, rank: int) -> int:
-        """Returns the first rank on the node of a rank."""
+        """Returns the first rank on the node of `rank`."""
         return self._first[rank]
 
     def beside(self, rank: int) -> list[int]:
-        """Returns all ranks on the node of a rank, ascending."""
+        """Returns all ranks on the node of `rank`, ascending."""
         return [other for other, first in enumerate(self._first) if first == self._first[rank]]
 
 
 class NodesSteps(PosixSteps):
-    """The steps of the nodes that every rank can read, by their names on the first rank's node.
+    """The steps on the nodes that every rank can read, by their names on the first rank's node.
 
     Args:
         steps: the steps of this node.
-        names: the name on this node for each name on the first rank's node.
+        names: maps each name on the first rank's node to the name on this node.
         nonces: the steps' nonces.
     """
 
@@ -62,7 +62,7 @@ class NodesSteps(PosixSteps):
 
 
 def parts_of(manifest: Manifest) -> dict[int, dict[str, int]]:
-    """Returns the files of each part of a step, with their sizes; an index before its shard."""
+    """Returns the files of each part of a step, with their sizes. An index precedes its shard."""
     shards = {
         writer.rank: {writer.index: writer.index_nbytes, writer.file: writer.nbytes}
         for writer in manifest.writers
@@ -71,19 +71,19 @@ def parts_of(manifest: Manifest) -> dict[int, dict[str, int]]:
 
 
 def named_parts(parts: Sequence[int]) -> str:
-    """Returns parts of a step in words."""
+    """Describes parts of a step as text."""
     ranks = [str(part) for part in parts if part != OBJECTS_PART]
     texts = [f"the files of ranks {', '.join(ranks[:8])}"] if ranks else []
     return " and ".join([*texts, "its objects"] if OBJECTS_PART in parts else texts)
 
 
 def sizes_of(manifest: Manifest) -> dict[str, int]:
-    """Returns the size of each file of a step but the manifest's."""
+    """Returns the size of each file of a step, except the manifest."""
     return {file: size for files in parts_of(manifest).values() for file, size in files.items()}
 
 
 def check_alike(root_every: Sequence[int]) -> None:
-    """Raises ValueError if ranks would send different steps to the root."""
+    """Raises ValueError if ranks differ in which steps they would drain to the root."""
     for rank, value in enumerate(root_every):
         if value != root_every[0]:
             raise ValueError(
@@ -93,7 +93,7 @@ def check_alike(root_every: Sequence[int]) -> None:
 
 
 def warn_of_loopback(identities: Sequence[tuple[str, Sequence[Any] | None]]) -> None:
-    """Warns of a rank that other machines cannot reach, given identities and addresses."""
+    """Warns if other machines cannot reach a rank, given all ranks' identities and addresses."""
     machines = {identity.partition(" ")[0] for identity, _at in identities} - {"rank"}
     if len(machines) < 2:
         return

@@ -1,7 +1,8 @@
-"""Peers: sends the files of a node's ranks to the memory of its neighbours, and fetches them.
+"""Peers: sends the files of a node's ranks to the memory of neighbouring nodes, and fetches them
+back.
 
-The receiver verifies a file before the file gets its name: by the manifest, which every node has
-published, and by the CRC-32 of each block.
+The receiver verifies a file before it renames the file to its final name. It compares the file with
+the manifest, which every node has published, and with the CRC-32 of each block.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _LOCK_POLL_S = 0.02
 
 
 class Peers:
-    """One rank's exchange of files with its neighbours: it sends, fetches, and serves them.
+    """One rank's exchange of files with its neighbours: it sends, fetches and serves files.
 
     Args:
         memory: the caller's argument.
         steps: the steps of this node.
         ring: recycles files of removed steps.
         rank: this rank.
-        host: the address at which it listens.
-        timeout_s: for how long ranks wait for each other.
+        host: the address at which this rank listens.
+        timeout_s: how long ranks wait for each other.
 
     Raises:
-        ValueError: it cannot listen there.
+        ValueError: this rank cannot listen at `host`.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Peers:
         ] = {}  # ranks that hung, and until when they are skipped
 
     def begin(self, nodes: RanksByNode, listeners: Sequence[Sequence[Any]], secret: str) -> None:
-        """Takes the address and the group of each rank, and begins to serve."""
+        """Sets the address and the group of each rank, and starts the server."""
         self._nodes, self._secret = nodes, bytes.fromhex(secret)
         self._addresses = [(str(host), int(port)) for host, port, _group in listeners]
         groups = [str(group) for _host, _port, group in listeners]
@@ -88,14 +89,14 @@ class Peers:
         self._listener.start(self._secret, self._serve)
 
     def close(self) -> None:
-        """Stops serving. Idempotent."""
+        """Stops the server. Idempotent."""
         self._listener.close()
 
     # ---- which node has whose files
 
     def _chosen(self, first: int, groups: Sequence[str]) -> list[int]:
-        """Returns the first ranks of the nodes that hold copies of a node's files: the next nodes
-        of other groups, and then nodes of its own group.
+        """Chooses the nodes that hold copies of a node's files; returns their first ranks. The next
+        nodes of other groups come first, then nodes of the same group.
         """
         firsts, own = self._nodes.firsts, groups[first]
         place = firsts.index(first)
@@ -116,7 +117,7 @@ class Peers:
         return [rank for other in near for rank in self._nodes.beside(other)]
 
     def _rank_on(self, first: int) -> int:
-        """Returns the rank on a node that this rank talks to."""
+        """Returns the rank on another node with which this rank communicates."""
         own, others = self._nodes.beside(self._rank), self._nodes.beside(first)
         return others[own.index(self._rank) % len(others)]
 
@@ -125,9 +126,9 @@ class Peers:
 
     @contextmanager
     def _linked(self, rank: int) -> Iterator[PeerLink]:
-        """Yields a connection to a rank. A rank that hangs is not tried again for a while."""
+        """Yields a connection to a rank. After a timeout, the rank is skipped for a while."""
         if time.monotonic() < self._passed_until.get(rank, 0.0):
-            raise TimeoutError("it did not answer an earlier request in time")
+            raise TimeoutError("the rank did not answer an earlier request in time")
         try:
             with connected(self._addresses[rank], self._secret, self._within_s) as link:
                 yield link
@@ -138,8 +139,8 @@ class Peers:
     # ---- sending, right after the commit on the nodes
 
     def send(self, name: str, manifest: Manifest, files: Mapping[str, int]) -> str:
-        """Sends files of a step, given with their sizes, to the neighbours within a third of the
-        timeout; returns which neighbours did not get all files, and why, in words, or "".
+        """Sends files of a step to the neighbours within a third of the timeout. `files` maps names
+        to sizes. Returns which neighbours did not receive all files, and why; "" if all did.
         """
         near = self.neighbours(self._nodes.first(self._rank))
         if too_slow := self._too_slow(sum(files.values()), len(near)):
@@ -157,7 +158,7 @@ class Peers:
         return "; ".join(troubles)
 
     def _too_slow(self, nbytes: int, count: int) -> str:
-        """Returns why so many bytes cannot reach `count` neighbours in time, in words, or ""."""
+        """Returns why `nbytes` bytes cannot reach `count` neighbours in time; "" if they can."""
         rate = self._memory.rate_bytes
         takes_s = 0.0 if rate is None else nbytes * max(1, count - 1) / rate
         if takes_s <= self._within_s:
@@ -165,7 +166,7 @@ class Peers:
         return (
             f"sending {shown_size(nbytes)} to each neighbour ({count}) takes {takes_s:.0f} s at "
             f"Memory(rate={self._memory.rate!r}), but may take only a third of timeout_s, "
-            f"{self._within_s:.0f} s: raise one of them"
+            f"{self._within_s:.0f} s: raise the rate or timeout_s"
         )
 
     def _sent(self, rank: int, name: str, nonce: str, files: Mapping[str, int]) -> str:
@@ -243,7 +244,7 @@ class Peers:
 
     def _receive(self, link: PeerLink, item: Committed, file: str, nbytes: int) -> None:
         """Receives a file under a temporary name, verifies it and renames it. Raises OSError, and
-        CorruptCheckpoint if it is damaged or is not the file that the manifest names.
+        CorruptCheckpoint if the file is damaged or differs from the one that the manifest names.
         """
         storage, path = self._steps.storage, self._steps.path(item.name, file)
         self._make_way(path)
@@ -259,8 +260,8 @@ class Peers:
                 storage.rename(temporary, path)
 
     def _make_way(self, path: str) -> None:
-        """Removes anything but a regular file at this path, such as a directory: it is not part of
-        the step. Raises StorageError.
+        """Removes a directory or other entry at this path, which is not part of the step; a regular
+        file stays. Raises StorageError.
         """
         storage = self._steps.storage
         with reported("remove", path):
@@ -274,7 +275,9 @@ class Peers:
                 storage.remove(path)
 
     def _verify(self, item: Committed, file: str, temporary: str, crcs: list[int]) -> None:
-        """Raises CorruptCheckpoint if a file is damaged, given the CRC-32 of each of its blocks."""
+        """Raises CorruptCheckpoint if a file is damaged. `crcs` has the CRC-32 of each of its
+        blocks.
+        """
         manifest, directory = item.manifest, self._steps.path(item.name)
         copies = StepCopies(self._steps.storage, current().staging, [directory])
         if file == manifest.objects.file:
@@ -294,8 +297,9 @@ class Peers:
     # ---- fetching, during a restore
 
     def adopt(self, step: int, nonce: str, holders: Sequence[int]) -> str:
-        """Makes a directory on this node for a step that other nodes hold, with only the manifest
-        in it; returns its name. Only the first rank of a node calls it. Raises CheckpointError.
+        """Creates a directory on this node for a step that other nodes hold, containing only the
+        manifest; returns the directory's name. Only the first rank of a node calls this. Raises
+        CheckpointError.
         """
         troubles = []
         for rank in map(self._rank_on, holders):
@@ -323,7 +327,7 @@ class Peers:
         raise CheckpointError(f"its manifest could not be fetched from {'; '.join(troubles)}")
 
     def _request(self, link: PeerLink, file: str, nonce: str) -> tuple[int, str]:
-        """Asks for a file; returns its size, and its path there."""
+        """Requests a file from a peer; returns the file's size and its path there."""
         link.send({"get": file, "nonce": nonce})
         answer = link.receive()
         nbytes = answer.get("nbytes")
@@ -333,8 +337,8 @@ class Peers:
 
     @contextmanager
     def _alone(self, path: str) -> Iterator[None]:
-        """Locks out ranks of this node that fetch the same file. `path` is an index, for its shard,
-        or a step, for one of its small files.
+        """Excludes ranks of this node that fetch the same file while the body runs. The lock is on
+        `path`: the index for its shard, or the step's directory for its other files.
         """
         storage = self._steps.storage
         until = time.monotonic() + 2 * self._within_s
@@ -350,12 +354,12 @@ class Peers:
                 atomic.close_quietly(storage, fd)
 
     def fetch(self, item: Committed, holders: Sequence[int], file: str, is_damaged: bool) -> str:
-        """Fetches a file of a step from the first holder whose copy is whole, unless another rank
-        has fetched it; replaces the file here if it `is_damaged`. Returns where the copy comes
-        from, or "" if there is none, or this node's memory was removed.
+        """Fetches a file of a step from the first holder with an intact copy, except if another
+        rank has fetched it already. If `is_damaged`, replaces the file here. Returns the source of
+        the copy; "" if there is none, or if this node's memory was removed.
 
         Raises:
-            StorageError: a holder may have a copy, but it could not be fetched or stored.
+            StorageError: a holder may have a copy, but the copy could not be fetched or stored.
         """
         index = next((each.index for each in item.manifest.writers if each.file == file), "")
         sizes, path = sizes_of(item.manifest), self._steps.path(item.name, file)

@@ -1,8 +1,8 @@
-"""NodePlace: a step becomes visible in the local tier on each node first, then in the root.
+"""NodePlace: makes a step visible in the local tier on each node first, and then in the root.
 
-Each node has a directory of its own, and all nodes publish the same manifest. Before a byte is
-written all ranks choose: if one of them cannot have all the room it needs in the tier, the step
-goes to a RootPlace instead, which bypasses the tier.
+Each node has a directory of its own, and all nodes publish the same manifest. Before any byte is
+written, all ranks choose the place together. If one of them cannot have all the room that it needs
+in the tier, the step bypasses the tier and is saved to a RootPlace.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ SLOW_S = 10.0  # a tier is slow if it took longer than this for a save, and long
 
 
 class NodePlace(StepPlace):
-    """The local tier as one rank of a save sees it.
+    """The place of a save in the local tier, as one rank sees it.
 
     Args:
         draining: the round in which ranks agree on the commit to the root.
         earlier: the handles of the earlier saves that are not done.
         number: the number of the step.
-        deadline_s: how many seconds after the call of save() the job ends. None: it does not end.
+        deadline_s: how many seconds after the call of save() the job ends; None: no end is known.
     """
 
     def __init__(
@@ -87,11 +87,13 @@ class NodePlace(StepPlace):
     # ---- the choice: the directories on the nodes, or the root
 
     def pacing(self, asked: Pacing) -> Pacing:
-        """Returns no limits: the caller's limits are meant for the root, see _bypassed()."""
+        """Returns no limits, because the caller's limits are meant for the root (see
+        _bypassed()).
+        """
         return Pacing()
 
     def begin(self) -> None:
-        """Makes the directory on the node of this rank, if it is the node's first."""
+        """On the first rank of a node, creates the directory on that node."""
         if self._tier.is_first():
             self._trouble = self._tier.refusal()
             if not self._trouble:
@@ -101,8 +103,9 @@ class NodePlace(StepPlace):
                     self._trouble = f"failed: {error}"
 
     def chosen(self, outputs: Sequence[Output], pace: Pace) -> Place:
-        """Returns this place if every rank has opened its files here and has all the room that
-        they need; else the root. It is chosen before any write, since written data leaves memory.
+        """Returns this place if every rank has opened its files here and has all the room that it
+        needs; else the root. This happens before any write, because memory is freed as it is
+        written.
         """
         self._join()
         self._trouble = self._trouble or self._tier.refusal() or self._too_late()
@@ -137,15 +140,17 @@ class NodePlace(StepPlace):
         self._nonce = json.loads(agreement.get("local place"))["nonce"]
 
     def agree(self, meets: bool) -> tuple[str, bool]:
-        """Returns the nonce, which ranks agreed on with the choice, and that ranks do not meet."""
+        """Returns the nonce that ranks agreed on in chosen(), and False, because ranks do not wait
+        for each other.
+        """
         return self._nonce, False
 
     def open(self, outputs: Sequence[Output], pace: Pace) -> None:
-        """Does nothing: chosen() has opened the files."""
+        """Does nothing, because chosen() has opened the files."""
 
     def _no_room(self, outputs: Sequence[Output], ring: Ring) -> str:
-        """Returns why this node has no room for its ranks' outputs, in words; "" if it has room.
-        The first rank of the node decides for all.
+        """Returns why this node has no room for its ranks' outputs; "" if it has room. The first
+        rank of the node decides for all.
         """
         agreement, nodes = self._agreement, self._tier.nodes()
         first = nodes.first(agreement.rank)
@@ -172,7 +177,7 @@ class NodePlace(StepPlace):
         return why
 
     def _too_late(self) -> str:
-        """Returns why the job ends too soon for the local tier, in words; "" if it does not. The
+        """Returns why the job ends too soon for the local tier; "" if there is enough time. The
         first rank decides for all.
         """
         if self._deadline_s is None or self._agreement.rank:
@@ -180,7 +185,7 @@ class NodePlace(StepPlace):
         return self._tier.drainer.too_late(self._deadline_s - self._handle.elapsed_s())
 
     def _why_not(self) -> str:
-        """Returns why some rank cannot write to the local tier, in words; "" if all can."""
+        """Returns why a rank cannot write to the local tier; "" if all ranks can."""
         agreement = self._agreement
         agreement.put("local", self._trouble.encode(errors="replace"))
         if agreement.rank == 0:
@@ -190,7 +195,7 @@ class NodePlace(StepPlace):
         return agreement.get("tier").decode()
 
     def _bypassed(self, why: str, pace: Pace) -> RootPlace:
-        """Leaves the local tier as it was, and begins the step in the root."""
+        """Removes the attempt in the local tier, and begins the step in the root."""
         if self._agreement.rank == 0 or self._trouble:
             self._tier.warn(self._number, why)
         self.abandon()
@@ -212,8 +217,8 @@ class NodePlace(StepPlace):
         _wait_first(previous)
 
     def publish(self, manifest: Callable[[int], Manifest]) -> None:
-        """Publishes the manifest on rank 0's node, and waits until the other nodes have done the
-        same. If one fails, the step counts as committed on none.
+        """Publishes the manifest on rank 0's node, and waits until the other nodes have published
+        it. If one node fails, the step counts as not committed on any node.
         """
         agreement = self._agreement
         others = [rank for rank in self._tier.nodes().firsts if rank]
@@ -244,7 +249,7 @@ class NodePlace(StepPlace):
             self._tier.refuse(f"failed: {error}")
 
     def follow(self, previous: Sequence[InnerHandle]) -> None:
-        """Publishes rank 0's manifest on the first rank of another node."""
+        """Publishes rank 0's manifest on another node, if this rank is the node's first."""
         if not self.step.is_begun:
             return
         content = self._agreement.get("manifest")
@@ -286,7 +291,7 @@ class NodePlace(StepPlace):
         self._handle.mark_memory()
 
     def _agreed(self, why: str) -> str:
-        """Returns why some rank's files did not reach its neighbours, in words; "" if all did."""
+        """Returns why files of some rank did not reach its neighbours; "" if all files did."""
         draining = self._draining
         draining.put("sent", why.encode(errors="replace"))
         if draining.rank == 0:
@@ -331,7 +336,7 @@ class NodePlace(StepPlace):
         # With a codec, compression takes the time, with or without a tier.
         if self._options.codec is None and local_s > max(SLOW_S, drain.copied_s):
             self._tier.refuse(
-                f"is slow: it took {local_s:.1f} s to write, and {self._tier.root.root} took only "
+                f"is slow: it took {local_s:.1f} s to write, but {self._tier.root.root} took only "
                 f"{drain.copied_s:.1f} s"
             )
 
@@ -345,7 +350,7 @@ class NodePlace(StepPlace):
             self._refuse_after(error)
 
     def _refuse_after(self, error: BaseException) -> None:
-        """Ends the use of the tier if it has failed for another reason than a lack of room."""
+        """Stops using the tier after a failure other than a lack of room."""
         if not isinstance(error, StorageError):
             return
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -364,10 +369,10 @@ class NodePlace(StepPlace):
 
 
 class RootPlace(StepPlace):
-    """The root for a save that bypasses the local tier, as one rank sees it.
+    """The place of a save that bypasses the local tier: the root, as one rank sees it.
 
     Args:
-        draining: the round of the commit to the root, which is not needed any more.
+        draining: the round of the commit to the root, which is no longer needed.
     """
 
     def __init__(
@@ -401,8 +406,8 @@ class RootPlace(StepPlace):
 
 
 def _wait_first(previous: Sequence[InnerHandle]) -> None:
-    """Waits until earlier saves are committed in the tier or the root: then their steps have the
-    sequence numbers that order commits, even while they are still being drained.
+    """Waits until earlier saves are committed in the tier or the root. Their steps then have the
+    sequence numbers that order commits, even while they are being drained.
     """
     for handle in previous:
         handle.wait_first()

@@ -1,6 +1,7 @@
-"""Restores with a local tier: the newest step of both tiers, and its files from the nearer one.
+"""Restores with a local tier: finds the newest step in both tiers, and reads its files from the
+nearer tier.
 
-The module first begins to drain the steps that the root lacks.
+The module first begins to drain the steps that are missing in the root.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ def first_whole_of_tiers(
     read: Callable[[StepReader], T],
     required: bool,
 ) -> tuple[int, T] | None:
-    """Reads the newest step that is whole in either tier; all ranks call this together.
+    """Reads the newest step that is intact in either tier; all ranks call this together.
 
-    Steps of the local tier that the root lacks are now drained in the background. If all ranks see
-    one local directory, or nodes send each other files, they can read such a step from there
-    meanwhile. Otherwise, or if a file cannot be fetched, it has to be in the root first. If this
-    node has an undamaged copy of a file, that is read in any case.
+    Steps that only the local tier has are drained in the background. Ranks can read such a step
+    before it is in the root if all ranks see one local directory, or nodes send each other files.
+    Otherwise, or if a file cannot be fetched, the drain must end first. An undamaged copy of a file
+    on this node is preferred in any case.
 
-    Arguments, result and errors are those of first_whole(), for the root of the tier;
-    `options` say how drained steps are written.
+    For other arguments, the result and errors see first_whole(), for the root of the tier.
+    `options` apply to drained steps.
     """
     survey = Survey(tier, agreement)
     undrained = survey.look(current.staging.allowance(None).blocks >= DRAIN_BLOCKS_MIN)
@@ -72,7 +73,9 @@ def first_whole_of_tiers(
 def _resumed(
     current: Pipeline, tier: LocalTier, options: StepOptions, undrained: Sequence[StepInfo]
 ) -> dict[str, InnerHandle]:
-    """Begins to drain the steps that the root lacks, newest first; returns handles, by nonce."""
+    """Begins to drain the steps that are missing in the root, newest first; returns handles by
+    nonce.
+    """
     handles = dict[str, InnerHandle]()
     for info in undrained:
         handle = InnerHandle(tier.root.path(step_name(info.step)), time.perf_counter())

@@ -1,7 +1,8 @@
-"""Survey: which steps the nodes of a job hold together, and which of them the root lacks.
+"""Survey: determines which steps the nodes of a job hold together, and which of them the root
+lacks.
 
-All ranks make it together, at the beginning of a restore. The module decides which steps were
-drained, have to be drained, or are lost; each node's tier gets the results for its own steps.
+All ranks make the survey together at the beginning of a restore. The module decides which steps
+were drained, must be drained, or are lost. Each node's tier receives the results for its own steps.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ _DRAIN_POLL_S = 0.5
 
 
 class Survey:
-    """The survey of one restore, which first_whole() asks for the steps of the nodes (Elsewhere).
+    """The survey of one restore. It gives first_whole() the steps of the nodes (see Elsewhere).
 
     Args:
-        tier: the tier of this node; gets the results.
+        tier: the tier of this node, which receives the results.
         agreement: the restore's round.
 
     Attributes:
-        shelves: the root, and those steps of the nodes whose files every rank can get: none if
-            there are several nodes without neighbours.
+        shelves: the root, and the nodes' steps whose files every rank can get. There are none if
+            there are several nodes and they do not send each other files.
         apart: with several nodes, all steps that they hold together.
         coming: the drains that this job has begun, by the nonces of their steps.
     """
@@ -60,8 +61,8 @@ class Survey:
         self._is_beside = False  # whether another job saved here when the steps were listed
 
     def look(self, is_able: bool) -> list[StepInfo]:
-        """Lists the steps of all nodes. Returns those that the root lacks, newest first; none if a
-        rank is not able to drain them, or another job that saves them is alive.
+        """Lists the steps of all nodes. Returns the steps that the root lacks, newest first; none
+        if a rank is not able to drain them, or if the job that saved them is alive.
         """
         nodes = self._tier.nodes()
         self._looks += 1
@@ -93,8 +94,8 @@ class Survey:
         self.look(is_able=True)
 
     def _looked(self, key: str, is_able: bool, is_last: bool) -> dict[str, Any]:
-        """Has each node list its steps, and the first rank sort them; passes the results for this
-        node's steps to the tier.
+        """Lists the steps of each node, and sorts them on the first rank; passes the results for
+        this node's steps to the tier.
         """
         tier, agreement, lease = self._tier, self._agreement, self._tier.steps.lease
         is_first = tier.is_first()
@@ -135,7 +136,7 @@ class Survey:
         return results
 
     def _listed(self, item: Committed) -> dict[str, Any]:
-        """Returns what a node reports to the others about its copy of a step."""
+        """Returns a node's report to the other nodes about its copy of a step."""
         manifest, has = item.manifest, self._tier.has
         of = parts_of(manifest)
         parts = [part for part in of if all(has(item.name, *file) for file in of[part].items())]
@@ -151,7 +152,9 @@ class Survey:
         }
 
     def _merged(self, listings: list[list[dict[str, Any]]]) -> dict[str, Any]:
-        """Sorts the steps in the nodes' listings, on the first rank, by what has to be done."""
+        """On the first rank, sorts the steps in the nodes' listings by the action that they
+        need.
+        """
         tier = self._tier
         committed, _faults = tier.root.survey()
         in_root = {item.manifest.nonce for item in committed}
@@ -198,14 +201,16 @@ class Survey:
         return results
 
     def _log(self, lost: list[tuple[int, str]], undrained: list[int], why: str) -> None:
-        """Logs which steps stay only on the nodes, and which are lost, on the first rank."""
+        """On the first rank, logs which steps are only on the nodes, and which steps are lost."""
         if why and undrained:
             steps = ", ".join(map(str, undrained))
-            log.warning("not copied to %s yet: steps %s (%s)", self._tier.root.root, steps, why)
+            log.warning(
+                "not yet copied to %s: steps %s, because %s", self._tier.root.root, steps, why
+            )
         for step, missing in lost:
             log.warning(
-                "skipping step %d of %s: no node of this job has %s, so the step was not "
-                "committed, or is lost with the nodes that had them",
+                "skipping step %d of %s: no node of this job has %s, so the step was never "
+                "committed, or was lost with the nodes that had these files",
                 *(step, self._tier.steps.root, missing),
             )
 
@@ -225,9 +230,10 @@ class Survey:
             raise failure
 
     def await_drain_beside(self, nonce: str) -> None:
-        """Waits on the first rank, once, until another job has copied a step, or a newer one, to
-        the root: the copy may fail, or be removed soon. Waits for half of timeout_s, since the
-        other ranks wait for this one. Raises StorageError.
+        """On the first rank, waits once until another job has copied a step, or a newer step, to
+        the root. A newer step is enough, because the copy of this step may fail or be removed soon.
+        Waits for at most half of timeout_s, because the other ranks wait for this rank. Raises
+        StorageError.
         """
         self._drained_beside.discard(nonce)
         (number, sequence), root = self._order_of[nonce], self._tier.root
@@ -238,7 +244,7 @@ class Survey:
             if any(each.nonce == nonce or each.sequence > beyond for each in there):
                 return
             if time.monotonic() > until:
-                detail = f"another job has not copied step {number} there within "
+                detail = f"another job has not copied step {number} to it within "
                 detail += f"{self._timeout_s / 2:.0f} s, half of timeout_s"
                 raise StorageError("read", root.root, errno.ETIMEDOUT, detail=detail)
             time.sleep(_DRAIN_POLL_S)
@@ -246,8 +252,8 @@ class Survey:
     # ---- steps that nodes send each other
 
     def _gather(self, names_of: dict[str, dict[int, str]]) -> None:
-        """Has every node adopt the steps that only some nodes hold, where its budget allows that.
-        Adds the names of these steps on each node to `names_of`; sets `shelves` and `apart`.
+        """Makes every node adopt the steps that only some nodes hold, where its budget permits.
+        Adds the steps' names on each node to `names_of`, and sets `shelves` and `apart`.
         """
         tier, agreement, key = self._tier, self._agreement, f"{self._looks}"
         firsts, own = tier.nodes().firsts, tier.nodes().first(self._rank)
@@ -281,8 +287,9 @@ class Survey:
         return Apart(*self._order_of[nonce], nonce, why)
 
     def _adopted(self, peers: Peers) -> tuple[dict[str, str], dict[str, str]]:
-        """Returns, by nonce, this node's names of the steps that the nodes hold together and whose
-        files all fit into its budget; and for the other steps, why this node cannot hold them.
+        """Returns two maps by nonce: this node's names of the steps that the nodes hold together
+        and whose files all fit into its budget; and, for the other steps, why this node cannot hold
+        them.
         """
         tier, names, whys = self._tier, dict[str, str](), dict[str, str]()
         for nonce, copies in tier.copies_of.items():
@@ -290,9 +297,7 @@ class Survey:
             name, parts = ("", []) if own is None else (own.name, own.parts)
             try:
                 if not name and self._is_beside:
-                    raise CheckpointError(
-                        "another job saves there and has not copied the step there"
-                    )
+                    raise CheckpointError("another job saves there and has not copied the step yet")
                 if not name:
                     firsts = [copy.first for copy in copies]
                     name = peers.adopt(self._order_of[nonce][0], nonce, firsts)

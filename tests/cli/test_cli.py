@@ -768,7 +768,7 @@ def test_verify_tells_where_steps_are(saved: Path, capsys: pytest.CaptureFixture
     (saved / "jobs").mkdir()
     (saved / "run").rename(saved / "jobs" / "run")
     status, (line,) = verified(capsys, saved / "jobs")
-    assert status == 1 and line.endswith("there are steps in its subdirectories: 'run'")
+    assert status == 1 and line.endswith("its subdirectories contain steps: 'run'")
 
 
 def test_verify_passes_over_what_was_not_committed(

@@ -330,7 +330,7 @@ def test_a_root_is_a_directory_and_no_step(disk: Path) -> None:
     inside = sorted(step.iterdir())
     with (
         fastckpt.Checkpointer(step) as checkpointer,
-        pytest.raises(ValueError, match=r"root is .*it is itself a step: give '.*run'"),
+        pytest.raises(ValueError, match=r"root is .*it is itself a step: pass '.*run'"),
     ):
         checkpointer.save(3, {"a": 1})
     assert sorted(step.iterdir()) == inside

@@ -288,7 +288,11 @@ def test_the_objects_of_another_step(disk: Path) -> None:
         for step in (1, 2):
             checkpointer.save(step, {"n": torch.tensor(step)}).result(60)
     shutil.copy(disk / "run/step-00000001/objects.pt", disk / "run/step-00000002/objects.pt")
-    refused(disk / "run" / "step-00000002", CorruptCheckpoint, "another save than the manifest")
+    refused(
+        disk / "run" / "step-00000002",
+        CorruptCheckpoint,
+        "and the manifest belong to different saves",
+    )
     with fastckpt.open(disk / "run") as tensors:
         assert tensors["n"][...] == 1
 

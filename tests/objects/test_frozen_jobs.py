@@ -152,7 +152,7 @@ def test_a_commit_whose_attempt_was_taken_for_dead(proxy: Proxy, root: str, bare
         way.go_on.set()
         error = handle.exception(WAIT_S)
         assert isinstance(error, StorageError) and error.errno == errno.EEXIST, error
-        assert "another process took this save for dead" in str(error) and not error.visible
+        assert "another process considered this save dead" in str(error) and not error.visible
         assert saver.steps() == [1]
     made = [key for kind, key in proxy.asked if kind == "create" and key.endswith("/manifest.json")]
     assert len(made) == 1

@@ -145,7 +145,7 @@ def test_a_job_that_was_taken_for_dead_leaves_no_mix(
     second = outcome(job(root, 2, weed.port))
     stall.over.set()
     assert second is None
-    assert "another process took this save for dead" in str(outcome(first))
+    assert "another process considered this save dead" in str(outcome(first))
     assert told_by(root, options(weed.port)) == 2
 
 

@@ -140,7 +140,7 @@ def test_resumed_runs_go_on_with_what_is_there(
         for step in (8, 9):
             checkpointer.save(step, state(step), metrics={"val_los": 1.0}).result(WAIT_S)
     (told,) = caplog.messages
-    assert "step 8 are 'val_los'; without 'val_loss', which keep_best uses" in told
+    assert "step 8 are 'val_los', but a step without 'val_loss', which keep_best uses" in told
 
 
 def test_the_first_removal_warns_if_no_step_has_the_metric(
@@ -299,7 +299,7 @@ def test_a_step_is_deleted_unless_it_is_read(memory: Path) -> None:
     assert whole(root) == [2, 4]
     with Checkpointer(root / "step-00000002") as checkpointer:
         for change in (checkpointer.pin, checkpointer.unpin, checkpointer.delete):
-            with pytest.raises(ValueError, match="it is itself a step: give "):
+            with pytest.raises(ValueError, match="it is itself a step: pass "):
                 change(2)
 
 

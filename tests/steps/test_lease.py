@@ -190,7 +190,7 @@ def test_a_job_that_was_taken_over_as_it_committed_removes_nothing(
         for step in (1, 2):
             checkpointer.save(step, state(step)).result(WAIT_S)
     assert directories(disk) == [*map(name, (1, 2))]
-    assert "was taken over by another job: old steps are not" in caplog.text
+    assert "was taken over by another job, so old steps are not" in caplog.text
 
 
 class RemovedByHand(Storage):

@@ -217,7 +217,7 @@ def test_a_file_of_many_lines_that_are_no_entries(
     logged(disk)
     assert len(log.entries(Storage(), str(disk))) == 1
     assert len(caplog.records) == 11
-    assert "990 more lines are not entries" in caplog.text
+    assert "990 more lines are skipped, because they are not entries" in caplog.text
 
 
 def logged(disk: Path) -> str:
@@ -244,7 +244,7 @@ def test_a_line_that_is_no_entry(line: str, disk: Path, caplog: pytest.LogCaptur
         log.entries(Storage(), str(disk))
     logged(disk)
     assert len(log.entries(Storage(), str(disk))) == 1
-    assert "line 1 is not an entry and is skipped" in caplog.text
+    assert "line 1 is skipped, because it is not an entry" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_line_that_is_cut_is_left_out(disk: Path, caplog: pytest.LogCaptureFix
     content = logged(disk)
     (disk / "saves.jsonl").write_text(content + content[:100])
     assert len(log.entries(Storage(), str(disk / "saves.jsonl"))) == 1
-    assert "line 2 is not an entry" in caplog.text
+    assert "line 2 is skipped, because it is not an entry" in caplog.text
     logged(disk)  # goes on behind the line that was cut
     assert len(log.entries(Storage(), str(disk))) == 2
 

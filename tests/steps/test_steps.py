@@ -500,7 +500,7 @@ def test_debris_tells_whose_it_is(root: Path, caplog: pytest.LogCaptureFixture) 
     warnings = [record.message for record in warnings_in(caplog.records)]
     assert warnings == [
         f"{of_another_host} was begun on another host and not committed: remove it, or a save "
-        "removes it a day later"
+        "will remove it after a day"
     ], "told once"
     for path in (*of_another_host.glob(".*"), *foreign.glob(".*")):
         os.utime(path, (a_day_ago, a_day_ago))
@@ -709,7 +709,7 @@ def test_all_damaged_is_an_error(root: Path) -> None:
         for call in (lambda: checkpointer.restore(state(1)), checkpointer.load):
             with pytest.raises(CorruptCheckpoint) as caught:
                 call()
-            assert f"no step under {str(root)!r} is whole" in str(caught.value)
+            assert f"no step under {str(root)!r} is intact" in str(caught.value)
             assert f"{name(4)}/rank-00000.safetensors" in str(caught.value)
             assert f"{name(3)}/rank-00000.json" in str(caught.value)
         for step in (2, 3, 4):
@@ -1317,8 +1317,8 @@ def test_a_root_without_steps_is_told_once(disk: Path, caplog: pytest.LogCapture
         (disk / "nowhere", "there is no such directory"),
         (disk / "empty", "the directory is empty"),
         (disk / "other", "it holds only 'manifest.json', 'notes.txt'"),
-        (disk / "debris", f"there are only saves that were not committed: {name(7)!r}"),
-        (disk / "runs", "there are steps in its subdirectories: 'one'"),
+        (disk / "debris", f"all saves in it are uncommitted: {name(7)!r}"),
+        (disk / "runs", "its subdirectories contain steps: 'one'"),
     ):
         caplog.clear()
         with Checkpointer(path) as checkpointer:

@@ -63,7 +63,7 @@ def content(root: Path, local: Path | None, **options: Any) -> tuple[int | None,
 
 
 def test_wrong_settings_are_refused_with_the_reason(disk: Path, local: Path) -> None:
-    with pytest.raises(ValueError, match="lies on the same file system as the root"):
+    with pytest.raises(ValueError, match="must be on another file system than the root"):
         Checkpointer(disk / "run", local=disk / "not yet" / "there")
     with pytest.raises(ValueError, match="the count of local is 0, must be at least 1"):
         Checkpointer(disk / "run", local=(local, 0))
@@ -625,7 +625,7 @@ def test_a_drain_that_fails_is_told_and_made_up_for(
         storage.faults.clear()
         assert directories(root) == ["step-00000001"]
         checkpointer.save(5, state(5)).result(WAIT_S)
-    assert "step-00000004 stays only in the local tier: " in caplog.text
+    assert "step-00000004 is only in the local tier: " in caplog.text
     assert directories(root) == ["step-00000001", "step-00000005"]
     assert local_steps(local) == [f"step-{step:08d}" for step in (2, 3, 4, 5)]
     assert content(root, local)[0] == 5
@@ -728,7 +728,7 @@ def test_a_drained_step_that_may_not_be_durable_stays_in_the_local_tier(
         assert isinstance(error, StorageError) and error.visible
         current.drain()
         double.failing = False
-        assert "step-00000001 also stays in the local tier" in caplog.text
+        assert "step-00000001 is also kept in the local tier" in caplog.text
         assert not local_step(local, 1).joinpath("drained").exists()
         assert content(root, None)[0] == 1
 
