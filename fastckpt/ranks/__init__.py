@@ -1,1 +1,1 @@
-"""All that ranks of a job tell each other."""
+"""The messages and agreements between the ranks of a job."""

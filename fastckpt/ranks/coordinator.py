@@ -1,7 +1,7 @@
-"""Agreement between the ranks of one group, over a c10d store, or of one process with itself.
+"""Coordinator: agreement between the ranks of one group over a c10d store, or within one process.
 
-Responsible for the connection to the store, for beginning rounds and for freeing their keys. It
-never touches a process group or the training thread's connection to the store.
+The module connects to the store, begins rounds and frees their keys. It never touches a process
+group or the training thread's connection to the store.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ OPERATION_S = 30.0  # bounds one operation of the store, none of which waits for
 
 
 class MemoryStore:
-    """The part of a c10d store that agreements need, for one process alone: a dict.
+    """The part of a c10d store's interface that agreements need, for one process alone: a dict.
 
-    torch's HashStore would serve, but a thread that is in a call of it when the interpreter ends
-    takes the process down by std::terminate (before Python 3.14, which hangs such threads).
+    torch's HashStore would be enough. However, a thread inside one of its calls at the
+    interpreter's exit ends the process by std::terminate (before Python 3.14, which hangs such
+    threads).
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class MemoryStore:
         self._lock = threading.Lock()
 
     def clone(self) -> MemoryStore:
-        """Returns this store: no call of it holds up another one."""
+        """Returns this store, because its calls do not block each other."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -49,20 +50,22 @@ class MemoryStore:
         self._values[key] = _in_bytes(value)
 
     def get(self, key: str) -> bytes:
-        """Returns a value; raises KeyError at once if there is none, since nobody else sets it."""
+        """Returns a value. Raises KeyError at once if there is none, because no other process could
+        set it.
+        """
         return self._values[key]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Returns the values of keys; raises as get()."""
+        """Returns the values of keys. Raises KeyError, like get()."""
         return [self._values[key] for key in keys]
 
     def check(self, keys: list[str]) -> bool:
-        """Returns whether all of the keys have values."""
+        """Returns whether every key has a value."""
         return all(key in self._values for key in keys)
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Stores a value if the present one, or "" for none, is `expected`. Returns the value that
-        is stored then; `expected` if there is none.
+        """Stores a value if the present one is `expected`; "" means no value. Returns the value
+        stored afterwards, or `expected` if there is none.
         """
         with self._lock:
             present = self._values.get(key)
@@ -71,14 +74,14 @@ class MemoryStore:
             return _in_bytes(expected) if present is None else present
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to the number under a key, at first 0, and returns the sum."""
+        """Adds to the number under a key, which is 0 if missing, and returns the sum."""
         with self._lock:
             total = int(self._values.get(key, b"0")) + amount
             self._values[key] = b"%d" % total
             return total
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key; returns whether there was one."""
+        """Removes a key; returns whether it existed."""
         return self._values.pop(key, None) is not None
 
 
@@ -87,7 +90,9 @@ def _in_bytes(value: str | bytes) -> bytes:
 
 
 def own_client(store: Any) -> Any:
-    """Returns a client whose calls do not hold up those of the given one, the training's."""
+    """Returns a client whose calls do not block those of `store`, which belongs to the training
+    thread.
+    """
     base, timeout = store, timedelta(seconds=OPERATION_S)
     while isinstance(base, c10d.PrefixStore):
         base = base.underlying_store
@@ -111,8 +116,8 @@ def own_client(store: Any) -> Any:
 
 
 def _cloned(store: Any) -> Any:
-    """Returns store.clone(), on a thread of its own: if the server dies just before, torch's client
-    tries for the store's own timeout, of minutes, and nothing can end it.
+    """Calls store.clone() on a separate thread, with a time limit. If the server dies just before,
+    torch's client retries for the store's own timeout of minutes, and cannot be stopped.
     """
     answers: SimpleQueue[Any] = SimpleQueue()
 
@@ -142,14 +147,14 @@ _TOLD_MAX = 256  # of a process that has more, nothing is told
 
 
 class KnownTerms:
-    """The terms of this process for one purpose in one group, each with its session, and what other
-    ranks have told of theirs.
+    """The terms of this process for one purpose in one group, each with its session, and the terms
+    that other ranks published.
 
     Args:
-        prefix: the beginning of the keys that tell of terms; the same on every rank.
+        prefix: the prefix of the keys that publish terms; the same on every rank.
 
     Attributes:
-        pid: the number of the process.
+        pid: the process's pid.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -160,14 +165,18 @@ class KnownTerms:
         self._used = list[Terms]()  # those that were told; under _lock
 
     def session(self, terms: Terms) -> RoundNumbers:
-        """Returns the session on these terms, on which this process is ready to take part now."""
+        """Returns the session for these terms. From now on this process is ready to take part on
+        them.
+        """
         return self._sessions.setdefault(json.dumps(terms), RoundNumbers())
 
     def _made(self) -> list[Terms]:
         return [json.loads(text) for text in self._sessions.copy()]
 
     def tell(self, client: Any, rank: int, terms: Terms, why: str) -> None:
-        """Tells the others that this rank takes part on these terms; or `why` it does not."""
+        """Publishes to the other ranks that this rank takes part on these terms; or, with `why`,
+        the reason why it does not.
+        """
         with self._lock:
             if not self._prefix:  # each life of a job has its own, on a store that outlives it
                 number = client.add(f"{self._begin}/opened/{rank}", 1)
@@ -181,8 +190,8 @@ class KnownTerms:
             client.set(f"{self._prefix}/{rank}", json.dumps([made, self._used, why]).encode())
 
     def differing(self, client: Any, rank: int, own: Terms, own_rank: int) -> str:
-        """Returns why another rank does not take part on these terms of this one, in words; "" if
-        it may, as far as is known.
+        """Returns why another rank does not take part on this rank's terms; "" if it may take part,
+        as far as known.
         """
         answer = client.compare_set(f"{self._prefix}/{rank}", _ABSENT, _ABSENT)
         if answer == _ABSENT:
@@ -215,17 +224,17 @@ _has_warned = False  # whether this process has warned of ranks that do not know
 
 
 class Coordinator:
-    """Rounds of agreement in one group, begun in the same order on each of its ranks.
+    """The rounds of agreement in one group. Every rank of the group begins them in the same order.
 
-    Several Coordinators may follow each other under one prefix, even in a later process on a store
-    that persists, if every rank makes as many, or if they share a session. Two small keys for each
-    rank stay in the store.
+    Several Coordinators may use one prefix, one after the other. Later ones may even be in a later
+    process, on a persistent store. The condition is that every rank creates equally many, or that
+    they share a session. Two small keys for each rank stay in the store.
 
     Args:
         store: a torch.distributed store: TCPStore, FileStore, HashStore or PrefixStore of these.
         rank, world_size: this process's rank in the group, and the number of ranks.
-        prefix: the beginning of all keys; the same on every rank.
-        session: the session of the Coordinator before this one; None: a new one.
+        prefix: the prefix of all keys; the same on every rank.
+        session: the session of the previous Coordinator; None: a new session.
     """
 
     def __init__(
@@ -250,27 +259,32 @@ class Coordinator:
 
     @classmethod
     def alone(cls) -> Coordinator:
-        """Makes one for a single process: rank 0 of 1, over a store in its own memory."""
+        """Creates a Coordinator for a single process: rank 0 of 1, with a store in its own
+        memory.
+        """
         return cls(MemoryStore(), 0, 1, "alone")
 
     @classmethod
     def of_group(
         cls, group: dist.ProcessGroup | None, name: str, terms: Terms | None = None
     ) -> Coordinator:
-        """Makes one for a torch.distributed group, over the job's own store; for None, alone().
+        """Creates a Coordinator for a torch.distributed group, over the job's own store; for None,
+        see alone().
 
-        `name` tells the keys of one purpose from those of another. `terms` have to be the same on
-        all ranks: a rank that waits for one with other terms says in which ones they differ. Raises
+        `name` separates the keys of different purposes. `terms` must be the same on all ranks; if a
+        rank waits for another with different terms, its error names the terms that differ. Raises
         ValueError if this process is not a rank of the group, or torch.distributed is not
         initialised.
         """
         if group is None:
             return cls.alone()
         if not dist.is_initialized():
-            raise ValueError("group is given, but torch.distributed is not initialised here")
+            raise ValueError(
+                "group is given, but torch.distributed is not initialised in this process"
+            )
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
-            raise ValueError("group: this process is not one of its ranks")
+            raise ValueError("group must include this process, which is not one of its ranks")
         store = c10d.distributed_c10d._get_default_store()  # the job's own: a private call
         prefix = f"fastckpt/{group.group_name}/{ascii(name)[1:-1]}"
         with _known_lock:
@@ -285,8 +299,8 @@ class Coordinator:
         return made
 
     def own_address(self) -> str:
-        """Returns the address from which this process reaches the store; the loopback's, if that is
-        not reached over TCP. Raises OSError.
+        """Returns the address from which this process reaches the store, or the loopback address if
+        the store is not reached over TCP. Raises OSError.
         """
         base = self._store
         while isinstance(base, c10d.PrefixStore):
@@ -297,19 +311,20 @@ class Coordinator:
 
     @property
     def is_gone(self) -> bool:
-        """True while the connection to the store is lost; see renew()."""
+        """Whether the connection to the store is lost; see renew()."""
         return bool(self._gone)
 
     def begin(
         self, label: str, timeout_s: float = TIMEOUT_S, consequence: str = COMMITTED_NOTHING
     ) -> Round:
-        """Begins a round in microseconds, without a word to other ranks, on the training thread.
+        """Begins a round on the training thread, in microseconds, without communication.
 
-        Every rank begins rounds of the same labels in the same order. Each wait may take timeout_s
-        seconds. `consequence` says in messages what a failure means for the caller.
+        Every rank must begin rounds of the same labels in the same order. Each wait may take
+        timeout_s seconds. `consequence` is the part of messages that states the result of a failure
+        for the caller.
 
         Raises ValueError if timeout_s is not positive or this Coordinator is closed, and
-        CheckpointError if this process was forked from the one that is a rank.
+        CheckpointError if this process was forked from the process of the rank.
         """
         if not timeout_s > 0:
             raise ValueError(f"timeout_s is {timeout_s}, must be above 0 seconds")
@@ -319,18 +334,19 @@ class Coordinator:
         return Round(self, label, timeout_s, consequence)
 
     def give_up(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        """Closes as the exit of a context; if its body has raised, which other ranks need not have
-        done, tells them why this rank takes part in no round.
+        """Closes the Coordinator at the exit of a context. If the body raised an error, which may
+        not have happened on other ranks, publishes why this rank takes part in no round.
         """
         why = "" if error is None else f"could not begin ({type(error).__name__}: {error})"
         self.close(why=why.encode(errors="replace").decode()[:_WHY_CHARS])
 
     def close(self, linger_s: float = LINGER_S, why: str = "") -> None:
-        """Closes the connection and frees this rank's keys; all rounds have been closed before.
-        `why` is told to other ranks that wait for this one.
+        """Closes the connection and frees this rank's keys. All rounds must be closed before. `why`
+        is published to other ranks that wait for this rank.
 
-        Waits linger_s seconds at most for ranks that have not left a failed round, since they have
-        yet to read why it failed; but not for those whose absence it failed for.
+        Waits at most linger_s seconds for ranks that have not left a failed round, because they
+        still have to read why it failed. Ranks whose absence made the round fail are not waited
+        for.
         """
         since, self._why = time.monotonic(), why
         try:
@@ -356,8 +372,9 @@ class Coordinator:
             )
 
     def call(self, operation: str, key: str | list[str], *values: Any) -> Any:
-        """Calls an operation of the store; raises ConnectionError if the connection is lost, as it
-        is from then on: whether the store has carried out this operation, nobody knows.
+        """Calls an operation of the store. Raises ConnectionError if the connection is lost, and on
+        every later call. In this case it is unknown whether the store has carried out the
+        operation.
         """
 
         def ask(client: Any) -> Any:
@@ -368,8 +385,8 @@ class Coordinator:
         return self._ask(ask)
 
     def differing(self, rank: int) -> str:
-        """Returns why a rank that has told nothing takes part in no round, in words: its terms
-        differ; "" if it may take part. Raises as call().
+        """Returns how the terms of a rank that has published no record differ, so that it takes
+        part in no round; "" if it may take part. For errors see call().
         """
         known = self._known
         if known is None:
@@ -377,7 +394,9 @@ class Coordinator:
         return self._ask(lambda client: known.differing(client, rank, self._terms, self.rank))
 
     def _ask(self, ask: Callable[[Any], T]) -> T:
-        """Returns what a function makes of the connection to the store; raises as call()."""
+        """Calls a function with the connection to the store, and returns its result. For errors see
+        call().
+        """
         self._check_usable()
         client = self._client
         try:
@@ -392,9 +411,10 @@ class Coordinator:
             raise ConnectionError(why) from error
 
     def renew(self) -> None:
-        """Has the next call open a new connection, if the last one was lost. For a caller that has
-        asked for nothing yet, or for nothing that must not be done twice. A first connection stays
-        lost: it may have been counted, and the next one would have another prefix.
+        """Makes the next call open a new connection if the last connection was lost. Only for a
+        caller that has sent no operation yet, or only operations that may be repeated. A lost first
+        connection is not renewed: the store may have counted it, and the next one would have
+        another prefix.
         """
         with self._lock:
             if self._gone and self.session.prefix:
@@ -415,7 +435,7 @@ class Coordinator:
             return self._client
 
     def _is_awaited(self) -> bool:
-        """Returns whether ranks have yet to leave failed rounds."""
+        """Returns whether some ranks have not left failed rounds yet."""
         with self._lock:
             return any(old.failed and not old.is_over(True) for old in self._unfreed)
 
@@ -431,35 +451,36 @@ class Coordinator:
 
 
 def default_group() -> Any:
-    """Returns the group of all ranks; None where torch.distributed is not initialised."""
+    """Returns the group of all ranks; None if torch.distributed is not initialised."""
     if dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
     return None
 
 
 def check_alone(what: str, launched: tuple[int, int] | None) -> None:
-    """Raises ValueError if there are several ranks by now, but `what` was made for all ranks before
-    torch.distributed was initialised, and so for this rank alone. Else warns of unknown ranks.
+    """Raises ValueError if there are several ranks now, but `what` was created before
+    torch.distributed was initialised, and therefore covers only this rank. Otherwise calls
+    warn_of_unknown_ranks().
     """
     group = default_group()
     ranks = 1 if group is None else dist.get_world_size(group)
     if ranks > 1:
         raise ValueError(
-            f"{what} was created before torch.distributed.init_process_group(), so it knows only "
-            f"one rank, but there are {ranks} ranks now, which would replace each other's files: "
-            "create it afterwards, on all ranks; or pass group=, for a single rank a group of "
-            "that rank alone (torch.distributed.new_subgroups(1)[0])"
+            f"{what} was created before torch.distributed.init_process_group(), so it is for one "
+            f"rank only, but there are {ranks} ranks now, which would replace each other's files: "
+            "create it after init_process_group(), on all ranks; or pass group=, for example "
+            "a group of this rank alone (torch.distributed.new_subgroups(1)[0])"
         )
     warn_of_unknown_ranks(what, launched)
 
 
 def warn_of_unknown_ranks(what: str, launched: tuple[int, int] | None) -> None:
-    """Warns once, where a launcher has started several ranks, that this one does alone what all
-    should do together. The first rank is not warned: that it saves alone may well be meant.
+    """Warns once, if a launcher has started several ranks, that this rank does alone what all ranks
+    should do together. The first rank does not warn, because it may save alone on purpose.
 
     Args:
-        what: what is done alone.
-        launched: this process's rank and the number of ranks, if a launcher has told them.
+        what: the object that belongs to this rank alone, for the message.
+        launched: this process's rank and the number of ranks, if a launcher has set them.
     """
     global _has_warned
     rank, ranks = launched or (0, 1)
@@ -476,7 +497,7 @@ def warn_of_unknown_ranks(what: str, launched: tuple[int, int] | None) -> None:
 
 
 def ranks_within(group: Any) -> dict[int, int] | None:
-    """Returns the rank in the group of each global rank; None where they are the same."""
+    """Returns a map from global ranks to ranks in the group; None if they are the same."""
     if group is None or group is default_group():
         return None
     return {rank: number for number, rank in enumerate(dist.get_process_group_ranks(group))}

@@ -1,7 +1,7 @@
-"""PeerLink and Listener: connections between ranks of one job, over which files are sent.
+"""PeerLink and Listener: connections over which the ranks of one job send files to each other.
 
-Who connects proves by HMAC that it knows the job's secret, and so does who listens; a stranger gets
-no byte. Messages are small JSON; files go from page cache to page cache.
+Both sides prove by HMAC that they have the job's secret, and no data is sent to a stranger.
+Messages are small JSON texts; files are sent from page cache to page cache.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _listeners: WeakSet[Listener] = WeakSet()
 
 
 class PeerLink:
-    """A connection to another rank. Every method raises OSError, TimeoutError among them.
+    """A connection to another rank. Every method raises OSError, including TimeoutError.
 
     Args:
-        peer: its socket.
-        until: by time.monotonic(), when all has to be done.
+        peer: the socket.
+        until: the deadline, by time.monotonic(), for all operations.
     """
 
     def __init__(self, peer: socket.socket, until: float) -> None:
@@ -53,7 +53,7 @@ class PeerLink:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def limit(self, until: float, rate: float | None = None) -> None:
-        """Sets another end, and how many bytes a second may be sent."""
+        """Sets a new deadline, and the maximum rate of sending in bytes per second."""
         self._until = until
         if rate is not None:
             paced = min(int(rate), _PACING_MAX)
@@ -70,13 +70,15 @@ class PeerLink:
         self._socket.sendall(content)
 
     def receive_bytes(self, nbytes: int) -> bytes:
-        """Returns so many bytes, as the other side sends them."""
+        """Receives and returns exactly nbytes bytes."""
         content = bytearray(nbytes)
         self._receive_into(memoryview(content))
         return bytes(content)
 
     def receive_parts(self, nbytes: int) -> Iterator[memoryview]:
-        """Yields so many bytes in parts of PART_BYTES; the next one takes the same memory."""
+        """Receives exactly nbytes bytes; yields them in parts of PART_BYTES, which all use the same
+        memory.
+        """
         part = memoryview(bytearray(min(nbytes, PART_BYTES)))
         for at in range(0, nbytes, PART_BYTES):
             part = part[: nbytes - at]
@@ -102,7 +104,7 @@ class PeerLink:
         self._send(_LENGTH.pack(len(content)) + content)
 
     def receive(self) -> dict[str, Any]:
-        """Returns the next message."""
+        """Receives and returns the next message."""
         (nbytes,) = _LENGTH.unpack(self.receive_bytes(_LENGTH.size))
         if nbytes > _MESSAGE_BYTES_MAX:
             raise ConnectionAbortedError(f"a message of {nbytes} bytes does not belong to this job")
@@ -115,8 +117,9 @@ class PeerLink:
         return message
 
     def send_file(self, fd: int, nbytes: int) -> dict[str, Any]:
-        """Sends the first bytes of a file; returns what the other side says once it has them. Until
-        then the file must stay open and unchanged: the kernel sends its pages, not copies of them.
+        """Sends the first nbytes bytes of a file; returns the answer that the receiver sends at the
+        end. Until then the file must stay open and unchanged, because the kernel sends its pages,
+        not copies.
         """
         at, poll = 0, select.poll()
         poll.register(self._socket, select.POLLOUT)
@@ -133,8 +136,8 @@ class PeerLink:
         return self.receive()
 
     def prove(self, secret: bytes, is_listening: bool) -> None:
-        """Shows the other side that this one knows the secret, and has it show the same: first the
-        one that connects, so that a stranger learns nothing.
+        """Proves to the other side that this side has the secret, and verifies the same of the
+        other side. The connecting side proves it first, so that a stranger learns nothing.
         """
         own, (mine, theirs) = os.urandom(_CHALLENGE_BYTES), (b"listens", b"connects")
         if not is_listening:
@@ -146,7 +149,7 @@ class PeerLink:
         if not hmac.compare_digest(
             self.receive_bytes(_DIGEST_BYTES), _digest(secret, theirs, own, other)
         ):
-            raise PermissionError("it does not know the secret of this job")
+            raise PermissionError("it could not prove that it belongs to this job")
         if is_listening:
             self._send(_digest(secret, mine, other, own))
 
@@ -157,7 +160,7 @@ def _digest(secret: bytes, role: bytes, asked: bytes, own: bytes) -> bytes:
 
 @contextmanager
 def connected(address: tuple[str, int], secret: bytes, within_s: float) -> Iterator[PeerLink]:
-    """Yields a connection to a rank that listens there. Raises OSError."""
+    """Yields a connection to the rank that listens at an address. Raises OSError."""
     until = time.monotonic() + within_s
     with socket.create_connection(address, within_s) as peer:
         try:
@@ -169,19 +172,19 @@ def connected(address: tuple[str, int], secret: bytes, within_s: float) -> Itera
 
 
 def _hang_up(peer: socket.socket) -> None:
-    """Ends a connection for both sides, even if a child of fork() has the socket as well."""
+    """Ends a connection for both sides, even if a child of fork() also has the socket."""
     with suppress(OSError):  # it has ended already
         peer.shutdown(socket.SHUT_RDWR)
 
 
 class Listener:
-    """A port at which a rank serves the others of its job.
+    """A port at which a rank serves the other ranks of its job.
 
     Args:
-        host: the address that it listens at; raises OSError if it is none of this machine.
+        host: the address to listen at; OSError is raised if this machine does not have it.
 
     Attributes:
-        address: that, and the port.
+        address: the address and the port.
     """
 
     def __init__(self, host: str) -> None:
@@ -194,8 +197,8 @@ class Listener:
         _listeners.add(self)
 
     def start(self, secret: bytes, serve: Callable[[PeerLink], None]) -> None:
-        """Begins to have connections served, each on a thread of its own; `serve` returns when it
-        is done with one, and raises OSError if that breaks.
+        """Starts to serve connections, each on its own thread. `serve` returns when it is done with
+        a connection, and raises OSError if the connection breaks.
         """
         start_thread(lambda: self._accept(secret, serve), "fastckpt-listener", daemon=True)
 
@@ -220,7 +223,7 @@ class Listener:
                 peer.close()
 
     def _count_out(self, peer: socket.socket) -> None:
-        """Counts a connection no more among those that have shown nothing."""
+        """Removes a connection from those that have not proved the secret yet."""
         with suppress(ValueError):  # it had to make room
             self._unproven.remove(peer)
 
@@ -244,7 +247,7 @@ class Listener:
                 _hang_up(peer)
 
     def close(self) -> None:
-        """Ends that; connections that are being served break off. Idempotent."""
+        """Stops serving, and breaks off open connections. Idempotent."""
         self._closed = True
         with suppress(OSError):  # it is closed already
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes who accepts
@@ -254,7 +257,7 @@ class Listener:
 
 
 def _forsake_all() -> None:
-    """Closes the ports in a child of fork(), which serves nobody."""
+    """Closes the ports in a child of fork(), because the child serves no connections."""
     for listener in [*_listeners]:
         listener._socket.close()
 
@@ -263,7 +266,7 @@ os.register_at_fork(after_in_child=_forsake_all)
 
 
 def address_towards(host: str, port: int) -> str:
-    """Returns the address of this machine from which it reaches another one. Raises OSError."""
+    """Returns the address from which this machine reaches another one. Raises OSError."""
     family, kind, protocol, _name, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[
         0
     ]

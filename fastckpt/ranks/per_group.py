@@ -1,6 +1,6 @@
-"""The things that a process shares with the ranks of a group, from one save to the next.
+"""The objects that a process shares with the ranks of a group, from one save to the next.
 
-Responsible for one connection to the store for each group.
+The module keeps one connection to the store for each group.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ T = TypeVar("T")
 
 
 class GroupMemo:
-    """Facts that the ranks of a group keep from one file that they save together to the next.
+    """Facts about saves to one file that the ranks of a group keep for their next saves.
 
     Attributes:
-        told: the names of values that were warned of, as ranks have them of their own.
+        told: the names of rank-specific values for which a warning was logged.
     """
 
     def __init__(self, coordinator: Coordinator) -> None:
@@ -34,22 +34,24 @@ class GroupMemo:
         self.told = set[str]()
 
     def unequal(self) -> frozenset[str]:
-        """Returns the names of tensors that were found to differ, so that only rank 0's count."""
+        """Returns the names of tensors that differed between ranks, of which only rank 0's contents
+        are saved.
+        """
         return self._unequal
 
     def note_unequal(self, names: set[str]) -> None:
         with self._lock:
             self._unequal |= names
         for name in sorted(names):
-            log.warning("%s differs between ranks: from now on it is saved from rank 0", name)
+            log.warning("%s differs between ranks: from now on, rank 0's contents are saved", name)
 
 
 class PerGroup(Generic[T]):
-    """One object for each group of ranks, kept for as long as the group exists.
+    """One object for each group of ranks, kept as long as the group exists.
 
     Args:
-        name: tells the keys of these objects from others' in the store.
-        make: makes the object at its first use, given the Coordinator of the group.
+        name: separates the keys of these objects from other keys in the store.
+        make: creates the object at its first use, from the Coordinator of the group.
     """
 
     def __init__(self, name: str, make: Callable[[Coordinator], T]) -> None:
@@ -59,7 +61,7 @@ class PerGroup(Generic[T]):
         self._lock = threading.Lock()
 
     def of(self, group: Any) -> T:
-        """Returns the object of a group, or that of this process alone (None)."""
+        """Returns the object of a group; for None, the object of this process alone."""
         if group is None:
             return self._alone
         with self._lock:
@@ -78,5 +80,7 @@ def group_of_job() -> Any:
 
 
 def together(group: Any) -> GroupMemo:
-    """Returns what this process shares with the ranks of a group (None: with nobody)."""
+    """Returns the memo that this process shares with the ranks of a group; for None, its own
+    memo.
+    """
     return _files.of(group)

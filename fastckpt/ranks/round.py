@@ -1,9 +1,9 @@
 """One agreement between the ranks of a group about one save or restore, over a c10d store.
 
-Responsible for the numbers of rounds, for the records that ranks leave for each other, for ending a
-round on all ranks with the first failure, and for waits that end: a rank that died is noticed when
-its record has not come within the timeout. It must not know what a record says, and never touches a
-process group.
+The module manages the numbers of rounds and the records that ranks publish to each other. It ends a
+round on all ranks with the first failure. No wait is endless: a rank counts as dead when its record
+has not arrived within the timeout. The module must not know the contents of a record, and never
+touches a process group.
 """
 
 from __future__ import annotations
@@ -35,17 +35,18 @@ _REMEMBERED = 4096  # the last rounds, and labels, of a run that saves for ever
 
 
 class RoundNumbers:
-    """The rounds of one rank, over the life of its process.
+    """The numbers of one rank's rounds, during the life of its process.
 
-    The training thread begins rounds without their final numbers. They get these in the background,
-    where a rank that missed a call skips the numbers that the others are through with.
+    The training thread begins rounds without their final numbers. Rounds get final numbers in the
+    background. There, a rank that missed a call skips the numbers that the other ranks have
+    finished.
 
     Attributes:
-        prefix: the prefix of the keys in the store; "" until a first connection has found it.
+        prefix: the prefix of the keys in the store; "" before the first connection determines it.
         lock: guards state that only the background uses.
-        pid: the number of the process.
-        stops: the numbers of agreements on a stop, which are no rounds: until a signal comes, no
-            rank waits for another.
+        pid: the process's pid.
+        stops: the numbers of agreements on a stop. They are not rounds, because no rank waits for
+            another until a signal arrives.
     """
 
     def __init__(self) -> None:
@@ -63,7 +64,7 @@ class RoundNumbers:
         self._taken: dict[str, set[int]] = {}  # under lock
 
     def begin(self, label: str) -> int:
-        """Returns the number of a new round of a label."""
+        """Returns a number for a new round with this label."""
         number = self._next.pop(label, 0)
         self._next[label] = number + 1  # taken out and put in again, so that it is the newest
         _forget_oldest(self._next)
@@ -77,7 +78,7 @@ class RoundNumbers:
         _forget_oldest(self._order)
 
     def take(self, label: str, number: int) -> int:
-        """Returns the final number of a round that was begun with this one."""
+        """Returns the final number of a round that was begun with the number `number`."""
         with self.lock:
             taken = self._taken[label] = self._taken.pop(label, set())
             _forget_oldest(self._taken)
@@ -87,7 +88,9 @@ class RoundNumbers:
             return number
 
     def move(self, label: str, number: int, later: int) -> None:
-        """Moves a round from its number, which nobody waits at, to a later one."""
+        """Changes the number of a round to a later one, because no rank waits at the present
+        number.
+        """
         with self.lock:
             self._under_way.discard(name_of(label, number))
             self._keep(label, later)
@@ -101,29 +104,31 @@ class RoundNumbers:
             self._note(name)
 
     def is_taken(self, label: str, number: int) -> bool:
-        """Returns whether this is the final number of a round of this rank."""
+        """Returns whether this is the final number of one of this rank's rounds."""
         return number in self._taken.get(label, ())
 
     def end(self, label: str, number: int) -> None:
-        """Notes that a round is over."""
+        """Records that a round has ended."""
         self._under_way.discard(name_of(label, number))
 
     def leave(self, why: str = "") -> None:
-        """Notes that no rounds will follow, unless some are still under way, and why, if that is
-        news to other ranks.
+        """Records that no more rounds will follow, except if some are in progress. `why` is the
+        reason, if the other ranks do not know it.
         """
         if not self._under_way:
             self._last, self._why = None, why
 
     def record(self) -> bytes:
-        """Returns a record for the others: the round that was begun last, those under way, and why
-        none will follow.
+        """Returns a record for the other ranks: the round begun last, the rounds in progress, and
+        why no more will follow.
         """
         last = self._last  # read first: rounds begun before it are among the following
         return json.dumps([last, sorted(self._under_way.copy()), self._why]).encode()
 
     def is_past(self, name: str, other: str) -> bool:
-        """Returns whether a rank at `other` has passed `name`; rounds not begun here are ahead."""
+        """Returns whether a rank whose last round is `other` has passed round `name`. Rounds that
+        were not begun here count as later.
+        """
         return self._order.get(other, 1 << 62) > self._order.get(name, -1)
 
 
@@ -133,12 +138,12 @@ def _forget_oldest(known: dict[str, Any]) -> None:
 
 
 def name_of(label: str, number: int) -> str:
-    """Returns a round's name, which is equal on all ranks."""
+    """Returns a round's name, which is the same on all ranks."""
     return f"{label}#{number}"
 
 
 def numbers_in(record: bytes, label: str) -> list[int]:
-    """Returns the numbers of the rounds of a label that a record() tells of, ascending."""
+    """Returns the numbers of the rounds with this label in a record(), ascending."""
     last, under_way, _why = json.loads(record)
     parted = (name.rpartition("#") for name in {last, *under_way} if name is not None)
     return sorted(int(number) for its, _, number in parted if its == label)
@@ -168,7 +173,7 @@ _KINDS: dict[str, type[SaveCancelled | RootInUse]] = {
 
 
 class Connection(Protocol):
-    """The part of a Coordinator that its rounds need."""
+    """The part of a Coordinator's interface that its rounds need."""
 
     rank: int
     world_size: int
@@ -176,34 +181,39 @@ class Connection(Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """True while the connection to the store is lost."""
+        """Whether the connection to the store is lost."""
 
     def call(self, operation: str, key: str | list[str], *values: Any) -> Any:
         """Calls an operation of the store; raises ConnectionError if the connection is lost."""
 
     def renew(self) -> None:
-        """Has the next call open a new connection, if the last one was lost."""
+        """Makes the next call open a new connection, if the last connection was lost."""
 
     def differing(self, rank: int) -> str:
-        """Returns why a rank that has told nothing never takes part here, in words, or ""."""
+        """Returns how the terms of a rank that has published no record differ; "" if it may take
+        part.
+        """
 
     def free(self, ended: list[Round]) -> None:
         """Deletes this rank's keys of rounds that all ranks have left."""
 
 
 class Round:
-    """One agreement as this rank takes part in it, on one thread at a time.
+    """One agreement, as one rank takes part in it, on one thread at a time.
 
-    Every call but fail() and close() raises PeerFailed: for the first failure of any rank, for
-    ranks still missing when time is up, or for a store that is gone. It raises SaveCancelled if a
-    rank has cancelled. All ranks that can be told raise the same text, which says what is known of
-    the checkpoint.
+    Every call except fail() and close() raises PeerFailed for the first failure of any rank, for
+    ranks that are missing at the timeout, or if the store is unreachable. It raises SaveCancelled
+    if a rank has cancelled. All ranks that can be reached raise the same text, which includes the
+    state of the checkpoint as far as known.
 
-    Attributes: rank and world_size as the Coordinator's; label as given to begin(); name, the label
-    with the number of earlier rounds of that label; operations, the number of operations of the
-    store so far; may_be_visible, whether the checkpoint may be visible for all that this rank
-    knows; is_cancelled, which returns whether this rank's caller has cancelled what the round is
-    about; timeout_s, as given to begin().
+    Attributes:
+        rank, world_size: the Coordinator's.
+        label, timeout_s: the arguments of begin().
+        name: the label with the number of earlier rounds with that label.
+        operations: the number of operations of the store so far.
+        may_be_visible: whether the checkpoint may be visible, as far as this rank knows.
+        is_cancelled: a function that returns whether this rank's caller has cancelled the save or
+            restore.
     """
 
     def __init__(
@@ -229,7 +239,7 @@ class Round:
         self._path = hashlib.sha256(self.name.encode(errors="surrogatepass")).hexdigest()
 
     def put(self, key: str, value: bytes) -> None:
-        """Leaves this rank's record, of any size, under key, once."""
+        """Publishes this rank's record, of any size, under a key. Each key is used once."""
         parts = [value[at : at + _PART_BYTES] for at in range(_PART_BYTES, len(value), _PART_BYTES)]
         for number, part in enumerate(parts):
             self._set(f"{key}.{number}", part)
@@ -241,16 +251,16 @@ class Round:
         self._call("set", self._keys[-1], value)
 
     def get(self, key: str, rank: int = 0) -> bytes:
-        """Waits for the record that `rank` puts under key, and returns it."""
+        """Waits for the record that `rank` publishes under a key, and returns it."""
         return self._records(key, [rank])[0]
 
     def gather(self, key: str) -> list[bytes]:
-        """Waits for every rank's record under key; returns them in rank order."""
+        """Waits for every rank's record under a key; returns the records in rank order."""
         return self._records(key, range(self.world_size))
 
     def fail(self, error: BaseException) -> None:
-        """Tells every rank that this one failed, which has no effect after decide(): then notes in
-        the error that the checkpoint is visible, or in doubt. Never raises.
+        """Publishes to all ranks that this rank failed. After decide(), this has no effect on other
+        ranks; instead the error is marked as visible or in doubt. Never raises.
         """
         if self._closed:  # by who has given up this thread
             return
@@ -279,7 +289,9 @@ class Round:
 
     @contextmanager
     def failing(self) -> Iterator[None]:
-        """Makes an error in the body this rank's failure, so that nobody waits, and leaves."""
+        """Publishes an error of the body as this rank's failure, so that no rank waits, and closes
+        the round.
+        """
         try:
             yield
         except BaseException as error:
@@ -288,7 +300,9 @@ class Round:
             raise
 
     def decide(self) -> None:
-        """Settles, before rank 0 commits, that later failures are void; raises an earlier one."""
+        """On rank 0, decides to commit: later failures have no effect. Raises an earlier
+        failure.
+        """
         ensure(self.rank == 0, "rank 0 commits")
         self.raise_if_ended()
         # fail() sets the same key by compare-and-set, so exactly one of the two comes first.
@@ -303,19 +317,22 @@ class Round:
         turn: Callable[[], None] = lambda: None,
         follow: Callable[[], None] = lambda: None,
     ) -> None:
-        """Commits once every rank is done, or nowhere: the same outcome on every rank.
+        """Commits once every rank is done, or does not commit at all. The outcome is the same on
+        all ranks.
 
         Args:
-            record: what this rank tells the first one; all that it has written is durable.
-            publish: makes the checkpoint visible; called on the first rank, with all records.
-            turn: returns when the first rank may publish; called there.
-            follow: what the other ranks do meanwhile.
+            record: this rank's record for the first rank. Everything that this rank wrote must be
+                durable.
+            publish: makes the checkpoint visible; called on the first rank with the records of all
+                ranks.
+            turn: called on the first rank; returns when that rank may publish.
+            follow: called on the other ranks while the first rank publishes.
 
         Raises:
-            PeerFailed: another rank failed or is missing; `visible` if rank 0's error is, or if it
-                is in doubt whether rank 0 has published.
-            SaveCancelled: a rank cancelled before the first one began to publish.
-            Exception: what publish() raises, on the first rank.
+            PeerFailed: another rank failed or is missing. The error is `visible` if rank 0's error
+                is, or if it is unknown whether rank 0 has published.
+            SaveCancelled: a rank cancelled before the first rank began to publish.
+            Exception: on the first rank, any error of publish().
         """
         self.raise_if_ended()
         # With the record of the last other rank the first one may publish, even if that rank never
@@ -345,7 +362,9 @@ class Round:
         self._tell_outcome(None)
 
     def _tell_outcome(self, error: BaseException | None) -> None:
-        """Tells the others, from rank 0, how its commit went, once; raises only if it went well."""
+        """On rank 0, publishes the outcome of its commit once. If the commit failed, no further
+        error is raised.
+        """
         if self._has_told:
             return
         self._has_told, outcome = True, list[object]()
@@ -366,7 +385,7 @@ class Round:
             log.warning("could not report %r to the other ranks: %s", error, unheard)
 
     def _hear_outcome(self) -> None:
-        """Waits for rank 0's outcome; raises the failure of the commit."""
+        """Waits for rank 0's outcome; raises an error if the commit failed."""
         outcome = json.loads(self.get("outcome"))
         if outcome:
             text, self.may_be_visible, in_doubt, kind, ranks = outcome
@@ -376,8 +395,8 @@ class Round:
         self._is_committed = True
 
     def raise_if_ended(self) -> None:
-        """Raises SaveCancelled if this rank's caller has cancelled. Says nothing to the store, so
-        any thread may call it, until this rank's record of conclude() is there.
+        """Raises SaveCancelled if this rank's caller has cancelled. The method does not use the
+        store, so any thread may call it until this rank publishes its record of conclude().
         """
         if self.is_cancelled():
             raise SaveCancelled(self._text(self._cancelled()), (self.rank,))
@@ -392,7 +411,9 @@ class Round:
         return f"{self.label}: {why}; {self._consequence}"
 
     def check(self) -> None:
-        """Raises the failure of the round, if there is one; else cancels it, if the caller has."""
+        """Raises the failure of the round, if there is one. Otherwise cancels the round if the
+        caller has cancelled.
+        """
         if not self._end and self._call("check", [self._at("end")]):
             self._end = self._call("get", self._at("end"))
         if not self._end and self.is_cancelled():
@@ -406,10 +427,10 @@ class Round:
     def close(self, linger_s: float = LINGER_S) -> None:
         """Leaves the round and frees its keys. Idempotent, never raises.
 
-        Rank 0, whose process may host the store, waits linger_s seconds at most until all have
-        left; a later close frees the rest. The other ranks delete their records here, after rank 0
-        has told the outcome, when nobody reads them any more. After a failure others may still be
-        reading, so a later close deletes them.
+        Rank 0, whose process may host the store, waits at most linger_s seconds until all ranks
+        have left; a later close frees the remaining keys. The other ranks delete their records
+        here, after rank 0 has published the outcome, because no rank reads them any more. After a
+        failure, other ranks may still read them, so a later close deletes them.
         """
         if self._closed:
             return
@@ -435,8 +456,8 @@ class Round:
         return self._end not in (b"", _DECIDED)
 
     def is_over(self, without_missing: bool = False) -> bool:
-        """Returns whether every rank has closed this round, as this one has; or every rank but
-        those whose absence it failed for, which may be dead.
+        """Returns whether every rank has closed this round. With `without_missing`, ranks whose
+        absence made the round fail need not have closed it, because they may be dead.
         """
         count = self._call("compare_set", self._at("left"), _ABSENT, _ABSENT)
         if count == _ABSENT:  # rank 0 deletes the key after the last has left
@@ -445,7 +466,7 @@ class Round:
         return int(count) + len(missing) >= self.world_size
 
     def delete(self) -> None:
-        """Deletes this rank's records; on rank 0 also the keys that all ranks share."""
+        """Deletes this rank's records. On rank 0, also deletes the keys that all ranks share."""
         for key in self._keys + ([] if self.rank else [self._at("end"), self._at("left")]):
             self._call("delete_key", key)
 
@@ -471,11 +492,12 @@ class Round:
         )
 
     def _join(self, patience_s: float) -> None:
-        """Joins the round at this rank's first word, and settles the round's number.
+        """Joins the round before this rank's first operation, and determines the round's final
+        number.
 
-        The others may have given up on this rank in this round: then it missed a call of theirs, or
-        is very late. If they are at a later round of the label by now, this rank moves there. If
-        not, it hears their failure, and its next call is in step with theirs.
+        The other ranks may have given up on this rank in this round, because it missed one of their
+        calls or is very late. If they are now in a later round with this label, this rank moves to
+        that round. Otherwise it raises their failure, and its next call is in step with theirs.
         """
         if self._joined:
             return
@@ -497,9 +519,10 @@ class Round:
                 time.sleep(_REJOIN_POLL_S)
 
     def _is_missed(self) -> bool:
-        """Returns whether the others gave up on this rank, which has not said a word yet.
+        """Returns whether the other ranks gave up on this rank, which has not sent anything yet.
 
-        If time was up, they did so whomever they name: each names only ranks that it waited for.
+        If their timeout passed, they gave up on this rank even if they name others, because each
+        rank names only those that it waited for.
         """
         if self.world_size == 1:
             return False
@@ -511,7 +534,9 @@ class Round:
         return self.rank in ranks or time_was_up
 
     def _later(self) -> int | None:
-        """Returns the number of the next round that another rank has begun and this one has not."""
+        """Returns the number of the next round that another rank has begun and this rank has
+        not.
+        """
         others = set(range(self.world_size)) - {self.rank, *json.loads(self._end)[1]}
         record = (
             self._call("compare_set", f"last/{min(others)}", _ABSENT, _ABSENT) if others else b""
@@ -533,14 +558,18 @@ class Round:
         return records
 
     def _whole(self, key: str, rank: int, record: bytes) -> bytes:
-        """Returns a rank's record with its other parts, which were there before this one."""
+        """Returns a rank's record, joined with its further parts, which were published before
+        it.
+        """
         count = int.from_bytes(record[:_COUNT_BYTES], "little")
         others = [self._at(f"{key}.{number}", rank) for number in range(count)]
         parts = [self._call("get", other) for other in others]
         return b"".join((record[_COUNT_BYTES:], *parts))
 
     def _wait(self, key: str, keys: list[str], ranks: Sequence[int]) -> None:
-        """Waits for `keys`, which are those of the first of `ranks`; blames ranks that are lost."""
+        """Waits for `keys`, which belong to the first of `ranks`; ends the round if a rank is
+        lost.
+        """
         since = looked = time.monotonic()
         deadline = since + self._patience_s  # each wait has its own: work in between is no wait
         strayed: dict[int, float] = {}
@@ -565,7 +594,9 @@ class Round:
             pause(since, deadline)
 
     def _whereabouts(self, rank: int, key: str) -> tuple[bool, str]:
-        """Returns whether a rank can no longer join this round, and what it did instead."""
+        """Returns whether a rank can no longer join this round, and its last known action, for
+        messages.
+        """
         record = self._call("compare_set", f"last/{rank}", _ABSENT, _ABSENT)
         if record == _ABSENT:
             differing = self._differing(rank)
@@ -581,7 +612,9 @@ class Round:
         return False, f"did not join (its last was {label!r})"
 
     def _differing(self, rank: int) -> str:
-        """Returns in what a rank differs so that it never joins this round, in words; or ""."""
+        """Returns the terms by which a rank differs and therefore never joins this round; "" if
+        none.
+        """
         try:
             why = self._coordinator.differing(rank)
         except ConnectionError as error:
@@ -589,7 +622,7 @@ class Round:
         return f"{why} and takes no part in {self.label!r}" if why else ""
 
     def _give_up(self, key: str, ranks: Sequence[int]) -> None:
-        """Ends the round for the absence of the ranks that are still missing, and raises."""
+        """Ends the round because ranks are missing, and raises an error."""
         missing = [rank for rank in ranks if not self._call("check", [self._at(key, rank)])]
         did = [f"rank {rank} {self._whereabouts(rank, key)[1]}" for rank in missing[:8]]
         did += [f"{len(missing) - 8} more are missing"] if len(missing) > 8 else []
@@ -612,25 +645,30 @@ class Round:
         time_was_up: bool = False,
         kind: type[CheckpointError] = PeerFailed,
     ) -> None:
-        """Ends the round by a failure of these ranks, unless it has ended; all raise an error of
-        this kind. Those of `missing` have not come to the round, and may never leave it.
+        """Ends the round, if it has not ended, with a failure of `ranks`; all ranks raise an error
+        of type `kind`. Ranks in `missing` have not joined the round, and may never leave it.
         """
         end = [self._text(why), [*ranks], [*missing], time_was_up, kind.__name__]
         self._end = self._call("compare_set", self._at("end"), b"", json.dumps(end).encode())
 
 
 def _late(rank: int, timeout_s: float, missing: list[int]) -> str:
-    """Says to a rank that comes late that the others have given up on it and on the missing."""
+    """Returns the message for a rank that joins after the other ranks gave up on it and on
+    `missing`.
+    """
     why = f"this rank, {rank}, arrived after the timeout_s of {timeout_s:g} s"
     others = [other for other in missing if other != rank]
     if others:
         more = f" and {len(others) - 8} more" if len(others) > 8 else ""
         named = ", ".join(map(str, others[:8])) + more
-        why += f"; the others also waited in vain for rank{'s' * (len(others) > 1)} {named}"
+        plural = "s" * (len(others) > 1)
+        why += f"; the other ranks also waited without result for rank{plural} {named}"
     return why
 
 
 def pause(since: float, until: float) -> None:
-    """Sleeps for 5 % of the time waited, so that thousands of ranks do not flood the store."""
+    """Sleeps for 5 % of the time waited so far, so that thousands of ranks do not overload the
+    store.
+    """
     now = time.monotonic()
     time.sleep(max(0.0, min(max((now - since) / 20, 0.001), 1.0, until - now)))

@@ -1,7 +1,8 @@
-"""The comparison of states that all ranks should hold alike: structure, and samples of contents.
+"""The comparison of states that should be the same on all ranks: structure, and samples of
+contents.
 
-Responsible for the description of one rank's state, and for finding the tensor and the ranks where
-descriptions differ.
+The module describes one rank's state, and finds the tensors and ranks for which the descriptions
+differ.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fastckpt.ranks.round import Round
 
 
 class Records(Protocol):
-    """The part of a Round that leaves records and waits for them."""
+    """The part of a Round's interface that publishes records and waits for them."""
 
     rank: int
     world_size: int
@@ -31,11 +32,11 @@ class Records(Protocol):
 
 
 class Apart:
-    """The records of a round about one of several things, with keys of their own.
+    """The records about one of several subjects in a round, with separate keys.
 
     Args:
         agreement: the round.
-        name: of the thing, the same on all ranks.
+        name: the subject's name, which is the same on all ranks.
     """
 
     def __init__(self, agreement: Records, name: str) -> None:
@@ -56,10 +57,11 @@ class Apart:
 def same(
     agreement: Round, key: str, digest: bytes, detail: Callable[[], bytes]
 ) -> list[tuple[list[int], bytes]] | None:
-    """Compares a digest on all ranks, each of which calls this with the same key; all are as long.
+    """Compares a digest between all ranks. Each rank calls this with the same key and a digest of
+    the same length.
 
-    Returns None if all are equal. Otherwise, the same on every rank: for each digest, the ranks
-    that have it, and what detail() returned, which only the lowest of them calls.
+    Returns None if all digests are equal. Otherwise returns, on every rank, the ranks with each
+    digest and their detail. Only the lowest rank with a digest calls `detail` for it.
     """
     return compared(agreement, key, digest, detail)[0]
 
@@ -67,8 +69,8 @@ def same(
 def compared(
     agreement: Round, key: str, digest: bytes, detail: Callable[[], bytes], beside: bytes = b""
 ) -> tuple[list[tuple[list[int], bytes]] | None, int | None]:
-    """Returns what same() does, and a rank that has other bytes `beside` its digest than rank 0, if
-    there is one: of several, another one in another round.
+    """Returns the result of same(), and a rank whose `beside` bytes differ from rank 0's, or None.
+    If there are several such ranks, another round may return another one.
     """
     agreement.put(f"{key}.digest", digest + beside)
     if agreement.rank == 0:
@@ -108,7 +110,7 @@ _GROUPS_MAX = 4  # of ranks, in one difference
 
 
 class Sampled(NamedTuple):
-    """Memory of a tensor whose contents should be the same on all ranks."""
+    """The memory of a tensor whose contents should be the same on all ranks."""
 
     name: str
     address: int
@@ -116,18 +118,18 @@ class Sampled(NamedTuple):
 
 
 class Description:
-    """A description of the state that one rank saves, for the others.
+    """A description of one rank's state, for comparison with the other ranks.
 
     Args:
-        texts: the name of every tensor, and in words what ranks must have alike of it; or a
-            function that is called for that when it is needed.
-        first_rank: names of tensors whose contents count on the first rank only, since they have
-            differed before. They may be sampled, too, for still_differing().
+        texts: the name of every tensor, with a text of its properties that ranks must have in
+            common; or a function that returns this list when it is needed.
+        first_rank: names of tensors whose contents differed before, so that only the first rank's
+            are saved. They may be sampled too, for still_differing().
 
     Attributes:
         first_rank: these names.
-        aside: values, by name, that ranks may have of their own, though the first rank's are saved.
-        small: a description of samples of tensors that are such values, too; None: there are none.
+        aside: rank-specific values, by name, of which the first rank's are saved.
+        small: a description of samples of tensors among these values, or None.
     """
 
     def __init__(
@@ -144,12 +146,15 @@ class Description:
         self.small: Description | None = None
 
     def lay_out(self, storages: Iterable[tuple[str, str]]) -> None:
-        """Adds storages in the order of writing: a tensor in each, and what must agree."""
+        """Adds storages in the order of writing, each with the name of one of its tensors and a
+        text that must be the same on all ranks.
+        """
         self._storages += [(f"the storage of {name}", text) for name, text in storages]
 
     def sample(self, parts: Sequence[Sampled | tuple[str, int, int]], seed: int) -> None:
-        """Chooses a few ranges of each part, SAMPLED_BYTES in all at most; equal seeds choose the
-        same ranges on all ranks. If there are too many parts, another seed chooses other parts.
+        """Chooses a few ranges of each part, at most SAMPLED_BYTES in all. Equal seeds choose the
+        same ranges on all ranks. If there are too many parts, only some are sampled; another seed
+        chooses others.
         """
         self._seed = seed
         stride = max(1, -(-len(parts) // _SAMPLED_MAX))
@@ -165,28 +170,30 @@ class Description:
             self._samples.append((name, taken))
 
     def samples(self) -> list[tuple[int, bytearray]]:
-        """Returns the chosen ranges: addresses, and buffers to copy to before comparing."""
+        """Returns the chosen ranges: their addresses, and buffers to be filled before the
+        comparison.
+        """
         own = [part for _, taken in self._samples for part in taken]
         return own if self.small is None else own + self.small.samples()
 
     def detail(self) -> bytes:
-        """Returns the whole description, for disagreement()."""
+        """Returns the complete description, for disagreement()."""
         return zlib.compress(json.dumps(self._all()).encode(), level=1)
 
     def digest(self) -> bytes:
-        """Returns 32 bytes that are equal where details are."""
+        """Returns 32 bytes that are equal if the details are."""
         return hashlib.sha256(repr(self._all()).encode()).digest()
 
     def still_differing(self) -> Description | None:
-        """Returns a description of the samples of the first rank's tensors, which this one leaves
-        out; None if there are none.
+        """Returns a description of only the samples in `first_rank`, which digest() leaves out;
+        None if there are none.
         """
         apart = Description([])
         apart._samples = [each for each in self._samples if each[0] in self.first_rank]
         return apart if apart._samples else None
 
     def own_values(self) -> dict[str, int]:
-        """Returns a number for each value aside, which is equal where the values are."""
+        """Returns a checksum for each rank-specific value, which is equal for equal values."""
         crcs = {name: _crc_of(value) for name, value in self.aside.items()}
         return crcs if self.small is None else crcs | dict(self.small._crcs())
 
@@ -212,10 +219,11 @@ def compare(
     differing: Callable[[set[str]], None],
     told: set[str] | None = None,
 ) -> None:
-    """Raises RanksDisagree unless all ranks call this with the same description. `differing` is
-    called with the tensors whose contents differ, if nothing else does; `path` is for the message.
-    Warns if contents that count on the first rank only still differ; and of each value aside that
-    ranks have not alike, unless `told` has its name, which is then added.
+    """Raises RanksDisagree if ranks call this with different descriptions. If only contents of
+    tensors differ, calls `differing` with these tensors' names. `path` is for the message.
+
+    Warns if contents in `first_rank` still differ. Warns also of each rank-specific value that
+    differs between ranks, except if its name is in `told`; the name is then added.
     """
     own = description.own_values()
     beside = hashlib.sha256(repr(sorted(own.items())).encode()).digest() if own else b""
@@ -242,7 +250,7 @@ def compare(
 def _tell_own(
     agreement: Round, key: str, own: dict[str, int], other: int, path: str, told: set[str]
 ) -> None:
-    """Warns, on the first rank, of the values that another rank has of its own."""
+    """On the first rank, warns of values that differ on another rank."""
     if agreement.rank == other:
         agreement.put(key, zlib.compress(json.dumps(own).encode(), level=1))
     if agreement.rank == 0:
@@ -263,7 +271,9 @@ def _tell_own(
 
 
 def _crc_of(value: object) -> int:
-    """Returns a number that is equal for equal values: of long ones of the beginning."""
+    """Returns a number that is equal for equal values. Only the beginning of a long value is
+    used.
+    """
     crc, nbytes = 0, 0
     try:
         for part in _parts(value):
@@ -277,8 +287,8 @@ def _crc_of(value: object) -> int:
 
 
 def _parts(value: Any) -> Iterator[bytes]:
-    """Yields bytes of a value aside: the texts of many items not in one call, which would keep
-    Python's other threads waiting.
+    """Yields bytes of a value. The texts of many items are made in several calls, because a single
+    call would block Python's other threads.
     """
     if hasattr(value, "tobytes"):
         yield value.tobytes()[:_VALUE_BYTES_MAX]
@@ -292,7 +302,9 @@ def _parts(value: Any) -> Iterator[bytes]:
 
 
 def _key_text(key: object) -> str:
-    """Returns a text of a dict's key: of one whose own may differ between processes its type."""
+    """Returns a text for a dict's key. If the key's own text may differ between processes, this is
+    the name of its type.
+    """
     parts = key if type(key) is tuple else (key,)
     is_plain = all(type(each) in (str, bytes, int, float, bool, type(None)) for each in parts)
     return repr(key) if is_plain else type(key).__name__
@@ -301,10 +313,11 @@ def _key_text(key: object) -> str:
 def disagreement(
     groups: Sequence[tuple[list[int], bytes]], path: str
 ) -> tuple[RanksDisagree, set[str]]:
-    """Returns an error that tells where descriptions differ, and the tensors whose contents do.
+    """Returns an error that states where descriptions differ, and the names of the tensors whose
+    contents differ.
 
     Args:
-        groups: for each distinct description, the ranks that gave it and its detail().
+        groups: for each distinct description, the ranks that have it and its detail().
         path: the checkpoint's path, for the message.
     """
     details = _read(groups)
@@ -315,7 +328,7 @@ def disagreement(
         texts += differences or _structure_differences(dict(base[3]), dict(other[3]), _ranks(ranks))
         if base[2] != other[2]:
             names = sorted(set(base[2]) ^ set(other[2]))
-            texts.append(f"{_ranks(ranks)} did not see that {names[0]} differed before")
+            texts.append(f"{_ranks(ranks)} missed that {names[0]} differed in an earlier save")
         if base[4] != other[4]:  # another seed sampled other ranges, so their CRCs say nothing
             texts.append(
                 f"{_ranks(ranks)} missed an earlier call; from the next call on, all ranks are "
@@ -339,14 +352,14 @@ def disagreement(
 
 
 def _read(groups: Sequence[tuple[list[int], bytes]]) -> list[tuple[list[int], Any]]:
-    """Returns what each group of ranks has described, that of rank 0 first."""
+    """Decodes the description of each group of ranks; the first group contains rank 0."""
     ordered = sorted(groups, key=lambda group: min(group[0]))
     return [(ranks, json.loads(zlib.decompress(detail))) for ranks, detail in ordered]
 
 
 def _contents(details: Sequence[tuple[list[int], Any]]) -> dict[str, str]:
-    """Returns which tensors have other contents on some ranks than on others, and says for each
-    which ranks hold the same.
+    """Returns, for each tensor whose contents differ between ranks, a text that groups the ranks
+    with equal contents.
     """
     ranks_of: dict[str, dict[int, list[int]]] = {}
     for ranks, description in details:
@@ -358,7 +371,7 @@ def _contents(details: Sequence[tuple[list[int], Any]]) -> dict[str, str]:
         rest = len(ranks_by_crc) - len(groups)
         groups += [f"{rest} more on other ranks"] if rest else []
         if groups[1:]:
-            texts[name] = f"the content of {name} is {', '.join(groups)}".replace(
+            texts[name] = f"the content of {name} differs: {', '.join(groups)}".replace(
                 "another", "one", 1
             )
     return texts

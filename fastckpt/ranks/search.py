@@ -1,7 +1,7 @@
-"""The search for the newest checkpoint that is whole for every rank, by candidates and verdicts.
+"""The search for the newest checkpoint that is intact on every rank, by candidates and verdicts.
 
-All ranks try what the first one has listed, in its order, and go on to the next one together where
-any of them met damage.
+All ranks try the candidates that the first rank has listed, in its order. If any rank finds damage,
+all ranks continue with the next candidate together.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ _TOLD = (CorruptCheckpoint, IncompatibleCheckpoint, CheckpointError)
 
 
 class Trial(Generic[T]):
-    """An attempt to read one candidate, on one rank.
+    """An attempt to read one candidate on one rank.
 
     Args:
-        path: its path.
-        stages: are called one after another, each on all ranks or on none: when no rank has met
-            damage before. The last one returns what was found. They raise CorruptCheckpoint for
-            damage, Vanished if it is gone; any other error ends the search.
-        is_gone: tells, after damage, whether it was removed meanwhile, which looks the same.
+        path: the candidate's path.
+        stages: the functions that read it, called one after another. Each is called on all ranks,
+            or on none if a rank found damage before. The last one returns the result. They raise
+            CorruptCheckpoint for damage, and Vanished if the candidate was removed; any other error
+            ends the search.
+        is_gone: called after damage; returns whether the candidate was removed, which looks like
+            damage.
 
     Attributes:
-        verdict: of all ranks: "" if it is whole, GONE, COMING, or what the first that met damage
-            says.
+        verdict: the verdict of all ranks: "" if the candidate is intact, GONE, COMING, or the
+            message of the first rank that found damage.
     """
 
     def __init__(
@@ -56,34 +58,35 @@ class Trial(Generic[T]):
         self.path, self.stages, self.is_gone, self.verdict = path, stages, is_gone, ""
 
     def is_coming(self) -> bool:
-        """Returns whether the candidate is on its way to where all ranks can read it. If one says
-        so, await_coming() is called on all.
+        """Returns whether the candidate is being copied to storage that all ranks can read. If this
+        is true on one rank, await_coming() is called on all.
         """
         return False
 
     def await_coming(self) -> None:
-        """Waits until it is there. Raises CorruptCheckpoint if it turned out to be damaged on this
-        rank, PeerFailed if another rank knows more; any other error ends the search.
+        """Waits until the copy is complete. Raises CorruptCheckpoint if the copy proved damaged on
+        this rank, and PeerFailed if another rank has the cause. Any other error ends the search.
         """
 
     def end(self, error: BaseException | None) -> None:
-        """Does what is left to do once the verdict is known, or the search ends with this error, in
-        whose place another one may be raised.
+        """Cleans up when the verdict is known, or when the search ends with this error. The method
+        may raise another error instead.
         """
 
 
 class Search(Generic[T]):
-    """One search, for which all ranks make one of these and call look() by listed_anew().
+    """One search. Each rank creates its own Search, and calls look() by listed_anew().
 
     Args:
         agreement: a round for this search alone.
-        candidates: lists them on the first rank, the best first. If it raises, all ranks raise.
-        trial_of: makes this rank's trial of a candidate.
-        warns: whether to log that one is skipped.
+        candidates: lists the candidates on the first rank, best first. If it raises an error, all
+            ranks raise it.
+        trial_of: creates this rank's trial of a candidate.
+        warns: whether to log skipped candidates.
 
     Attributes:
-        damaged: the verdicts on the candidates that were found damaged.
-        has_lost: whether a candidate was gone.
+        damaged: the verdicts on damaged candidates.
+        has_lost: whether a candidate was removed during the search.
     """
 
     def __init__(
@@ -100,8 +103,8 @@ class Search(Generic[T]):
         self.has_lost = False
 
     def look(self) -> T | None:
-        """Returns what was found in the best candidate that is whole; None if there is none. Raises
-        Vanished if one was removed meanwhile, so that a newer one is there: list again.
+        """Returns the result for the best intact candidate, or None. Raises Vanished if a candidate
+        was removed during the search. A newer candidate must exist then, so the caller lists again.
         """
         # List again after damage: one that was committed meanwhile may be whole.
         while candidates := [each for each in self._listed() if each not in self.damaged]:
@@ -125,7 +128,9 @@ class Search(Generic[T]):
         return None
 
     def _listed(self) -> list[Candidate]:
-        """Returns the candidates of the first rank; every rank raises the error that it met."""
+        """Returns the first rank's candidates. If listing fails there, every rank raises the
+        error.
+        """
         agreement, key = self._agreement, f"candidates {next(self._numbers)}"
         if agreement.rank == 0:
             try:
@@ -141,7 +146,9 @@ class Search(Generic[T]):
         raise next((kind for kind in _TOLD if kind.__name__ == kind_name), CheckpointError)(content)
 
     def _outcome(self, trial: Trial[T]) -> T | None:
-        """Tries a candidate, and learns the verdict; returns what was found here."""
+        """Tries a candidate and receives the verdict of all ranks; returns the result on this
+        rank.
+        """
         result = None
         for stage in trial.stages:
             problem, unread = "", None
@@ -166,8 +173,9 @@ class Search(Generic[T]):
         return result
 
     def _arrival(self, trial: Trial[T], unread: StorageError | None) -> str:
-        """Waits for a candidate that is coming; returns what the first rank that met damage says,
-        or "". Raises what else kept it from coming, after what this rank could not read.
+        """Waits for the copy of a candidate. Returns the message of the first rank that found
+        damage, or "". If the copy fails for another reason, raises that error, combined with
+        `unread`, this rank's earlier error.
         """
         problem, failure = "", None
         try:
@@ -184,10 +192,11 @@ class Search(Generic[T]):
         return verdict
 
     def _verdict(self, problem: str) -> str:
-        """Returns what the first rank that met a problem says; "" if there is none.
+        """Returns the problem of the first rank that has one; "" if no rank has one.
 
-        If a rank finds the candidate gone, that is the verdict: damage on the others may mean the
-        same. Damage outweighs what could not be read.
+        If a rank finds that the candidate was removed, this is the verdict, because damage on other
+        ranks may be a result of the removal. Damage takes precedence over parts that could not be
+        read.
         """
         agreement, number = self._agreement, next(self._numbers)
         agreement.put(f"tried {number}", problem.encode(errors="replace"))
@@ -204,9 +213,11 @@ class Search(Generic[T]):
 
 
 def _neither(unread: StorageError | None, failure: CheckpointError) -> CheckpointError:
-    """Returns the error for a candidate that this rank could not read, and that did not come."""
+    """Returns the error for a candidate that this rank could not read and that was not copied
+    either.
+    """
     if unread is None:
         return failure
     number, detail = unread.errno or errno.EIO, f"{unread.detail}; " if unread.detail else ""
-    detail += f"copying it to where all ranks can read it failed: {failure}"
+    detail += f"copying it to storage that all ranks can read failed: {failure}"
     return StorageError(unread.op, unread.path, number, unread.offset, detail)

@@ -1,8 +1,7 @@
-"""Handlers of signals that tell of them or defer what they raise, and leave everything else as it
-was without them.
+"""Signal handlers that report signals or defer the errors of other handlers. They change no other
+behaviour.
 
-Responsible for installing handlers, for calling those that were there before, and for putting these
-back.
+The module installs handlers, calls the previous handlers, and restores them.
 """
 
 from __future__ import annotations
@@ -26,22 +25,24 @@ _UNHANDLED = {
 
 
 class SignalHandlers:
-    """Handlers of these signals, from now until close().
+    """Handlers of these signals, active until close().
 
-    A signal is told of, and then given to the handler that was there before, unless that is the
-    default action, which would end the process. After close() the default action counts again.
+    A signal is reported and then passed to the previous handler. The default action, which would
+    end the process, is not taken before close().
 
-    A forked child inherits the handlers, but what it is sent is not told of. SIGTERM does there
-    what it did before, since that is how data loaders end their workers. The other signals do not
-    end it: SLURM sends them to every process of a job, and a rank fails when a worker dies.
+    A forked child inherits the handlers, but its signals are not reported. In the child, SIGTERM
+    has its previous effect, because data loaders end their workers with it. The other signals do
+    not end the child: SLURM sends them to every process of a job, and a rank fails if a worker
+    dies.
 
     Args:
         numbers: the signals.
-        told: called for each that arrives, on the main thread, between any two of its bytecodes.
+        told: called for each signal that arrives, on the main thread, between any two of its
+            bytecodes.
 
     Raises:
-        ValueError: this is not the main thread, where alone Python handles signals; or a signal has
-            a handler that cannot be put back.
+        ValueError: this is not the main thread, the only one on which Python handles signals; or a
+            signal has a handler that cannot be restored.
     """
 
     def __init__(self, numbers: Sequence[signal.Signals], told: Callable[[], object]) -> None:
@@ -59,7 +60,7 @@ class SignalHandlers:
 
     @staticmethod
     def check(numbers: Sequence[signal.Signals]) -> None:
-        """Raises ValueError unless this thread may install handlers of these signals."""
+        """Raises ValueError if this thread may not install handlers of these signals."""
         here = threading.current_thread()
         if numbers and here is not threading.main_thread():
             raise ValueError(
@@ -74,11 +75,10 @@ class SignalHandlers:
             )
 
     def close(self) -> None:
-        """Puts the handlers back that were there before, without those of this class that were
-        closed meanwhile. Idempotent.
+        """Restores the previous handlers, skipping those of this class that are closed. Idempotent.
 
-        On another thread than the main one, and where somebody has replaced a handler meanwhile,
-        the handler stays, but only does what the one before it does.
+        If called outside the main thread, or if another handler was installed in the meantime, the
+        handler stays installed, but only passes signals to the previous one.
         """
         self._is_closed = True
         try:
@@ -93,7 +93,7 @@ class SignalHandlers:
                     signal.signal(number, self._before(number))
 
     def _before(self, number: int) -> Any:
-        """Returns the handler before these and before others that were closed meanwhile."""
+        """Returns the previous handler, skipping handlers of this class that are closed."""
         earlier = self._earlier[number]
         while isinstance(owner := getattr(earlier, "__self__", None), SignalHandlers):
             if not owner._is_closed:
@@ -116,11 +116,11 @@ class SignalHandlers:
 
 
 class DeferredErrors(SignalHandlers):
-    """Defers what the program's signal handlers raise on this thread until the context is left, so
-    that no signal ends the body between two steps of it. Then the first of these errors is raised.
+    """Defers errors of the program's signal handlers on this thread until the context ends, so that
+    no signal interrupts the body halfway. Then the first of these errors is raised.
 
     Args:
-        told: called after each handler that has raised, on this thread.
+        told: called on this thread after each handler that has raised an error.
     """
 
     def __init__(self, told: Callable[[], object]) -> None:
@@ -151,8 +151,9 @@ class DeferredErrors(SignalHandlers):
 
 
 def checked_signals(value: object) -> tuple[signal.Signals, ...]:
-    """Returns signals, each once, which are given by their names, with or without SIG, or numbers;
-    there may be none. Those that cannot be requests to stop are refused.
+    """Checks and returns signals without duplicates; there may be none. They are given by their
+    names, with or without SIG, or by their numbers. Signals that cannot be requests to stop are
+    refused.
     """
     example = 'names of signals, such as ("SIGTERM", "SIGUSR1")'
     if not isinstance(value, tuple | list | set | frozenset):

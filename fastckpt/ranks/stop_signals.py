@@ -1,6 +1,6 @@
-"""StopSignals: signals that ask a job to stop, told to all of its ranks at the same call.
+"""StopSignals: signals that ask a job to stop. All ranks report the request at the same call.
 
-It puts the handlers and the agreement together.
+The module combines the signal handlers and the agreement.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _PAUSES_S = (0.2, 1.0, 3.0)  # before each new connection to the store, after wh
 
 
 class StopAgreement:
-    """The agreement of all ranks on the call at which they stop, from now until close().
+    """The agreement of all ranks on the call at which they stop, active until close().
 
-    Every rank makes one, and makes the same calls of is_reached(). Between a request and the stop a
-    call waits, once and for about a second: until the last rank has looked for the request.
+    Every rank creates one, and makes the same calls of is_reached(). Between a request and the
+    stop, one call waits for about a second, until the last rank has noticed the request.
 
     Args:
-        coordinator: the connection to the store, which stays open until close() has returned.
-        timeout_s: how long the promise of a rank is waited for, but not above _AGREE_S.
+        coordinator: the connection to the store, which must stay open until close() has returned.
+        timeout_s: how long to wait for each rank's promise, limited by _AGREE_S.
 
     Raises:
         CheckpointError: no thread can be started.
@@ -67,12 +67,12 @@ class StopAgreement:
         self._wanted.set()
 
     def is_reached(self) -> bool:
-        """Returns whether the stop is at this call or before it; the n-th call returns the same on
-        all ranks. One thread of the process makes all calls.
+        """Returns whether the stop is at this call or an earlier one. The n-th call returns the
+        same on all ranks. One thread of the process must make all calls.
 
         Raises:
-            PeerFailed: a rank is asked, but ranks cannot agree, since one is missing or the store
-                is gone.
+            PeerFailed: a rank was asked to stop, but the ranks cannot agree, because a rank is
+                missing or the store is unreachable.
         """
         is_asked, patience_s = self._is_asked, 2 * self._timeout_s  # of a store that hangs, too
         if is_asked:  # asked on this very rank: the caller knows, and need not go on
@@ -89,7 +89,7 @@ class StopAgreement:
         return number >= self._stop
 
     def close(self) -> None:
-        """Leaves the agreement, and frees the keys if all other ranks have. Idempotent."""
+        """Leaves the agreement. Frees the keys if all other ranks have left. Idempotent."""
         if self._is_closing or os.getpid() != self._pid:  # the thread of the parent is not here
             return
         self._is_closing = True
@@ -105,7 +105,9 @@ class StopAgreement:
             log.debug("keys of %s stay in the store: %s", self._life, error)
 
     def _run(self) -> None:
-        """Waits for a request or the end, promises, and waits for the stop."""
+        """Waits for a request or the end, promises this rank's number of calls, and waits for the
+        stop.
+        """
         try:
             self._wait_for_request()
             self._promise()
@@ -116,8 +118,8 @@ class StopAgreement:
         self._known.set()
 
     def _wait_for_request(self) -> None:
-        """Waits until some rank is asked, or this one closes or exits. If this rank is asked, tells
-        the others.
+        """Waits until a rank is asked to stop, or this rank closes the agreement or exits. If this
+        rank was asked, notifies the others.
         """
         turn = self._coordinator.rank
         while not self._wanted.wait(_LOOK_S):
@@ -131,7 +133,7 @@ class StopAgreement:
             self._call("set", "asked", b"")
 
     def _is_another_asked(self) -> bool:
-        """Returns whether some rank was asked, as far as this one can hear."""
+        """Returns whether another rank was asked to stop, as far as the store can be reached."""
         if self._is_deaf:
             return False
         try:
@@ -142,7 +144,7 @@ class StopAgreement:
             return False
 
     def _promise(self) -> None:
-        """Promises, and computes the stop if all others have promised before."""
+        """Publishes this rank's promise, and computes the stop if all other ranks have promised."""
         coordinator = self._coordinator
         self._has_promised = True  # before the number is taken: see the proof
         self._call("set", f"calls/{coordinator.rank}", b"%d" % self._calls)
@@ -153,7 +155,9 @@ class StopAgreement:
             self._is_miscounted = True
 
     def _set_stop(self) -> None:
-        """Computes the stop of all promises; ranks that do it at once have the same result."""
+        """Computes the stop from all promises. Ranks that compute it concurrently get the same
+        result.
+        """
         promised: list[bytes] = []
         for keys in self._promises():
             promised += self._call("multi_get", keys)
@@ -184,7 +188,7 @@ class StopAgreement:
             log.log(level, "asked to stop: requested() is True from call %d on", self._stop)
 
     def _missing(self) -> PeerFailed:
-        """Returns the error of this rank if others have not promised in time."""
+        """Returns the error for this rank if other ranks have not promised in time."""
         ranks = range(self._coordinator.world_size)
         missing = [rank for rank in ranks if not self._call("check", [f"calls/{rank}"])]
         named = ", ".join(f"rank {rank}" for rank in missing[:_RANKS_NAMED]) or "some rank"
@@ -196,7 +200,9 @@ class StopAgreement:
         )
 
     def _call(self, operation: str, key: str | list[str], *values: Any) -> Any:
-        """Calls an operation that may be done twice: again, if the connection was lost."""
+        """Calls an operation that may be carried out twice; repeats it if the connection was
+        lost.
+        """
         for pause_s in _PAUSES_S:
             try:
                 return self._call_once(operation, key, *values)
@@ -219,17 +225,17 @@ class StopAgreement:
 
 
 class StopSignals:
-    """Handlers of signals that ask the job to stop, from now until close().
+    """Handlers of signals that ask the job to stop, active until close().
 
-    Every rank makes one. Until close() the signals no longer end the process; handlers that were
-    there before are called, too. It is a context manager: enter it before a Checkpointer, and a
+    Every rank creates one. Until close() the signals no longer end the process; previous handlers
+    are still called. StopSignals is a context manager. If it is entered before a Checkpointer, a
     second signal does not end the wait for the last save.
 
     Args:
         group: a torch.distributed process group. Default: all ranks if torch.distributed is
             initialised, else this process alone.
-        signals: names, with or without SIG, signal.Signals or their numbers. (): none is handled on
-            this rank, which still stops with the others.
+        signals: names, with or without SIG, signal.Signals or their numbers. With (), this rank
+            handles no signal, but still stops with the others.
 
     Raises:
         ValueError, TypeError: a signal is unknown or cannot be handled, this is not the main
@@ -253,17 +259,19 @@ class StopSignals:
             self._opened = opened.pop_all()
 
     def requested(self) -> bool:
-        """Returns whether the job is to stop: one of the signals has come to any rank. All ranks
-        call it equally often, such as once in each training step, from one thread each.
+        """Returns whether the job must stop, because any rank has received one of the signals. All
+        ranks must call this equally often, for example once in each training step, each from one
+        thread.
 
-        The n-th call returns the same on every rank, without a collective, at whatever pace they
-        go; once it is True, it stays True. A call takes microseconds. Only after a signal one call
-        waits, for about a second, until all ranks have heard of it.
+        The n-th call returns the same on every rank, without a collective and whatever their speed.
+        Once it is True, it stays True. A call takes microseconds. Only after a signal, one call
+        waits for about a second until all ranks have noticed the request.
 
         Raises:
-            PeerFailed: the job is to stop, but ranks cannot agree on when: one is dead or has no
-                StopSignals, or the job's store is gone. It comes after about ten seconds.
-            ValueError: this is closed, or several ranks made it before init_process_group().
+            PeerFailed: the job must stop, but the ranks cannot agree on when: a rank is dead or has
+                no StopSignals, or the job's store is unreachable. Raised after about ten seconds.
+            ValueError: this object is closed, or several ranks created it before
+                init_process_group().
         """
         if self._is_closed:
             raise ValueError("these StopSignals are closed")
@@ -272,7 +280,7 @@ class StopSignals:
         return self._agreement.is_reached()
 
     def close(self) -> None:
-        """Puts the handlers back that were there before, and leaves the group. Idempotent."""
+        """Restores the previous handlers, and leaves the group. Idempotent."""
         self._is_closed = True
         self._opened.close()
         self._handlers.close()

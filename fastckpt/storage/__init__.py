@@ -1,1 +1,3 @@
-"""The seam to file systems, and every way in which a file or directory becomes visible there."""
+"""The interface to file systems and object stores, and the ways to make a file or directory
+visible.
+"""

@@ -1,6 +1,7 @@
-"""Makes written files and directories visible, and removes what dead processes left behind: the
-names of temporaries, and the order sync, rename, directory sync. It must not know what a file
-contains or how it was written.
+"""Makes written files and directories visible, and removes the leftovers of dead processes.
+
+The module defines the names of temporaries, and the order of sync, rename and directory sync. It
+must not know what a file contains or how it was written.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ def _prefix(path: str) -> str:
 
 
 def temporary_path(path: str) -> str:
-    """Returns a new name in path's directory that says which process owns it."""
+    """Returns a new name in path's directory that identifies this process as its owner."""
     return os.path.join(os.path.dirname(path), _prefix(path) + Owner.this().suffix())
 
 
 def temporaries(storage: Storage, path: str) -> list[str]:
-    """Returns the temporaries of saves to path, whichever process made them."""
+    """Returns the temporaries of all processes' saves to path."""
     directory = os.path.dirname(path)
     try:
         names = storage.names(directory)
@@ -55,7 +56,7 @@ def temporaries(storage: Storage, path: str) -> list[str]:
 
 
 def temporaries_among(names: Iterable[str], path: str) -> list[str]:
-    """Returns which of the names in path's directory are temporaries of saves to path."""
+    """Returns the names, among names in path's directory, of temporaries of saves to path."""
     prefix = _prefix(path)
     return [name for name in names if name.startswith(prefix) and _is_of(name, prefix)]
 
@@ -72,17 +73,17 @@ def others_at_work(storage: Storage, path: str) -> list[int]:
 
 
 def is_of_this_host(temporary: str) -> bool:
-    """Whether a temporary's name says that a process of this host made it."""
+    """Returns whether a temporary's name identifies a process of this host as its owner."""
     owner = divided(os.path.basename(temporary))[1]
     return owner is not None and owner.is_of_this_host
 
 
 def is_of_dead(storage: Storage, temporary: str) -> bool:
-    """Whether a process of this host made a temporary and is gone, judging by the name.
+    """Returns whether a dead process of this host made a temporary, judging by the name.
 
     A name from another pid namespace of this host, or from before its last boot, identifies no
     process here. On local file systems the lock then decides. Other file systems may keep locks
-    within each client, and several hosts may share a name: there the temporary must also be
+    within each client, and several hosts may share a name. On them, the temporary must also be
     unchanged for DEAD_AFTER_S.
     """
     name = os.path.basename(temporary)
@@ -102,7 +103,9 @@ def is_of_dead(storage: Storage, temporary: str) -> bool:
 
 
 def is_old(storage: Storage, path: str) -> bool:
-    """Whether a file of an uncommitted save is unchanged for so long that the save is over."""
+    """Returns whether a file of an uncommitted save has been unchanged for so long that the save is
+    dead.
+    """
     with suppress(OSError):  # its age is unknown
         status = storage.status(path)
         return status is not None and time.time() - status.st_mtime >= DEAD_AFTER_S
@@ -112,7 +115,7 @@ def is_old(storage: Storage, path: str) -> bool:
 def remove_debris(storage: Storage, path: str) -> list[str]:
     """Removes temporaries of saves to path whose process is certainly dead; returns their paths.
 
-    A process is certainly dead if is_of_dead() says so and no process locks the temporary. Where
+    A process is certainly dead if is_of_dead() is true and no process locks the temporary. Where
     writers hold no lock (see claim()), the name alone decides.
     """
     directory = os.path.dirname(path)
@@ -129,7 +132,7 @@ def remove_debris(storage: Storage, path: str) -> list[str]:
 
 
 def remove_dead_file(storage: Storage, debris: str) -> bool:
-    """Removes a temporary whose name says that its process is gone; returns whether it did."""
+    """Removes a temporary whose name identifies a dead process; returns whether it was removed."""
     try:
         fd = storage.open(debris, "lock")
     except OSError:
@@ -146,13 +149,13 @@ def remove_dead_file(storage: Storage, debris: str) -> bool:
 
 
 def claim(storage: Storage, fd: int, path: str) -> None:
-    """Locks a file or directory that this process is making, to mark that it is not debris.
+    """Locks a file or directory that this process is creating, to mark that it is not debris.
 
-    Where locks are mandatory, this takes none: other ranks could not write to a locked file. There,
-    and where the lock is refused, the name alone protects the file.
+    Where locks are mandatory, no lock is taken, because other ranks could not write to a locked
+    file. There, and where the lock is refused, only the name protects the file.
 
     Raises:
-        StorageError: the kind of file system cannot be found out (op "open").
+        StorageError: the type of the file system cannot be determined (op "open").
     """
     with reported("open", path):
         is_mandatory = storage.policy(fd)[1].mandatory_locks
@@ -165,10 +168,10 @@ def claim(storage: Storage, fd: int, path: str) -> None:
 def temporary(
     storage: Storage, path: str, purpose: Purpose | None = None
 ) -> Iterator[tuple[int, str]]:
-    """Creates and claims a file beside path, for the body to write and rename.
+    """Creates and claims a file next to path, for the body to write and rename.
 
-    Yields its descriptor, which stays open and locked until the body ends, and its name. If the
-    body fails, the file is removed.
+    Yields the file's descriptor and name. The descriptor stays open and locked until the body ends.
+    If the body fails, the file is removed.
 
     Raises:
         StorageError: path is a directory, or its directory is missing, full or not writable.
@@ -201,7 +204,7 @@ def temporary(
 
 @telling
 def _creating(error: BaseException, storage: Storage, path: str) -> None:
-    """Explains ENOENT for a new file in a directory that exists: the file system, such as /proc,
+    """Explains ENOENT for a new file in an existing directory: the file system, for example /proc,
     does not create files.
     """
     above = os.path.dirname(path)
@@ -211,7 +214,7 @@ def _creating(error: BaseException, storage: Storage, path: str) -> None:
 
 
 def _is_served(storage: Storage, fd: int) -> bool:
-    """Whether a FUSE daemon serves a file's file system."""
+    """Returns whether a FUSE daemon serves a file's file system."""
     try:
         return storage.policy(fd)[0].startswith("fuse")
     except OSError:
@@ -221,9 +224,9 @@ def _is_served(storage: Storage, fd: int) -> bool:
 def _remove_closed(storage: Storage, name: str, served: bool) -> None:
     """Removes a file that was just closed.
 
-    If a daemon serves the file, this continues for _CLOSED_S: the daemon learns of the close(2)
-    later. Until then it may refuse the removal, or create the file again afterwards (rclone uploads
-    even an empty file).
+    If a daemon serves the file, the removal is repeated for _CLOSED_S, because the daemon receives
+    the close(2) later. Until then, it may refuse the removal, or create the file again afterwards
+    (rclone uploads even an empty file).
     """
     until = time.monotonic() + _CLOSED_S
     while True:
@@ -239,51 +242,53 @@ def _remove_closed(storage: Storage, name: str, served: bool) -> None:
 
 
 def settle(storage: Storage, fd: int, path: str, durable: bool) -> None:
-    """Makes a file durable; without `durable`, only has errors of earlier writes reported."""
+    """Makes a file durable. Without `durable`, only reports errors of earlier writes."""
     with reported("sync" if durable else "flush", path):
         (storage.sync if durable else storage.flush)(fd)
 
 
 def cut(storage: Storage, fd: int, path: str, nbytes: int) -> None:
-    """Cuts a file that was written in whole pages to its size."""
+    """Truncates a file that was written in complete pages to its size."""
     with reported("truncate", path):
         patiently(storage, fd, lambda: storage.truncate(fd, nbytes))
 
 
 def real_path(path: str) -> str:
-    """Returns the path without symbolic links; a separator at its end stays."""
+    """Returns the path without symbolic links, keeping a trailing separator."""
     real = os.path.realpath(path)
     return os.path.join(real, "") if path.endswith(os.sep) else real
 
 
 def check_directory(storage: Storage, path: str) -> None:
-    """Raises StorageError if a file's directory is missing, while the caller is still in save().
-    Other faults show later, when the background thread opens the file.
+    """Raises StorageError if a file's directory is missing, so that save() itself can fail. Other
+    faults are only found when the background thread opens the file.
     """
     try:
         is_missing = storage.status(os.path.dirname(path)) is None
     except OSError:  # it may be temporary; opening the file decides
         return
     if is_missing:
-        raise StorageError("open", path, errno.ENOENT, detail="create it first")
+        raise StorageError("open", path, errno.ENOENT, detail="create the directory first")
 
 
 def close_quietly(storage: Storage, fd: int) -> None:
-    """Closes a file whose content is settled or no longer matters: an error loses nothing."""
+    """Closes a file whose content is already written out or no longer needed. An error loses no
+    data, so it is only logged.
+    """
     try:
         storage.close(fd)
     except OSError as error:
-        log.warning("closing a file failed, which loses no data: %s", error)
+        log.warning("closing a file failed, but no data is lost: %s", error)
 
 
 def take_permissions(storage: Storage, fd: int, temporary: str, path: str) -> None:
-    """Gives a temporary, open as fd, the permissions of the file that it will replace. If there is
-    no such file, it gets the permissions that the umask allows a new file.
+    """Sets the permissions of a temporary, open as fd, to those of the file that it will replace.
+    If there is no such file, sets the permissions that the umask permits for a new file.
 
     The temporary may become read-only, so call this after the last rank has opened it.
 
     Raises:
-        StorageError: of op "open" or "set mode".
+        StorageError: op "open" or "set mode".
     """
     with reported("open", path):
         replaced = storage.status(path)
@@ -298,18 +303,18 @@ def publish(
 ) -> int | None:
     """THE commit: renames a temporary, whose content is already durable, to its final name.
 
-    Before the rename every reader sees the old checkpoint, after it the new one. Until the
-    directory is synced, a crash may bring the old one back, whole.
+    Before the rename every reader sees the old checkpoint, and after it the new one. Until the
+    directory is synced, a crash may restore the old checkpoint, which is still intact.
 
     Args:
         durable: whether the directory is synced.
-        fd: the temporary, if it is open; the rename is then repeated while a server refuses it
+        fd: the temporary, if it is open. The rename is then repeated while a server refuses it
             (patiently()).
 
     Returns:
-        A descriptor of the replaced file, or None. Closing it frees the file's blocks. That may
-            take longer than the commit itself (up to 0.15 s/GiB on ext4 with discard), so close it
-            after the result of the save is set. Always None on network file systems.
+        A descriptor of the replaced file; always None on network file systems. Closing it frees the
+            file's blocks, which may take longer than the commit itself (up to 0.15 s/GiB on ext4
+            with discard). So close it after the result of the save is set.
 
     Raises:
         StorageError: op "open directory" or "rename": nothing has changed. Op "sync directory": the
@@ -332,8 +337,8 @@ def publish(
 
 
 def rename_to_free_name(storage: Storage, temporary: str, path: str) -> None:
-    """Renames a file, but raises OSError if something has the name. On a file system without hard
-    links, a file that gets the name at the same moment is replaced.
+    """Renames a file; raises OSError if the name is in use. On a file system without hard links, a
+    file that gets the name at the same moment is replaced.
     """
     try:
         storage.link(temporary, path)
@@ -349,9 +354,9 @@ def _open_replaced(storage: Storage, fd: int, path: str) -> int | None:
     """Returns a descriptor of the file that fd's file is about to replace, on local file systems.
 
     On other file systems, the replacement of an open file is not atomic. An NFS client first
-    renames the old file away: for a moment nothing has the name, or for ever if the client dies
-    then. A CIFS client removes the old file, and its server refuses the rename until the old file
-    is closed everywhere: until then, neither file has the name.
+    renames the old file away, so for a moment no file has the name, or forever if the client dies
+    at that moment. A CIFS client removes the old file, and its server refuses the rename until the
+    old file is closed everywhere. Until then, neither file has the name.
     """
     with reported("open", path):
         if storage.policy(fd)[1].remote:
@@ -366,19 +371,19 @@ def _open_replaced(storage: Storage, fd: int, path: str) -> int | None:
 def naming_in(
     storage: Storage, directories: Collection[str], path: str
 ) -> Iterator[Callable[[], None]]:
-    """Opens directories that are to be synced, before the body gives a checkpoint its name: an
-    error here changes nothing.
+    """Opens directories to be synced, before the body gives a checkpoint its name. An error at this
+    point changes nothing.
 
     Args:
         directories: the directories in which names change; empty if the name need not be durable.
         path: the checkpoint's path, for messages.
 
     Yields:
-        A function that syncs them, for the body to call after the rename. Its StorageError is
-            `visible`, since every reader sees the checkpoint by then.
+        A function that syncs the directories, for the body to call after the rename. Its
+            StorageError is `visible`, because every reader sees the checkpoint at that point.
 
     Raises:
-        StorageError: of op "open directory".
+        StorageError: op "open directory".
     """
     with ExitStack() as closing:
         opened = {}
@@ -413,7 +418,8 @@ def replace_file(
     commits: bool = True,
     names_are_durable: bool = False,
 ) -> int | None:
-    """Replaces a file's content in one step: after a crash it has the old or the new one, whole.
+    """Replaces a file's content atomically: after a crash, the file has either the old or the new
+    content.
 
     Args:
         durable: whether the content is synced before the rename.
@@ -422,11 +428,11 @@ def replace_file(
         names_are_durable: whether the directory need not be synced before.
 
     Returns:
-        A descriptor of the replaced file, or None, as publish() does.
+        A descriptor of the replaced file, or None; see publish().
 
     Raises:
-        StorageError: the file has its old content; or if the error is `visible`, the new content,
-            but perhaps not durably.
+        StorageError: the file has its old content. If the error is `visible`, it has the new
+            content, but perhaps not durably.
     """
     directory = os.path.dirname(path)
     with temporary(storage, path) as (fd, name):
@@ -443,10 +449,10 @@ def replace_file(
 
 
 def make_directory(storage: Storage, path: str, durable: bool) -> None:
-    """Makes a directory and its missing parents, and syncs the parent of each if durable.
+    """Creates a directory and its missing parents. If durable, syncs the parent of each.
 
     Raises:
-        StorageError: of op "make directory" or "sync directory".
+        StorageError: op "make directory" or "sync directory".
     """
     missing = [path]
     with reported("make directory", path):
@@ -459,7 +465,9 @@ def make_directory(storage: Storage, path: str, durable: bool) -> None:
 
 
 def remove_files(storage: Storage, paths: Sequence[str]) -> None:
-    """Removes files that nothing needs. If a removal fails, the next save removes the file."""
+    """Removes files that are no longer needed. If a removal fails, the next save removes the
+    file.
+    """
     for path in paths:
         try:
             storage.remove(path)
@@ -475,19 +483,19 @@ def publish_directory(
     """THE commit of a directory, whose content is already durable: gives it its final name.
 
     If a directory already has that name, the two directories exchange their names. Where the file
-    system cannot do this, the old directory is first moved into `aside`, and for a moment nothing
-    has the name. If the new directory then cannot be renamed, the old one is moved back; if this
-    process is killed, remove_dead_directories() moves it back.
+    system does not support this, the old directory is first moved into `aside`, and for a moment no
+    directory has the name. If renaming the new directory then fails, the old directory is moved
+    back. If this process is killed, remove_dead_directories() moves it back.
 
     Args:
         directory, path: the new directory's present and final path.
         aside: a temporary_path() of path; it need not exist.
         fd: any file open on that file system, for patiently().
-        replaces: whether another directory may be replaced; if not, its presence is an error.
+        replaces: whether another directory may be replaced; if not, its existence is an error.
     """
 
     def exchange() -> bool:
-        """Exchanges the two names; returns False where the file system cannot."""
+        """Exchanges the two names; returns False if the file system does not support this."""
         try:
             storage.exchange(directory, path)
         except OSError as error:
@@ -517,7 +525,9 @@ def publish_directory(
 
 
 def remove_directory(storage: Storage, path: str, hidden: str) -> None:
-    """Renames a directory to a hidden name, then removes it: no reader sees it half removed."""
+    """Renames a directory to a hidden name and then removes it, so that no reader sees a half
+    removed directory.
+    """
     storage.rename(path, hidden)
     # Without this sync, a power cut might bring back the name but not all of the content.
     storage.sync_directory(os.path.dirname(path))
@@ -536,8 +546,9 @@ def sync_directories(storage: Storage, directory: str) -> None:
 
 
 def remove_dead_directories(storage: Storage, parent: str) -> None:
-    """Removes directories with temporary names whose process is dead, as remove_debris() does. If
-    such a process moved a directory aside but did not replace it, the directory is renamed back.
+    """Removes directories with temporary names whose process is dead, by the rules of
+    remove_debris(). If such a process moved a directory aside but did not replace it, that
+    directory is renamed back.
     """
     # The parent may be missing, or may be writable but not readable: then nothing is removed.
     with reported("list", parent), suppress(PermissionError, FileNotFoundError):
@@ -548,14 +559,16 @@ def remove_dead_directories(storage: Storage, parent: str) -> None:
 
 
 def remove_dead(storage: Storage, path: str) -> None:
-    """Removes a temporary file or directory as if its process were gone. Raises OSError if the kind
-    of the temporary cannot be determined.
+    """Removes a temporary file or directory, assuming that its process is dead. Raises OSError if
+    it cannot be determined which of the two it is.
     """
     (remove_dead_directory if is_directory(storage, path) else remove_dead_file)(storage, path)
 
 
 def remove_dead_directory(storage: Storage, path: str) -> bool:
-    """Removes a directory with a temporary name whose process is gone; returns whether it did."""
+    """Removes a directory with a temporary name whose process is dead; returns whether it was
+    removed.
+    """
     with suppress(OSError):  # another process may also remove it; a leftover only costs space
         fd = storage.open(path)
         try:
@@ -570,7 +583,7 @@ def remove_dead_directory(storage: Storage, path: str) -> bool:
 
 def moved_aside(storage: Storage, aside: str) -> str | None:
     """Returns the original path of a directory that a killed save moved into `aside`; None if there
-    is no such directory, or if something else has that path.
+    is no such directory, or if that path is in use.
     """
     if not is_directory(storage, os.path.join(aside, REPLACED)):
         return None
@@ -580,7 +593,7 @@ def moved_aside(storage: Storage, aside: str) -> str | None:
 
 
 def _put_back(storage: Storage, aside: str) -> None:
-    """Gives a directory that was moved aside its name back, if nothing has that name."""
+    """Renames a directory that was moved aside back to its original name, if the name is free."""
     path = moved_aside(storage, aside)
     if path is not None:
         storage.rename(os.path.join(aside, REPLACED), path)
@@ -588,7 +601,9 @@ def _put_back(storage: Storage, aside: str) -> None:
 
 
 def _umask() -> int:
-    """Returns this process's umask from proc(5): umask(2) would change it, for all threads."""
+    """Returns this process's umask from proc(5), because umask(2) would change it for all
+    threads.
+    """
     try:
         with open("/proc/thread-self/status", encoding="ascii", errors="replace") as status:
             return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)

@@ -1,4 +1,4 @@
-"""Bound: how long a wait may go without progress."""
+"""Bound: the limit for the duration of a wait without progress."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ _LOG_S = 60.0  # how often a wait without progress is logged
 
 
 class Bound:
-    """The bound of successive waits. Each look adds at most look_s, however long ago the last look
-    was: otherwise a stopped process would mistake its own pause for a disk that hangs.
+    """The time limit of successive waits. Each look adds at most look_s to the measured time,
+    however long ago the last look was. Otherwise a process that was stopped would mistake its own
+    pause for a hung disk.
 
     Attributes:
-        timeout_s: the longest time without progress; inf: there is no limit.
+        timeout_s: the longest time without progress; inf means no limit.
         look_s: the longest time between two looks.
     """
 
@@ -27,12 +28,12 @@ class Bound:
         self._looked = self._still_s = self._logged_s = 0.0
 
     def is_over(self, seconds: float, describe: Callable[[], str]) -> bool:
-        """Returns whether there was no progress for timeout_s; logs a wait without progress once a
+        """Returns whether there was no progress for timeout_s. Logs a wait without progress once a
         minute.
 
         Args:
             seconds: the time without progress, by the clock.
-            describe: returns in words what the caller waits for, and how long it has waited.
+            describe: returns a text about what the caller waits for and how long it has waited.
         """
         now = time.monotonic()
         since, self._looked = now - self._looked, now
@@ -44,8 +45,8 @@ class Bound:
         elif self._still_s >= self._logged_s + _LOG_S and self._still_s < self.timeout_s:
             self._logged_s = self._still_s
             log.warning(
-                "%s: check that the server or the disk responds. It is abandoned after %g s "
-                "without progress",
+                "%s: check that the server or the disk responds. The operation is abandoned "
+                "after %g s without progress",
                 describe(),
                 self.timeout_s,
             )

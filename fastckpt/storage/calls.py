@@ -1,10 +1,10 @@
-"""The permit of a save to call the file system. A server may never answer a call, and the thread in
-that call cannot act then. Another thread notices the hang and revokes the permit.
+"""The permit of a save to call the file system. If a server never answers a call, the thread in
+that call hangs. Another thread detects the hang and revokes the permit.
 
-If the call returns later, every storage call of that thread but close raises Revoked, as if the
-process had been killed in the call: the thread removes, renames and writes nothing, because another
-job may have taken over in the meantime. Files that it closes under a temporary name are debris, as
-those of a dead process are.
+If the call returns later, every storage call of that thread except close raises Revoked, as if the
+process had been killed in the call. The thread then cannot remove, rename or write anything,
+because another job may have taken over in the meantime. Files that it closes under a temporary name
+are debris, like those of a dead process.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Revoked(BaseException):
 
 class Permit:
     """The permit of one save. The thread that enters it records its storage calls here. After the
-    permit is revoked, each call but close raises Revoked.
+    permit is revoked, each call except close raises Revoked.
 
     Attributes:
         is_revoked: whether the permit is revoked.
         ended: set by the thread that revoked the permit, after it has ended the save. Until then,
             calls of the revoked thread neither return nor raise.
-        left: the temporary files and directories that the thread has closed since.
+        left: the temporary files and directories that the thread has closed since the revocation.
     """
 
     def __init__(self) -> None:
@@ -67,8 +67,8 @@ class Permit:
         _thread.permit = None
 
     def revoke(self, bound: Bound | None = None) -> StorageError | None:
-        """Revokes the permit if the current call made no progress within the bound, or in any case
-        without a bound. Returns the error of a save that ends because of that call.
+        """Revokes the permit if the current call has made no progress within the bound; without a
+        bound, revokes it in any case. Returns the error of the save that ends because of that call.
         """
         calls = self.under_way[-1:]
         if bound is not None and not (calls and bound.is_over(calls[0].seconds(), calls[0].text)):
@@ -80,15 +80,15 @@ class Permit:
         return self.hung[0].error(bound) if self.hung else None
 
     def check(self) -> None:
-        """Raises Revoked, after the save is ended, if the permit is revoked."""
+        """If the permit is revoked, waits until the save is ended and raises Revoked."""
         if self.is_revoked:
             self.ended.wait()
             raise Revoked
 
     def closes(self, fd: int, path: str) -> bool:
         """Returns whether the thread of this revoked permit still has that file open, and records
-        that it closes it now. The number of a descriptor that it has closed may be in use again, by
-        another file.
+        that the thread closes it now. After a close, another file may have the same descriptor
+        number.
         """
         if any(call.name == "close" for call in self.under_way):  # a test double's close
             return True
@@ -101,7 +101,7 @@ class Permit:
 
 
 class Call:
-    """A storage call, or a sequence of them, while its context is entered.
+    """A storage call, or a sequence of calls, active while its context is entered.
 
     Args:
         name: the operation; also an attribute.
@@ -141,7 +141,7 @@ class Call:
         return time.monotonic() - self.since
 
     def text(self) -> str:
-        """Returns in words what the thread waits for."""
+        """Returns a description of the call for which the thread waits."""
         return f"{self.name} of {self._path()!r} has not returned for {self.seconds():.0f} s"
 
     def error(self, bound: Bound | None) -> StorageError:
@@ -162,8 +162,9 @@ def _path_of(fd: int) -> str:
 
 
 class NotedLock:
-    """A re-entrant lock whose waits are Calls, since its holder may be in a call that never
-    returns. Not for threads on which signal handlers run. Args: as Call's.
+    """A re-entrant lock whose waits are recorded as Calls, because its holder may be in a call that
+    never returns. It must not be used on threads that run signal handlers. For the arguments see
+    Call.
     """
 
     def __init__(self, name: str, subject: str) -> None:
@@ -196,8 +197,8 @@ def _unmake(fd: int, path: str) -> None:
 
 
 def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a method of Storage whose calls are Calls. If a revoked call has opened a file, the
-    file is closed again; if it has created a file, the file is removed.
+    """Wraps a method of Storage to record its calls as Calls. If a revoked call opened a file, the
+    file is closed again; if it created a file, the file is removed.
     """
 
     @wraps(method)
@@ -229,8 +230,9 @@ def as_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def looked_up(look: Callable[[], T], path: str, timeout_s: float) -> T:
-    """Calls a function that looks up a path, and returns its result. Raises StorageError if it has
-    not returned for timeout_s, so that save() does not wait for a server that does not respond.
+    """Calls a function that looks up a path, and returns its result. Raises StorageError if the
+    function has not returned after timeout_s, so that save() does not wait for a server that does
+    not respond.
     """
     outcome, bound, since = call_aside(look), Bound(timeout_s), time.monotonic()
 
@@ -255,12 +257,12 @@ def looked_up(look: Callable[[], T], path: str, timeout_s: float) -> T:
 
 
 def real_path(path: str, timeout_s: float) -> str:
-    """Returns a path without symbolic links; raises as looked_up()."""
+    """Returns a path without symbolic links. For errors see looked_up()."""
     return looked_up(lambda: os.path.realpath(path), path, timeout_s)
 
 
 def note(kind: type, seam: type) -> None:
-    """Applies as_call() to the public methods of `seam` that a class defines."""
+    """Applies as_call() to each public method of `seam` that a class defines."""
     for name, method in [*vars(kind).items()]:
         if isinstance(method, FunctionType) and not name.startswith("_") and hasattr(seam, name):
             setattr(kind, name, as_call(name, method))

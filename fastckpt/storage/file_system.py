@@ -1,6 +1,8 @@
-"""The seam to the file system: every system call that names a file, made as the kind of file system
-needs it, and the ways to report or retry its errors. It must not know formats, tensors, or the
-order of a commit. Tests replace Storage by doubles that record, fail, shorten or forget calls.
+"""The interface to the file system: all system calls that name a file, adapted to the type of the
+file system, and functions that report or retry their errors.
+
+The module must not know formats, tensors, or the order of a commit. Tests replace Storage by
+doubles that record, fail, shorten or forget calls.
 """
 
 from __future__ import annotations
@@ -38,12 +40,12 @@ _LOST = frozenset(
 
 
 def rename(source: str, target: str, replaces: bool = True) -> None:
-    """Renames a file or directory, as rename(2) does.
+    """Renames a file or directory, like rename(2).
 
     Args:
-        replaces: whether something that has the target's name is replaced. If not, its presence is
-            an error; but where the file system cannot check this in one step, something that gets
-            the name at the same moment is replaced.
+        replaces: whether an entry with the target's name is replaced. If not, its existence is an
+            error. Where the file system cannot check this atomically, an entry that gets the name
+            at the same moment is replaced.
 
     Raises:
         OSError: nothing has changed. ETIMEDOUT: it is unknown whether anything has changed.
@@ -58,8 +60,8 @@ def rename(source: str, target: str, replaces: bool = True) -> None:
 
 
 def exchange(one: str, other: str) -> None:
-    """Exchanges two names in one step by renameat2(2). Not every file system supports this. Raises
-    as rename().
+    """Exchanges two names atomically by renameat2(2). Not every file system supports this. For
+    errors see rename().
     """
     moved = _identity(one)
     try:
@@ -87,7 +89,7 @@ def _renameat2(source: str, target: str, flag: int) -> None:
 
 
 def _raise_unless(error: OSError, is_done: Callable[[], bool]) -> None:
-    """Raises the error of a change, unless the change was made all the same."""
+    """Raises the error of a change, except if the change was made despite the error."""
     if error.errno not in _LOST:
         raise error
     try:
@@ -99,7 +101,7 @@ def _raise_unless(error: OSError, is_done: Callable[[], bool]) -> None:
 
 
 def _identity(path: str) -> tuple[int, int] | None:
-    """Returns the device and inode of a path, or None if nothing is there."""
+    """Returns the device and inode of a path, or None if the path does not exist."""
     try:
         status = os.lstat(path)
     except FileNotFoundError:
@@ -179,14 +181,14 @@ def close_inherited() -> None:
 
 @telling
 def reported(error: BaseException, op: str, path: str, offset: int | None = None) -> None:
-    """Turns the body's OSError into a StorageError that names the operation and the path."""
+    """Converts the body's OSError to a StorageError that names the operation and the path."""
     if isinstance(error, OSError) and not isinstance(error, StorageError):
         raise StorageError(op, path, error.errno or errno.EIO, offset) from error
 
 
 @telling
 def shortage_told(error: BaseException, storage: Storage, fd: int, path: str, nbytes: int) -> None:
-    """Turns the body's ENOSPC into a StorageError that says how much room is needed and left."""
+    """Converts the body's ENOSPC to a StorageError that states how much room is needed and free."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         detail = ""
         with suppress(OSError):  # the original error counts
@@ -197,13 +199,13 @@ def shortage_told(error: BaseException, storage: Storage, fd: int, path: str, nb
 
 
 def room_text(needed: int, free: int) -> str:
-    """Returns in words how much room is needed and how much is free."""
+    """Returns a text that states how much room is needed and how much is free."""
     return f"{shown_size(needed)} are needed, but {shown_size(free)} are free on the file system"
 
 
 @telling
 def naming(error: BaseException, path: str) -> None:
-    """Puts the path in front of the message of a format's error."""
+    """Prefixes the message of a format's error with the path."""
     if isinstance(error, StorageError) or str(error).startswith(repr(path)):
         return
     if isinstance(error, CheckpointError):
@@ -211,11 +213,11 @@ def naming(error: BaseException, path: str) -> None:
 
 
 def patiently(storage: Storage, fd: int, call: Callable[[], T]) -> T:
-    """Calls an operation on an open file, and repeats it while a remote server refuses it, for at
-    most PATIENCE_S.
+    """Calls an operation on an open file, and repeats it for at most PATIENCE_S while a remote
+    server refuses it.
 
-    A refused operation must change nothing. A sync is therefore never repeated: after a failed sync
-    the kernel may have dropped the bytes.
+    A refused operation must change nothing. A sync is therefore never repeated: after a failed
+    sync, the kernel may have dropped the bytes.
     """
     until = time.monotonic() + PATIENCE_S
     while True:
@@ -230,9 +232,8 @@ def patiently(storage: Storage, fd: int, call: Callable[[], T]) -> T:
 
 
 def persistently(read: Callable[[], T], path: str) -> T:
-    """Calls a function that reads, and repeats it after REREAD_PAUSES_S unless its error is
-    permanent: a failed read says nothing about the bytes, so it must not count as damage or end a
-    load.
+    """Calls a function that reads, and repeats it after REREAD_PAUSES_S if its error is not
+    permanent. A failed read does not prove that the bytes are damaged, and should not end a load.
 
     Args:
         read: has no lasting effect if it fails.
@@ -256,8 +257,9 @@ def persistently(read: Callable[[], T], path: str) -> T:
 
 
 def from_the_path(read: Callable[[], T]) -> T:
-    """Calls a function that opens a path and reads it, and repeats it a few times while it raises
-    ESTALE: another machine has replaced the file, and the server no longer knows the old one.
+    """Calls a function that opens and reads a path, and repeats it a few times while it raises
+    ESTALE. The error means that another machine has replaced the file, and the server no longer has
+    the old one.
     """
     pauses = iter(_STALE_PAUSES_S)
     while True:
@@ -271,14 +273,14 @@ def from_the_path(read: Callable[[], T]) -> T:
 
 
 class Storage:
-    """The real file system. Methods raise OSError as the system call does, so use reported()."""
+    """The real file system. Methods raise the OSError of the system call, so use reported()."""
 
     def __init_subclass__(cls) -> None:
         calls.note(cls, Storage)
 
     def create(self, path: str, mode: int, purpose: Purpose | None = None) -> int:
         """Creates a new file for reading and writing; returns its descriptor. It is an error if the
-        path exists. `purpose` decides the file's layout on Lustre.
+        path exists. `purpose` determines the file's layout on Lustre.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL follows no link
         if purpose is None or not lustre.is_lustre(os.path.dirname(path)):
@@ -289,8 +291,8 @@ class Storage:
         return fd
 
     def refusal(self, fd: int, number: int) -> Refusal:
-        """Explains why a new file could not get its size or a block, from the errno. Raises
-        nothing, since the original error counts.
+        """Explains, from the errno, why a new file could not get its size or a block. Raises no
+        error, so that the original error is reported.
         """
         try:
             name = _policy(fd)[0]
@@ -305,15 +307,16 @@ class Storage:
         """Opens a file or directory, without waiting for the other end of a FIFO.
 
         Args:
-            file: its path; or its descriptor, to open it again without the descriptor's flags.
-            how: "read"; "regular": to read a regular file, but not through a symbolic link;
-                "write": to read and write a file that another rank has made, but not through a
-                link; "lock": for lock(), if possible also for writing, since NFS needs that
-                (flock(2)); "directory": for sync_directory().
+            file: the path; or a descriptor, to open its file again without the descriptor's flags.
+            how: the purpose. "read": to read. "regular": to read a regular file, but not through a
+                symbolic link. "write": to read and write a file that another rank has created, but
+                not through a link. "lock": to lock, and if possible also to write, because locks on
+                NFS need a writable descriptor (flock(2)). "directory": to sync a directory.
 
         Raises:
             NoRegularFile: `how` is "regular", but the path is certainly not a regular file.
-            OSError: it cannot be opened. It may still be a regular file, whatever the error says.
+            OSError: the file cannot be opened. It may still be a regular file, whatever the error
+                is.
         """
         path = f"/proc/self/fd/{file}" if isinstance(file, int) else file
         flags = os.O_CLOEXEC | os.O_NONBLOCK
@@ -334,8 +337,8 @@ class Storage:
         """Makes this machine look up a path on the server again; returns False if the file system
         does not cache names.
 
-        It opens the directory: an NFS client then compares the directory's time with the server's,
-        and forgets which names were missing before.
+        The method opens the directory. An NFS client then compares the directory's time with the
+        server's, and drops its cache of missing names.
         """
         above = os.path.dirname(path)
         try:
@@ -363,8 +366,8 @@ class Storage:
         """Takes the file's lock, exclusive or shared, without waiting; returns False if another
         process holds a conflicting lock.
 
-        Raises OSError if the lock's state is unknown, such as EBADF on NFS: there an exclusive lock
-        needs a file that is open for writing.
+        Raises OSError if the lock's state is unknown. An example is EBADF on NFS, where an
+        exclusive lock needs a file that is open for writing.
         """
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -377,7 +380,7 @@ class Storage:
         return True
 
     def read_file(self, path: str, nbytes_max: int) -> bytes:
-        """Returns the content of a small regular file, nbytes_max of it at most."""
+        """Returns the content of a small regular file, at most nbytes_max bytes."""
 
         def read() -> bytes:
             fd = self.open(path, "regular")
@@ -390,18 +393,22 @@ class Storage:
         return from_the_path(read)
 
     def make_directory(self, path: str, *, parents: bool = False) -> None:
-        """Makes a directory; with `parents`, it may already exist, and missing parents are made."""
+        """Creates a directory. With `parents`, it may already exist, and missing parents are
+        created.
+        """
         if parents:
             os.makedirs(path, exist_ok=True)
         else:
             os.mkdir(path)
 
     def remove_directory(self, path: str, *, content: bool = False) -> None:
-        """Removes an empty directory, or with `content` a directory and everything in it."""
+        """Removes an empty directory. With `content`, removes a directory with all its content."""
         (shutil.rmtree if content else os.rmdir)(path)
 
     def allocate(self, fd: int, nbytes: int) -> None:
-        """Gives the file its size and its blocks, so that direct writes need not extend it."""
+        """Sets the file's size and allocates its blocks, so that direct writes need not extend the
+        file.
+        """
         if not _policy(fd)[1].allocates:
             os.ftruncate(fd, nbytes)
             return
@@ -413,8 +420,8 @@ class Storage:
             os.ftruncate(fd, nbytes)
 
     def append(self, path: str, line: bytes) -> None:
-        """Adds a line to a file by one write, and makes the file if it is missing. If a crash or a
-        full disk cut the previous line short, that line is ended first.
+        """Appends a line to a file in one write, and creates the file if it is missing. If a crash
+        or a full disk cut off the previous line, that line is first ended.
         """
         fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
@@ -430,21 +437,22 @@ class Storage:
         os.ftruncate(fd, nbytes)
 
     def sync(self, fd: int) -> None:
-        """Makes the file's data and size durable; reports write errors since the last call."""
+        """Makes the file's data and size durable. Reports write errors since the last call."""
         policy = _policy(fd)[1]
         (os.fsync if policy.syncs_all else os.fdatasync)(fd)
         if policy.remote:  # a daemon without fsync reports errors here: see flush()
             os.close(os.dup(fd))
 
     def flush(self, fd: int) -> None:
-        """Has a network file system report failed writes. It reports them when any descriptor of
-        the file is closed (close(2)); closing a duplicate does not release the file's lock.
+        """Makes a network file system report failed writes, which it does when any descriptor of
+        the file is closed (close(2)). The method closes a duplicate, which does not release the
+        file's lock.
         """
         os.close(os.dup(fd))
 
     def rename(self, source: str, target: str, *, replaces: bool = True) -> None:
-        """Renames a file or directory; without `replaces` it is an error if something has the
-        target's name.
+        """Renames a file or directory. Without `replaces`, it is an error if the target's name is
+        in use.
         """
         rename(source, target, replaces)
 
@@ -452,14 +460,16 @@ class Storage:
         os.link(source, target, follow_symlinks=False)
 
     def exchange(self, one: str, other: str) -> None:
-        """Exchanges two names in one step. Not every file system supports this."""
+        """Exchanges two names atomically. Not every file system supports this."""
         exchange(one, other)
 
     def touch(self, path: str) -> None:
         os.utime(path)
 
     def sync_directory(self, directory: str | int) -> None:
-        """Makes the entries of a directory, given by its path or descriptor, durable."""
+        """Makes the entries of a directory durable. The directory is given by its path or
+        descriptor.
+        """
         if isinstance(directory, str):
             fd = Storage.open(self, directory, "directory")
             try:
@@ -478,14 +488,15 @@ class Storage:
         os.unlink(path)
 
     def remove_all(self, directory: str, names: Sequence[str]) -> None:
-        """Removes files of a directory; missing ones are ignored. POSIX keeps the given order."""
+        """Removes files from a directory, ignoring missing ones. POSIX keeps the given order."""
         for name in names:
             with suppress(FileNotFoundError):  # another process has also removed it
                 self.remove(os.path.join(directory, name))
 
     def names(self, directory: str, *, directories: bool = False) -> list[str]:
-        """Returns the names in a directory, in no order, without removed files that are not freed
-        yet; with `directories`, only the names of directories, not of symbolic links to them.
+        """Returns the names in a directory, in no particular order. Files that were removed but are
+        not yet freed are left out. With `directories`, returns only names of directories, without
+        symbolic links.
         """
         if directories:
             with os.scandir(directory) as entries:
@@ -493,7 +504,7 @@ class Storage:
         return [name for name in os.listdir(directory) if not LINGERING.fullmatch(name)]
 
     def free_bytes(self, path: str) -> int:
-        """Returns how many bytes may still be written to a path's file system."""
+        """Returns how many bytes can still be written to a path's file system."""
         statistics = os.statvfs(path)
         return statistics.f_bavail * statistics.f_frsize
 
@@ -502,8 +513,8 @@ class Storage:
         return os.fstat(fd)
 
     def status(self, path: str, *, link: bool = False) -> os.stat_result | None:
-        """Returns stat(2) of a path, or None if nothing is there; with `link`, the status of a
-        symbolic link itself.
+        """Returns the stat(2) result for a path, or None if the path does not exist. With `link`,
+        returns the status of a symbolic link itself.
 
         Raises NoRegularFile if the path is a symbolic link that forms a loop.
         """
@@ -519,8 +530,8 @@ class Storage:
             raise
 
     def set_permissions(self, fd: int, like: os.stat_result | None) -> None:
-        """Gives a file the permissions of another file, and its owner as far as this process may.
-        Without another file, lets everybody write to it.
+        """Gives a file the permissions of another file, and its owner if this process may change
+        it. If `like` is None, lets all users write to the file.
         """
         own = os.fstat(fd)
         if like is None:
@@ -534,7 +545,9 @@ class Storage:
         os.fchmod(fd, stat.S_IMODE(like.st_mode))
 
     def read_at(self, fd: int, nbytes: int, offset: int) -> bytes:
-        """Returns nbytes at an offset, fewer only at the end of the file: for headers, not bulk."""
+        """Returns nbytes at an offset; fewer only at the end of the file. Meant for headers, not
+        for bulk data.
+        """
         parts = []
         while nbytes > 0:
             part = os.pread(fd, nbytes, offset)
@@ -546,8 +559,8 @@ class Storage:
         return b"".join(parts)
 
     def write_at(self, fd: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-        """Writes all of data. With O_DIRECT, whole pages must be aligned in memory; for a part of a
-        page, the whole page is read from the file and rewritten.
+        """Writes all of the data. With O_DIRECT, complete pages must be aligned in memory; a
+        partial page is completed from the file and rewritten.
         """
         view = memoryview(data).cast("B")
         is_direct = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT
@@ -576,9 +589,9 @@ class Storage:
         """Switches an open file to O_DIRECT; returns None if that works, otherwise the reason why
         not.
 
-        If `offset` is given, tries one page there: reads it, or with `writing` fills it with zeros,
-        so it must not have content yet. If the share of the file in the page cache is larger than
-        cached_max, tries nothing.
+        If `offset` is given, tries to read the page there or, with `writing`, to fill it with
+        zeros, so the page must not have content yet. If the page cache holds more than the share
+        cached_max of the file, the method returns without trying.
         """
         if cached_max < 1.0 and cached_share(fd) > cached_max:
             return "most of the file is in the page cache"
@@ -604,8 +617,8 @@ calls.note(Storage, Storage)
 
 
 class Refusal(NamedTuple):
-    """The reason in words why a new file could not get its size or a block, "" if unknown; and a
-    layout with which a new file may find room, None where a layout makes no difference.
+    """The reason why a new file could not get its size or a block, and a layout with which a new
+    file may find room. The reason is "" if unknown; the layout is None if it makes no difference.
     """
 
     text: str
@@ -613,31 +626,33 @@ class Refusal(NamedTuple):
 
 
 def scratch() -> int:
-    """Makes a file in memory without a name, which is freed on close (memfd_create(2))."""
+    """Creates an unnamed file in memory, which is freed when it is closed (memfd_create(2))."""
     return _registered(os.memfd_create("fastckpt", os.MFD_CLOEXEC))
 
 
 def close_scratch(fd: int) -> None:
-    """Closes a file of scratch()."""
+    """Closes a file that scratch() created."""
     _descriptors.pop(fd, None)
     os.close(fd)
 
 
 def cached_share(fd: int) -> float:
-    """Returns the share of a file in the page cache, or 0.0 if the kernel does not report it."""
+    """Returns the share of a file that is in the page cache; 0.0 if the kernel does not report
+    it.
+    """
     nbytes = os.fstat(fd).st_size
     return max(0.0, _engine.cached_bytes(fd, nbytes) / nbytes) if nbytes else 0.0
 
 
 def is_directory(storage: Storage, path: str) -> bool:
-    """Whether path is a directory, not a symbolic link to one."""
+    """Returns whether path is a directory, and not a symbolic link to one."""
     status = storage.status(path, link=True)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def known_status(storage: Storage, path: str, *, link: bool = False) -> os.stat_result | None:
-    """Returns the status of a path, or None if it cannot be determined; `link` is as
-    Storage.status()'s.
+    """Returns the status of a path, or None if it cannot be determined. For `link` see
+    Storage.status().
     """
     try:
         return storage.status(path, link=link)

@@ -1,4 +1,4 @@
-"""Files that are open for reading, in a file system or in an object store. Readers use them only
+"""Files that are open for reading, in a file system or an object store. Readers use them only
 through the interface InputFile.
 """
 
@@ -13,11 +13,11 @@ from fastckpt.storage.objects import objects_of
 
 
 class InputFile(Protocol):
-    """A file that is open for reading. Methods raise OSError, as a system call does.
+    """A file that is open for reading. Methods raise OSError, like system calls.
 
     Attributes:
-        path: its path, for messages.
-        fd: its descriptor; for an object, a number by which the engine knows it, and which no
+        path: the file's path, for messages.
+        fd: the file's descriptor. For an object, a number that the engine uses instead, and that no
             descriptor has.
     """
 
@@ -26,17 +26,19 @@ class InputFile(Protocol):
     @property
     def fd(self) -> int: ...
     def nbytes(self) -> int:
-        """Returns its size."""
+        """Returns the file's size."""
 
     def read_at(self, nbytes: int, offset: int) -> bytes:
-        """Returns nbytes at an offset, fewer only at the end of the file: for headers, not bulk."""
+        """Returns nbytes at an offset; fewer only at the end of the file. Meant for headers, not
+        for bulk data.
+        """
 
     def close(self) -> None:
-        """Closes it. An error here does not affect bytes that were already read."""
+        """Closes the file. An error here does not affect bytes that were already read."""
 
 
 class PosixFile:
-    """A file of a file system. Args: the storage, the descriptor and the path."""
+    """A file of a file system, given by the storage, the descriptor and the path."""
 
     def __init__(self, storage: Storage, fd: int, path: str) -> None:
         self.storage, self.fd, self.path = storage, fd, path
@@ -55,7 +57,7 @@ class PosixFile:
 
 
 def input_file(storage: Storage, path: str, *how: Opening) -> InputFile:
-    """Opens a file; `how` is as Storage.open()'s. Raises as that."""
+    """Opens a file for reading. For `how` and errors see Storage.open()."""
     if is_mounted(path):
         return objects_of(storage).opened(path)
     return PosixFile(storage, storage.open(path, *how), path)

@@ -1,6 +1,6 @@
-"""The rule that decides which checkpoints under a directory are removed after a commit.
+"""The rule that decides which checkpoints in a directory are removed after a commit.
 
-Every retention uses it. Its result depends on the entries alone.
+All kinds of retention use it. Its result depends only on the entries.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from typing import NamedTuple
 
 
 class Entry(NamedTuple):
-    """One checkpoint, as the rule sees it.
+    """One checkpoint, as input of the rule.
 
     Attributes:
         name: its name.
-        number: its step, if several checkpoints may have the same step: they count once together.
-        counts: whether it counts toward the number to keep: it is complete and durable, so older
-            ones may be removed.
+        number: its step, if several checkpoints may have the same step; such checkpoints count once
+            together.
+        counts: whether it counts toward the number to keep. If so, it is complete and durable, and
+            older checkpoints may be removed.
         is_pinned: whether it stays in any case.
-        is_useless: whether it is removed regardless of other checkpoints, unless it is pinned; it
-            does not count.
-        score: its quality, higher is better; None or a number that is not finite: no score.
+        is_useless: whether it does not count and is removed, regardless of other checkpoints. Being
+            pinned takes precedence.
+        score: its quality, where higher is better. None or a number that is not finite means no
+            score.
     """
 
     name: str
@@ -33,19 +35,19 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        """The key: entries with the same key count once."""
+        """The key that entries have in common if they count once together."""
         return self.name if self.number is None else self.number
 
 
 class Policy(NamedTuple):
-    """The rule by which checkpoints stay.
+    """The numbers and names of checkpoints to keep.
 
     Attributes:
         last: how many of the newest checkpoints that count stay, at least 1. A checkpoint that does
             not count stays while fewer than `last` newer ones count.
         every: checkpoints whose number is a multiple of this also stay.
-        best: the name of a checkpoint that stays and is one of the `last`, but never in place of
-            the newest one.
+        best: the name of a checkpoint that stays and takes one of the `last` places, but never the
+            place of the newest checkpoint.
         top: how many of the best checkpoints that count also stay, in the order of best_first(). A
             checkpoint that does not count stays while fewer than `top` better ones count.
     """
@@ -60,9 +62,9 @@ def victims(entries: Sequence[Entry], policy: Policy) -> list[str]:
     """Returns the names of the checkpoints to remove.
 
     Args:
-        entries: the checkpoints, the newest first. The newest stays, and is one of the `last` if it
-            counts.
-        policy: decides which ones stay.
+        entries: the checkpoints, newest first. The newest stays, and takes one of the `last` places
+            if it counts.
+        policy: determines which checkpoints stay.
     """
     last, every, best, top = policy
     on_top = set()
@@ -87,8 +89,8 @@ def victims(entries: Sequence[Entry], policy: Policy) -> list[str]:
 
 
 def best_first(entries: Sequence[Entry]) -> list[Entry]:
-    """Returns the checkpoints that have a score, best first; of equal ones, the oldest first. A
-    checkpoint is left out if a newer one with the same number counts.
+    """Returns the checkpoints that have a score, best first. Among equal scores, the oldest comes
+    first. A checkpoint is left out if a newer checkpoint with the same number counts.
     """
     scored: list[tuple[float, Entry]] = []
     replaced = set[Hashable]()

@@ -1,11 +1,11 @@
 """Creates files on Lustre with a layout, without liblustreapi, and reports which storage targets
 (OSTs) are full.
 
-As liblustreapi does, it opens a file with delayed creation and sets the layout by an ioctl. The
-ioctl fails with EEXIST if the file already has a layout. If the ioctl is unknown, the attribute
-lustre.lov sets the layout. Success proves nothing: if the administrator lets only one group set
+Like liblustreapi, the module opens a file with delayed creation and sets the layout by an ioctl,
+which fails with EEXIST if the file already has a layout. If the ioctl is unknown, the attribute
+lustre.lov sets the layout. Success is not reliable: if the administrator lets only one group set
 layouts (llite.*.enable_setstripe_gid), the ioctl returns 0 without effect (EACCES for a process
-named "lfs"), and every write fails with EBADF. So the layout is read back.
+named "lfs"), and every write fails with EBADF. The layout is therefore read back.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _FORBIDDEN = (errno.EACCES, errno.EPERM)  # llite.enable_setstripe_gid
 
 @dataclass
 class _Place:
-    """A directory: its default layout, its file system's name and mount point, and whether the
-    mount's type is also Lustre. The magic number alone is not enough: 9p passes on the server's.
+    """A directory: its default layout, the name and mount point of its file system, and whether the
+    mount's type is Lustre as well. The magic number alone is not enough, because 9p passes on the
+    server's.
     """
 
     default: Layout
@@ -57,8 +58,8 @@ def is_lustre(path: str) -> bool:
 
 
 def create(path: str, flags: int, mode: int, purpose: Purpose) -> tuple[int, str]:
-    """Creates a file with the layout that suits its purpose. Returns its descriptor and, in words,
-    its layout and the reason. `flags` are open(2)'s, with O_CREAT and O_EXCL.
+    """Creates a file with the layout that suits its purpose. Returns its descriptor, and a text
+    with its layout and the reason. `flags` are those of open(2), with O_CREAT and O_EXCL.
     """
     place = _place(purpose.directory or os.path.dirname(path))
     if not place.is_lustre:
@@ -84,7 +85,7 @@ def create(path: str, flags: int, mode: int, purpose: Purpose) -> tuple[int, str
 
 
 def _lay_out(fd: int, layout: Layout) -> None:
-    """Gives a file that was opened with DELAY_CREATE its layout."""
+    """Sets the layout of a file that was opened with DELAY_CREATE."""
     content = encoded(layout)
     try:
         fcntl.ioctl(fd, SETSTRIPE, bytearray(content))
@@ -127,7 +128,7 @@ def _place(directory: str) -> _Place:
 
 
 def free_bytes(name: str) -> dict[int, int]:
-    """Returns the free bytes of each OST of a file system, by number, as far as known."""
+    """Returns the free bytes of each OST of a file system, by OST number, as far as known."""
     free: dict[int, int] = {}
     for tree in TREES:
         for path in glob.glob(f"{tree}/{glob.escape(name)}-OST*/kbytesavail"):
@@ -140,7 +141,9 @@ def free_bytes(name: str) -> dict[int, int]:
 
 
 def another_layout(fd: int) -> Layout | None:
-    """Returns the layout to try when a file found no room; None if its layout is not plain."""
+    """Returns the layout to try next after a file found no room; None if its layout is not
+    plain.
+    """
     layout = layout_of(fd)
     if layout is None or layout.is_composite:
         return None
@@ -148,7 +151,9 @@ def another_layout(fd: int) -> Layout | None:
 
 
 def targets_text(fd: int) -> str:
-    """Returns the OSTs of a file and their free space in words, for a message that one is full."""
+    """Returns a text with the OSTs of a file and their free space, for a message that an OST is
+    full.
+    """
     layout, free = layout_of(fd), free_bytes(_name_of(fd))
     osts = layout.osts if layout is not None else ()
     if not osts and not free:

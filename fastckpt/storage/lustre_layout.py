@@ -44,8 +44,10 @@ class Layout(NamedTuple):
         stripes: the number of OSTs; ALL_STRIPES for all, 0 for the file system's default.
         stripe_bytes: the size of a stripe; 0 for the file system's default.
         pool: the pool of the OSTs; "" for any.
-        osts: the numbers of the OSTs, in order; empty if the server chooses or did not choose yet.
-        is_composite: whether it has several parts; the other attributes then have no meaning.
+        osts: the numbers of the OSTs, in order; empty if the server chooses them, or has not chosen
+            them yet.
+        is_composite: whether the layout has several components; the other attributes then have no
+            meaning.
     """
 
     stripes: int
@@ -65,13 +67,13 @@ class Layout(NamedTuple):
 
 
 class Purpose(NamedTuple):
-    """The facts about a new file that decide on its layout.
+    """The facts about a new file that determine its layout.
 
     Attributes:
         nbytes: the file's final size.
         writers: the number of ranks that write it.
-        stripe: as fastckpt.save's.
-        directory: the directory whose default layout counts; "" for the file's directory.
+        stripe: see fastckpt.save.
+        directory: the directory whose default layout applies; "" for the file's directory.
         instead: the layout to use after the first attempt found no room.
     """
 
@@ -83,7 +85,7 @@ class Purpose(NamedTuple):
 
 
 def encoded(layout: Layout) -> bytes:
-    """Returns a layout encoded as the attribute and as the ioctl's argument."""
+    """Encodes a layout in the form of the attribute, which is also that of the ioctl's argument."""
     is_plain = not layout.is_composite and (not layout.osts or len(layout.osts) == layout.stripes)
     ensure(is_plain, "only a plain layout can be given to a new file")
     magic = MAGIC_SPECIFIC if layout.osts else MAGIC_V3 if layout.pool else MAGIC_V1
@@ -96,7 +98,7 @@ def encoded(layout: Layout) -> bytes:
 
 
 def parsed(content: bytes) -> Layout:
-    """Returns the layout that an attribute of a file or directory encodes.
+    """Parses the attribute of a file or directory; returns its layout.
 
     Raises:
         CorruptCheckpoint: the bytes do not encode a layout.
@@ -122,8 +124,8 @@ def parsed(content: bytes) -> Layout:
 
 
 def shared_stripe_bytes(nbytes: int, ranks: int) -> int:
-    """Returns the stripe size of a file that several ranks write in parts of whole stripes: the
-    largest size that leaves each rank enough stripes for equal parts.
+    """Returns the stripe size of a file that several ranks write, each in complete stripes. It is
+    the largest size that leaves each rank enough stripes for equal parts.
     """
     share = nbytes // max(1, ranks)
     fitting = (size for size in SHARED_SIZES if share >= SHARED_STRIPES_PER_RANK * size)
@@ -131,7 +133,7 @@ def shared_stripe_bytes(nbytes: int, ranks: int) -> int:
 
 
 def shared_striping(nbytes: int, ranks: int, osts: int | None) -> tuple[int, int]:
-    """Returns the number and the size of stripes of a large file that several ranks write."""
+    """Returns the number and the size of the stripes of a large file that several ranks write."""
     size = shared_stripe_bytes(nbytes, ranks)
     return min(_ost_count(osts), SHARED_STRIPES_MAX, -(-nbytes // size)), size
 
@@ -146,8 +148,8 @@ def _ost_count(osts: int | None) -> int:
 
 
 def grain_bytes(nbytes: int, ranks: int, stripe: Striping) -> int:
-    """Returns the unit in bytes in which ranks divide a file: whole blocks, and whole stripes where
-    possible. All ranks get the same result, since they have the same arguments.
+    """Returns the unit in bytes in which ranks divide a file: complete blocks, and where possible
+    complete stripes. All ranks have the same arguments, and therefore get the same result.
     """
     if isinstance(stripe, str):
         return shared_stripe_bytes(nbytes, ranks)
@@ -157,10 +159,10 @@ def grain_bytes(nbytes: int, ranks: int, stripe: Striping) -> int:
 
 
 def decide(default: Layout, purpose: Purpose, osts: int | None) -> tuple[Layout | None, str]:
-    """Returns the layout of a new file, None for the default, and the reason.
+    """Returns the layout of a new file and the reason; the layout is None for the default.
 
     Args:
-        default: the layout that the file gets otherwise.
+        default: the file's layout if none is set.
         osts: the file system's number of OSTs, if known.
     """
     if purpose.instead is not None:
@@ -185,7 +187,7 @@ def decide(default: Layout, purpose: Purpose, osts: int | None) -> tuple[Layout 
 
 
 def elsewhere(full: Layout, free: dict[int, int]) -> Layout:
-    """Returns the layout to try when a file with this one found no room.
+    """Returns the layout to try next after a file found no room.
 
     Args:
         full: that file's layout, with its OSTs as far as known.

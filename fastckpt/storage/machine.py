@@ -1,4 +1,6 @@
-"""This machine, its processes and the memory that is available to a process, by proc(5)."""
+"""Information from proc(5) about this machine, its processes and the memory available to a
+process.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def this_machine() -> str:
-    """Returns a name of this machine since its last boot, the same in all of its containers."""
+    """Returns an identifier of this machine since its last boot, which is the same in all its
+    containers.
+    """
     try:
         with open(_BOOT_ID, encoding="ascii") as file:
             return file.read().strip()
@@ -20,8 +24,8 @@ def this_machine() -> str:
 
 
 def pid_space() -> str:
-    """Returns a name of this process's pid namespace that is unique among all machines. Within the
-    namespace, a pid and a start time identify a process.
+    """Returns an identifier of this process's pid namespace that is unique among all machines.
+    Within the namespace, a pid and a start time identify a process.
     """
     try:
         return f"{this_machine()} {os.readlink('/proc/self/ns/pid')}"
@@ -30,7 +34,9 @@ def pid_space() -> str:
 
 
 def started(pid: int) -> int | None:
-    """Returns when a process began, in ticks since boot (proc(5), stat, field 22); None if gone."""
+    """Returns the start time of a process, in ticks since boot (proc(5), stat, field 22); None if
+    it has ended.
+    """
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             state, *fields = file.read().rsplit(")", 1)[1].split()
@@ -42,7 +48,7 @@ def started(pid: int) -> int | None:
 
 
 def memory_left_bytes() -> int:
-    """Returns how many bytes the machine and this process's cgroups still allow it to use."""
+    """Returns how many more bytes the machine and this process's cgroups let it use."""
     return min(_memory_available_bytes(), _cgroup_headroom_bytes())
 
 
@@ -55,8 +61,8 @@ def _memory_available_bytes() -> int:
 
 
 class _Names(NamedTuple):
-    """Names in a version of cgroups: the mount point, the files of the limit and of the usage, and
-    the lines of memory.stat for the page cache, which can be reclaimed.
+    """File names in one version of cgroups: the mount point, the files of the limit and of the
+    usage, and the lines of memory.stat for the page cache, which can be reclaimed.
     """
 
     root: str
@@ -78,8 +84,8 @@ _CGROUPS = {  # by the controllers that /proc/self/cgroup names
 
 
 def _cgroup_headroom_bytes() -> int:
-    """Returns how many bytes this process's memory cgroup (v2 or v1) and its parents still allow;
-    1 << 62 if unknown. See cgroups(7).
+    """Returns how many more bytes this process's memory cgroup (v2 or v1) and its parents permit; 1
+    << 62 if unknown. See cgroups(7).
     """
     headrooms = [1 << 62]
     try:
@@ -102,7 +108,7 @@ def _cgroup_headroom_bytes() -> int:
 
 
 def _granted(directory: str, names: _Names) -> int:
-    """Returns how many bytes a cgroup still allows; raises OSError or ValueError if unknown."""
+    """Returns how many more bytes a cgroup permits; raises OSError or ValueError if unknown."""
     limit, used, stat = (
         Path(directory, name).read_text() for name in (names.limit, names.used, "memory.stat")
     )

@@ -1,5 +1,5 @@
-"""Listings of S3 that the object store's client cannot make, by botocore if it is installed:
-unfinished uploads, and objects of other programs whose keys are not paths.
+"""Listings of S3 that the object store's client does not support, made with botocore if it is
+installed: unfinished uploads, and foreign objects whose keys are not paths.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _REFUSED = re.compile("Denied|Forbidden|Expired|Invalid(AccessKeyId|Token)|Signa
 
 
 def is_foreign(key: str) -> bool:
-    """Whether the object store's client rejects a key as a path, so that we never wrote it."""
+    """Returns whether the object store's client rejects a key as a path. We never write such
+    keys.
+    """
     parts = key.removesuffix("/").split("/")
     return bool(_CONTROL.search(key)) or any(part in ("", ".", "..") for part in parts)
 
@@ -35,15 +37,15 @@ def is_foreign(key: str) -> bool:
 def page(
     path: str, after: str | None, why: StorageError
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns a page of the objects below a path whose keys are paths, and the last key of the page
-    if there may be more.
+    """Returns one page of the objects below a path, without keys that are not paths. The second
+    value is the last key of the page if there may be more, else None.
 
     Args:
         after: the last key before the page; None: the first page.
         why: the client's error.
 
     Raises:
-        StorageError: they cannot be listed.
+        StorageError: the objects cannot be listed.
     """
     answer = _list_page(path, why, {"StartAfter": after} if after is not None else {})
     content = answer.get("Contents", ())
@@ -53,7 +55,7 @@ def page(
 
 def listed(path: str, why: StorageError) -> dict[str, Any]:
     """Returns the objects and directories in a directory, in the client's form, without keys that
-    are not paths. Raises as page().
+    are not paths. For errors see page().
     """
     objects, below, how = list[dict[str, Any]](), list[str](), {"Delimiter": "/"}
     while True:
@@ -68,8 +70,8 @@ def listed(path: str, why: StorageError) -> dict[str, Any]:
 
 
 def foreign_keys(root: str) -> list[str]:
-    """Returns keys below a URL's path that are not paths; of a large bucket only the first ones.
-    Returns none if the store is not S3 or botocore is not installed. Raises as page().
+    """Returns keys below a URL's path that are not paths; for a large bucket, only the first ones.
+    Returns none if the store is not S3 or botocore is not installed. For errors see page().
     """
     keys, after = list[str](), None
     if not root.startswith("/s3:") or importlib.util.find_spec("botocore") is None:
@@ -101,7 +103,7 @@ def _list_page(path: str, why: StorageError | None, how: dict[str, str]) -> Any:
 
 @telling
 def _as_storage_error(error: BaseException, path: str, why: StorageError | None) -> None:
-    """Turns the body's error into a StorageError."""
+    """Converts the body's error to a StorageError."""
     if isinstance(error, ImportError) and why is not None:
         cure = (
             "an object of another program there has an unsupported key: remove it, or install "
@@ -114,7 +116,9 @@ def _as_storage_error(error: BaseException, path: str, why: StorageError | None)
 
 
 class StaleUpload(NamedTuple):
-    """An upload: the path of its object, its bytes, its age, and a function that aborts it."""
+    """An unfinished upload: the path of its object, its bytes, its age, and a function that aborts
+    it.
+    """
 
     path: str
     nbytes: int
@@ -123,8 +127,8 @@ class StaleUpload(NamedTuple):
 
 
 def stale_uploads(root: str, after_s: float) -> Iterator[StaleUpload]:
-    """Yields the uploads below a URL's path that are older than after_s. Yields none without
-    botocore, and none of other stores than S3, since those drop old uploads by themselves.
+    """Yields the unfinished uploads below a URL's path that are older than after_s. Yields none
+    without botocore, and none for stores other than S3, which drop old uploads themselves.
     """
     mount, bucket, prefix = divided(root)
     if not mount.startswith("/s3:"):

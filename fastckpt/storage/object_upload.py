@@ -1,7 +1,7 @@
-"""Upload: one object, sent front to back in parts, several at a time.
+"""Upload: one object, sent from front to back in parts, several at a time.
 
-Blocks may come in any order. Blocks of the engine are sent without a copy; bytes that Python writes
-are copied.
+Blocks may arrive in any order. Blocks of the engine are sent without a copy; bytes that Python
+writes are copied.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ Put = Callable[..., Any]  # (content, how) -> the object's ETag and version
 
 
 def part_bytes(nbytes: int) -> int:
-    """Returns the size of an object's parts: as few blocks as PARTS_MAX allows."""
+    """Returns the size of an object's parts, which is the smallest number of blocks that PARTS_MAX
+    permits.
+    """
     blocks = -(-nbytes // BLOCK_BYTES)
     return max(1, -(-blocks // (PARTS_MAX - 1))) * BLOCK_BYTES
 
 
 class Upload:
-    """An object on its way to a store. No reader sees it before finish().
+    """An object being uploaded to a store. No reader sees it before finish().
 
     Args:
-        put: sends bytes, or the buffers of an iterator in parts; returns the ETag and version of
-            the new object. It raises OSError.
+        put: sends bytes, or an iterator's buffers in parts; returns the ETag and version of the new
+            object. It raises OSError.
         nbytes: the expected size of the object, which may become larger.
-        path: its path, also an attribute.
-        ends_with_file: whether the object is visible as soon as all is written, without a commit;
-            also an attribute.
+        path: the object's path; also an attribute.
+        ends_with_file: whether the object is visible as soon as all bytes are written, without a
+            commit; also an attribute.
 
     Attributes:
-        fd: the number by which the engine knows it.
+        fd: the number that the engine uses as the object's descriptor.
         chunk: the size of its parts.
         result: the result of `put`; None before finish().
     """
@@ -74,8 +76,9 @@ class Upload:
         return -(-self._parts.taken() // self.chunk)
 
     def sink(self, threads: _engine.Backend) -> _engine.Sink:
-        """Returns the way of the engine's blocks: where each is a part, none is copied, and none
-        needs a thread; else these threads copy them by write_at().
+        """Returns the sink for the engine's blocks. If each block is a part, no block is copied or
+        needs a thread. Otherwise the threads of the backend `threads` copy the blocks by
+        write_at().
         """
         if self._is_small or self.chunk != BLOCK_BYTES:
             return _engine.callback_sink(threads, self._transfer)
@@ -83,8 +86,8 @@ class Upload:
         return _engine.parts_sink(threads, self._parts)
 
     def write_at(self, data: bytes | bytearray | memoryview, offset: int) -> None:
-        """Takes a copy of data. Waits while too many bytes are held back by earlier missing ones,
-        unless these are the missing ones.
+        """Takes a copy of data. While too many bytes wait for earlier bytes that are missing,
+        blocks the caller until the missing bytes arrive, except if data are those bytes.
         """
         with calls.Call("write", self.path):
             if not self._is_small:
@@ -123,7 +126,7 @@ class Upload:
             raise self._error
 
     def refusal(self) -> str:
-        """Returns in words why it failed; "" if it did not fail."""
+        """Returns why the upload failed; "" if it did not fail."""
         if (error := self._error) is None:
             return ""
         why = getattr(error, "detail", "") or error.strerror or error
@@ -131,7 +134,7 @@ class Upload:
         return f"{parts} in {time.monotonic() - self.since:.1f} s; {why}"
 
     def finish(self) -> Any:
-        """Completes the object after all its bytes were written; from then on readers see it.
+        """Completes the object after all its bytes were written; readers see it from then on.
         Idempotent. Returns the result of `put`.
         """
         with calls.Call("put", self.path):
@@ -148,8 +151,8 @@ class Upload:
             return self.result
 
     def give_up(self) -> None:
-        """Abandons the upload, so that there is no object, unless finish() has begun. Does not
-        wait.
+        """Abandons the upload without waiting. No object is created, except if finish() has
+        begun.
         """
         self._fail(OSError(errno.ECANCELED, os.strerror(errno.ECANCELED)))
 

@@ -1,4 +1,6 @@
-"""The clients of object stores, made from the options of URLs, and their errors."""
+"""The clients of object stores, created from the options of URLs, and the conversion of their
+errors.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ _pid = 0  # of the process that made the clients: after a fork they would hang
 
 
 def store_of(path: str, part_bytes: int = 0) -> ObjectStore:
-    """Returns the client for the bucket of a path. Raises StorageError in a child of fork()."""
+    """Returns the client for a path's bucket. Raises StorageError in a child of fork()."""
     global _pid
     mount, bucket, _key = divided(path)
     # One client for each power of two keeps their number small.
@@ -105,7 +107,7 @@ def _new_client(mount: str, bucket: str, blocks: int, timeout_s: float) -> Objec
 
 
 def _check_endpoint(options: dict[str, Any], scheme: str) -> None:
-    """Raises ValueError if an endpoint is not a URL, on which the client would panic."""
+    """Raises ValueError if an endpoint is not a URL, because the client would panic on it."""
     keys = [key for key in options if _ENDPOINT_KEY.search(key)]
     options_of_endpoints = {f"storage_options[{key!r}]": options[key] for key in keys}
     for name, value in (options_of_endpoints or endpoints(scheme)).items():
@@ -120,7 +122,7 @@ _SLOW = "the credentials were not available after"
 
 
 def _bounded(provider: Callable[[], Any], seconds: float) -> Callable[[], Any]:
-    """Returns a provider of credentials that raises TimedOut after so many seconds."""
+    """Wraps a provider of credentials to raise TimedOut after `seconds`."""
 
     def provide() -> Any:
         try:
@@ -133,8 +135,8 @@ def _bounded(provider: Callable[[], Any], seconds: float) -> Callable[[], Any]:
 
 def _of_profile(bucket: str, seconds: float) -> dict[str, Any]:
     """Returns the options from the user's profile (~/.aws, AWS_PROFILE) that the environment does
-    not set; botocore reads the profile if it is installed, since the client does not. Raises
-    StorageError if the profile's credentials are not available after so many seconds.
+    not set. The client does not read the profile, so botocore reads it if installed. Raises
+    StorageError if the profile's credentials are not available after `seconds`.
     """
     try:
         import botocore.exceptions
@@ -187,7 +189,7 @@ _NAMES = {
 def botocore_client(path: str) -> Any:
     """Returns botocore's client for S3, with the options of the path's URL.
 
-    Raises ImportError: botocore is not installed.
+    Raises ImportError if botocore is not installed.
     """
     import botocore.config
     import botocore.session
@@ -205,12 +207,12 @@ def botocore_client(path: str) -> Any:
 
 
 def request(op: str, path: str, call: Callable[..., T], *args: Any, **how: Any) -> T:
-    """Calls the client, and turns its errors into OSErrors.
+    """Calls the client, and converts its errors to OSErrors.
 
     Raises:
         FileNotFoundError: there is no such object or bucket.
         FileExistsError: the object already exists.
-        StorageError: any other error; ESTALE if the version does not match. The detail has the
+        StorageError: any other error; ESTALE if the version does not match. The detail contains the
             request and its duration.
     """
     since = time.monotonic()
@@ -258,7 +260,7 @@ _BY_TEXT = {
 
 
 def _number(error: BaseException) -> int:
-    """Returns the errno that stands for an error of the client."""
+    """Returns the errno for an error of the client."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     text = str(error)

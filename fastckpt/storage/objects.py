@@ -1,8 +1,9 @@
-"""ObjectStorage: objects by paths that stand for URLs; and PathStorage, the seam for all paths.
+"""ObjectStorage: objects, addressed by paths that stand for URLs; and PathStorage, the storage for
+all paths.
 
-ObjectStorage has the methods of Storage that only need a path. Its other methods open objects for
-reading, begin uploads that become visible on completion, and put objects on a condition: that there
-is no object, or that it still has the version that was read.
+ObjectStorage has those methods of Storage that only need a path. Its other methods open objects for
+reading, begin uploads that become visible on completion, and put objects conditionally. The
+condition is either that there is no object, or that it still has the version that was read.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _ANSWERS = {"sync_directory": None, "look_again": False, "free_bytes": _ANY}
 
 
 class ObjectFile:
-    """An object that is open for reading, in its version at the time of opening; an InputFile.
+    """An InputFile for an object, in its version at the time of opening.
 
     Args:
         objects, path: the storage and the path.
@@ -63,7 +64,7 @@ class ObjectFile:
         return bytes(memory)
 
     def transfer(self, _kind: str, _fd: int, memory: memoryview, offset: int) -> int:
-        """Fills memory; returns the number of bytes read. For the engine, on its threads."""
+        """Fills memory; returns the number of bytes read. The engine calls this on its threads."""
         nbytes = max(0, min(len(memory), self._nbytes - offset))
         if nbytes:
             request("read", self.path, self._fill, memory[:nbytes], offset)
@@ -76,11 +77,11 @@ class ObjectFile:
             at += len(part)
 
     def close(self) -> None:
-        """Does nothing: the store does not know that it is open."""
+        """Does nothing, because the store keeps no open files."""
 
 
 class ObjectStorage:
-    """The methods of Storage that take a path, for paths that stand for URLs. Open objects are
+    """The methods of Storage that only need a path, for paths that stand for URLs. Open objects are
     ObjectFiles and Uploads.
     """
 
@@ -90,7 +91,7 @@ class ObjectStorage:
     # Objects that are written and read.
 
     def upload(self, path: str, nbytes: int, *, ends_with_file: bool = False) -> Upload:
-        """Begins an object of so many bytes, which replaces any other object there."""
+        """Begins the upload of an object of nbytes bytes, which replaces any object at the path."""
         _key(path)
         put = partial(self._put, "write", path)
         return Upload(put, nbytes, path, ends_with_file=ends_with_file)
@@ -109,32 +110,33 @@ class ObjectStorage:
         return _of_a_store("open", path, meta)
 
     def put(self, path: str, content: bytes) -> Any:
-        """Puts a small object, which replaces any other one; returns its metadata."""
+        """Puts a small object, which replaces any existing one; returns its metadata."""
         return self._put("write", path, content)
 
     def put_new(self, path: str, content: bytes) -> Any:
-        """Puts a small object on the condition that there is none; returns its metadata. Raises
-        FileExistsError: another put has made one.
+        """Puts a small object if there is none; returns its metadata. Raises FileExistsError if
+        another put has created one.
         """
         self._probe(path)
         return self._put("create", path, content, mode="create")
 
     def put_over(self, path: str, content: bytes, meta: Any) -> Any:
-        """Puts a small object in place of exactly the version of this metadata; returns the new
-        metadata. Raises OSError (ESTALE, ENOENT or EEXIST): another put has changed it.
+        """Puts a small object if the existing one still has exactly this metadata's version;
+        returns the new metadata. Raises OSError (ESTALE, ENOENT or EEXIST) if another put has
+        changed it.
         """
         return self._put("write", path, content, mode=_version(meta))
 
     def get(self, path: str, nbytes_max: int) -> tuple[bytes, Any]:
-        """Returns a small object, or b"" if it is larger, and its metadata. Raises
-        FileNotFoundError.
+        """Returns the content and the metadata of a small object. The content is b"" if the object
+        is larger. Raises FileNotFoundError.
         """
         result = self._get(path)
         is_small = result.meta["size"] <= nbytes_max
         return bytes(request("read", path, result.bytes)) if is_small else b"", result.meta
 
     def _put(self, op: str, path: str, content: Any, **how: Any) -> Any:
-        """Puts an object, and returns its metadata. A missing bucket raises StorageError, not
+        """Puts an object, and returns its metadata. For a missing bucket, raises StorageError, not
         FileNotFoundError.
         """
         store = store_of(path, how.get("chunk_size", 0))
@@ -177,7 +179,9 @@ class ObjectStorage:
         return b"".join(map(bytes, self.stream(path, etag, begin, end)))
 
     def stream(self, path: str, etag: str | None, begin: int, end: int) -> Any:
-        """Returns an iterator over a range of bytes of the version that was opened."""
+        """Returns an iterator over a range of bytes of the object, which must have the version of
+        `etag`.
+        """
         options = {"range": (begin, end), **({"if_match": etag} if etag else {})}
         return self._get(path, **options).stream(min_chunk_size=_STREAM_BYTES)
 
@@ -185,8 +189,8 @@ class ObjectStorage:
         request("remove", path, client().delete, store_of(path), _key(path))
 
     def _drop(self, path: str) -> None:
-        """Removes an object that nothing needs any more. Only the interpreter's exit waits for
-        this; if it fails, the object stays as debris.
+        """Removes an object that is no longer needed. Only the interpreter's exit waits for the
+        removal; if it fails, the object stays as debris.
         """
 
         def drop() -> None:
@@ -216,11 +220,13 @@ class ObjectStorage:
         return _DIRECTORY if self._page(path, None)[0] else None
 
     def made_at(self, path: str, meta: Any) -> float:
-        """Returns when an object was made, by our clock if its offset to the store's is known."""
+        """Returns when an object was created, by our clock if its offset to the store's clock is
+        known.
+        """
         return float(meta["last_modified"].timestamp()) + self._clocks_s.get(divided(path)[:2], 0.0)
 
     def _listed(self, path: str) -> tuple[dict[str, Any], list[str]]:
-        """Returns the objects in a directory, by name, and the names of the directories there."""
+        """Returns the objects in a directory, by name, and the names of its subdirectories."""
         key = _key(path)
         store = store_of(path)
         try:
@@ -239,14 +245,16 @@ class ObjectStorage:
         return objects, [*below]
 
     def _confirm_nothing(self, path: str) -> None:
-        """Checks that an empty listing comes from an object store: a page of HTML also reads as an
-        empty listing. Raises StorageError.
+        """Checks that an empty listing comes from an object store, because an HTML page is also
+        parsed as an empty listing. Raises StorageError.
         """
         with suppress(FileNotFoundError):  # the answer of an object store
             self._head(os.path.join(path, _ABSENT))
 
     def _page(self, path: str, after: str | None) -> tuple[list[Any], str | None]:
-        """Returns a page of the objects below a path, and its last key if there may be more."""
+        """Returns one page of the objects below a path, and the page's last key if there may be
+        more.
+        """
         key = _key(path) or None
         pages = client().list(store_of(path), key, offset=after, chunk_size=_PAGE)
         try:
@@ -258,7 +266,7 @@ class ObjectStorage:
         return page, page[-1]["path"] if len(page) == _PAGE else None
 
     def names(self, directory: str, *, directories: bool = False) -> list[str]:
-        """As Storage's."""
+        """See Storage.names."""
         if directories:
             return [*self.below(directory)]
         objects, below = self._listed(directory)
@@ -267,9 +275,9 @@ class ObjectStorage:
         return [*objects, *below]
 
     def below(self, path: str, file: str = "") -> dict[str, dict[str, Any] | None]:
-        """Returns the directories that hold objects, each with the metadata of the object `file`
-        in it, or None if there is no such object. A listing of prefixes is not enough: it does not
-        show their objects, and on SeaweedFS it includes empty directories.
+        """Returns the directories that hold objects, each with the metadata of the object `file` in
+        it, or None if there is no such object. A listing of prefixes is not enough: it does not
+        list their objects, and on SeaweedFS it includes empty directories.
         """
         key, directories = _key(path), dict[str, dict[str, Any] | None]()
         cut = len(key) + 1 if key else 0
@@ -293,8 +301,8 @@ class ObjectStorage:
             self.probe(path)
 
     def probe(self, path: str) -> None:
-        """Checks that a store supports conditions, and compares its clock with ours; once for each
-        bucket, before the first conditional put. Raises StorageError.
+        """Checks that a store supports conditions, and compares its clock with ours. This is done
+        once for each bucket, before the first conditional put. Raises StorageError.
         """
         nonce = os.path.join(os.path.dirname(path), ".probe" + Owner.this().suffix())
         try:
@@ -312,7 +320,7 @@ class ObjectStorage:
             self._drop(nonce)
 
     def append(self, path: str, line: bytes) -> None:
-        """Puts a line as a separate object. Its name sorts after the names of earlier lines."""
+        """Puts a line as a separate object, whose name sorts after those of earlier lines."""
         name = f"{time.time_ns():020d}-{secrets.token_hex(4)}.json"
         self.put(os.path.join(path, name), line)
 
@@ -321,14 +329,14 @@ calls.note(ObjectStorage, ObjectStorage)
 
 
 class PathStorage(Storage):
-    """The seam for every path, of a file system or of an object store."""
+    """The storage for every path, in a file system or an object store."""
 
     def __init__(self) -> None:
         self.objects = ObjectStorage()
 
 
 def objects_of(storage: Storage) -> ObjectStorage:
-    """Returns the storage of objects of a seam that also serves URLs."""
+    """Returns the object storage of a Storage that also serves URLs."""
     assert isinstance(storage, PathStorage)
     return storage.objects
 
@@ -354,7 +362,9 @@ for _name, _method in [*vars(Storage).items()]:
 
 
 def _key(path: str) -> str:
-    """Returns the key of a path. Raises OSError (ENAMETOOLONG) if no store can have it."""
+    """Returns the key of a path. Raises OSError (ENAMETOOLONG) if the key is too long for any
+    store.
+    """
     key = divided(path)[2]
     if (nbytes := len(os.fsencode(key))) > _KEY_BYTES_MAX:
         detail = (
@@ -366,9 +376,10 @@ def _key(path: str) -> str:
 
 
 def _of_a_store(op: str, path: str, meta: Any) -> Any:
-    """Returns the metadata of an object if it has an ETag, as in every object store.
+    """Returns the metadata of an object, after checking that it has an ETag, like in every object
+    store.
 
-    Raises StorageError: another server answered, such as a web console or a login portal.
+    Raises StorageError if another server answered, such as a web console or a login portal.
     """
     if meta.get("e_tag"):
         return meta

@@ -1,4 +1,4 @@
-"""Owner: the process that made a temporary, by the temporary's name."""
+"""Owner: the process that created a temporary, as encoded in the temporary's name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 class Owner(NamedTuple):
-    """A process, identified by the name of a temporary.
+    """A process, as identified by the name of a temporary.
 
     Attributes:
         host: its host's name; a digest replaces the end of a long name.
@@ -39,33 +39,33 @@ class Owner(NamedTuple):
 
     @classmethod
     def this(cls) -> Owner:
-        """Returns this process."""
+        """Returns the Owner that represents this process."""
         pid = os.getpid()
         return cls(_host(), _digest(pid_space()), pid, started(pid) or 0)
 
     def suffix(self) -> str:
-        """Returns a new end of a name, which identifies this process as the maker of the file."""
+        """Returns a new suffix for a name, which identifies this process as the file's creator."""
         return f".{self.host}+{self.space}-{self.pid}-{self.started}-{next(_numbers)}.tmp"
 
     @property
     def is_of_this_host(self) -> bool:
-        """Whether it runs or ran on a host with the name of this host."""
+        """Whether the process runs or ran on a host with the name of this host."""
         return self.host == _host()
 
     @property
     def is_beside_this(self) -> bool:
-        """Whether it is in the pid namespace of this process."""
+        """Whether the process is in the pid namespace of this process."""
         return self.is_of_this_host and self.space == _digest(pid_space())
 
     @property
     def is_gone(self) -> bool:
-        """Whether no process has its pid and start time. Valid only if is_beside_this."""
+        """Whether no process has this pid and start time. Valid only if is_beside_this."""
         return started(self.pid) != self.started
 
 
 def divided(name: str) -> tuple[str, Owner | None]:
-    """Returns a temporary's name without its suffix, and the owner in the suffix; (name, None) for
-    any other name.
+    """Splits a temporary's name; returns the name without its suffix, and the owner in the suffix.
+    For any other name, returns (name, None).
     """
     match = _SUFFIX.search(name)
     if match is None:
@@ -75,14 +75,14 @@ def divided(name: str) -> tuple[str, Owner | None]:
 
 
 def new_token() -> str:
-    """Returns a new TOKEN, which identifies this process as the maker of an object."""
+    """Returns a new TOKEN, which identifies this process as an object's creator."""
     pid = os.getpid()
     return f"{_home()}{pid:06x}{started(pid) or 0:010x}{secrets.token_hex(6)}"
 
 
 def is_token_of_dead(token: str) -> bool | None:
-    """Whether the process of a TOKEN is gone. None if this is unknown: the process ran on another
-    host or in another pid namespace, or the text is not a TOKEN.
+    """Returns whether the process of a TOKEN has ended. None if this is unknown: the process ran on
+    another host or in another pid namespace, or the text is not a TOKEN.
     """
     parts = _TOKEN_PARTS.fullmatch(token)
     if parts is None or parts[1] != _home():
@@ -91,7 +91,9 @@ def is_token_of_dead(token: str) -> bool | None:
 
 
 def _home() -> str:
-    """Returns a digest of the host and pid namespace: in them a pid and start time are unique."""
+    """Returns a digest of the host and pid namespace, within which a pid and start time are
+    unique.
+    """
     return _digest(f"{socket.gethostname()} {pid_space()}", 12)
 
 

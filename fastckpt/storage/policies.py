@@ -1,6 +1,7 @@
-"""Kinds of file systems: the kind of a file's file system, and how bytes are moved there.
+"""Types of file systems: determines the type of a file's file system, and how bytes are moved
+there.
 
-POLICIES is THE table of kinds; docs/reference/filesystems.md gives the reason and the source of
+POLICIES is THE table of types; docs/reference/filesystems.md gives the reason and the source of
 every line. Staging.route() (engine/staging.py) uses it for each file. This module must not know
 formats.
 """
@@ -19,25 +20,26 @@ LUSTRE_MAGIC = 0x0BD00BD0
 
 
 class Policy(NamedTuple):
-    """The way bytes are moved to and from one kind of file system; on all of them in blocks of
-    8 MiB, a multiple of every page, sector and usual stripe.
+    """How bytes are moved to and from one type of file system. On all types they are moved in
+    blocks of 8 MiB, a multiple of every page, sector and usual stripe.
 
     Attributes:
-        backend: the meaning of "auto" there: "io_uring" or "threads".
-        direct: whether O_DIRECT is tried; a probe of the real file has the last word.
+        backend: the backend that "auto" selects: "io_uring" or "threads".
+        direct: whether O_DIRECT is tried; a probe of the real file decides.
         why: the reason for both.
-        allocates: whether fallocate(2) gives a file its blocks before the writes. Otherwise, and if
-            that is refused, only the size of the file is set.
-        syncs_all: whether fsync(2) makes a file durable, or fdatasync(2), which may omit times.
-        renames_at_once: whether a reader sees the old file or the new one at any moment, even after
-            a crash.
+        allocates: whether fallocate(2) allocates a file's blocks before the writes. Otherwise, and
+            if fallocate is refused, only the size of the file is set.
+        syncs_all: whether a file is made durable by fsync(2), or else by fdatasync(2), which may
+            omit times.
+        renames_at_once: whether a reader sees either the old or the new file at any moment, even
+            after a crash.
         remote: whether a server checks credentials, which may expire and be renewed.
         mandatory_locks: whether flock(2) prevents all other descriptors, including those of other
             ranks, from reading or writing the file.
         direct_if_asked: whether backend="io_uring" makes writes try O_DIRECT although `direct` is
-            False, because neither way is faster everywhere.
-        caches_names: whether a machine may see outdated names for a while, after another machine
-            has made or replaced a file.
+            False. Used where neither method is faster everywhere.
+        caches_names: whether a machine may see outdated names for a while after another machine has
+            created or replaced a file.
         readers: the number of threads that read a file.
     """
 
@@ -57,7 +59,7 @@ class Policy(NamedTuple):
     readers: int = 16
 
     def text(self) -> str:
-        """Returns the policy in words."""
+        """Returns a description of the policy."""
         ahead = "blocks are allocated ahead" if self.allocates else "the size is set ahead"
         sync = "fsync" if self.syncs_all else "fdatasync"
         rename = "" if self.renames_at_once else "; a rename copies, so a crash may lose both files"
@@ -169,7 +171,7 @@ _BY_MAGIC = {
 
 
 class Mount(NamedTuple):
-    """A line of /proc/self/mountinfo: the file system's type, its source, and its mount point."""
+    """A line of /proc/self/mountinfo: the file system's type, source and mount point."""
 
     kind: str
     source: str
@@ -197,8 +199,9 @@ def policy_of(fd: int) -> tuple[str, Policy]:
 
 
 def mount_of(fd: int) -> Mount | None:
-    """Returns the mount of an open file by /proc/self/{fdinfo,mountinfo} (proc(5)), or None if
-    unknown. The device number is not enough: on btrfs, files have other numbers than the mount.
+    """Returns the mount of an open file, from /proc/self/{fdinfo,mountinfo} (proc(5)), or None if
+    unknown. The device number is not enough, because on btrfs the files have other numbers than the
+    mount.
     """
     try:
         with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as info:
@@ -220,7 +223,7 @@ def _plain(text: str) -> str:
 
 
 def magic_of(file: int | str) -> int | None:
-    """Returns statfs(2)'s f_type for an open file or a path; None if it is not known."""
+    """Returns statfs(2)'s f_type for an open file or a path; None if unknown."""
     status = ctypes.create_string_buffer(512)  # struct statfs has 120 bytes at most
     try:
         if isinstance(file, str):
@@ -246,8 +249,8 @@ REFUSALS = frozenset({errno.EACCES, errno.EPERM, errno.EKEYEXPIRED, errno.ESTALE
 
 
 def is_written_through(path: str) -> bool:
-    """Whether a path must be written to and cannot be replaced: a device, FIFO or socket, or the
-    path of a descriptor (/dev/fd, /proc/self/fd).
+    """Returns whether a path cannot be replaced and must be written to: a device, FIFO or socket,
+    or the path of a descriptor (/dev/fd, /proc/self/fd).
     """
     try:
         mode = os.stat(path).st_mode

@@ -1,4 +1,4 @@
-"""Protection against concurrent removals: a directory is listed again, or a file is locked."""
+"""Protection against concurrent removals: lists a directory again, or locks a file."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _LOCK_S, _LOCK_POLL_S = 60.0, 0.01
 
 
 def listed_anew(look: Callable[[], T | None]) -> T | None:
-    """Calls a function that lists a directory and reads the entries; repeats it after a pause while
-    it raises Vanished, and returns its result.
+    """Calls a function that lists a directory and reads the entries, and returns its result. While
+    the function raises Vanished, repeats it after a pause.
 
-    A process only removes an entry after it has made a newer one. So after an entry has vanished,
-    an empty listing is outdated and is repeated as well.
+    A process only removes an entry after it has created a newer one. After an entry has vanished,
+    an empty listing is therefore outdated, and the call is repeated as well.
 
     Args:
-        look: returns None if there is nothing.
+        look: returns None if there is no entry.
 
     Raises:
-        StorageError: entries were still gone after half a minute (EBUSY).
+        StorageError: entries still vanished after half a minute (EBUSY).
     """
     path: str | None = None
     for pause_s in LISTING_PAUSES_S:
@@ -56,12 +56,13 @@ def listed_anew(look: Callable[[], T | None]) -> T | None:
 
 @contextmanager
 def locked_shared(storage: Storage, path: str) -> Iterator[None]:
-    """Locks a listed file, shared, while the body reads the file's checkpoint: a process must lock
-    the file before it removes the checkpoint.
+    """Holds a shared lock on a listed file while the body reads the file's checkpoint. A process
+    that removes a checkpoint must lock the file first.
 
     Raises:
-        Vanished: the file is gone. CorruptCheckpoint: it is not a regular file.
-        StorageError: it cannot be opened, or another process holds its lock for over _LOCK_S.
+        Vanished: the file was removed.
+        CorruptCheckpoint: it is not a regular file.
+        StorageError: it cannot be opened, or another process holds its lock for more than _LOCK_S.
     """
 
     def opened() -> int:
@@ -100,7 +101,7 @@ def locked_shared(storage: Storage, path: str) -> Iterator[None]:
 
 
 def is_unlocked(storage: Storage, path: str) -> bool:
-    """Whether this machine sees no lock on a file or directory (see atomic.claim())."""
+    """Returns whether this machine sees no lock on a file or directory (see atomic.claim())."""
     with suppress(OSError):  # it was removed in the meantime, or may not be touched
         fd = storage.open(path, "lock")
         try:
@@ -111,7 +112,7 @@ def is_unlocked(storage: Storage, path: str) -> bool:
 
 
 def is_removed(storage: Storage, fd: int, path: str) -> bool:
-    """Whether an open file no longer has the path by which it was opened."""
+    """Returns whether an open file no longer has the path by which it was opened."""
     try:
         if storage.fstat(fd).st_nlink == 0:
             return True
@@ -124,7 +125,7 @@ def is_removed(storage: Storage, fd: int, path: str) -> bool:
 
 
 def leads_nowhere(storage: Storage, path: str) -> bool:
-    """Whether path is a symbolic link that is broken or forms a loop."""
+    """Returns whether path is a symbolic link that is broken or forms a loop."""
     try:
         if storage.status(path) is not None:
             return False
@@ -135,8 +136,8 @@ def leads_nowhere(storage: Storage, path: str) -> bool:
 
 
 def _is_no_file(storage: Storage, path: str) -> bool:
-    """Returns whether a path leads to a socket, a device, nothing or a loop, so that no later
-    attempt can open a file there.
+    """Returns whether a path leads to a socket or a device, to nothing or in a loop, so that no
+    later attempt can open a file there.
     """
     try:
         if leads_nowhere(storage, path):

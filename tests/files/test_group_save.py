@@ -551,9 +551,10 @@ def test_other_contents_are_refused_once_then_taken_from_the_first_rank(
         first, second, third = zip(*[outcomes for outcomes, _, _ in results], strict=True)
         text = same_error(list(first), RanksDisagree, "obj['drifted']", "nothing was committed")
         drifted = (
-            "the content of obj['drifted'] is one on ranks 0, 3, another on rank 1, another on"
+            "the content of obj['drifted'] differs: one on ranks 0, 3, another on rank 1, another "
+            "on"
         )
-        also = "the content of obj['also'] is one on ranks 0, 1, 2, another on rank 3"
+        also = "the content of obj['also'] differs: one on ranks 0, 1, 2, another on rank 3"
         assert f"{drifted} rank 2" in text and also in text
         assert "steady" not in text and "from the next save on they are taken from rank 0" in text
         all_saved(list(second))
@@ -571,7 +572,7 @@ def test_other_contents_are_refused_once_then_taken_from_the_first_rank(
         same_error(
             crew(save, disk / "b.pt", functools.partial(drifting, differing=(1,)), ranks=2),
             RanksDisagree,
-            "obj['drifted'] is one on rank 0, another on rank 1",
+            "obj['drifted'] differs: one on rank 0, another on rank 1",
         )
     assert not (disk / "b.pt").exists()
 

@@ -308,7 +308,7 @@ def test_missing_folder_is_not_made(disk: Path) -> None:
     ours = refusal(lambda: fastckpt.save(tensors(), disk / "missing" / "object.pt"))
     assert issubclass(ours[0], theirs[0]) and issubclass(ours[0], OSError)
     told = theirs[1].rstrip(".")  # "Parent directory ... does not exist"
-    assert f"{told}; create it first" in ours[1]
+    assert f"{told}; create the directory first" in ours[1]
     assert os.listdir(disk) == []
     for read in (fastckpt.open, functools.partial(fastckpt.load_into, tensors())):
         _, text = refusal(functools.partial(read, disk / "missing" / "object.pt"))

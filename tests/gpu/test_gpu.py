@@ -859,7 +859,7 @@ def test_ranks_that_hold_something_else_on_the_device_are_told_where(
     """By the name of the tensor, not that of a record; and nothing is committed."""
     key = "obj['big']" if body is save_file else "big"
     for options, what in (
-        ({"other": 1}, f"the content of {key} is one on rank 0, another on rank 1"),
+        ({"other": 1}, f"the content of {key} differs: one on rank 0, another on rank 1"),
         ({"big": 4}, f"{key} is float32 [8388708]"),
     ):
         outcomes = together(body, disk / "a.pt", **options)

@@ -800,7 +800,7 @@ def test_ranks_of_process_groups(method: str, world_size: int, tmp_path: Path) -
         said = [said_by(process) for process in members]
         assert [process.wait() for process in members] == [0] * world_size
     everybody, subgroup = (",".join(map(str, range(n))) for n in (world_size, world_size - 1))
-    assert said[0] == ["group: this process is not one of its ranks", everybody]
+    assert said[0] == ["group must include this process, which is not one of its ranks", everybody]
     assert said[1:] == [[subgroup, rank, everybody] for rank in range(world_size - 1)]
 
 
@@ -1047,7 +1047,7 @@ def test_a_rank_that_is_too_late_hears_why_and_is_in_step_again(
     (outcome,) = on_each(coordinators[1:], commit)
     assert isinstance(outcome, PeerFailed)
     assert "this rank, 1, arrived after the timeout_s" in str(outcome)
-    assert "waited in vain" not in str(outcome)
+    assert "waited without result" not in str(outcome)
     assert on_each(coordinators, commit) == ["0,1"] * 2
 
 

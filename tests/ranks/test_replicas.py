@@ -163,9 +163,10 @@ def test_other_contents_are_named() -> None:
     text, unequal = compare(([0, 3], ours), ([1, 2], theirs), ([4], others))
     assert unequal == {"b", "c"}
     assert (
-        "the content of b is one on ranks 0, 3, another on ranks 1, 2, another on rank 4;" in text
+        "the content of b differs: one on ranks 0, 3, another on ranks 1, 2, another on rank 4;"
+        in text
     )
-    assert "the content of c is one on ranks 0, 1, 2, 3, another on rank 4;" in text
+    assert "the content of c differs: one on ranks 0, 1, 2, 3, another on rank 4;" in text
     assert "content of a" not in text
     assert "from the next save on they are taken from rank 0" in text and "PerRank" in text
 
@@ -173,12 +174,16 @@ def test_other_contents_are_named() -> None:
 def test_ranks_that_agree_are_named_whoever_is_alone() -> None:
     alone, others = described([], {"a": b"a" * 100}), described([], {"a": b"x" * 100})
     text, _ = compare(([*range(1, 100)], others), ([0], alone))
-    assert "is one on rank 0, another on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more; nothing" in text
+    assert (
+        "differs: one on rank 0, another on ranks 1, 2, 3, 4, 5, 6, 7, 8 and 91 more; nothing"
+        in text
+    )
     assert "whose contents may not be the right ones" in text
     each = [([rank], described([], {"a": bytes([rank]) * 100})) for rank in range(9)]
     text, _ = compare(*each)
     assert (
-        "is one on rank 0, another on rank 1, another on rank 2, another on rank 3, 5 more" in text
+        "differs: one on rank 0, another on rank 1, another on rank 2, another on rank 3, 5 more"
+        in text
     )
 
 
@@ -210,7 +215,9 @@ def told_of(*contents: bytes) -> tuple[list[str], list[set[str]]]:
 def test_contents_of_the_first_rank_are_warned_of_as_long_as_others_differ() -> None:
     for _ in range(2):
         (line,), named = told_of(b"b" * 100, b"x" * 100, b"x" * 100)
-        assert "the content of b is one on rank 0, another on ranks 1, 2" in line and not named
+        assert (
+            "the content of b differs: one on rank 0, another on ranks 1, 2" in line and not named
+        )
         assert "'step 1' is saved with the contents of rank 0" in line
     assert told_of(b"b" * 100, b"b" * 100, b"b" * 100) == ([], [])
 
@@ -257,7 +264,7 @@ def test_other_storages_are_named() -> None:
 def test_ranks_that_did_not_see_the_same_before() -> None:
     ours = described(BASE, first_rank=("b",))
     text, unequal = compare(([0], ours), ([1], described(BASE)))
-    assert "rank 1 did not see that b differed before" in text and not unequal
+    assert "rank 1 missed that b differed in an earlier save" in text and not unequal
     assert described(BASE, first_rank=("b", "a")).digest() == (
         described(BASE, first_rank=("a", "b")).digest()
     )

@@ -423,7 +423,7 @@ DISAGREEMENTS = {
     "another shape": r"same is float32 \[529933\].* on rank {} but float32 \[529934\].* on rank 0",
     "another type": r"same is float64 .* on rank {} but float32 .* on rank 0",
     "another placement": r"sharded is .*\[512, 1024\].*Replicate.* on rank {} but .*Shard.*rank 0",
-    "another content": r"content of same is one on ranks? 0.*, another on rank {}",
+    "another content": r"content of same differs: one on ranks? 0.*, another on rank {}",
 }
 
 
