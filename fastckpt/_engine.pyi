@@ -1,4 +1,4 @@
-"""Types of the extension module (csrc/bindings*.cc), whose headers hold the contracts."""
+"""Types of the extension module (csrc/bindings*.cc). The headers in csrc/ hold the contracts."""
 
 from collections.abc import Callable
 from types import FrameType

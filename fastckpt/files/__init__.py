@@ -1,1 +1,1 @@
-"""One file in torch's format: its save and its load."""
+"""Saves and loads of one file in torch's format."""

@@ -1,6 +1,6 @@
-"""The load of one file: verified bytes for torch.load, on one rank or on several together.
+"""The load of one file: passes verified bytes to torch.load, on one rank or on several together.
 
-Responsible for which file it is that lies under a path, and for what is left to torch.load alone.
+The module determines which file is at a path, and when torch.load must read it alone.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ from fastckpt.storage.objects import ObjectFile
 
 
 class DeferredStorages:
-    """A map_location for torch.load of a file whose large storages are read late.
+    """A map_location for torch.load that defers the reads of large storages.
 
-    torch first asks for the bytes of a storage, in memory of the host, and then for its device. The
-    file defers the bytes until then; host memory that nobody touches costs nothing.
+    torch first requests the bytes of a storage in host memory, and then its device. The file defers
+    the read until then. Host memory that is never accessed costs nothing.
 
     Args:
-        file: the file that is loaded; it defers from now on.
+        file: the file that is loaded; its reads are deferred from now on.
         devices: the devices that can be read to directly.
-        map_location: as torch.load's; see possible().
+        map_location: see torch.load and possible().
     """
 
     def __init__(self, file: VerifiedFile, devices: Devices, map_location: Any) -> None:
@@ -69,7 +69,7 @@ class DeferredStorages:
 
     @staticmethod
     def possible(devices: Devices, map_location: Any) -> bool:
-        """Returns whether there is a device to read to, and map_location is no function."""
+        """Returns whether there is a device to read to, and map_location is not a function."""
         if map_location is not None and not isinstance(map_location, str | torch.device | dict):
             return False
         if isinstance(map_location, str | torch.device):
@@ -80,7 +80,7 @@ class DeferredStorages:
 
     @staticmethod
     def queue(devices: Devices, map_location: Any) -> Any:
-        """Returns the queue of the device that storages are likely to go to, or None."""
+        """Returns the queue of the device that most likely receives the storages, or None."""
         if not DeferredStorages.possible(devices, map_location):
             return None
         named = isinstance(map_location, str | torch.device)
@@ -134,7 +134,9 @@ class TorchLoad(NamedTuple):
     options: dict[str, Any]
 
     def read(self, source: Any, place: Any = None) -> Any:
-        """Lets torch.load read a file that holds what f does; `place` is another map_location."""
+        """Lets torch.load read `source`, a file with the content of f. `place` replaces
+        map_location.
+        """
         f, where = self.f, self.map_location
         simple = where is None or isinstance(where, str | torch.device)
         with _no_memory_told(f), _end_told(f), _no_pickle_told(f):
@@ -150,7 +152,9 @@ class TorchLoad(NamedTuple):
 
 @telling
 def _no_memory_told(error: BaseException, f: Any) -> None:
-    """Turns what torch and Python raise if memory or address space is short into a StorageError."""
+    """Converts the errors of torch and Python for a shortage of memory or address space to
+    StorageError.
+    """
     # torch raises a bare RuntimeError with the system's words.
     is_torchs = isinstance(error, RuntimeError) and os.strerror(errno.ENOMEM) in str(error)
     if isinstance(error, MemoryError) or (is_torchs and not isinstance(error, CheckpointError)):
@@ -161,7 +165,7 @@ def _no_memory_told(error: BaseException, f: Any) -> None:
 
 @telling
 def _end_told(error: BaseException, f: Any) -> None:
-    """Names the path in what torch raises if the file under it ends before its pickle does."""
+    """Adds the path to torch's error for a file that ends before its pickle does."""
     is_torchs = isinstance(error, EOFError) and not isinstance(error, CheckpointError)
     if is_torchs and isinstance(f, str | os.PathLike):
         raise TruncatedFile(
@@ -172,8 +176,8 @@ def _end_told(error: BaseException, f: Any) -> None:
 
 @telling
 def _no_pickle_told(error: BaseException, f: Any) -> None:
-    """Turns the KeyError, IndexError or UnicodeDecodeError by which torch's interpreter of pickles
-    ends in a file that holds none, such as a text, into the error that others end in.
+    """Converts the KeyError, IndexError or UnicodeDecodeError of torch's pickle interpreter for a
+    file without a pickle, such as a text, to the UnpicklingError that other such files cause.
     """
     if not isinstance(error, KeyError | IndexError | UnicodeDecodeError):
         return
@@ -190,9 +194,9 @@ def load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any:
     """Loads a file on this rank alone.
 
     Args:
-        verify: whether to check the file's checksums.
-        maps: whether torch.load is to map the file.
-        staging: how large storages come to a GPU.
+        verify: whether to verify the file's checksums.
+        maps: whether torch.load maps the file.
+        staging: how large storages are transferred to a GPU.
     """
     load = partial(_load_alone, asked, verify, maps, staging)
     return from_the_path(load) if isinstance(asked.f, str | os.PathLike) else load()
@@ -230,8 +234,8 @@ def _load_alone(asked: TorchLoad, verify: bool, maps: bool, staging: str) -> Any
 
 
 def _read_by_torch(asked: TorchLoad, opened: InputFile | None) -> Any:
-    """Lets torch.load read f, which was opened; None: it is no regular file, or none is there.
-    Raises NoPath if that is a URL.
+    """Lets torch.load read f. `opened` is None if f is not a regular file or does not exist. If f
+    is a URL without an object, raises NoPath.
     """
     if isinstance(opened, ObjectFile):
         with _for_torch(opened) as path:
@@ -247,7 +251,9 @@ def _read_by_torch(asked: TorchLoad, opened: InputFile | None) -> Any:
 
 @contextmanager
 def _for_torch(opened: InputFile) -> Iterator[str]:
-    """Yields a path by which torch.load opens what is open here. An object is brought to memory."""
+    """Yields a path by which torch.load can open the open file. An object is first copied to
+    memory.
+    """
     if not isinstance(opened, ObjectFile):
         yield f"/proc/self/fd/{opened.fd}"
         return
@@ -262,7 +268,7 @@ def _for_torch(opened: InputFile) -> Iterator[str]:
 
 
 def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int = 0) -> None:
-    """Logs one line, on the first rank: the size of the file, and how long the load took."""
+    """Logs the size of the file and the duration of the load, in one line on the first rank."""
     seconds = time.perf_counter() - started
     if file is None:
         summary = (
@@ -274,8 +280,8 @@ def _tell_loaded(path: str, file: VerifiedFile | None, started: float, rank: int
 
 
 def _load_placed(asked: TorchLoad, file: VerifiedFile) -> Any:
-    """Does what _load_verified() does, and reads large storages straight to their device if the
-    map_location allows it.
+    """Loads the file like _load_verified(), but reads large storages directly to their device if
+    the map_location permits it.
     """
     devices = pipeline.current().staging.devices
     if not DeferredStorages.possible(devices, asked.map_location):
@@ -289,7 +295,9 @@ def _load_placed(asked: TorchLoad, file: VerifiedFile) -> Any:
 
 
 def _load_verified(asked: TorchLoad, file: VerifiedFile, place: Any = None) -> Any:
-    """Lets torch read from `file` instead of f, and moves f to where torch would have left it."""
+    """Lets torch read from `file` instead of f, and moves f to the position where torch would leave
+    it.
+    """
     obj = file.read_by(lambda file: asked.read(file, place))
     if not isinstance(asked.f, str | os.PathLike):
         asked.f.seek(file.tell())
@@ -297,7 +305,7 @@ def _load_verified(asked: TorchLoad, file: VerifiedFile, place: Any = None) -> A
 
 
 def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) -> Any:
-    """Loads a file on the ranks of a group, each of which reads a share of it."""
+    """Loads a file on the ranks of a group, each of which reads a share of the file."""
     started = time.perf_counter()
     current = pipeline.current()
     path = os.path.realpath(asked.f)
@@ -348,8 +356,8 @@ def load_together(asked: TorchLoad, verify: bool, group: Any, timeout_s: float) 
 def _found(
     f: str | os.PathLike[str], verify: bool, group: Any
 ) -> tuple[InputFile | None, VerifiedFile | None, bytes]:
-    """Returns what one of several ranks finds under a path: what it has opened (None if torch opens
-    f), the file (None if fastckpt did not write it), and a text that tells it from other files.
+    """Opens a path on one of several ranks. Returns the open file (None if torch opens f), the
+    verified file (None if fastckpt did not write it), and a text that identifies the file.
     """
     current, opened = pipeline.current(), _open_regular(f)
     if opened is None:
@@ -373,8 +381,8 @@ def _forget(opened: InputFile | None, file: VerifiedFile | None) -> None:
 
 
 def _open_regular(f: Any) -> InputFile | None:
-    """Opens a path, or anew a file that the caller has open at its beginning. Returns None if
-    torch.load is to open f, or to say why that is impossible.
+    """Opens a path, or opens again a file that the caller has open at its beginning. Returns None
+    if torch.load must open f itself, or must report why that is impossible.
     """
     current = pipeline.current()
     if isinstance(f, str | os.PathLike):
@@ -402,7 +410,7 @@ _NO_FILE = (errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EACCES, errno.
 
 
 def _is_regular(storage: Storage, path: str) -> bool:
-    """Returns os.path.isfile(path), but raises where that says no of a file being replaced."""
+    """Returns os.path.isfile(path), but raises an error for a file that is being replaced."""
     try:
         status = storage.status(path)
     except OSError as error:

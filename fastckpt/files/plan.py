@@ -1,7 +1,8 @@
-"""The plan of a file: one rank writes all of it, or its interval of the image that ranks share.
+"""The plan of a file: one rank writes all of it, or each rank writes its interval of a shared
+image.
 
-Responsible for laying out and dividing the object, for what ranks compare of it, and for the bytes
-that depend on the checksums of all.
+The module lays out and divides the object, defines what ranks compare, and computes the bytes that
+depend on the checksums of all ranks.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ _has_warned = False  # whether this process has warned of ranks that save to one
 
 
 def warn_of_ranks_alone(storage: Storage, path: str) -> None:
-    """Warns once that ranks of a job save to one path at a time without knowing of each other, as
-    when `group` is None by mistake, because group.WORLD is None before init_process_group(). The
-    first rank does not look for others: in most jobs it saves alone.
+    """Warns once if several ranks of a job save to one path at the same time, each one alone. A
+    typical cause is that `group` is None by mistake, because group.WORLD is None before
+    init_process_group(). The first rank does not check this, because in most jobs it saves alone.
     """
     global _has_warned
     rank, ranks = launched_rank() or (0, 1)
@@ -66,15 +67,16 @@ def warn_of_ranks_alone(storage: Storage, path: str) -> None:
 
 
 class FilePlace(Place):
-    """A path, as one rank of those that write a file there sees it.
+    """The path of a file that is being saved, as seen by one of the ranks that write the file.
 
     Args:
-        storage, path: the seam to the file system, and the path there.
+        storage, path: the interface to the file system, and the path there.
         agreement: the save's round.
-        durable: whether the rename is to outlast a crash of the machine.
+        durable: whether the rename must survive a crash of the machine.
 
     Attributes:
-        is_shared: whether other ranks can write to the file, too; else the first writes all of it.
+        is_shared: whether other ranks can also write to the file; else the first rank writes all of
+            it.
     """
 
     is_shared = True
@@ -90,21 +92,24 @@ class FilePlace(Place):
         self._replaced: int | None = None
 
     def make(self, purpose: Purpose) -> AbstractContextManager[tuple[int | Upload, str]]:
-        """Makes the file under a temporary name, as for ImageFile; an error removes it."""
+        """Creates the file under a temporary name, for ImageFile. If an error follows, removes
+        it.
+        """
         return atomic.temporary(self.storage, self.path, purpose)
 
     def made(self, name: str) -> None:
-        """Tells the other ranks the name of the file that this rank has made."""
+        """Sends the name of the file that this rank created to the other ranks."""
         self._name = name
         self._agreement.put("file", os.fsencode(os.path.basename(name)))
         if self._agreement.world_size == 1:
             warn_of_ranks_alone(self.storage, self.path)
 
     def opened(self) -> int:
-        """Waits until the first rank has made the file, and opens it.
+        """Waits until the first rank has created the file, and opens it.
 
         Raises:
-            PeerFailed: another rank failed, or is missing. StorageError: it cannot be opened.
+            PeerFailed: another rank failed or is missing.
+            StorageError: the file cannot be opened.
         """
         name = os.path.join(self.directory, os.fsdecode(self._agreement.get("file")))
         with reported("open", name):
@@ -115,15 +120,15 @@ class FilePlace(Place):
                 raise
 
     def take_permissions(self, fd: int) -> None:
-        """Gives the file the permissions of the one that it replaces."""
+        """Gives the file the permissions of the file that it replaces."""
         atomic.take_permissions(self.storage, fd, self._name, self.path)
 
     def complete(self, fd: int, nbytes: int) -> None:
-        """Notes the finished file, which stays open until publish(), and its size."""
+        """Records the finished file and its size. The file stays open until publish()."""
         self._fd, self._nbytes = fd, nbytes
 
     def publish(self) -> None:
-        """Commits: the file, all of which has arrived, takes the path."""
+        """Commits the file, which is completely written: renames it to the path."""
         with reported("write", self.path):
             size = self.storage.fstat(self._fd).st_size
         if size != self._nbytes:
@@ -149,12 +154,12 @@ class FilePlan(Plan):
 
     Args:
         captured, obj: the capture of the object, and the object.
-        shared: the GroupMemo of the group that saves; None where one rank saves alone.
+        shared: the GroupMemo of the group that saves; None if one rank saves alone.
         devices: the devices whose memory may be read.
         agreement, place, options: the save's.
 
     Raises:
-        TypeError: the object holds a DTensor, and ranks save together.
+        TypeError: several ranks save together, and the object contains a DTensor.
     """
 
     def __init__(
@@ -199,7 +204,9 @@ class FilePlan(Plan):
         return [_Interval(image, cuts, self._agreement, self._place, self._options)]
 
     def _lay_out_shared(self, ranks: int) -> tuple[Image, list[int]]:
-        """Returns the image, and the offsets at which its body is cut into the ranks' intervals."""
+        """Returns the image, and the offsets at which its body is divided into the ranks'
+        intervals.
+        """
         texts = [(tensor.name, tensor.text()) for tensor in self._tensors]
         # The stripe decides where intervals begin, so all ranks have to pass the same one.
         texts.append(("the argument stripe", repr(self._options.striping)))
@@ -245,7 +252,7 @@ class FilePlan(Plan):
             compare(self._agreement, "state", description, path, shared.note_unequal)
 
     def _tell_refusals(self) -> None:
-        """Warns of what weights_only=True will refuse, once of each class that is needed."""
+        """Warns, once for each class, of values that a load with weights_only=True will refuse."""
         path = self._place.path
         if refusals := refused_later(path, self._pickled, _met, reads_numpy=False):
             log.warning("%s", refusals)
@@ -264,7 +271,7 @@ class FilePlan(Plan):
 
 
 class _Interval(Output):
-    """This rank's interval of the image, in the file that the first rank makes."""
+    """This rank's interval of the image, in the file that the first rank creates."""
 
     def __init__(
         self,
@@ -315,7 +322,7 @@ class _Interval(Output):
         self._patch()
 
     def _patch(self) -> None:
-        """Writes the bytes of this interval that depend on checksums of the ranks before it."""
+        """Writes the bytes of this interval that depend on checksums of earlier ranks."""
         agreement, checksums = self._agreement, self._checksums
         needed = checksums.ranks_needed(agreement.rank)
         for rank in needed:
@@ -333,7 +340,9 @@ class _Interval(Output):
 
 
 class _Named(NamedTuple):
-    """A tensor that all ranks hold: what they compare of it, and its address (0 if it has none)."""
+    """A tensor that all ranks hold, with the facts that ranks compare, and its address (0 if it has
+    none).
+    """
 
     name: str
     dtype: torch.dtype

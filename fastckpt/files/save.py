@@ -1,5 +1,5 @@
-"""The begin of a save to one file: by this library, or by torch.save itself where only that can
-write what is asked for.
+"""The start of a save to one file, by this library, or by torch.save itself for requests that only
+torch.save supports.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def save_stock(
     path: str,
     durable: bool,
 ) -> InnerHandle:
-    """Lets `write` write the file at a path now, and commits it; raises what `write` raises."""
+    """Calls `write` to write the file at a path now, and commits it. Raises any error of
+    `write`.
+    """
     storage = pipeline.storage
     pipeline.wait_for(path)
     if is_mounted(path):
@@ -67,8 +69,8 @@ def save_stock(
 
 
 def save_to_object(write: Callable[[Any], None], file: Any, handle: InnerHandle) -> InnerHandle:
-    """Lets `write` write to a file-like object now; raises what it raises. The bytes are counted by
-    the object's own position, so that nothing stands between the two.
+    """Calls `write` to write to a file-like object now. Raises any error of `write`. The number of
+    bytes is taken from the object's own position, so `write` gets the object itself.
     """
     before = _position(file)
     write(file)
@@ -79,7 +81,7 @@ def save_to_object(write: Callable[[Any], None], file: Any, handle: InnerHandle)
 
 
 def _position(file: Any) -> int | None:
-    """Returns the position of a file-like object; None if it does not tell."""
+    """Returns the position of a file-like object; None if it has none."""
     try:
         return operator.index(file.tell())
     except Exception:  # others' classes may raise anything, and only messages need the number
@@ -87,7 +89,7 @@ def _position(file: Any) -> int | None:
 
 
 def finish_stock(handle: InnerHandle) -> InnerHandle:
-    """Completes the handle of a save that torch.save has done by itself."""
+    """Completes the handle of a save that torch.save did itself."""
     handle.stats.backend, handle.stats.why = "stock", "written by torch.save itself"
     handle.stats.stall_s = handle.stats.committed_s = handle.elapsed_s()
     handle.set_result(handle.stats)
@@ -111,7 +113,7 @@ class TorchSave(NamedTuple):
     disable_byteorder: bool
 
     def write(self, target: Any) -> None:
-        """Lets torch.save itself write to a target."""
+        """Calls torch.save itself to write to a target."""
         torch_save(
             self.obj,
             target,
@@ -131,11 +133,11 @@ def begin_save(
     before_commit: Veto | None,
     started: float,
 ) -> InnerHandle:
-    """Begins a save, or lets torch.save do it; returns when the fence opens.
+    """Begins a save, or calls torch.save to do it; returns when the fence opens.
 
     Args:
-        target, path: fastckpt.save's `f`, and the path that it is; None if it is none.
-        group, before_commit: as fastckpt.save's.
+        target, path: fastckpt.save's `f`, and its path; None if it is not a path.
+        group, before_commit: see fastckpt.save.
         started: when fastckpt.save was called.
     """
     shared, current, on_error = per_group.together(group), pipeline.current(), options.on_error
@@ -199,7 +201,7 @@ def begin_save(
 
 
 def _warn_of_parts(captured: torch_pickle.Capture, obj: object, path: str) -> None:
-    """Warns, once for each name, of a DTensor of which this rank, which saves alone, has a part."""
+    """Warns, once for each name, of a DTensor of which this rank saves only its own part."""
     pickled = next((its for name, its in captured.records if name == "data.pkl"), b"")
     if not isinstance(pickled, bytes) or b"DTensor\n" not in pickled:
         return
@@ -221,8 +223,8 @@ def _warn_of_parts(captured: torch_pickle.Capture, obj: object, path: str) -> No
 
 
 def _look(storage: Storage, path: str, checks: bool) -> tuple[str, bool, StorageError | None]:
-    """Returns the path without symbolic links, whether it is no regular file, and what is to be
-    raised if its directory is missing and that is checked.
+    """Returns the path without symbolic links, whether it is not a regular file, and the error if
+    its directory is missing. The directory is only checked if `checks`.
     """
     real, through = real_path(path), is_written_through(path)
     try:

@@ -1,5 +1,5 @@
-"""UrlPlace: a file becomes visible at a URL when its upload is completed. Nothing there has a
-temporary name, and nobody has to be asked what lies there.
+"""UrlPlace: makes a file visible at a URL by completing its upload. No temporary name is used, and
+no existing object has to be checked.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fastckpt.storage.objects import objects_of
 
 
 class UrlPlace(FilePlace):
-    """A URL, which the first rank alone writes to. Arguments are FilePlace's."""
+    """A URL to which only the first rank writes. For the arguments see FilePlace."""
 
     is_shared = False
 
@@ -30,10 +30,10 @@ class UrlPlace(FilePlace):
             yield upload, self.path
 
     def made(self, name: str) -> None:
-        """Does nothing: no other rank opens it."""
+        """Does nothing, because no other rank opens the object."""
 
     def take_permissions(self, fd: int) -> None:
-        """Does nothing: objects have none."""
+        """Does nothing, because objects have no permissions."""
 
     def publish(self) -> None:
         size = self._upload.nbytes
@@ -44,7 +44,7 @@ class UrlPlace(FilePlace):
 
 
 def put_written(storage: Storage, path: str, write: Callable[[IO[bytes]], None]) -> int:
-    """Puts what a function writes to a file, at once; returns the size."""
+    """Puts an object with the content that `write` writes, at once; returns its size."""
     file = io.BytesIO()
     write(file)
     with (

@@ -153,7 +153,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         used.add(source_name)
         stored = source.tensors[source_name]
         old = olds.get(source_name, source_name)
-        there = "in the checkpoint" + (f", where it is {old!r}," if old != name else "")
+        there = "in the checkpoint" + (f", where it is {old!r}" if old != name else "")
         origin = (source_name, stored)
         place = filling.place(repr(name), name, tensor, source_name, stored, origin, there)
         if place is not None:

@@ -1,1 +1,1 @@
-"""A state, taken apart into named tensors and values, and put together again; no files or ranks."""
+"""States, taken apart into named tensors and values, and put together again; no files, no ranks."""

@@ -1,4 +1,6 @@
-"""The tensors that a state lacks and a restore adds: as what was saved, where this job has such."""
+"""The tensors that a restore adds because the state lacks them. They are created in the form in
+which they were saved, if this job supports it.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +32,17 @@ from fastckpt.state.tree import (
 
 
 class NoMesh(Exception):
-    """The state has no mesh on which a tensor can be made; the text says why."""
+    """The state has no mesh on which a tensor can be created; the text is the reason."""
 
 
 class Room(NamedTuple):
-    """The place of a new DTensor: its mesh, its placements there, and this rank's part.
+    """The place of a new DTensor: its mesh, its placements on the mesh, and this rank's part.
 
     Attributes:
-        mesh, placements: as DTensor has them.
-        shape: of the whole tensor.
+        mesh, placements: see DTensor.
+        shape: the shape of the complete tensor.
         box: this rank's part.
-        device: of the part's memory.
+        device: the device of the part's memory.
     """
 
     mesh: Any
@@ -50,7 +52,7 @@ class Room(NamedTuple):
     device: torch.device
 
     def tensor(self, local: torch.Tensor) -> Any:
-        """Returns the DTensor of which this rank's part is `local`."""
+        """Returns the DTensor whose part on this rank is `local`."""
         from torch.distributed.tensor import DTensor
 
         stride = torch.empty(self.shape, device="meta").stride()
@@ -71,7 +73,7 @@ class Meshes:
     """The meshes of the DTensors in a state.
 
     Args:
-        state, saved: as Template's.
+        state, saved: see Template.
     """
 
     def __init__(self, state: Any, saved: Any) -> None:
@@ -86,14 +88,14 @@ class Meshes:
 
     @property
     def are_new(self) -> bool:
-        """Whether this job has DTensors, and the one that saved had none."""
+        """Whether this job has DTensors, and the job that saved had none."""
         return self._is_new and bool(self._devices)
 
     def room(self, shape: tuple[int, ...], spread: Spread) -> Room | None:
-        """Returns where a saved DTensor is to be made; None: this job has plain tensors instead.
+        """Returns the place of a new DTensor; None if this job uses plain tensors instead.
 
         Raises:
-            NoMesh: the state has no mesh for it, or several.
+            NoMesh: the state has no matching mesh, or several.
         """
         if not self._devices:
             if self._is_plain or not _is_distributed():
@@ -110,7 +112,7 @@ class Meshes:
         return Room(mesh, _placements(sizes, spread), shape, box, self._devices[mesh])
 
     def _mesh(self, spread: Spread) -> Any:
-        """Returns the mesh that is most like the one on which a tensor was saved."""
+        """Returns the mesh most similar to the one on which a tensor was saved."""
         fitting = [mesh for mesh in self._devices if mesh.ndim == len(spread.sizes)]
         named = [mesh for mesh in fitting if tuple(mesh.mesh_dim_names or ()) == spread.names]
         fitting = named or fitting
@@ -118,12 +120,12 @@ class Meshes:
             fitting = [mesh for mesh in fitting if tuple(mesh.mesh.shape) == spread.sizes]
         if len(fitting) != 1:
             there = ", ".join(str(tuple(mesh.mesh.shape)) for mesh in self._devices)
-            raise NoMesh(f"not exactly one mesh of the state matches (it has {there})")
+            raise NoMesh(f"the state must have exactly one matching mesh, and has {there}")
         return fitting[0]
 
 
 def _placements(sizes: tuple[int, ...], spread: Spread) -> tuple[Any, ...]:
-    """Returns the placements of a spread on a mesh of other sizes."""
+    """Returns the placements of a spread on a mesh with other sizes."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -141,8 +143,8 @@ def _placements(sizes: tuple[int, ...], spread: Spread) -> tuple[Any, ...]:
 
 
 def _pairs(value: Any, saved: Any, depth: int) -> Iterator[tuple[Any, Any]]:
-    """Yields the tensors of a state, each with what was saved in its place: of an optimizer, which
-    may have none yet, its parameters with all that was saved of it.
+    """Yields the tensors of a state, each with the value saved in its place. An optimizer may have
+    no tensors yet, so its parameters are yielded with everything that was saved of the optimizer.
     """
     if depth > DEPTH_MAX:
         return
@@ -161,7 +163,7 @@ def _pairs(value: Any, saved: Any, depth: int) -> Iterator[tuple[Any, Any]]:
 
 
 def has_spread(saved: Any) -> bool:
-    """Returns whether a DTensor is in what was saved."""
+    """Returns whether the saved value contains a DTensor."""
     ahead, visited = [saved], set[int]()
     while ahead:
         value = ahead.pop()
@@ -175,14 +177,14 @@ def has_spread(saved: Any) -> bool:
 
 
 def _is_distributed() -> bool:
-    """Returns whether this process can have a mesh at all."""
+    """Returns whether this process can have a mesh."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 _HOW = (
     "Add an object on that mesh, such as the model, to the state; or let the object that owns "
-    "the tensors create them before the restore, as an optimizer does in a step with zero "
-    "gradients; or read whole tensors with load()"
+    "the tensors create them before the restore (an optimizer does so in a step with zero "
+    "gradients); or read complete tensors with load()"
 )
 
 
@@ -190,9 +192,9 @@ class Additions:
     """The tensors that one restore adds to a state.
 
     Args:
-        state, saved, per_rank, find: as Template's.
-        targets: gets what has to be read into them.
-        refused: gets the names of what weights_only has left out, each with its maker.
+        state, saved, per_rank, find: see Template.
+        targets: receives the targets to be read.
+        refused: receives the names of the values that weights_only left out, each with its maker.
     """
 
     def __init__(
@@ -211,25 +213,26 @@ class Additions:
         self._reasons: dict[str, list[str]] = {}  # names of what cannot be added, by the reason
 
     def misfits(self) -> list[str]:
-        """Returns what cannot be added, in words."""
+        """Returns messages about the tensors that cannot be added."""
         reasons = self._reasons.items()
         return [f"{listed(map(repr, names))} {reason}" for reason, names in reasons]
 
     def check(self, saved: Any, name: str) -> None:
-        """Notes the tensors of an optimizer's state that nobody can place: those of a job without
-        DTensors, in a job with them. Numbers are the same on all ranks in either.
+        """Records the tensors of an optimizer's state whose placement is unknown, because the job
+        that saved them had no DTensors and this job has. Scalars need none, as they are the same on
+        all ranks.
         """
         if _has_numbers(saved) and self._meshes.are_new:
             self._cannot(
                 name,
                 "was saved by a job without DTensors, but this job uses them, so its placement "
-                "is unknown. Let the object that owns it create its state before the restore, as "
-                "an optimizer does in a step with zero gradients, or leave it out of the state",
+                "is unknown. Let the object that owns it create its state before the restore (an "
+                "optimizer does so in a step with zero gradients), or leave it out of the state",
             )
 
     def tensor(self, stored: Stored, spread: Spread | None) -> Any:
-        """Returns a tensor of the shards, which is going to be read: a DTensor if one was saved and
-        this job has some.
+        """Returns a new tensor for a tensor of the shards, and adds its target. It is a DTensor if
+        a DTensor was saved and this job has DTensors.
         """
         if stored.key not in self._made:
             self._made[stored.key] = self._tensor(stored, spread)
@@ -240,13 +243,13 @@ class Additions:
         if spread is not None and spread.kind:
             return self._cannot(
                 key,
-                f"was saved as a DTensor whose parts are {spread.kind}: only the object that "
-                "owns them can create them, so let it do so before the restore",
+                f"was saved as a DTensor whose parts are {spread.kind}, which only the object "
+                "that owns them can create: let it create its state before the restore",
             )
         try:
             room = None if spread is None else self._meshes.room(shape, spread)
         except NoMesh as error:
-            return self._cannot(key, f"was saved as a DTensor, {spread}, and {error}. {_HOW}")
+            return self._cannot(key, f"was saved as a DTensor, {spread}, but {error}. {_HOW}")
         box = whole(shape) if room is None else room.box
         self._find([(*stored, box)])  # raises before memory is taken in vain
         device = "cpu" if room is None else room.device
@@ -258,7 +261,7 @@ class Additions:
         return result
 
     def parted(self, parted: Parted) -> Any:
-        """Returns a DTensor with the part that this rank saved of it."""
+        """Returns a DTensor made from the part that this rank saved."""
         if parted.name not in self._made:
             self._made[parted.name] = self._parted(*parted)
         return self._made[parted.name]
@@ -267,13 +270,13 @@ class Additions:
         try:
             room = self._meshes.room(shape, spread)
         except NoMesh as error:
-            return self._cannot(name, f"was saved as a DTensor, {spread}, and {error}. {_HOW}")
+            return self._cannot(name, f"was saved as a DTensor, {spread}, but {error}. {_HOW}")
         box = whole(shape) if room is None else room.box
         part = self.part(Parted(name, shape, spread), box)
         return part if part is None or room is None else room.tensor(part)
 
     def part(self, parted: Parted, box: Box) -> Any:
-        """Returns the saved part of a DTensor that lies in this place; None if no rank saved it."""
+        """Returns the saved part of a DTensor at this place; None if no rank saved it."""
         values = self._per_rank
         assert values is not None
         own = None if values.own is None else values.own.get(parted.name)
@@ -302,9 +305,7 @@ class Additions:
 
 
 def saved_kind(saved: Any) -> str | None:
-    """Returns what part_kind() said of a tensor that was saved; None of nested ones and
-    of other values.
-    """
+    """Returns the part_kind() of a saved tensor; None for nested tensors and other values."""
     if isinstance(saved, torch.Tensor):
         if saved.is_nested:
             return None
@@ -315,8 +316,8 @@ def saved_kind(saved: Any) -> str | None:
 
 
 def is_other(tensor: Any, saved: Any) -> bool:
-    """Returns whether a saved value can only take the place of a tensor, and not fill it: it is
-    none, or only a class knows what is in one of them.
+    """Returns whether a saved value cannot fill a tensor, and can only replace it. This is true if
+    the value is not a tensor, or if only a class can interpret one of the two.
     """
     mine, theirs = part_kind(tensor), saved_kind(saved)
     if theirs is None:
@@ -325,7 +326,7 @@ def is_other(tensor: Any, saved: Any) -> bool:
 
 
 def _has_numbers(saved: Any) -> bool:
-    """Returns whether floating-point tensors of several elements are in what was saved."""
+    """Returns whether the saved value contains floating-point tensors with several elements."""
     ahead, visited = [saved], set[int]()
     while ahead:
         value = ahead.pop()
@@ -340,7 +341,7 @@ def _has_numbers(saved: Any) -> bool:
 
 
 def _at(box: Box, parts: Sequence[Any]) -> Any:
-    """Returns the one of several parts of a DTensor, as ranks saved them, that has this place."""
+    """Returns the part at this place, from several saved parts of a DTensor."""
     for part in parts:
         local = part.get("local") if isinstance(part, dict) else None
         is_alike = isinstance(local, torch.Tensor) and tuple(local.shape) == box.sizes

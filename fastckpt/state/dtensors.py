@@ -1,6 +1,7 @@
-"""The parts of DTensors: which one this rank holds, which ranks hold the same, and what is refused.
+"""The parts of DTensors: which part this rank holds, which ranks hold the same part, and which
+DTensors are refused.
 
-Responsible for everything that asks a DTensor about its mesh and its placements.
+The module alone accesses a DTensor's mesh and placements.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ _CHARACTERS_MAX = 4096  # of the text under SPREAD
 
 
 class Spread(NamedTuple):
-    """The way in which a saved DTensor was spread over a mesh.
+    """How a saved DTensor was spread over a mesh.
 
     Attributes:
-        sizes, names: of the dimensions of the mesh; a name is None where it has none.
-        dims: for each of these, the dimension of the tensor that it shards; None: replicated.
-        strided: for each of these, whether it is applied after those on its right (_StridedShard).
-        kind: the name of the class of its parts; "" if they are plain tensors.
+        sizes, names: the mesh dimensions' sizes and names; a name may be None.
+        dims: for each mesh dimension, the tensor dimension that it shards; None if it replicates.
+        strided: for each mesh dimension, whether it is applied after those to its right
+            (_StridedShard).
+        kind: the class name of the parts; "" if they are plain tensors.
     """
 
     sizes: tuple[int, ...]
@@ -46,20 +48,22 @@ class Spread(NamedTuple):
 
     @property
     def order(self) -> list[int]:
-        """The dimensions of the mesh in the order in which they cut the tensor."""
+        """The mesh dimensions in the order in which they divide the tensor."""
         late = [number for number, is_late in enumerate(self.strided) if is_late]
         return [number for number in range(len(self.dims)) if number not in late] + late[::-1]
 
     def text(self) -> str:
-        """Returns it as a placeholder has it under SPREAD: a row for each dimension of the mesh."""
+        """Returns the text of the spread for a placeholder's SPREAD entry: a row for each mesh
+        dimension.
+        """
         columns = zip(self.sizes, self.names, self.dims, self.strided, strict=True)
         return encode([*columns])
 
 
 def spread_of(placeholder: Mapping[str, Any]) -> Spread | None:
-    """Returns the spread that a placeholder has; None if a plain tensor was saved.
+    """Returns the spread in a placeholder; None if a plain tensor was saved.
 
-    Raises CorruptCheckpoint for one that no save writes.
+    Raises CorruptCheckpoint for a spread that no save writes.
     """
     text, kind = placeholder.get(SPREAD), placeholder.get(PARTS, "")
     if text is None:
@@ -75,7 +79,9 @@ def spread_of(placeholder: Mapping[str, Any]) -> Spread | None:
 
 
 def shape_of(placeholder: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the shape of the whole tensor. Raises CorruptCheckpoint if it is none."""
+    """Returns the shape of the complete tensor. Raises CorruptCheckpoint if the shape is
+    malformed.
+    """
     shape = placeholder.get("shape")
     if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape):
         raise CorruptCheckpoint("a placeholder for a DTensor is malformed: its shape")
@@ -96,7 +102,7 @@ def _is_row(row: object, ndim: int) -> bool:
 
 
 class OtherRanks(TypeError):
-    """A DTensor is spread over other ranks than those that save it."""
+    """A DTensor is not spread over exactly the ranks that save it."""
 
 
 class Part(NamedTuple):
@@ -104,10 +110,10 @@ class Part(NamedTuple):
 
     Attributes:
         local, box: its memory, and its place in the global tensor.
-        holders: the group's ranks with the same part, ascending; equal tuples are one object.
-        placement: the placement in words, the same on all ranks.
-        spread: the placement as a placeholder has it; one object for all that are spread alike.
-        identity: equal for DTensors that share their memory; all ranks find the same ones equal.
+        holders: the ranks of the group with the same part, ascending; equal tuples are one object.
+        placement: a description of the placement, which is the same on all ranks.
+        spread: the placement for a placeholder; one object for all tensors with the same spread.
+        identity: equal for DTensors that share their memory; on all ranks, the same ones are equal.
     """
 
     local: torch.Tensor
@@ -119,7 +125,9 @@ class Part(NamedTuple):
 
 
 class _Alike(NamedTuple):
-    """The facts that follow from mesh, placements and shape, alike for many tensors of a model."""
+    """The facts that depend only on mesh, placements and shape, which many tensors of a model
+    share.
+    """
 
     box: Box
     holders: tuple[int, ...]
@@ -129,8 +137,8 @@ class _Alike(NamedTuple):
 
 
 class Parts:
-    """Finds this rank's parts of DTensors, which it keeps alive. `rank_of` gives the rank in the
-    group of each global rank; None where they are the same.
+    """Finds this rank's parts of DTensors, and keeps the DTensors alive. `rank_of` maps global
+    ranks to ranks in the group; None if they are the same.
     """
 
     def __init__(self, world_size: int, rank_of: Mapping[int, int] | None) -> None:
@@ -143,11 +151,11 @@ class Parts:
         self._kept: list[Any] = []  # keeps tensors alive, so that their ids stay theirs
 
     def of(self, key: str, tensor: Any, among: tuple[int, ...] | None = None) -> Part:
-        """Returns this rank's part of a DTensor that messages call `key`, and that is spread over
-        the ranks `among` those of the group; None: over all of them.
+        """Returns this rank's part of a DTensor, which is spread over the ranks `among` of the
+        group, or over all of them (None). `key` is its name in messages.
 
         Raises:
-            TypeError: as dtensor_part(); or shards cannot hold its elements.
+            TypeError: see dtensor_part(); or shards cannot hold its elements.
             OtherRanks: its mesh has other ranks.
         """
         self._kept.append(tensor)
@@ -168,7 +176,7 @@ class Parts:
         return Part(local, alike.box, alike.holders, alike.placement, alike.spread, identity)
 
     def some(self, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns a tuple of ranks, of equal ones always the same object."""
+        """Returns a tuple of ranks, which is always the same object for equal tuples."""
         return self._some.setdefault(ranks, ranks)
 
     def _facts(self, key: str, tensor: Any, among: tuple[int, ...]) -> _Alike:
@@ -188,8 +196,9 @@ class Parts:
                 )
             of_what = "saving group" if among is self.everybody else "pipeline stage that holds it"
             raise OtherRanks(
-                f"{over}, which are not the {len(among)} ranks of the {of_what}: distribute it "
-                "over all dimensions of the mesh, with Replicate where ranks hold the same values"
+                f"{over}, but must be spread over the {len(among)} ranks of the {of_what}: "
+                "distribute it over all dimensions of the mesh, with Replicate where ranks hold "
+                "the same values"
             )
         sizes = tuple(mesh.mesh.shape)
         dims, order = _dims(key, tensor, sizes)
@@ -210,7 +219,7 @@ class Parts:
 def _is_empty_somewhere(
     shape: Sequence[int], dims: Sequence[int | None], order: Sequence[int], sizes: Sequence[int]
 ) -> bool:
-    """Returns whether a rank of a mesh of these sizes has no element of a tensor."""
+    """Returns whether, on a mesh of these sizes, some rank has no element of a tensor."""
     ends = [{size} for size in shape]  # sizes that occur along each dimension
     for number in order:
         dim = dims[number]
@@ -220,8 +229,8 @@ def _is_empty_somewhere(
 
 
 def dtensor_identity(tensor: Any) -> object:
-    """Returns what DTensors that are the same elements in memory have in common, while they live;
-    all ranks find the same ones equal.
+    """Returns an identity that is equal for DTensors with the same elements in memory, while they
+    live. On all ranks, the same DTensors are equal.
     """
     mesh, placements, shape = tensor.device_mesh, tuple(tensor.placements), tensor.shape
     sizes = tuple(mesh.mesh.shape)
@@ -236,11 +245,11 @@ def dtensor_identity(tensor: Any) -> object:
 
 
 def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
-    """Returns a DTensor's memory in this rank, and which part of the global tensor that is.
+    """Returns a DTensor's memory on this rank, and its place in the global tensor.
 
     Raises:
-        TypeError: its placement is Partial or unknown, makes no rectangles, or does not match its
-            memory; or this rank is not in its mesh.
+        TypeError: its placement is Partial or unknown, does not divide it into rectangles, or does
+            not match its memory; or this rank is not in its mesh.
     """
     box, local = _box(key, tensor), local_of(tensor)
     _check_local(key, tensor, local, box)
@@ -248,7 +257,9 @@ def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """Returns this rank's part of a DTensor, once it has arrived."""
+    """Returns this rank's part of a DTensor. If a collective is still computing it, waits for the
+    result.
+    """
     with torch.no_grad():  # else to_local() adds a node to a graph
         local: torch.Tensor = tensor.to_local()
     if type(local) not in PLAIN_TENSORS and hasattr(local, "wait"):
@@ -258,8 +269,8 @@ def local_of(tensor: Any) -> torch.Tensor:
 
 
 def wraps_others(local: torch.Tensor) -> bool:
-    """Returns whether a rank's part of a DTensor keeps its elements in other tensors, as quantized
-    ones do, so that only its class knows what they are.
+    """Returns whether a rank's part of a DTensor stores its elements in other tensors, like
+    quantized tensors, so that only its class can interpret them.
     """
     kind = type(local)
     if kind in PLAIN_TENSORS:
@@ -269,13 +280,17 @@ def wraps_others(local: torch.Tensor) -> bool:
 
 
 def part_kind(tensor: Any) -> str:
-    """Returns the name of a tensor's class, of a DTensor that of its parts; "" of plain ones."""
+    """Returns the name of a tensor's class or, for a DTensor, that of its parts; "" for plain
+    tensors.
+    """
     kind = type(local_of(tensor)) if is_sharded(tensor) else type(tensor)
     return "" if kind in PLAIN_TENSORS else kind.__qualname__
 
 
 def empty_beside(tensor: Any, dtype: torch.dtype) -> Any:
-    """Returns a new tensor with the shape, device and placement of another one; plain memory."""
+    """Returns a new tensor in plain memory, with the shape, device and placement of another
+    tensor.
+    """
     tensor = tensor.detach()
     if not part_kind(tensor):
         return torch.empty_like(tensor, dtype=dtype)
@@ -316,7 +331,7 @@ def _box(key: str, tensor: Any) -> Box:
 
 
 def _check_local(key: str, tensor: Any, local: torch.Tensor, box: Box) -> None:
-    """Raises TypeError unless a part has the sizes that its placement means."""
+    """Raises TypeError if a part's sizes differ from those that its placement implies."""
     if box.sizes != tuple(local.shape) and (local.numel() or 0 not in box.sizes):
         raise TypeError(
             f"{key!r} has a part of shape {tuple(local.shape)} on this rank, but "
@@ -327,7 +342,7 @@ def _check_local(key: str, tensor: Any, local: torch.Tensor, box: Box) -> None:
 
 
 def _check_storable(key: str, local: torch.Tensor) -> None:
-    """Raises TypeError unless shards can hold the elements."""
+    """Raises TypeError if shards cannot hold the elements."""
     kind, advice = None, "convert it first, for example by view_as_real() if it is complex"
     if not safetensors.supported(local.dtype):
         kind = f"of {local.dtype}"
@@ -342,14 +357,18 @@ def _check_storable(key: str, local: torch.Tensor) -> None:
 
 
 def _chunks(size: int, ranks: int) -> set[int]:
-    """Returns the sizes that shard_box() cuts a dimension into: full, smaller and empty ones."""
+    """Returns the sizes into which shard_box() divides a dimension: full, smaller and empty
+    ones.
+    """
     chunk = -(-size // ranks)
     positions = (0, min(size // max(1, chunk), ranks - 1), ranks - 1)
     return {max(0, min(chunk, size - position * chunk)) for position in positions}
 
 
 def _dims(key: str, tensor: Any, sizes: Sequence[int]) -> tuple[tuple[int | None, ...], list[int]]:
-    """Returns the tensor dimension that each mesh dimension shards, and the order they apply in."""
+    """Returns the tensor dimension that each mesh dimension shards, and the order in which they
+    apply.
+    """
     dims: list[int | None] = []
     late = [number for number, is_late in enumerate(_strided(tensor)) if is_late]
     for placement in tensor.placements:
@@ -376,8 +395,8 @@ def _dims(key: str, tensor: Any, sizes: Sequence[int]) -> tuple[tuple[int | None
 
 
 def _strided(tensor: Any) -> tuple[bool, ...]:
-    """Returns for each dimension of the mesh whether it is applied after those on its right: FSDP
-    over TP shards what TP has sharded.
+    """Returns, for each mesh dimension, whether it is applied after those to its right. FSDP over
+    TP, for example, shards tensors that TP has already sharded.
     """
     return tuple(type(placement).__name__ == "_StridedShard" for placement in tensor.placements)
 

@@ -1,5 +1,5 @@
-"""The tensors of a state that stored ones go into, in place: which part goes where, and what does
-not fit.
+"""The tensors of a state that are filled in place: which part of a stored tensor each receives, and
+which ones do not fit.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _ITEM_BYTES = 16  # of the largest dtype
 
 
 class _Taker(NamedTuple):
-    """A name in a state, its memory, and the stored value that is to go there.
+    """A name in a state, its memory, and the stored value that fills it.
 
-    `source` is equal for names that get the same stored value; `stored` is what a reader knows that
-    value by.
+    `source` is equal for names that receive the same stored value; `stored` identifies that value
+    for a reader.
     """
 
     name: str
@@ -34,20 +34,20 @@ class _Taker(NamedTuple):
 
 
 class Tied:
-    """The tensors of a state that are going to be filled, by their memory."""
+    """The tensors of a state that will be filled, by their memory."""
 
     def __init__(self) -> None:
         self._by_memory: dict[Hashable, list[_Taker]] = {}
 
     def add(self, name: str, memory: torch.Tensor, box: Box, source: Hashable, stored: Any) -> None:
-        """Notes the memory that a stored value goes to.
+        """Records the memory that a stored value will fill.
 
         Args:
             name: the tensor's name in the state.
-            memory: this rank's part of it.
-            box: the part.
-            source: equal for names that get the same stored value.
-            stored: given to the reader of conflicts().
+            memory: this rank's part of the tensor.
+            box: the place of the part.
+            source: equal for names that receive the same stored value.
+            stored: passed to the reader of conflicts().
         """
         place = memory_of(memory) if type(memory) in PLAIN_TENSORS else None
         if place is not None:
@@ -55,12 +55,12 @@ class Tied:
             self._by_memory.setdefault(place, []).append(taker)
 
     def conflicts(self, read: Callable[[Any, Box], torch.Tensor]) -> list[str]:
-        """Returns what does not fit, in words: names of one memory that different values go to.
-        Values are read only if names of one memory get several of them, and are compared as the
-        memory would hold them.
+        """Returns a message for each pair of names that share memory but would receive different
+        values. Values are read only if such names have several sources, and are compared in the
+        memory's dtype.
 
         Args:
-            read: returns a part of a stored value; raises what reading raises.
+            read: reads a part of a stored value; its errors are raised.
         """
         texts = []
         for first, *others in self._by_memory.values():
@@ -91,7 +91,7 @@ def _bits(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _parts(box: Box) -> Iterator[Box]:
-    """Yields rectangles of bounded size that make up one, cut along its first dimensions."""
+    """Divides a rectangle along its first dimensions into rectangles of bounded size."""
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
     if dim is None or box.numel * _ITEM_BYTES <= _PART_BYTES:
         yield box
@@ -114,18 +114,18 @@ class _Stored(Protocol):
 
 
 class Filling:
-    """The tensors that are filled in one restore.
+    """The tensors that one restore fills.
 
     Args:
-        fit: how the state may differ from what was saved.
-        overwritten: names of tensors of the state that may hold bytes of another step by now.
+        fit: how the state may differ from the checkpoint.
+        overwritten: names of tensors in the state that may contain bytes of another step.
 
     Attributes:
-        misfits: what does not fit, in words.
-        cast: the names of tensors whose stored dtype is another.
-        tied: all that are filled, by their memory.
-        optimizers: the names in optimizers of what stays in them unless it is filled, by their own
-            names; other tensors in them leave with the state that they have now.
+        misfits: messages about values that do not fit.
+        cast: the names of tensors whose stored dtype differs.
+        tied: all tensors to be filled, by their memory.
+        optimizers: for each optimizer's name, the names of the tensors that stay in it if they are
+            not filled. Its other tensors are dropped together with its present state.
     """
 
     def __init__(self, fit: Fit, overwritten: Collection[str] = ()) -> None:
@@ -145,36 +145,38 @@ class Filling:
         known: Any = None,
         there: str = "in the checkpoint",
     ) -> tuple[torch.Tensor, Box] | None:
-        """Returns the memory that this rank holds of a tensor, and which part of the stored one
-        goes there; None if that has another shape, which is then among the misfits.
+        """Returns this rank's memory of a tensor, and the part of the stored tensor that fills it.
+        If the shapes differ, adds a misfit and returns None.
 
         Args:
-            at, name: where the tensor stands, for messages; and its name in the state.
-            key: equal for names that get the same stored tensor.
-            stored: that tensor.
-            known: what the reader of tied.conflicts() is given. Default: stored.
-            there: where that is, for messages.
+            at, name: the tensor's place for messages, and its name in the state.
+            key: equal for names that receive the same stored tensor.
+            stored: the stored tensor.
+            known: the argument for the reader of tied.conflicts(). Default: stored.
+            there: where the stored tensor is, for messages.
 
         Raises:
-            TypeError: nothing can be put into the tensor.
+            TypeError: the tensor cannot be filled.
         """
         self._names.add(name)
         check_shape(at, tensor)
         shape = tuple(tensor.shape)
         if tuple(stored.shape) != shape:
-            self.misfits.append(f"{at} has shape {[*shape]}, {there} {[*stored.shape]}")
+            self.misfits.append(f"{at} has shape {[*shape]}, but {[*stored.shape]} {there}")
             return None
         if stored.dtype != tensor.dtype:
             self.cast.append(name)
             if self._fit.dtype == "raise":
-                self.misfits.append(f"{at} is {tensor.dtype}, {there} {stored.dtype}")
+                self.misfits.append(f"{at} is {tensor.dtype}, but {stored.dtype} {there}")
         local, box = dtensor_part(at, tensor) if is_sharded(tensor) else (tensor, whole(shape))
         _check_target(local, stored, at)
         self.tied.add(at, local, box, key, stored if known is None else known)
         return local, box
 
     def lost(self) -> list[str]:
-        """Returns what does not fit, in words: overwritten tensors that would stay as they are."""
+        """Returns a message about overwritten tensors that would not be filled, if there are
+        any.
+        """
 
         def stays(name: str) -> bool:
             for optimizer, staying in self.optimizers.items():
@@ -191,7 +193,7 @@ class Filling:
 
 
 def check_shape(at: str, tensor: Any) -> None:
-    """Raises TypeError for a tensor that has no shape."""
+    """Raises TypeError for a tensor without a shape."""
     if tensor.is_nested:
         raise TypeError(
             f"{at} is a nested tensor, which cannot be restored in place: put it into a dict or a "
@@ -202,7 +204,7 @@ def check_shape(at: str, tensor: Any) -> None:
 
 
 def _check_target(tensor: torch.Tensor, saved: Any, path: str) -> None:
-    """Raises TypeError unless the memory of a tensor can take what was saved."""
+    """Raises TypeError if the saved value cannot fill the tensor's memory."""
     meta, kind = False, str(torch.strided)
     if isinstance(saved, torch.Tensor):
         meta, kind = saved.is_meta, _memory_kind(saved)
@@ -210,7 +212,7 @@ def _check_target(tensor: torch.Tensor, saved: Any, path: str) -> None:
         where = "is" if tensor.is_meta else "was saved"
         why = f"{where} on the meta device, where tensors have no values"
     elif _memory_kind(tensor) != kind:
-        why = f"is {_memory_kind(tensor)}, in the checkpoint {kind}"
+        why = f"is {_memory_kind(tensor)}, but {kind} in the checkpoint"
     elif kind == str(torch.strided) and _may_overlap(tensor):
         why = "has elements that share memory, as after expand() (clone() it first)"
     else:
@@ -223,7 +225,7 @@ def _memory_kind(tensor: torch.Tensor) -> str:
 
 
 def _may_overlap(tensor: torch.Tensor) -> bool:
-    """Returns whether two elements may lie in the same memory."""
+    """Returns whether two elements may share memory."""
     if tensor.numel() < 2 or tensor.is_contiguous():
         return False
     extent = 0  # distance of the last element from the first, along the dimensions so far

@@ -1,6 +1,6 @@
-"""The rules for a restore where a state and a checkpoint differ, and the differences it has found.
+"""The rules for a restore when a state and a checkpoint differ, and the differences found.
 
-Responsible also for giving saved values other names.
+The module also renames saved values.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _STEPS_MAX = 1 << 21
 
 @dataclass(frozen=True)
 class Fit:
-    """How a state may differ from what was saved; the arguments are those of Checkpointer.restore.
+    """How a state may differ from the checkpoint: the arguments of Checkpointer.restore.
 
     Raises:
-        ValueError, TypeError: one of them is unknown or of a wrong type.
+        ValueError, TypeError: an argument is unknown or has a wrong type.
     """
 
     missing: Missing = "raise"
@@ -66,29 +66,29 @@ class Fit:
             raise TypeError(f"rename is {kind}, must be a function or a dict of patterns")
 
     def __str__(self) -> str:
-        """Returns the arguments, for a comparison between ranks."""
+        """Returns a text of the arguments, for comparison between ranks."""
         # Functions cannot be compared, and so are like no other.
         rename = uuid4().hex if callable(self.rename) else self.rename
         return repr((self.missing, self.unexpected, self.dtype, rename, self.only))
 
     def without_only(self) -> Fit:
-        """Returns the same, but for all that is in a state."""
+        """Returns the same rules without `only`."""
         return self if self.only is None else replace(self, only=None)
 
     def asks_for(self, name: str) -> bool:
-        """Returns whether a value of this name is to be restored."""
+        """Returns whether a value with this name must be restored."""
         return self.only is None or fnmatchcase(name, self.only)
 
     def asks_within(self, name: str) -> bool:
-        """Returns whether a value of this name, or one in it, may be to be restored."""
+        """Returns whether a value with this name, or a value inside it, may have to be restored."""
         if self.only is None or not name or self.asks_for(name):
             return True
         begin, inside = _WILD.split(self.only, maxsplit=1)[0], f"{name}/"
         return inside.startswith(begin) or begin.startswith(inside)
 
     def new_names(self, names: Sequence[str]) -> tuple[list[str | None], list[str]]:
-        """Returns the names that saved values get, None for what is left out; and, in words, the
-        patterns that fit no name: they may be mistyped, and nothing else would tell.
+        """Returns the new names of saved values, None for values to leave out; and messages about
+        patterns that match no name, because they may be mistyped.
         """
         if self.rename is None:
             return [*names], []
@@ -103,7 +103,7 @@ class Fit:
 
 
 def _check_replacement(pattern: Any, replacement: object) -> None:
-    """Raises TypeError or ValueError unless this can stand in a dict of patterns."""
+    """Raises TypeError or ValueError if `rename` cannot contain this pattern and replacement."""
     if not isinstance(replacement, str):
         kind = type(replacement).__name__
         raise TypeError(f"rename has {kind} for {pattern!r}, must be a string")
@@ -124,15 +124,15 @@ def _called(rename: Callable[[str], object], name: str) -> str | None:
 
 
 class Differences(NamedTuple):
-    """The differences between a state and the checkpoint that went into it.
+    """The differences between a state and the checkpoint that was restored into it.
 
-    Values are named as `fastckpt inspect` names tensors: by the keys that lead to them, joined by
-    "/"; an unexpected dict of values that has no counterpart at all has one name.
+    Names are those that `fastckpt inspect` prints: the keys that lead to a value, joined by "/". An
+    unexpected dict of values without any counterpart has a single name.
 
     Attributes:
-        missing: the values of the state that were kept, because they had not been saved.
-        unexpected: the saved values that the state has not, and which were left out.
-        renamed: the new names by those in the checkpoint, of the values that `rename` gave others.
+        missing: the values of the state that were kept, because the checkpoint lacks them.
+        unexpected: the saved values that were left out, because the state lacks them.
+        renamed: maps names in the checkpoint to the new names that `rename` gave them.
         cast: the tensors whose saved values were converted to another dtype.
     """
 
@@ -143,20 +143,20 @@ class Differences(NamedTuple):
 
 
 def nothing_chosen(only: str) -> str:
-    """Returns what is wrong with a glob that no name in the state is like."""
+    """Returns the message for a glob that matches no name in the state."""
     return f"no name in the state matches only={only!r} (keys are joined by '/')"
 
 
 def unexpected(told: str) -> str:
-    """Returns the misfit of a checkpoint with values that the state has not."""
+    """Returns the message for values in the checkpoint that the state lacks."""
     return f"the checkpoint has {told}, but the state does not (unexpected='ignore' skips them)"
 
 
 def refusal(
     where: str, misfits: Sequence[str], *, is_missing: bool = False
 ) -> IncompatibleCheckpoint:
-    """Returns the error that tells all that does not fit; `is_missing`: the checkpoint lacks values
-    of the state, among others.
+    """Returns the error that lists all misfits. `is_missing` means that the checkpoint lacks some
+    values of the state.
     """
     more = len(misfits) - _MISFITS_TOLD_MAX
     texts = [*misfits[:_MISFITS_TOLD_MAX], *([f"and {more} more"] if more > 0 else [])]
@@ -167,8 +167,9 @@ def refusal(
 def refused(
     where: str, found: Sequence[tuple[str, str]], *, is_restore: bool = True
 ) -> UnpicklingError:
-    """Returns the error about values that are asked for and were left out (see partial_objects),
-    each with what makes the object there; `is_restore`: by a state, and not all that there are.
+    """Returns the error about values that were left out (see partial_objects) although they are
+    needed. `found` has the name and maker of each. `is_restore` is false if all values of a step
+    were requested, not those of a state.
     """
     restore = "Restore the rest," if is_restore else "Get the rest with restore(),"
     values = listed(f"{name!r} (made with {maker!r})" for name, maker in found)
@@ -183,8 +184,8 @@ def refused(
 def refused_later(
     where: str, pickles: Iterable[bytes], before: set[tuple[str, str]], *, reads_numpy: bool
 ) -> str:
-    """Returns a sentence about the values in pickles of torch.save that weights_only=True will
-    refuse, with another way to load them; "" if all of their makers were met before.
+    """Returns a warning about the values in pickles of torch.save that weights_only=True will
+    refuse, with another way to load them; "" if all of their makers are in `before`.
     """
     refusals = [each for pickled in pickles for each in newly_refused(pickled, before, reads_numpy)]
     if not refusals:
@@ -194,17 +195,17 @@ def refused_later(
 
 
 def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[str]]:
-    """Returns a saved nest whose values have the names that `fit.rename` gives them, the new names
-    by the old ones, and in words the patterns that fit none. Values in lists and tuples go where
-    these go.
+    """Renames the values of a saved nest by `fit.rename`. Returns the new nest, a map of old to new
+    names, and messages about patterns that match no name. Lists and tuples are moved as a whole.
 
     Args:
-        nest: as a step's objects hold it.
+        nest: a step's objects.
         fit: the arguments of the restore.
         where: the path of the step, for messages.
 
     Raises:
-        IncompatibleCheckpoint: two values get the same name, or one gets a place inside of another.
+        IncompatibleCheckpoint: two values get the same name, or a value would be inside another
+            one.
     """
     if not _is_inner(nest):
         return nest, {}, []
@@ -228,13 +229,13 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[
 
 
 def name_taken(where: str, old: str, new: str) -> IncompatibleCheckpoint:
-    """Returns the error that says that `rename` gives two values of a checkpoint one name."""
+    """Returns the error for two values of a checkpoint to which `rename` gives the same name."""
     reason = f"rename gives {old!r} the name {new!r}, which another value already has"
     return IncompatibleCheckpoint(f"{where!r} does not fit: {reason}")
 
 
 class _Moved(NamedTuple):
-    """A value that gets another name, and the keys that led to it."""
+    """A value that gets another name, and the keys that lead to its old place."""
 
     keys: tuple[Any, ...]
     old: str
@@ -243,13 +244,13 @@ class _Moved(NamedTuple):
 
 
 def _left_in_place(nest: Any, new_name: Callable[[str], str | None], moved: list[_Moved]) -> Any:
-    """Returns a copy of the nest without the values that get another name, which join `moved`, or
-    that have the new name None.
+    """Returns a copy of the nest without the values that get another name or None. Those with
+    another name are added to `moved`.
     """
     steps = 0
 
     def visit(value: Any, keys: tuple[Any, ...]) -> Iterator[Any]:
-        """Yields the copy, or nothing."""
+        """Yields the copy of a value, or nothing."""
         nonlocal steps
         steps += 1 + len(keys)
         if steps > _STEPS_MAX:
@@ -273,7 +274,7 @@ def _left_in_place(nest: Any, new_name: Callable[[str], str | None], moved: list
 
 
 def _is_inner(value: Any) -> bool:
-    """Returns whether this is a dict of values, and no placeholder."""
+    """Returns whether a value is a dict of values, and not a placeholder."""
     return (
         type(value) in (dict, OrderedDict)
         and bool(value)
@@ -284,9 +285,9 @@ def _is_inner(value: Any) -> bool:
 
 
 def _keys_of(name: str, old: Sequence[Any]) -> list[Any]:
-    """Returns the keys that a name consists of. Those that the value had before, at the same place
-    from its end on, are these very keys: 0, say, and not "0"; where one was an integer, another one
-    is, too.
+    """Returns the keys that a new name consists of. From the end, each is compared with the value's
+    old key at the same position. If the texts are equal, it becomes the old key itself, for example
+    0 and not "0". If the old key is an integer and the text is decimal, it becomes an integer.
     """
     keys: list[Any] = [*keys_of(name)]
     for at in range(-min(len(keys), len(old)), 0):

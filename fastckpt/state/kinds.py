@@ -1,4 +1,4 @@
-"""The kinds of tensors: plain ones, and those of which each rank holds a part."""
+"""Kinds of tensors: plain ones, and those of which each rank holds a part."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from fastckpt.plan.image import BY_VALUE_BYTES
 
 # Of a tensor with elements that has none, in words that follow "is".
-NO_MEMORY = "without memory, as FSDP's parameters are while they are not gathered"
+NO_MEMORY = "without memory, like FSDP's parameters while they are not gathered"
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[Hashable, ...] | None:
-    """Returns what tensors have in common that are the same elements, while they live: where these
-    lie in memory, and how they are read there. Returns None of a tensor without memory to tell it
-    by: of no elements, of another layout, on the meta device, or of a storage that was resized to
-    nothing.
+    """Returns an identity that is equal for tensors with the same elements in memory, while they
+    live: where the elements are in memory, and how they are read. Returns None for a tensor without
+    memory of its own: without elements, with another layout, on the meta device, or with a storage
+    resized to nothing.
     """
     if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
         return None
@@ -29,9 +29,9 @@ def memory_of(tensor: torch.Tensor) -> tuple[Hashable, ...] | None:
 
 
 def copied_later(tensor: torch.Tensor, devices: Collection[str], is_late: bool) -> torch.Tensor:
-    """Returns a tensor whose memory can be copied later as it lies, on a device of one of these
-    types: the same, or a copy. If `is_late`, the caller goes on before that: small tensors are
-    copied now, since they may be buffers that a forward pass changes.
+    """Returns the tensor, or a copy whose memory is contiguous and on a device of these types, so
+    that it can be copied later. If `is_late`, the caller continues before that copy. Small tensors
+    are then copied now, because they may be buffers that a forward pass changes.
     """
     # torch copies from a GPU into pageable memory, so the host waits for the current stream here.
     # Asking for the CPU by name would take half as long as all else here.

@@ -1,5 +1,5 @@
-"""The state of optimizers: what it must have in common with a saved one, and tensors for what an
-optimizer has not made yet.
+"""The states of optimizers: checks whether a saved state matches, and creates tensors for state
+that an optimizer has not created yet.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fastckpt.state.tree import stored_of, unescaped
 
 
 def is_of_optimizer(value: dict[Any, Any]) -> bool:
-    """Returns whether a dict is like those that an optimizer's state_dict() returns, or torch's
-    get_optimizer_state_dict(), which may join their keys by dots.
+    """Returns whether a dict looks like the result of an optimizer's state_dict(), or of torch's
+    get_optimizer_state_dict(), which may join its keys by dots.
     """
     if "state" in value and "param_groups" in value:
         return True
@@ -24,16 +24,18 @@ def is_of_optimizer(value: dict[Any, Any]) -> bool:
 
 
 def counts_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether load_state_dict() is torch's own, which refuses other numbers of them."""
+    """Returns whether load_state_dict() is torch's own, which refuses another number of
+    parameters.
+    """
     is_own = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
     return is_own and not optimizer._optimizer_load_state_dict_pre_hooks
 
 
 def other_parameters(at: object, own: Mapping[str, Any], saved: Any) -> str:
-    """Returns the misfit of an optimizer."""
+    """Returns the message for an optimizer with other parameter groups than the saved one."""
     theirs = sizes(saved) if isinstance(saved, dict) else None
     return (
-        f"{at} is an optimizer with groups of {sizes(own)} parameters, in the checkpoint "
+        f"{at} is an optimizer with groups of {sizes(own)} parameters, but the checkpoint has "
         f"{'none' if theirs is None else theirs}: create it with the same groups or, if the "
         "model has changed, leave it out of the state or exclude it with only="
     )
@@ -52,8 +54,8 @@ def completed(
     own: dict[str, Any],
     saved: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns the state_dict of an optimizer, with tensors for the state it has not made yet; state
-    of a parameter's shape is spread over ranks as the parameter is.
+    """Returns the state_dict of an optimizer, with tensors added for state that it has not created
+    yet. State with a parameter's shape is spread over ranks like the parameter.
     """
     state = own.get("state")
     theirs = unescaped(saved.get("state"))

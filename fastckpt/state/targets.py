@@ -1,4 +1,4 @@
-"""The targets of a restore: which parts of stored tensors a rank wants, and in which memory."""
+"""The targets of a restore: which parts of stored tensors a rank needs, and the memory for them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ log = logging.getLogger("fastckpt")
 
 
 class Target(NamedTuple):
-    """A part of a stored tensor that is wanted, and the memory for it.
+    """A part of a stored tensor that is needed, and the memory for it.
 
     Attributes:
-        key, dtype, shape: the stored tensor's, as a whole.
+        key, dtype, shape: those of the complete stored tensor.
         box: the part.
         tensor: the memory, which has the part's sizes and any dtype, strides and device.
     """
@@ -41,7 +41,7 @@ Place: TypeAlias = tuple[str, torch.dtype, tuple[int, ...], Box]
 
 
 def tell_lossy(path: str, names: Sequence[str]) -> None:
-    """Warns of tensors for which put_converted() has said that they lose something."""
+    """Warns of tensors for which put_converted() reported a loss of precision or range."""
     if names:
         log.warning(
             "%r: some tensors of the state have dtypes that cannot hold the saved values, so "
@@ -52,14 +52,14 @@ def tell_lossy(path: str, names: Sequence[str]) -> None:
 
 
 def note_overwritten(tensors: Iterable[torch.Tensor]) -> None:
-    """Increments the versions of tensors before the first byte is put into their memory past torch:
-    autograd has to notice that, and so has a step-fence save that still copies.
+    """Increments the versions of tensors before bytes are written to their memory without torch, so
+    that autograd and a step-fence save that is still copying detect the change.
     """
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def takes_bytes(tensor: torch.Tensor, kinds: Collection[str]) -> bool:
-    """Returns whether bytes put into a tensor's memory become its elements as they are; `kinds` are
+    """Returns whether bytes written to a tensor's memory become its elements unchanged. `kinds` are
     the types of device that bytes can be moved to.
     """
     return (

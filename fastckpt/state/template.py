@@ -1,7 +1,7 @@
-"""The restore into a state that exists: which stored value goes where in it.
+"""The restore into an existing state: assigns each stored value to its place in the state.
 
-Responsible for walking a state beside the nest that was saved, for making tensors that the state
-lacks, and for putting values in place once all have been read. It must not know files or ranks.
+The module walks a state in parallel with the saved nest, creates tensors that the state lacks, and
+puts values in place after all have been read. It must not know files or ranks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _ABSENT = object()  # stands for a value that was not saved
 
 
 class _At(NamedTuple):
-    """A place in a state, by the keys that lead there."""
+    """A place in a state, given by the keys that lead to it."""
 
     keys: tuple[str, ...] = ()
 
@@ -82,26 +82,26 @@ class _At(NamedTuple):
 
 
 class Template:
-    """A state to restore, beside what was saved. Only the memory of targets changes before put().
+    """A state to restore, together with the saved nest. Before put(), only the memory of targets
+    changes.
 
     Args:
-        state, saved: as given to Checkpointer.restore; and the nest of objects of a step.
-        per_rank: the values of single ranks; None if there are none.
-        find: raises unless the step holds all the parts of tensors it is given (StepReader.find).
+        state, saved: the state to restore, and the nest of a step's objects.
+        per_rank: the PerRank values of the step; None if there are none.
+        find: raises an error if the step lacks parts of tensors (StepReader.find).
         where: the path of the step, for messages.
-        fit: how the state may differ from what was saved.
-        overwritten: names of tensors of the state that may hold bytes of another step by now: all
-            of them have to be filled.
+        fit: how the state may differ from the checkpoint.
+        overwritten: names of tensors that may contain bytes of another step and must be filled.
 
     Attributes:
         targets: the parts of tensors that must be read before put().
-        names_of_targets: the names of the tensors of the state among these.
+        names_of_targets: the names of the tensors that these targets fill.
 
     Raises:
-        IncompatibleCheckpoint: the state has something that was not saved, or something that was
-            saved, which `fit` does not allow; or tensors have other shapes: all of them are told.
-        TypeError: it has a tensor that nothing can be put into.
-        pickle.UnpicklingError: it has a value of which weights_only left something out.
+        IncompatibleCheckpoint: the state or the checkpoint has values that the other lacks and
+            `fit` does not permit this, or shapes differ. The message lists all such values.
+        TypeError: the state has a tensor that cannot be filled.
+        pickle.UnpicklingError: weights_only left out a part of a value that the state has.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Template:
         self._check()
 
     def _check(self) -> None:
-        """Raises if anything was found that does not fit, or was left out."""
+        """Raises an error if any value does not fit or was left out."""
         if self._refused:
             raise refused(self._where, self._refused)
         texts = [*self._filling.misfits, *self._filling.lost(), *self._additions.misfits()]
@@ -156,10 +156,11 @@ class Template:
             raise refusal(self._where, texts, is_missing=self._is_missing)
 
     def check_tied(self, read: Callable[[Sequence[Target]], object]) -> None:
-        """Raises IncompatibleCheckpoint if tensors that share memory would get different values.
+        """Raises IncompatibleCheckpoint if tensors that share memory would receive different
+        values.
 
         Args:
-            read: reads targets, as StepReader.read does; called for such tensors alone.
+            read: reads targets, like StepReader.read; only called for such tensors.
         """
 
         def part_of(stored: Stored | torch.Tensor, box: Box) -> torch.Tensor:
@@ -173,22 +174,22 @@ class Template:
             raise refusal(self._where, conflicts)
 
     def differences(self) -> Differences:
-        """Returns what differed."""
+        """Returns the differences between the state and the checkpoint."""
         unexpected = tuple(at.name for at in self._ignored)
         return Differences(
             tuple(self._missing), unexpected, self._renamed, tuple(self._filling.cast)
         )
 
     def _takes(self, saved: Any, at: _At) -> bool:
-        """Returns whether a value of the state is restored; notes it if it was not saved."""
+        """Returns whether a value of the state is restored; records a value that was not saved."""
         return self._fit.asks_for(at.name) and self._has(saved, at)
 
     def _has(self, saved: Any, at: _At) -> bool:
-        """Returns whether a value that is asked for was saved; notes it if it was not."""
+        """Returns whether a requested value was saved; records a value that was not."""
         self._was_asked = True
         if saved is _ABSENT:
             if self._fit.missing == "raise":
-                self._filling.misfits.append(f"{at} is not in the checkpoint")
+                self._filling.misfits.append(f"{at} is missing in the checkpoint")
                 self._is_missing = True
             else:
                 self._missing.append(at.name)
@@ -197,7 +198,7 @@ class Template:
         return True
 
     def tell(self, level: int) -> None:
-        """Logs what was saved and does not go into the state, or is not as it was meant."""
+        """Logs saved values that are not restored into the state, or not in the intended way."""
         for text in self._useless:
             log.log(level, "%r: %s", self._where, text)
         if self._ignored and self._fit.unexpected is None:
@@ -235,13 +236,15 @@ class Template:
         return refusal(self._where, [text])
 
     def put(self) -> None:
-        """Gives the values to the state; the targets have been read."""
+        """Puts the values into the state, after the targets have been read."""
         for action in self._actions:
             action()
         tell_lossy(self._where, self._lossy)
 
     def _in_place(self, value: Any, saved: Any, at: _At, depth: int) -> None:
-        """Visits a state, or an item of a tuple that is one: nothing can take its place."""
+        """Visits a state, or an item of a tuple that is a state. It cannot be replaced by another
+        object.
+        """
         if isinstance(value, tuple) and not is_stateful(value) and left_out(saved) is None:
             self._check_items(value, saved, at, depth)
             for number, item in enumerate(value):
@@ -254,7 +257,7 @@ class Template:
             )
         if isinstance(value, dict) and not at.keys and not is_stateful(value):
             if (nest := _nest(saved)) is None:
-                raise self._misfit(f"{at} is a dict, in the checkpoint {_described(saved)}")
+                raise self._misfit(f"{at} is a dict, but the checkpoint has {_described(saved)}")
             self._note_copy(value, at)
             self._match_dict(value, nest, at, depth)
             return
@@ -262,14 +265,13 @@ class Template:
         if new is not value:
             if not (isinstance(value, list) and isinstance(new, list)):
                 kind = "a list" if isinstance(value, list) else "a dict"
-                raise self._misfit(f"{at} is {kind}, in the checkpoint {_described(new)}")
+                raise self._misfit(f"{at} is {kind}, but the checkpoint has {_described(new)}")
             self._actions.append(partial(value.__setitem__, slice(None), new))
 
     def _visit(self, value: Any, saved: Any, at: _At, depth: int, is_exact: bool = False) -> Any:
-        """Returns the value that belongs here after the restore: the old object where it can be.
-
-        `is_exact`: what was saved belongs here, whatever it is. Otherwise a tensor, or a dict or
-        list with tensors, needs its counterpart.
+        """Returns the value that the state has at this place after the restore, which is the old
+        object where possible. With `is_exact`, it is whatever was saved. Otherwise a tensor, or a
+        dict or list with tensors, must have a counterpart.
         """
         if depth > DEPTH_MAX:
             raise self._misfit(f"{at} is nested more than {DEPTH_MAX} deep")
@@ -296,7 +298,7 @@ class Template:
             self._dict(value, saved, at, depth, is_exact)
             return value
         if isinstance(value, dict) and value and not is_exact:
-            raise self._misfit(f"{at} is a dict, in the checkpoint {_described(saved)}")
+            raise self._misfit(f"{at} is a dict, but the checkpoint has {_described(saved)}")
         if isinstance(value, list | tuple) and _holds_tensors(value):
             is_alike = type(saved) is type(value) and len(saved) == len(value)
             if is_alike or not is_exact:
@@ -304,7 +306,7 @@ class Template:
         return self._loaded(saved, at) if self._takes(saved, at) else value
 
     def _items(self, value: Any, saved: Any, at: _At, depth: int, is_exact: bool) -> Any:
-        """Visits a list or tuple that has tensors."""
+        """Visits a list or tuple that contains tensors."""
         if saved is _ABSENT:
             saved = [_ABSENT] * len(value)
         self._check_items(value, saved, at, depth)
@@ -318,14 +320,18 @@ class Template:
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
     def _check_items(self, value: Sequence[Any], saved: Any, at: _At, depth: int) -> None:
-        """Raises unless as many items were saved as a list or tuple has."""
+        """Raises an error if a list or tuple does not have as many items as were saved."""
         if depth > DEPTH_MAX:
             raise self._misfit(f"{at} is nested more than {DEPTH_MAX} deep")
         if not isinstance(saved, list | tuple) or len(saved) != len(value):
-            raise self._misfit(f"{at} has {_items(value)}, the checkpoint {_described(saved)}")
+            raise self._misfit(
+                f"{at} has {_items(value)}, but the checkpoint has {_described(saved)}"
+            )
 
     def _dict(self, value: dict[Any, Any], saved: Any, at: _At, depth: int, is_exact: bool) -> None:
-        """Visits a dict inside the state. If it holds nothing to fill in place, it is replaced."""
+        """Visits a dict inside the state. If no value in it is filled in place, its content is
+        replaced.
+        """
         self._note_copy(value, at)
         nest = _nest(saved) or {}
         if (_holds_tensors(value) and not is_exact) or not self._asks_for_all(at):
@@ -336,7 +342,7 @@ class Template:
                 self._replace_dict(value, nest, at, depth)
 
     def _note_copy(self, value: dict[Any, Any], at: _At) -> None:
-        """Notes a dict of the caller's that holds the state of an optimizer."""
+        """Records a dict of the caller's that contains the state of an optimizer."""
         if not self._within and is_of_optimizer(value):
             self._copies.append(at)
 
@@ -348,10 +354,9 @@ class Template:
         depth: int,
         is_module: bool = False,
     ) -> None:
-        """Gives the entries of a dict what was saved under their keys; no entry joins or leaves it.
-
-        `is_module`: it is the state_dict of a module. What is no tensor in it, such as an extra
-        state, becomes what was saved.
+        """Restores the entries of a dict by their keys; none is added or removed. If the dict is
+        the state_dict of a module (`is_module`), values that are not tensors are replaced by the
+        saved ones.
         """
         self._check_missing([key for key in value if key not in saved], at)
         others = [at.of(key) for key in saved if key not in value]
@@ -365,8 +370,9 @@ class Template:
     def _replace_dict(
         self, value: dict[Any, Any], saved: Mapping[Any, Any], at: _At, depth: int
     ) -> None:
-        """Makes a dict equal to what was saved. It stays the same object, and so do the dicts and
-        tensors in it that have a counterpart. `fit` decides about tensors that have none.
+        """Makes a dict equal to the saved dict. The dict stays the same object, and so do the dicts
+        and tensors in it that have a counterpart. `fit` determines the treatment of tensors without
+        one.
         """
         extra = [key for key in value if key not in saved and _holds_tensors(value[key])]
         self._check_missing(extra, at)
@@ -384,7 +390,7 @@ class Template:
         self._actions.append(partial(_refill, value, new))
 
     def _check_missing(self, keys: Sequence[Any], at: _At) -> None:
-        """Raises if the checkpoint lacks entries of a dict that have to be there."""
+        """Raises an error if required entries of a dict are missing in the checkpoint."""
         if keys and self._fit.missing == "raise" and self._fit.only is None:
             missing = [at.of(key).name for key in keys]
             near = nearest(missing[0], _names_within(self._saved, _At()))
@@ -392,19 +398,19 @@ class Template:
             raise refusal(self._where, misfits, is_missing=True)
 
     def _asks_for_all(self, at: _At) -> bool:
-        """Returns whether all that is in a container is asked for."""
+        """Returns whether everything in a container is requested."""
         return self._fit.asks_for(at.name) or self._fit.asks_for(f"{at.name}/")
 
     @contextmanager
     def _fitting(self, fit: Fit) -> Iterator[None]:
-        """Visits what follows by another fit."""
+        """Applies other rules to the values that the body visits."""
         before, self._fit = self._fit, fit
         yield
         self._fit = before
 
     def _own_value(self, value: PerRank, saved: Any, at: _At) -> None:
         if not isinstance(saved, dict) or not isinstance(saved.get(PER_RANK), str):
-            raise self._misfit(f"{at} is a PerRank, but not in the checkpoint")
+            raise self._misfit(f"{at} is a PerRank, but the checkpoint has {_described(saved)}")
         name, its = saved[PER_RANK], self._per_rank
         assert its is not None
         self._actions.append(lambda: setattr(value, "read_saved", partial(its.of_all, name)))
@@ -431,13 +437,17 @@ class Template:
         self._actions.append(lambda: setattr(value, "found", True))
 
     def _nested(self, tensor: torch.Tensor, saved: Any, at: _At) -> torch.Tensor:
-        """Returns a saved nested tensor, to replace one whose memory may have other sizes."""
+        """Returns the saved nested tensor, which replaces the state's, whose memory may have other
+        sizes.
+        """
         if not isinstance(saved, torch.Tensor) or not saved.is_nested:
-            raise self._misfit(f"{at} is a nested tensor, in the checkpoint {_described(saved)}")
+            raise self._misfit(
+                f"{at} is a nested tensor, but the checkpoint has {_described(saved)}"
+            )
         return saved.to(tensor.device)
 
     def _tensor(self, tensor: Any, saved: Any, at: _At) -> None:
-        """Makes a target or an action that fills a tensor with its part of a stored one."""
+        """Adds a target or an action that fills a tensor with its part of a stored tensor."""
         if (parted := parted_of(saved)) is not None:
             self._put_part(tensor, parted, at)
             return
@@ -447,7 +457,7 @@ class Template:
         elif isinstance(saved, torch.Tensor) and (tensor.is_nested or not saved.is_nested):
             key = id(saved)
         else:
-            raise self._misfit(f"{at} is a tensor, in the checkpoint {_described(saved)}")
+            raise self._misfit(f"{at} is a tensor, but the checkpoint has {_described(saved)}")
         place = self._filling.place(
             str(at), at.name, tensor, key, saved if stored is None else stored
         )
@@ -468,11 +478,11 @@ class Template:
             self._actions.append(put)
 
     def _put_part(self, tensor: Any, parted: Parted, at: _At) -> None:
-        """Makes an action that fills this rank's part of a DTensor with the saved one."""
+        """Adds an action that fills this rank's part of a DTensor with the saved part."""
         if not is_sharded(tensor) or tuple(tensor.shape) != parted.shape:
             kind = "DTensor" if is_sharded(tensor) else type(tensor).__name__
             self._filling.misfits.append(
-                f"{at} is a {kind} of shape {[*tensor.shape]}, in the checkpoint a DTensor of "
+                f"{at} is a {kind} of shape {[*tensor.shape]}, but the checkpoint has a DTensor of "
                 f"shape {[*parted.shape]}, each part of which is a {parted.spread.kind}"
             )
             return
@@ -481,7 +491,7 @@ class Template:
             self._actions.append(lambda: put_converted(local, part))
 
     def _stateful(self, value: Any, saved: Any, at: _At, depth: int) -> None:
-        """Restores an object by its load_state_dict(), after its tensors in place."""
+        """Restores an object by its load_state_dict(), after its tensors are filled in place."""
         value = unwrapped(value)
         self._within += 1
         if isinstance(value, torch.optim.Optimizer) and self._fit != Fit():
@@ -491,7 +501,9 @@ class Template:
         self._within -= 1
 
     def _stateful_in(self, value: Any, saved: Any, at: _At, depth: int) -> None:
-        """Gives an object what it saved, in its own tensors where it has them."""
+        """Restores an object with the state that it saved, keeping its own tensors where it has
+        them.
+        """
         own, nest = value.state_dict(), _nest(saved)
         if not isinstance(own, dict) or not (own or nest is not None):
             if self._takes(saved, at):
@@ -499,7 +511,7 @@ class Template:
             return
         is_there = saved is not _ABSENT
         if is_there and nest is None:
-            raise self._misfit(f"{at} has a dict, in the checkpoint {_described(saved)}")
+            raise self._misfit(f"{at} has a dict, but the checkpoint has {_described(saved)}")
         nest = {} if nest is None else nest
         if isinstance(value, torch.optim.Optimizer):
             if is_there and counts_parameters(value) and sizes(nest) != sizes(own):
@@ -533,7 +545,7 @@ class Template:
         at: _At,
         depth: int,
     ) -> None:
-        """Visits the state_dict of a module, whose names are fixed."""
+        """Visits the state_dict of a module, in which the names are fixed."""
         unknown = [key for key in saved if key not in own and self._fit.asks_for(at.of(key).name)]
         if self._fit.unexpected is None:
             own.update(dict.fromkeys(unknown))  # load_state_dict() decides whether they fit
@@ -546,7 +558,7 @@ class Template:
             )
 
     def _give(self, value: Any, state_dict: Any, at: _At) -> None:
-        """Has an object load a state when everything has been read."""
+        """Adds an action that makes an object load a state, after everything has been read."""
 
         def give() -> None:
             try:
@@ -559,8 +571,8 @@ class Template:
         self._actions.append(give)
 
     def _optimizer(self, value: torch.optim.Optimizer, saved: Any, at: _At, depth: int) -> None:
-        """Restores an optimizer as a whole or not at all: its parameters have no names but numbers,
-        and it cannot go on with half of its state.
+        """Restores an optimizer completely or not at all: its parameters have numbers instead of
+        names, and it cannot continue with half of its state.
         """
         if not self._asks_for_all(at):
             # Whoever asks for a part of it has not mistyped a name.
@@ -600,7 +612,9 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _names_within(value: Any, at: _At) -> Iterator[str]:
-    """Yields the names of the values in a nest, and of the nests in it, each of these once."""
+    """Yields the names of the values and nests in a nest. A nest that occurs several times is
+    visited once.
+    """
     ahead, visited = [(at, value)], set[int]()
     while ahead:
         at, value = ahead.pop()
@@ -612,7 +626,7 @@ def _names_within(value: Any, at: _At) -> Iterator[str]:
 
 
 def _copied(value: Any, depth: int = 0) -> Any:
-    """Returns a copy of a nest of dicts, of the same types."""
+    """Returns a copy of a nest of dicts, with the same types."""
     if not isinstance(value, dict) or depth > DEPTH_MAX:
         return value
     new = copy.copy(value)
@@ -622,7 +636,7 @@ def _copied(value: Any, depth: int = 0) -> Any:
 
 
 def _nest(saved: Any) -> dict[Any, Any] | None:
-    """Returns a dict of saved values; None for placeholders and what is no dict."""
+    """Returns a dict of saved values; None for placeholders and values that are not dicts."""
     inner = unescaped(saved)
     if not isinstance(inner, dict) or left_out(saved) is not None:
         return None
@@ -631,7 +645,9 @@ def _nest(saved: Any) -> dict[Any, Any] | None:
 
 
 def _refill(value: dict[Any, Any], items: Mapping[Any, Any]) -> None:
-    """Replaces what is in a dict, of which a subclass may store and count in its own way."""
+    """Replaces the content of a dict item by item, because a subclass may store and count items in
+    its own way.
+    """
     value.clear()
     for key, item in items.items():
         value[key] = item
@@ -648,7 +664,7 @@ def _holds_tensors(value: Any, depth: int = 0) -> bool:
 
 
 def _holds_stored(saved: Any) -> bool:
-    """Returns whether a saved value is a tensor or a PerRank, or holds any."""
+    """Returns whether a saved value is or contains a tensor or a PerRank."""
     ahead, visited = [saved], set[int]()
     while ahead:
         value = ahead.pop()

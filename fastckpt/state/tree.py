@@ -1,8 +1,8 @@
 """A training state as a tree, whose leaves are tensors of the shards, or objects.
 
-Responsible for taking a state apart into named tensors with their place in a global tensor, values
-of single ranks, and a nest of the rest; and for putting values back into that nest. It must not
-know files, who writes what, or how ranks talk.
+The module takes a state apart into named tensors with their places in global tensors, values of
+single ranks, and a nest of everything else. It also puts values back into that nest. It must not
+know files, which rank writes what, or how ranks communicate.
 """
 
 from __future__ import annotations
@@ -54,21 +54,22 @@ Merge: TypeAlias = Callable[[list[Any], int, int], Any]
 
 
 class PerRank:
-    """A value that each rank has of its own, such as the state of a random generator.
+    """A value that is specific to each rank, such as the state of a random generator.
 
-    restore() gives each rank the value that this very rank saved. On a rank that the saving job did
-    not have, `value` stays as it is and `found` is False. If another number of ranks saved,
-    restore() gives what `merge` makes of the values of them all; without it, it warns.
+    restore() gives each rank the value that the same rank saved. On a rank that the saving job did
+    not have, `value` stays unchanged and `found` is False. If another number of ranks saved,
+    restore() gives the result of `merge` for the values of all ranks; without `merge`, it warns.
 
     Args:
-        merge: a function of these values, in the order of ranks, of this rank, and of the number of
-            ranks now, such as lambda values, rank, world_size: sum(values) // world_size. All ranks
-            pass it, or none does.
+        merge: a function that returns this rank's value, for example lambda values, rank,
+            world_size: sum(values) // world_size. Its arguments are the list of saved values in the
+            order of ranks, this rank, and the present number of ranks. Either all ranks pass a
+            function, or none does.
 
     Attributes:
-        value: anything picklable, or an object with state_dict and load_state_dict, whose state is
-            saved and restored by these.
-        found: whether the checkpoint holds a value for this rank; None before restore() or load().
+        value: any value that can be pickled, or an object with state_dict and load_state_dict,
+            which save and restore its state.
+        found: whether the checkpoint has a value for this rank; None before restore() or load().
     """
 
     __module__ = "fastckpt"  # pickles name the class by this, wherever it is defined
@@ -81,15 +82,18 @@ class PerRank:
 
     @property
     def saved(self) -> list[Any]:
-        """The values of all ranks of the job that saved the checkpoint which was restored or loaded
-        last, in their order; [] before, and of a copy. They are read when they are asked for.
+        """The values of all ranks of the job that saved, in the order of ranks, from the checkpoint
+        last restored or loaded. They are read at each access. The list is empty before a restore,
+        and in a copy of this object.
 
-        Raises as restore(): CheckpointError also if the step has been removed since.
+        Raises the errors of restore(); also CheckpointError if the step has been removed since.
         """
         return self.read_saved()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns what a copy or a pickle has: all but the way to `saved`, which is this job's."""
+        """Returns the attributes for a copy or a pickle, without the function that reads `saved`,
+        because it only works in this job.
+        """
         return {**self.__dict__, "read_saved": list}
 
     def __repr__(self) -> str:
@@ -97,8 +101,8 @@ class PerRank:
 
 
 class TensorFacts(NamedTuple):
-    """The facts that ranks know of a tensor that they do not hold: `placement` and `spread` are as
-    Part's, of a plain tensor None.
+    """The facts that ranks know about a tensor that they do not hold. For `placement` and `spread`
+    see Part; `spread` is None for a plain tensor.
     """
 
     dtype: torch.dtype
@@ -108,12 +112,12 @@ class TensorFacts(NamedTuple):
 
 
 class OfSomeRanks(NamedTuple):
-    """A tensor that some ranks of the group hold, as those of a pipeline stage do.
+    """A tensor that only some ranks of the group hold, such as those of a pipeline stage.
 
     Attributes:
-        ranks: these, ascending.
-        tensor: on these ranks; None on the others.
-        facts: on the others.
+        ranks: the ranks that hold it, ascending.
+        tensor: the tensor on these ranks; None on the others.
+        facts: the tensor's facts on the other ranks.
     """
 
     ranks: tuple[int, ...]
@@ -122,7 +126,7 @@ class OfSomeRanks(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The key, dtype and shape of a tensor of the shards, as its placeholder gives them."""
+    """The key, dtype and shape of a tensor of the shards, as stored in its placeholder."""
 
     key: str
     dtype: torch.dtype
@@ -130,9 +134,9 @@ class Stored(NamedTuple):
 
 
 def stored_of(value: object) -> Stored | None:
-    """Returns the tensor that a placeholder stands for; None if the value is no placeholder.
+    """Returns the tensor that a placeholder represents; None if the value is not a placeholder.
 
-    Raises CorruptCheckpoint for a placeholder that flatten() does not make.
+    Raises CorruptCheckpoint for a placeholder that flatten() does not create.
     """
     if type(value) is not dict or TENSOR not in value:
         return None
@@ -154,18 +158,19 @@ def _placeholder(leaf: Leaf) -> dict[str, Any]:
 
 
 def _spread(spread: str, local: torch.Tensor) -> dict[str, Any]:
-    """Returns what the placeholder of a DTensor has of its spread."""
+    """Returns the entries of a DTensor's placeholder about its spread."""
     kind = type(local)
     return {SPREAD: spread} if kind in PLAIN_TENSORS else {SPREAD: spread, PARTS: kind.__qualname__}
 
 
 class Parted(NamedTuple):
-    """A DTensor whose parts are saved as values of single ranks, as its placeholder gives it.
+    """A DTensor whose parts are saved as values of single ranks, as stored in its placeholder.
 
     Attributes:
-        name: of the values, each a dict of the part and its place: {"local": ..., "offsets": ...}.
-        shape: of the whole tensor.
-        spread: over a mesh.
+        name: the name of the values. Each is a dict of the part and its place: {"local": ...,
+            "offsets": ...}.
+        shape: the shape of the complete tensor.
+        spread: its spread over a mesh.
     """
 
     name: str
@@ -174,9 +179,9 @@ class Parted(NamedTuple):
 
 
 def parted_of(value: object) -> Parted | None:
-    """Returns the DTensor that a placeholder stands for, if its parts are values of single ranks.
+    """Returns the DTensor that a placeholder represents, if its parts are values of single ranks.
 
-    Raises CorruptCheckpoint for a placeholder that flatten() does not make.
+    Raises CorruptCheckpoint for a placeholder that flatten() does not create.
     """
     if type(value) is not dict or not isinstance(value.get(PER_RANK), str):
         return None
@@ -193,8 +198,8 @@ class Leaf(NamedTuple):
         shape: the shape of the global tensor.
         box: the part of the global tensor that `local` is.
         holders: the ranks that hold the same part, ascending; a tuple shared between leaves.
-        placement: how the global tensor is spread, in words; equal on all ranks.
-        spread: the same of a DTensor, for its placeholder; None of others.
+        placement: a description of how the global tensor is spread; equal on all ranks.
+        spread: the spread of a DTensor, for its placeholder; None for other tensors.
     """
 
     key: str
@@ -207,14 +212,14 @@ class Leaf(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """The kind of a tensor that only the first rank stores; all ranks must have the same."""
+    """The type of a tensor that only the first rank stores. It must be the same on all ranks."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     def text(self) -> tuple[str, str]:
-        """Returns the tensor's name, and its dtype and shape in words."""
+        """Returns the tensor's name, and a text of its dtype and shape."""
         return self.name, f"{str(self.dtype)[6:]} {list(self.shape)}"
 
 
@@ -224,13 +229,13 @@ class Flat:
 
     Attributes:
         leaves: the tensors for the shards, in the order of the state.
-        objects: the state with placeholders where leaves and values of single ranks were.
+        objects: the state, with placeholders in place of leaves and values of single ranks.
         per_rank: this rank's values, by name.
-        kinds: the kinds of the tensors that stay in `objects`, but not inside other objects there.
-        aside: what ranks compare of `objects`, by name, only if several ranks save: plain values,
-            the keys of dicts (a frozenset), the kind, length and plain items of lists and tuples (a
-            tuple), NumPy's arrays and pickles of other objects, which never change, and the small
-            tensors among them.
+        kinds: the types of the tensors that stay in `objects`, except those inside other objects.
+        aside: values in `objects` that ranks compare, by name; empty if one rank saves. These are
+            plain values, the keys of dicts (a frozenset), the type, length and plain items of lists
+            and tuples (a tuple), NumPy arrays, pickles of other objects, which never change, and
+            small tensors.
     """
 
     leaves: list[Leaf] = field(default_factory=list)
@@ -253,7 +258,7 @@ State: TypeAlias = dict[Any, Any] | list[Any] | tuple[Any, ...] | torch.Tensor |
 
 
 def is_stateful(value: object) -> bool:
-    """Returns whether an object is Stateful; classes themselves are not."""
+    """Returns whether an object is Stateful. Classes themselves are not."""
     if isinstance(value, type):
         return False
     return callable(getattr(value, "state_dict", None)) and callable(
@@ -262,7 +267,9 @@ def is_stateful(value: object) -> bool:
 
 
 def unwrapped(value: Any) -> Any:
-    """Returns the module inside a DistributedDataParallel, whose keys lack its prefix; or value."""
+    """Returns the module inside a DistributedDataParallel, whose keys lack the prefix; else the
+    value.
+    """
     if isinstance(value, torch.nn.parallel.DistributedDataParallel):
         return value.module
     return value
@@ -281,18 +288,20 @@ def flatten(
 
     Args:
         state: nested dicts, lists and tuples of tensors, DTensors, PerRank, objects with state_dict
-            and load_state_dict, and anything picklable.
-        rank, world_size: in the group that saves; plain tensors are the same on all its ranks.
-        first_rank: keys of tensors of which only the first rank's copy counts.
-        rank_of: the rank in the group of each global rank; None where they are the same.
-        checks_numbers: whether small floating-point tensors are to be in shards, too, where their
-            numbers can be looked at: the first rank's.
+            and load_state_dict, and any values that can be pickled.
+        rank, world_size: this rank and the number of ranks of the group that saves; plain tensors
+            are the same on all its ranks.
+        first_rank: keys of tensors of which only the first rank's copy is saved.
+        rank_of: maps global ranks to ranks in the group; None if they are the same.
+        checks_numbers: whether small floating-point tensors are also put into shards, where the
+            first rank's numbers can be checked.
 
     Raises:
-        TypeError: it holds a ShardedTensor; a DTensor that cannot be saved: for its placement or
-            dtype, for a mesh of other ranks than the group's, or inside a pickled object; or a
-            tensor without memory.
-        ValueError: it is nested too deeply, or contains itself; or a path in it is not Unicode.
+        TypeError: the state contains a ShardedTensor, a tensor without memory, or a DTensor that
+            cannot be saved: because of its placement or dtype, because its mesh has other ranks
+            than the group, or because it is inside a pickled object.
+        ValueError: the state is nested too deeply or contains itself, or a path in it is not
+            Unicode.
     """
     return _Flattening(rank, world_size, first_rank, rank_of, checks_numbers).run(state)
 
@@ -300,8 +309,9 @@ def flatten(
 def comparable(
     leaves: Sequence[Leaf], world_size: int, first_rank: Collection[str]
 ) -> list[tuple[str, int, int]]:
-    """Returns key, address and size of the tensors that all ranks should hold alike, whose samples
-    are compared; those in `first_rank`, of which only the first rank's copy counts, are among them.
+    """Returns key, address and size of the tensors that should be the same on all ranks, of which
+    samples are compared. They include those in `first_rank`, of which only the first rank's copy is
+    saved.
     """
     return [
         (leaf.key, leaf.local.data_ptr(), leaf.local.numel() * leaf.local.element_size())
@@ -311,14 +321,14 @@ def comparable(
 
 
 class _Small(NamedTuple):
-    """A tensor too small for the shards, unless there are too many of them."""
+    """A tensor that is too small for the shards, except if there are too many such tensors."""
 
     tensor: torch.Tensor
     name: str
 
 
 class _Flattening:
-    """The working state of one flatten()."""
+    """The working state of one call of flatten()."""
 
     def __init__(
         self,
@@ -365,7 +375,9 @@ class _Flattening:
         return self.flat
 
     def settled(self, value: Any, moved: set[int]) -> Any:
-        """Returns the nest with each small tensor kept, or as a placeholder if it is in `moved`."""
+        """Returns the nest with its small tensors; those in `moved` are replaced by
+        placeholders.
+        """
         if type(value) is _Small:
             if id(value) in moved:
                 return _placeholder(self._leaf(value.tensor, value.name))
@@ -379,7 +391,9 @@ class _Flattening:
         return value
 
     def visit(self, value: Any, name: str | None, depth: int) -> Any:
-        """Returns what stands in the place of a value; `name` is None for the state itself."""
+        """Returns the value or placeholder for the place of a value; `name` is None for the state
+        itself.
+        """
         if depth > DEPTH_MAX:
             raise ValueError(f"state is nested more than {DEPTH_MAX} deep at {name or ''!r}")
         if isinstance(value, torch.Tensor):
@@ -435,7 +449,7 @@ class _Flattening:
         return _placeholder(self._leaf(value, name or "", part))
 
     def _own_part(self, tensor: Any, part: Part, name: str) -> dict[str, Any]:
-        """Adds a part of a DTensor, which shards cannot hold, to the values of this rank."""
+        """Adds a DTensor's part to the values of this rank, because shards cannot hold it."""
         if id(tensor) not in self.own_parts:
             key = self._unique(name)
             value = {"local": part.local.detach(), "offsets": [*part.box.offsets]}
@@ -445,7 +459,9 @@ class _Flattening:
         return self.own_parts[id(tensor)]
 
     def _as_it_is(self, value: Any, name: str | None) -> Any:
-        """Returns a value that the first rank pickles whole; raises if it holds DTensors."""
+        """Returns a value that the first rank pickles in one piece; raises an error if it contains
+        DTensors.
+        """
         kind = type(value)
         if kind in ATOMS:
             self._note(name, value)
@@ -472,7 +488,7 @@ class _Flattening:
         return value
 
     def _note(self, name: str | None, its: Any) -> None:
-        """Notes what ranks compare of a value."""
+        """Records a value that ranks compare."""
         if self.is_one_of_several:
             self.flat.aside[name or ""] = its
 
@@ -487,8 +503,9 @@ class _Flattening:
     def _leaf(
         self, tensor: Any, name: str, part: Part | None = None, is_small: bool = False
     ) -> Leaf:
-        """Adds a leaf and returns it, of a DTensor by its part; a tensor that stands in the state
-        twice gets one leaf. Of a small one only the first rank's copy counts.
+        """Adds a leaf for a tensor, or for a part of a DTensor, and returns it. A tensor that
+        occurs twice in the state gets one leaf. Of a small tensor, only the first rank's copy is
+        saved.
         """
         everybody, spread = self.parts.everybody, None
         if part is not None:
@@ -518,10 +535,11 @@ class _Flattening:
 
 
 def part_of(parts: Parts, name: str | None, value: OfSomeRanks) -> Part:
-    """Returns this rank's part of a tensor that some ranks hold: nothing, if it is none of them.
+    """Returns this rank's part of a tensor that some ranks hold; it is empty if this rank holds
+    none.
 
     Raises:
-        TypeError: shards cannot hold it.
+        TypeError: shards cannot hold the tensor.
     """
     holders, tensor, key = parts.some(value.ranks), value.tensor, name or ""
     if tensor is None:
@@ -554,7 +572,9 @@ _WITHOUT_TENSORS = ATOMS | {complex, type, torch.dtype, torch.device, torch.Size
 
 
 def _apart(small: _Small) -> torch.Tensor:
-    """Returns a small tensor, copied if its storage is large, since pickle writes all of that."""
+    """Returns a small tensor, copied if its storage is large, because pickle writes entire
+    storages.
+    """
     nbytes = small.tensor.untyped_storage().nbytes()
     if not nbytes:  # no reader could make a tensor of what would be pickled
         raise _no_memory(small.name)
@@ -566,7 +586,7 @@ def _no_memory(name: str) -> TypeError:
 
 
 def _contains_itself(name: str, above: str | None) -> ValueError:
-    """Returns the error for a value that stands below itself, at the names of both."""
+    """Returns the error for a value that contains itself, with the names of both places."""
     where = f"the value at {above!r}" if above else "the state"
     return ValueError(f"state contains itself: the value at {name!r} is {where} again")
 
@@ -576,7 +596,7 @@ def tensors_in(state: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     the keys that lead to it.
 
     Raises:
-        ValueError: it is nested too deeply, or contains itself.
+        ValueError: the nest is nested too deeply, or contains itself.
     """
     above: dict[int, tuple[str, ...]] = {}
 
@@ -604,17 +624,17 @@ def fill(
     per_rank: Callable[[str, Parted | None], Any],
     done: dict[int, Any] | None = None,
 ) -> Any:
-    """Puts values back where flatten() left placeholders.
+    """Replaces the placeholders that flatten() created with values.
 
     Args:
-        objects: as in Flat, read from a file.
-        tensor: returns the value of a tensor of the shards; its spread is None of a plain one.
-        per_rank: returns the value of this rank under a name, which may be a part of a DTensor.
-        done: containers that were filled before, by identity. One that stands in `objects` many
-            times is filled once; otherwise a small file could ask for any amount of memory.
+        objects: see Flat; read from a file.
+        tensor: returns the value for a tensor of the shards; the spread is None for a plain tensor.
+        per_rank: returns this rank's value for a name, which may be a part of a DTensor.
+        done: containers that were already filled, by identity. A container that occurs many times
+            in `objects` is filled once; otherwise a small file could require any amount of memory.
 
     Raises:
-        IncompatibleCheckpoint: the nest is deeper than flatten() makes them.
+        IncompatibleCheckpoint: the nest is deeper than flatten() permits.
         CorruptCheckpoint: a placeholder is malformed.
     """
     filled: dict[int, Any] = {} if done is None else done
@@ -643,13 +663,13 @@ def fill(
 
 
 class OwnValues(NamedTuple):
-    """The values that ranks saved for themselves, as one rank restores them.
+    """The values of single ranks in a step, as one rank restores them.
 
     Attributes:
-        own: this rank's, by name; None if the saving job had no such rank.
-        rank, world_size: of this job.
-        saving_ranks: the number of ranks of the job that saved.
-        of_all: reads the values of all ranks of that job under a name.
+        own: this rank's values, by name; None if the saving job had no such rank.
+        rank, world_size: those of this job.
+        saving_ranks: the number of ranks of the saving job.
+        of_all: reads the values of all ranks of that job for a name.
     """
 
     own: Mapping[str, Any] | None
@@ -659,8 +679,8 @@ class OwnValues(NamedTuple):
     of_all: Callable[[str], list[Any]]
 
     def value(self, name: str, _parted: Parted | None = None) -> PerRank:
-        """Returns a PerRank with the value that this rank saved under a name, if it has: of a
-        DTensor a dict of its part (see Parted).
+        """Returns a PerRank with the value that this rank saved under `name`, if there is one. For
+        a DTensor, the value is a dict of its part (see Parted).
         """
         result = PerRank()
         result.found = self.own is not None and name in self.own
@@ -670,7 +690,9 @@ class OwnValues(NamedTuple):
 
 
 def unescaped(value: Any) -> Any:
-    """Returns a user's dict that looked like a placeholder, as it was; other values as they are."""
+    """Returns the original dict if a user's dict that looked like a placeholder was escaped;
+    returns other values unchanged.
+    """
     if type(value) is dict and len(value) == 1 and type(value.get(ESCAPED)) is dict:
         return value[ESCAPED]
     return value

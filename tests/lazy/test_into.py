@@ -69,7 +69,7 @@ def test_other_dtypes_and_strides(disk: Path) -> None:
     }
     assert fastckpt.load_into(state, path).cast == ("a", "c")
     assert torch.equal(state["a"], values["a"].bfloat16()) and torch.equal(state["b"], values["b"])
-    with pytest.raises(IncompatibleCheckpoint, match=r"'a' is torch.bfloat16, in .*; 'c' is"):
+    with pytest.raises(IncompatibleCheckpoint, match=r"'a' is torch.bfloat16, but .*; 'c' is"):
         fastckpt.load_into(state, path, dtype="raise")
 
 
@@ -119,7 +119,7 @@ def test_what_does_not_fit_changes_nothing(disk: Path, caplog: pytest.LogCapture
     with pytest.raises(IncompatibleCheckpoint) as caught:
         fastckpt.load_into(state, path)
     for text in (
-        "'a' has shape [4], in the checkpoint [3]; 'b' has",
+        "'a' has shape [4], but [3] in the checkpoint; 'b' has",
         "'d' is missing in the checkpoint",
     ):
         assert text in str(caught.value)
@@ -149,8 +149,8 @@ def test_a_misfit_names_what_the_checkpoint_has(disk: Path) -> None:
     path = by_safetensors({"head.w": torch.ones(3), "a": torch.ones(3)}, disk)
     state = {"head": {"w": torch.zeros(4)}, "b": torch.zeros(3, dtype=torch.float64)}
     told = (
-        "'head/w' has shape [4], in the checkpoint, where it is 'head.w', [3]; "
-        "'b' is torch.float64, in the checkpoint, where it is 'a', torch.float32"
+        "'head/w' has shape [4], but [3] in the checkpoint, where it is 'head.w'; "
+        "'b' is torch.float64, but torch.float32 in the checkpoint, where it is 'a'"
     )
     with pytest.raises(IncompatibleCheckpoint, match=re.escape(told)):
         fastckpt.load_into(state, path, rename={"^a$": "b"}, dtype="raise")

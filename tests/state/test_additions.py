@@ -121,8 +121,8 @@ def test_a_mesh_that_the_state_does_not_tell_is_asked_for(here: str) -> None:
             why = "no tensor of the state is on a mesh of this job. Add an object on that mesh"
         else:
             state["weight"] = on_mesh(here, [Shard(0), Shard(0)])
-            why = r"not exactly one mesh of the state matches \(it has \(2, 2\)\)"
-        told = rf"'moment' was saved as a DTensor, \(S\(0\)\) on a mesh \(2,\), and {why}"
+            why = r"the state must have exactly one matching mesh, and has \(2, 2\)"
+        told = rf"'moment' was saved as a DTensor, \(S\(0\)\) on a mesh \(2,\), but {why}"
         with pytest.raises(IncompatibleCheckpoint, match=told):
             restore(state, nest)
         assert state["moment"] is None

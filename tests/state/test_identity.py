@@ -58,7 +58,7 @@ def test_a_freed_storage_is_named(count: int, disk: object) -> None:
     state = {"model": {"w": weight}}
     with (
         fastckpt.Checkpointer(f"{disk}/run") as checkpointer,
-        pytest.raises(TypeError, match="'model/w' is without memory, as FSDP's parameters"),
+        pytest.raises(TypeError, match="'model/w' is without memory, like FSDP's parameters"),
     ):
         checkpointer.save(1, state)
     with pytest.raises(TypeError, match="hold all of the state: 'model/w' is without memory"):

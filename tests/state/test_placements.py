@@ -66,7 +66,9 @@ def test_a_mesh_of_some_ranks_is_refused_with_what_to_do() -> None:
     def work(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         tensor = held(torch.zeros(2, 3), mesh["dp"], PLACES, (4, 3))
-        with pytest.raises(TypeError, match=r"2 ranks, which are not the 4.*with Replicate"):
+        with pytest.raises(
+            TypeError, match=r"2 ranks, but must be spread over the 4.*with Replicate"
+        ):
             flatten({"y": tensor}, rank, 4)
 
     on_ranks(4, work)
@@ -308,7 +310,7 @@ def test_contents_of_replicated_dtensors_are_compared(shape: tuple[int, ...]) ->
     descriptions, holders, holders_again = zip(*on_ranks(2, work), strict=True)
     assert holders == ((0, 1),) * 2 and holders_again == ((0,),) * 2
     text, unequal = difference(*descriptions)
-    assert "the content of r is one on rank 0, another on rank 1" in text and unequal == {"r"}
+    assert "the content of r differs: one on rank 0, another on rank 1" in text and unequal == {"r"}
 
 
 def test_parts_that_differ_by_right_are_not_compared() -> None:

@@ -562,9 +562,13 @@ def test_a_list_as_a_state(run: Run) -> None:
         target: list[Any] = [9] * 5 if plain else copy.deepcopy(state)
         loaded = run(state, target)
         assert str(target) == str(loaded) == str(state)
-    with pytest.raises(IncompatibleCheckpoint, match="state is a list, in the checkpoint a dict"):
+    with pytest.raises(
+        IncompatibleCheckpoint, match="state is a list, but the checkpoint has a dict"
+    ):
         run({"a": 1}, [1])
-    with pytest.raises(IncompatibleCheckpoint, match="state is a dict, in the checkpoint 1 item"):
+    with pytest.raises(
+        IncompatibleCheckpoint, match="state is a dict, but the checkpoint has 1 item"
+    ):
         run([1], {"a": 1})
 
 
@@ -630,21 +634,21 @@ def test_nothing_changes_where_something_does_not_fit(disk: Path) -> None:
 
     saved = made(1)
     changes: list[tuple[str, Any, str]] = [
-        ("x", torch.zeros(4), r"has shape \[4\], in the checkpoint \[3\]"),
+        ("x", torch.zeros(4), r"has shape \[4\], but \[3\] in the checkpoint"),
         ("large", torch.zeros(2, 1 << 20), r"'large' has shape \[2, 1048576\]"),
         ("missing", 5, "'missing' is missing in the checkpoint"),
-        ("text", torch.zeros(3), r"'text' is a tensor, in the checkpoint a str"),
-        ("x", {"a": 1}, r"'x' is a dict, in the checkpoint a tensor"),
-        ("large", {"a": 1}, "'large' is a dict, in the checkpoint a tensor"),
-        ("own", {"a": 1}, "'own' is a dict, in the checkpoint a PerRank"),
+        ("text", torch.zeros(3), r"'text' is a tensor, but the checkpoint has a str"),
+        ("x", {"a": 1}, r"'x' is a dict, but the checkpoint has a tensor"),
+        ("large", {"a": 1}, "'large' is a dict, but the checkpoint has a tensor"),
+        ("own", {"a": 1}, "'own' is a dict, but the checkpoint has a PerRank"),
         ("nest", [{"w": big(), "v": 1}, torch.zeros(3), 1], "'nest/0/v' is missing in"),
-        ("items", [torch.zeros(1)], r"'items' has 1 item, the checkpoint 2 items"),
-        ("items", PerRank(1), "is a PerRank, but not in the checkpoint"),
-        ("x", PerRank(1), "is a PerRank, but not in the checkpoint"),
-        ("own", torch.zeros(3), r"'own' is a tensor, in the checkpoint"),
-        ("items", torch.nn.Linear(2, 2), r"'items' has a dict, in the checkpoint 2 items"),
-        ("x", torch.nn.Linear(2, 2), r"'x' has a dict, in the checkpoint a tensor"),
-        ("large", torch.nn.Linear(2, 2), r"'large' has a dict, in the checkpoint a tensor"),
+        ("items", [torch.zeros(1)], r"'items' has 1 item, but the checkpoint has 2 items"),
+        ("items", PerRank(1), "is a PerRank, but the checkpoint has 2 items"),
+        ("x", PerRank(1), "is a PerRank, but the checkpoint has a tensor"),
+        ("own", torch.zeros(3), r"'own' is a tensor, but the checkpoint has a PerRank"),
+        ("items", torch.nn.Linear(2, 2), r"'items' has a dict, but the checkpoint has 2 items"),
+        ("x", torch.nn.Linear(2, 2), r"'x' has a dict, but the checkpoint has a tensor"),
+        ("large", torch.nn.Linear(2, 2), r"'large' has a dict, but the checkpoint has a tensor"),
         ("model", torch.nn.Linear(600, 601), r"'model/weight' has shape \[601, 600\]"),
         (
             "model",
@@ -712,11 +716,11 @@ UNFILLABLE: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
     ),
     "sparse": (
         lambda: torch.zeros(BIG).to_sparse(),
-        "is torch.sparse_coo, in the checkpoint torch.strided",
+        "is torch.sparse_coo, but torch.strided in the checkpoint",
     ),
     "quantized": (
         lambda: torch.quantize_per_tensor(torch.zeros(BIG), 0.1, 0, torch.qint8),
-        "is quantized, in the checkpoint torch.strided",
+        "is quantized, but torch.strided in the checkpoint",
     ),
     "lazy": (lambda: torch.nn.UninitializedParameter(), "has no shape"),
 }
@@ -755,10 +759,12 @@ def test_nested_tensors_come_back(disk: Path, layout: torch.layout, rows: int, f
             assert found.is_nested and found.layout is layout
             assert all(map(torch.equal, found.unbind(), parts))
         assert target["plain"].tolist() == [1, 1, 1] and target["l"][1] == 1
-        with pytest.raises(IncompatibleCheckpoint, match=r"'t' is a tensor, in the .* a nested te"):
+        with pytest.raises(
+            IncompatibleCheckpoint, match=r"'t' is a tensor, but the .* a nested te"
+        ):
             checkpointer.restore({"t": torch.zeros(3)}, unexpected="ignore")
         with pytest.raises(
-            IncompatibleCheckpoint, match=r"'plain' is a nested tensor, in the .* a t"
+            IncompatibleCheckpoint, match=r"'plain' is a nested tensor, but the .* a t"
         ):
             checkpointer.restore({"plain": other}, unexpected="ignore")
         checkpointer.save(2, nested).result(60)
