@@ -1,7 +1,8 @@
-"""fastckpt: asynchronous checkpoints for PyTorch. The public names, nothing else.
+"""fastckpt: asynchronous checkpoints for PyTorch. This module has its public names.
 
-What save() and load() need is imported with the package, so that no first save waits for it; the
-rest when it is first named. The command line imports torch when a command needs it.
+The modules that save() and load() need are imported with the package, so that the first save does
+not wait for an import; the others are imported when one of their names is first used. The command
+line imports torch only for commands that need it.
 """
 
 import os
@@ -106,12 +107,12 @@ _NAMED_LATER = {
 if not TYPE_CHECKING:  # or type checkers would take any name for one of the package
 
     def __getattr__(name: str) -> object:
-        """Returns a public name, and imports its module."""
+        """Imports the module of a public name and returns the object of that name."""
         if name not in _NAMED_LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_NAMED_LATER[name]), name)
         return value
 
     def __dir__() -> list[str]:
-        """Returns the names of the module, with those that are not imported yet."""
+        """Returns the names of the module, including those that are not imported yet."""
         return sorted({*globals(), *_NAMED_LATER})

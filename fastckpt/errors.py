@@ -1,8 +1,8 @@
-"""The closed set of errors that fastckpt raises for faults of the world.
+"""The closed set of errors that fastckpt raises for faults outside of the program.
 
-Each says what happened, to which path, tensor or record, and what to do. A wrong argument raises
-TypeError or ValueError instead, and a bug of fastckpt an AssertionError. Here is also how one of
-them takes the place of a block's error. The module imports no other of fastckpt.
+Each message names the failure, the path, tensor or record, and the remedy. A wrong argument raises
+TypeError or ValueError instead; a bug of fastckpt raises AssertionError. The module also has
+helpers that replace one error by another. It imports no other module of fastckpt.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ _MOUNTED = re.compile(r"/(s3|gs|az):([0-9a-f]{6})?(-\d+)?/(?=[^/])")
 
 
 def as_url(text: str) -> str:
-    """Returns a text, or a path, with URLs in place of the paths that stand for them."""
+    """Replaces each path that stands for a URL in a text by the URL."""
     return _MOUNTED.sub(r"\1://", text) if ":" in text else text
 
 
 def ensure(condition: bool, text: str) -> None:
-    """Raises AssertionError with this text unless the condition holds, under `python -O` too: for
-    what only a bug can break, and what bytes that are committed or given out depend on.
+    """Raises AssertionError with this text unless the condition holds, even under `python -O`. It
+    is used for conditions that only a bug can break and on which the correctness of committed or
+    returned bytes depends.
     """
     if not condition:
         raise AssertionError(text)
 
 
 class Telling:
-    """A context manager that hands an error of its body, if any, to a function."""
+    """A context manager that calls a function with the error that its body raises, if any."""
 
     def __init__(self, tell: Callable[[BaseException], object]) -> None:
         self._tell = tell
@@ -54,11 +55,13 @@ class Telling:
 
 
 def telling(tell: Callable[Concatenate[BaseException, P], None]) -> Callable[P, Telling]:
-    """Makes a context manager of a function that raises another error in place of the body's, its
-    first argument, where it has more to tell; the body's goes on if it returns.
+    """Makes a context manager from a function that gets the body's error as its first argument and
+    may raise a more helpful error in its place. If the function returns, the body's error
+    propagates.
 
-    A generator under contextlib.contextmanager must not do that: since Python 3.12 the body's error
-    is then in a cycle with all frames above it, and keeps what they hold until the collector runs.
+    A generator under contextlib.contextmanager must not do this: since Python 3.12 the body's error
+    is then in a reference cycle with all frames above it, and keeps their objects alive until the
+    collector runs.
     """
 
     @wraps(tell)
@@ -69,8 +72,9 @@ def telling(tell: Callable[Concatenate[BaseException, P], None]) -> Callable[P, 
 
 
 def _rendered(record: logging.LogRecord) -> bool:
-    """Makes a record's text at once if errors are part of it: whoever keeps the record would keep
-    them, and by their frames what a save holds. Shows paths as users know them.
+    """Formats a log record at once if its arguments include errors, because a handler that keeps
+    the record would keep the errors and, through their frames, the memory of a save. Shows URLs in
+    place of the paths that stand for them. Always returns True.
     """
     if isinstance(record.args, tuple):
         record.args = tuple(as_url(a) if isinstance(a, str) else a for a in record.args)
@@ -83,8 +87,8 @@ logging.getLogger("fastckpt").addFilter(_rendered)
 
 
 def free_locals(error: BaseException) -> None:
-    """Frees what the ended calls in an error's tracebacks hold, for an error that somebody keeps:
-    lines and messages need none of it, and it may hold the error.
+    """Clears the local variables of the ended calls in an error's tracebacks, for an error that is
+    kept: its lines and messages do not need the variables, which may also refer to the error.
     """
     chain: list[BaseException | None] = [error]
     while (last := chain[-1]) is not None:
@@ -94,15 +98,16 @@ def free_locals(error: BaseException) -> None:
 
 
 class CheckpointError(RuntimeError):
-    """The base of all errors below. It is a RuntimeError because torch.save raises that.
+    """The base of all errors below. It is a RuntimeError because torch.save raises RuntimeError.
 
     Attributes:
-        visible: what a save that failed has left. False: nothing was committed, and what was there
-            before stays. True: the checkpoint is whole and has its name, but a crash of the machine
-            may undo that; or it is in doubt. Keep older checkpoints until a later save has
-            succeeded; that may be of the same step or to the same path.
-        in_doubt: whether this rank could not learn if the first rank has committed; `visible` is
-            true then. If no rank saves any more, latest() or a load tells.
+        visible: the state of the checkpoint after a failed save. False: nothing was committed, and
+            the previous checkpoint is unchanged. True: the checkpoint is complete under its final
+            name, but may not survive a crash of the machine; or the commit is in doubt. Keep older
+            checkpoints until a later save has succeeded; the later save may use the same step or
+            path.
+        in_doubt: whether this rank could not find out if the first rank has committed; if so,
+            `visible` is also true. Once no rank is saving, latest() or a load shows the outcome.
     """
 
     visible = False
@@ -124,7 +129,7 @@ class StorageError(CheckpointError, OSError):
         path: the file or directory that it failed for.
         offset: the byte offset in the file; None for an operation without one.
         errno: the error number, as in OSError.
-        detail: what else is known, in words, or "".
+        detail: further information as a text, or "".
         visible: as CheckpointError's.
     """
 
@@ -196,7 +201,9 @@ _HINTS = {
 
 
 def _refusing(path: str) -> str:
-    """Returns what does not let this process get at a path, in words, as far as can be seen."""
+    """Returns a description of the file or directory that denies this process access to a path, as
+    far as this process can find it.
+    """
 
     def allows(place: str, mode: int) -> bool:
         return os.access(place, mode, effective_ids=True)
@@ -215,25 +222,26 @@ def _refusing(path: str) -> str:
 
 
 class CorruptCheckpoint(CheckpointError):
-    """Bytes of a file differ from what was written. None of them were returned."""
+    """Bytes of a file differ from the bytes that were written. No damaged byte was returned."""
 
 
 class TruncatedFile(CorruptCheckpoint, EOFError):
-    """A file of torch.save is empty or was cut off: an EOFError, too, as torch.load raises it."""
+    """A file of torch.save is empty or truncated; an EOFError as well, which torch.load raises."""
 
 
 class NoPath(StorageError, FileNotFoundError):
-    """A path is "", or a URL of no object: a FileNotFoundError, too, as torch.load raises it."""
+    """A path is "", or a URL of no object. It is also a FileNotFoundError, like torch.load's."""
 
 
 class IncompatibleCheckpoint(CheckpointError):
-    """The checkpoint is whole but cannot be used here: another fastckpt wrote it, in a format that
-    this version does not know, or the state to be restored has other keys, shapes or types.
+    """The checkpoint is intact but cannot be used here: either another version of fastckpt wrote it
+    in a format that this version does not support, or the state to be restored has different keys,
+    shapes or types.
     """
 
 
 class Vanished(CheckpointError):
-    """Raised if a path that was listed is gone, so that the directory has to be listed again."""
+    """A listed path no longer exists, so the directory has to be listed again."""
 
     def __init__(self, path: str) -> None:
         super().__init__(f"{path!r} was removed after it was listed")
@@ -249,7 +257,7 @@ class PeerFailed(CheckpointError):
 
     Attributes:
         ranks: the ranks that failed or are missing, as far as known.
-        visible, in_doubt: as CheckpointError's, of the failed rank's own error.
+        visible, in_doubt: the values of the failed rank's own error (see CheckpointError).
     """
 
     def __init__(
@@ -269,7 +277,7 @@ class PeerFailed(CheckpointError):
 
 
 class _NamesRanks(Exception):
-    """The errors that carry the ranks where they arose."""
+    """Base of the errors that carry the ranks on which they arose."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -288,12 +296,12 @@ class SaveCancelled(_NamesRanks, CheckpointError):
 
 
 class RootInUse(_NamesRanks, CheckpointError):
-    """Another job saves to the root, to the directory on a node, or to that of a framework's
-    checkpoints, or has taken it over from this one. Every rank raises this; nothing was committed.
-    The message says which job that is, and what to do.
+    """Another job saves to the same root, to the same directory on a node, or to the same directory
+    of a framework's checkpoints, or has taken it over from this job. Every rank raises this;
+    nothing was committed. The message names that job and the remedy.
 
     Attributes:
-        ranks: the rank that found it out.
+        ranks: the rank that detected the other job.
     """
 
 
@@ -304,33 +312,33 @@ class RanksDisagree(CheckpointError):
 
 
 class DeviceError(CheckpointError):
-    """A GPU or its driver refused a request; the message has its words. Nothing was committed."""
+    """A GPU or its driver refused a request; the message quotes it. Nothing was committed."""
 
 
 class BackendUnavailable(CheckpointError):
-    """The backend that was asked for by name does not work here. The message says why."""
+    """The requested backend does not work on this machine. The message has the reason."""
 
 
 IN_DOUBT = "may or may not be visible"
 
 
 def mark_visible(error: BaseException, in_doubt: bool) -> None:
-    """Notes in the error of a save, of any class, that its checkpoint is visible or in doubt."""
+    """Marks a save's error, of any class: its checkpoint is visible or in doubt."""
     vars(error).update(visible=True, in_doubt=in_doubt)
     if in_doubt and isinstance(error, CheckpointError):
         error.reword(f"{error}; the checkpoint {IN_DOUBT}")
 
 
 def is_visible(error: BaseException | None) -> bool:
-    """Returns whether a save with this error has made its checkpoint visible all the same, or may
-    have: then nothing that it has made may be removed, and nothing older.
+    """Returns whether a save that failed with this error has, or may have, made its checkpoint
+    visible. If so, neither the files of this save nor older checkpoints may be removed.
     """
     return bool(getattr(error, "visible", False))
 
 
 def fate(error: BaseException | None, otherwise: str = "was not committed") -> str:
-    """Returns what became of a checkpoint whose save failed with this error: the end of a sentence
-    that begins with its name.
+    """Describes the fate of a checkpoint whose save failed with this error, as the end of a
+    sentence that begins with the checkpoint's name.
     """
     if getattr(error, "in_doubt", False):
         return IN_DOUBT
@@ -338,8 +346,9 @@ def fate(error: BaseException | None, otherwise: str = "was not committed") -> s
 
 
 def retold(error: AnyError, text: str) -> AnyError:
-    """Returns an error of the same class with another message and the given one as its cause, for a
-    call that did not fail itself. An error that can have no other message is returned as it is.
+    """Returns a copy of an error with another message and the original as its cause, for a call
+    that did not fail itself. If the class does not permit another message, returns the error
+    itself.
     """
     try:
         result = copy.copy(error)

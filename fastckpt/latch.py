@@ -1,13 +1,13 @@
 """Waits, futures and starts of threads that a signal handler may interrupt at any point.
 
 Python runs handlers on the main thread between bytecodes. If a handler raises, the lock of a
-threading.Condition, Event, Semaphore or Future can stay locked for ever, also in Thread.start(). So
-a caller's thread changes shared state here only by single operations of lists and deques, which are
-atomic, and waits on a lock that no other thread waits on. C locks in `with` statements are safe (up
-to Python 3.13 no handler runs between the acquisition and the body); they only guard caches. If a
-handler raises inside a log call, a lock of `logging` can stay locked, and a save that logs then
-waits. Since Ctrl-C may be pressed again at any time, messages about it are logged on another
-thread. Log calls of the program itself remain unprotected.
+threading.Condition, Event, Semaphore or Future can stay locked for ever; Thread.start() has the
+same problem. So in this module a caller's thread changes shared state only by single operations of
+lists and deques, which are atomic, and each wait has a lock of its own. C locks in `with`
+statements are safe (up to Python 3.13 no handler runs between the acquisition and the body); they
+guard caches only. If a handler raises inside a log call, a lock of `logging` can stay locked, and a
+save that logs then hangs. Since Ctrl-C may be pressed again at any time, messages about it are
+logged on another thread. Log calls of the user's program remain unprotected.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if sys.version_info >= (3, 11):
 else:
 
     class TimedOut(TimeoutError, futures.TimeoutError):
-        """The builtin TimeoutError; before Python 3.11 that of concurrent.futures was another."""
+        """The builtin TimeoutError, and that of concurrent.futures, which differs before 3.11."""
 
 
 def items_of(shared: dict[K, T]) -> list[tuple[K, T]]:
@@ -57,7 +57,7 @@ def items_of(shared: dict[K, T]) -> list[tuple[K, T]]:
 
 
 def taken(claims: list[None]) -> bool:
-    """Takes one of the claims, if any is left; returns whether it has."""
+    """Removes one of the claims, if any is left; returns whether it removed one."""
     try:
         claims.pop()
     except IndexError:
@@ -86,7 +86,7 @@ class Latch:
             sleeper.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits, for at most `timeout` seconds, until it has happened; returns whether it has."""
+        """Waits at most `timeout` seconds for the event; returns whether it has happened."""
         if self._is_set:
             return True
         until = None if timeout is None else time.monotonic() + timeout
@@ -117,14 +117,15 @@ _calling = _Calling()
 
 
 def is_called_back() -> bool:
-    """Returns whether the caller runs in a callback of a SignalSafeFuture. The callback's result is
-    ignored, and an exception from it is only logged.
+    """Returns whether the caller runs in a callback of a SignalSafeFuture. The result of a callback
+    is ignored, and its exception is only logged.
     """
     return _calling.is_under_way
 
 
 class SignalSafeFuture(futures.Future[T], Generic[T]):
-    """A concurrent.futures.Future that runs from the beginning. A TimeoutError is the builtin one.
+    """A concurrent.futures.Future that is in the state "running" from the beginning. It raises the
+    builtin TimeoutError.
 
     The methods of this class take no lock. concurrent.futures.wait() and as_completed() take the
     lock of Future, and a signal handler may leave it locked; so the thread that ends this Future
@@ -156,7 +157,7 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
         return repr(self)
 
     def _wait_ended(self, timeout: float | None = None) -> bool:
-        """Waits, for at most `timeout` seconds, for the end; returns whether it has come."""
+        """Waits at most `timeout` seconds for the end; returns whether this has ended."""
         return self._ended.wait(timeout)
 
     def result(self, timeout: float | None = None) -> T:
@@ -179,7 +180,7 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
             raise TimedOut(f"{self._subject()} did not end within {timeout:g} s")
 
     def add_done_callback(self, fn: Callable[[Any], object]) -> None:
-        """Calls fn(self) at the end, on the thread that ends this; at once if it is over."""
+        """Calls fn(self) at the end, on the thread that ends this; at once if this has ended."""
         call = partial(fn, self)
         self._callbacks.append(call)
         if self.done():
@@ -220,8 +221,8 @@ class SignalSafeFuture(futures.Future[T], Generic[T]):
             self._call(call)
 
     def _tell_waiters(self) -> None:
-        """Ends the base class's Future, for concurrent.futures. Does so on another thread if this
-        needs a lock that may have stayed locked: that of the Future or of a waiting thread.
+        """Ends the base class's Future, for concurrent.futures. Uses another thread if a lock is
+        needed that a signal handler may have left locked: the Future's or a waiting thread's.
         """
         is_free = self._condition.acquire(False)
         try:
@@ -276,20 +277,20 @@ def _start(thread: threading.Thread, run: Callable[[], None]) -> None:
 
 
 def log_aside(level: int, text: str, *arguments: object) -> None:
-    """Logs on another thread, where no signal handler runs, and waits until that is done."""
+    """Logs on another thread, where no signal handler runs, and waits for that call."""
     within(inf, partial(log.log, level, text, *arguments))
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
     """Calls a function by call_aside(), and returns its result or raises its error. Raises TimedOut
-    if it has not ended after so many seconds.
+    if the function has not ended after `seconds`.
     """
     return call_aside(call).result(seconds)
 
 
 def call_aside(call: Callable[[], T]) -> SignalSafeFuture[T]:
-    """Calls a function on a separate daemon thread, since a server may never answer: the exit of
-    the interpreter does not wait for that thread.
+    """Calls a function on a separate daemon thread. Since a server may never answer, the
+    interpreter does not wait for that thread at exit.
     """
     outcome = SignalSafeFuture[T]()
     claims = [outcome]

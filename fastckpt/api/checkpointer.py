@@ -1,6 +1,6 @@
 """Checkpointer: the steps of a training run under one directory, saved and restored by all ranks.
 
-It puts saves and restores together of their parts.
+It assembles saves and restores from the parts of the other packages.
 """
 
 from __future__ import annotations
@@ -74,82 +74,89 @@ _savers: WeakValueDictionary[tuple[int, str], Checkpointer] = WeakValueDictionar
 class Checkpointer:
     """Saves and restores the steps of a training run, in the background and on any parallelism.
 
-    Every rank of the group makes one with the same root and calls the same methods in the same
-    order. Ranks whose root, codec, keep_last, keep_every, keep_best or kind of `local` differ hear
-    so within seconds, by a PeerFailed that names both. Each writes its part of a step to files of
-    its own; tensors that several ranks hold are divided among them. A step exists once its manifest
-    does, the last file; every byte is verified when read. Saves commit in the order they were
-    begun, with `local` where they are first.
+    Every rank of the group creates a Checkpointer with the same root and calls the same methods in
+    the same order. If root, codec, keep_last, keep_every, keep_best or the kind of `local` differs
+    between ranks, they raise PeerFailed within seconds; the message names both values. Each rank
+    writes its part of a step to its own files; tensors that several ranks hold are divided among
+    these ranks. A step is committed when its manifest, the last file, exists. Every byte is
+    verified when it is read. Saves commit in the order of their calls; with `local` this holds for
+    the commits in the tier.
 
     A state is a nest of dicts, lists and tuples of
-    - tensors, which must be the same on all ranks (samples of them are compared);
-    - DTensors, of which each rank holds a part, in any placement but Partial;
-    - PerRank(value), for a value of which each rank has its own;
+    - tensors, which must be equal on all ranks (samples of their contents are compared);
+    - DTensors, of which each rank holds a part, in any placement except Partial;
+    - PerRank(value), for a value that differs between ranks;
     - objects with state_dict and load_state_dict: modules, optimizers, schedulers, data loaders;
-    - anything else that can be pickled, but no DTensor inside of it; taken from the first rank.
-    Contents of tensors below 1 MiB (of 64 MiB in all) may differ; the first rank's are saved.
-    restore() takes a state that is a dict, a list, a tensor, PerRank or has load_state_dict, or a
-    tuple of these: what a tuple holds cannot be replaced. load() returns any other state, too.
+    - any other object that can be pickled and has no DTensor inside; the first rank's is saved.
+    The contents of tensors below 1 MiB (up to 64 MiB in all) may differ between ranks; the first
+    rank's are saved. restore() needs a state that it can change in place: a dict, list, tensor,
+    PerRank, an object with load_state_dict, or a tuple of these. load() returns a state of any
+    type.
 
     Args:
-        root: the directory of the run, made by the first save(), or its URL (s3://, gs://, az://).
-            While a job saves there, saves of others raise RootInUse, and so do those of a second
-            Checkpointer of this process until the first one is closed. Or a single step, of any
-            name, to restore from alone.
-        options: the fence, what becomes of errors, and how files are written (see SaveOptions), for
-            all saves. Restores use `staging` and `timeout_s`. On Lustre, large files are striped
-            unless the root has a layout (`lfs setstripe`).
-        storage_options: for a URL, what its client is to know, by obstore's names: "endpoint",
-            "access_key_id" ... None: by its own conventions, as the environment
+        root: the directory of the run, which the first save() creates, or its URL (s3://, gs://,
+            az://). While one job saves there, saves of other jobs raise RootInUse; so do saves of a
+            second Checkpointer of this process until the first one is closed. The root may also be
+            a single step, of any name; then it can only be restored from.
+        options: the fence, the handling of errors and the way files are written, for all saves (see
+            SaveOptions). Restores use `staging` and `timeout_s` only. On Lustre, large files are
+            striped unless the root has a layout (`lfs setstripe`).
+        storage_options: for a URL, the options of its client by obstore's names, such as "endpoint"
+            or "access_key_id". None: the client's own conventions, such as environment variables
             (docs/guides/objects.md).
         group: a torch.distributed process group. Default: all ranks if torch.distributed is
-            initialised, else this process alone; so make the Checkpointer after
-            init_process_group(). For one rank of several pass a group of that rank alone,
-            torch.distributed.new_subgroups(1)[0]. Ranks talk over the job's store alone.
-        keep_last: how many of the steps committed last stay, at least 1, not counting those found
-            damaged. An older one is removed in the background after a commit, never before it, so
-            there has to be room for keep_last + 1 steps. None: all stay.
-        keep_every: with keep_last, steps that are multiples of this stay, too.
-        keep_best: with keep_last, the best steps stay, too: ("val_loss", "min", 3) for the three
-            with the least val_loss among the metrics of save(), "max" for the greatest. Of equal
-            ones the first stay. A metric that is missing, infinite or no number is none: that step
-            takes nobody's place.
+            initialised, else this process alone; so create the Checkpointer after
+            init_process_group(). For a Checkpointer of a single rank pass a group of that rank:
+            torch.distributed.new_subgroups(1)[0]. Ranks communicate only over the job's store.
+        keep_last: how many of the most recently committed steps are kept, at least 1; steps found
+            damaged do not count. Older steps are removed in the background after a commit, never
+            before it, so the storage needs room for keep_last + 1 steps. None: all are kept.
+        keep_every: if keep_last is set, steps that are multiples of this number are also kept.
+        keep_best: if keep_last is set, the best steps are also kept: ("val_loss", "min", 3) keeps
+            the three steps with the lowest val_loss among the metrics of save(), "max" those with
+            the highest. Of equal steps the first ones are kept. A step whose metric is missing,
+            infinite or not a number does not count among the best.
         local: a directory on storage of each node, such as NVMe, in which a step is committed
             first, so that a process that fails after handle.wait_local() loses nothing. The step is
             then drained to the root in the background; result() returns when it is committed there.
-            Ranks that see the same directory are a node; the path may differ between nodes.
-            Restores read the files that a node has from there. A tier that is full, lost or slower
-            than the root is bypassed, with a warning. Two steps stay on each node, or n with
-            local=(directory, n); none is removed before the root has had it. The node needs room
-            for one more, and for each whose drain failed. As many may wait to be drained; the
-            save() after that waits. Or a Memory: the same in memory of the nodes. Default: none.
-        codec: None: shards are stored as they are. "planes": compressed without loss, split into
-            bytes of equal significance, of which exponents compress and mantissas do not. "zstd":
-            compressed as they are: this gains less, but `zstd -d` restores them.
-        check_finite: whether a step is refused, on all ranks, if it has floating-point numbers that
-            are infinite or not a number, as they were copied: result() raises CheckpointError on
-            the rank that has them, naming the first in its shard, PeerFailed elsewhere. Looks at
-            tensors of the state's dicts, lists, tuples and state_dicts, of dtypes from float64 to
-            float8 (e4m3fn, e5m2), not inside of other objects or PerRank, nor at sparse or negated
-            ones; small ones are then stored in the first rank's shard. Not with staging="gds".
+            Ranks that see the same directory are a node; the path may differ between nodes. A
+            restore reads a file from the tier if its node has the file. If the tier is full, lost
+            or slower than the root, it is bypassed with a warning. Each node keeps 2 steps, or n
+            with local=(directory, n); a step is removed only after it was committed in the root.
+            The node needs room for one more step, and for each step whose drain failed. The same
+            number of steps may wait to be drained; then the next save() waits. Pass a Memory
+            instead to use the nodes' memory. Default: no tier.
+        codec: the lossless compression of shards. None: no compression. "planes": the bytes of all
+            numbers are grouped by significance, since exponents compress well and mantissas do not.
+            "zstd": the bytes are compressed in their order, which saves less space, but `zstd -d`
+            restores the shards.
+        check_finite: refuse a step, on all ranks, if its floating-point numbers are infinite or not
+            a number at the time of the copy. Then result() raises CheckpointError on the rank that
+            holds them and names the first such tensor in its shard; other ranks raise PeerFailed.
+            Checks tensors in the state's dicts, lists, tuples and state_dicts, of dtypes from
+            float64 to float8 (e4m3fn, e5m2); does not check tensors inside of other objects or
+            PerRank, or sparse or negated ones. Small tensors are then stored in the first rank's
+            shard. Cannot be combined with staging="gds".
         drain_rate: the most bytes per second that a node writes, as a number or a text such as
-            "2GB/s"; its ranks share it in proportion to what each writes. None: no limit. Like
-            max_writers it delays writing, never the copy that save() waits for (but see
-            SaveOptions.staging_bytes); all ranks pass the same.
-        max_writers: the most ranks that write at a time; None: all. timeout_s includes the wait.
-        log: whether the first rank appends a line of JSON about each save, with the clocks of all
-            ranks, to `saves.jsonl` in the root, for `fastckpt report`.
-        before_commit: as fastckpt.save's.
+            "2GB/s"; the ranks of the node share the rate in proportion to the bytes that each
+            writes. None: no limit. Like max_writers, it delays writes but not the copy that save()
+            waits for (except if SaveOptions.staging_bytes is too small). All ranks must pass the
+            same value.
+        max_writers: the most ranks that write at the same time; None: all. The wait for a turn
+            counts towards timeout_s.
+        log: whether the first rank appends one line of JSON for each save, with the timings of all
+            ranks, to `saves.jsonl` in the root; `fastckpt report` reads this file.
+        before_commit: see fastckpt.save().
 
     Attributes:
-        restored_from: for each file that the last restore() or load() needed on this rank, by its
-            name, the path that it was read from.
-        differences: what was missing, unexpected, renamed and cast in the last restore() on this
+        restored_from: maps the name of each file that the last restore() or load() needed on this
+            rank to the path from which it was read.
+        differences: the missing, unexpected, renamed and cast values of the last restore() on this
             rank (see Differences).
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
-            group, the root is a file, or `local` lies on the root's file system.
+            group, the root is a file, or `local` is on the root's file system.
     """
 
     def __init__(
@@ -217,38 +224,40 @@ class Checkpointer:
         metrics: Mapping[str, Any] | None = None,
         deadline_s: float | None = None,
     ) -> SaveHandle:
-        """Begins to save a step. All ranks call it, with the same step.
+        """Starts a save of a step in the background. All ranks must call it with the same step.
 
         Args:
-            step: 0 or more. If the step exists, the commit of this one replaces it.
+            step: the step's number, 0 or more. If the step exists, the commit replaces it.
             state: see the class.
-            metrics: what is to be known of the step, by name: numbers, or texts. The first rank's
-                count. Those that are None are left out.
-            deadline_s: in how many seconds from now the job will end, as when StopSignals say that
-                it is to stop; all ranks pass one, or none does. Then drain_rate and max_writers do
-                not delay this save, and without `local` drain_rate no longer delays those in flight
-                either, for whose commits it waits. With `local` it waits for no other step's drain,
-                and goes to the nodes first; but straight to the root if, by the times of the last
-                step that was drained, it is in the root in time only so, with a third of the time
-                to spare. The error of an earlier save does not prevent it, and is raised by the
-                next save without a deadline or by close(). Nothing is given up when the time is
-                over, as below 0. Default: none.
+            metrics: numbers or texts to store with the step, by name. Only the first rank's metrics
+                are stored. Metrics that are None are left out.
+            deadline_s: the number of seconds until the job ends, for example after StopSignals has
+                reported a stop signal; all ranks or none must pass it. drain_rate and max_writers
+                do not delay this save. Without `local`, drain_rate also no longer delays the saves
+                in flight, because this save waits for their commits. With `local`, the save does
+                not wait for the drains of other steps. It is committed in the tier first; it
+                bypasses the tier only if, judged by the times of the last drained step, this is the
+                only way to reach the root in time, with a third of the time to spare. The error of
+                an earlier save does not prevent this save; the next save without a deadline, or
+                close(), raises that error. After the deadline, and with a negative deadline_s, the
+                save still continues. Default: none.
 
         Returns:
             A SaveHandle, whose path is the step's directory. Its result() returns when the step is
-                committed on all ranks. It raises PeerFailed if another rank failed, is missing or
-                saves another step; RanksDisagree, which names the tensor and the ranks, if ranks do
-                not hold the same (a tensor whose contents differ is saved from the first rank from
-                the next save on, with a warning while they do); StorageError; StagingConflict.
+                committed on all ranks. result() raises PeerFailed if another rank failed, is
+                missing or saves another step; RanksDisagree, which names the tensor and the ranks,
+                if ranks do not hold the same state; StorageError; or StagingConflict. After a
+                RanksDisagree about a tensor's contents, later saves store the first rank's tensor,
+                with a warning while the contents differ.
 
         Raises:
-            Exception: what torch.save raises for an object that cannot be pickled.
-            CheckpointError: an earlier step failed, nobody asked for its error, there is no
-                deadline_s, and on_error is "raise". This save was not begun.
+            Exception: the error of torch.save for an object that cannot be pickled.
+            CheckpointError: an earlier step failed and its error was not retrieved, deadline_s is
+                None, and on_error is "raise". This save was not begun.
             TypeError, ValueError: a DTensor has a placement or dtype that cannot be saved, or is
-                inside of an object; a tensor's storage was resized to nothing; a key is no Unicode
-                text; the state is nested too deeply; the step is below 0; deadline_s is no number;
-                the root is a step; the Checkpointer is closed, or was made by several ranks before
+                inside of an object; a tensor's storage was resized to 0; a key is not Unicode text;
+                the state is nested too deeply; the step is below 0; deadline_s is not a number; the
+                root is a step; the Checkpointer is closed, or was created by several ranks before
                 init_process_group().
         """
         started = time.perf_counter()
@@ -338,63 +347,69 @@ class Checkpointer:
         rename: Rename | None = None,
         only: str | None = None,
     ) -> int | None:
-        """Restores a state in place, all of it or, by the last five arguments, a part. All ranks
-        call it, with the same arguments.
+        """Restores a state in place, completely or, as the last five arguments select, in part. All
+        ranks must call it with the same arguments.
 
-        Tensors and DTensors get their values in place, whatever mesh or number of ranks saved them,
-        and keep their dtype: values of another one are converted as Tensor.copy_ does. Objects with
-        load_state_dict are given the state_dict that they saved. A PerRank gets the value that this
-        very rank saved, or what its `merge` makes of those of all, if another number of ranks
-        saved. A dict in the state that holds none of these becomes what was saved: it stays the
-        same object, and gets other entries. Other values are replaced. The keys of the state, and
-        of dicts with tensors, objects or PerRanks, say what is asked for: saved entries under other
-        keys are skipped, with a warning. Tensors that share memory, such as tied weights, get one
-        value; if different ones were saved for them, the step does not fit.
+        Tensors and DTensors get the saved values in place, for any mesh or number of ranks of the
+        saving job, and keep their dtype: values of another dtype are converted like in
+        Tensor.copy_. An object with load_state_dict gets the state_dict that it saved. A PerRank
+        gets the value that the same rank saved; if another number of ranks saved, it gets the
+        result of its `merge` for the values of all ranks. A dict in the state that contains none of
+        these remains the same object, and its entries are replaced by the saved ones. Other values
+        are replaced. Saved entries are skipped, with a warning, if their key is missing in the
+        state or in one of its dicts with tensors, objects or PerRanks. Tensors that share memory,
+        such as tied weights, get one value; if different values were saved for them, the step does
+        not fit.
 
         Args:
-            state: like the one that was saved.
-            step: the step to restore. Default: the one committed last; if it is damaged, the one
-                before it, with a warning, and so on. All ranks take the same.
-            weights_only: as torch.load's, for what is asked for and is no tensor of the shards.
+            state: a state with the structure of the saved one.
+            step: the step to restore. Default: the step committed last; if this is damaged, the
+                step committed before it, with a warning, and so on. All ranks restore the same
+                step.
+            weights_only: like torch.load's, for requested values that are not stored as tensors.
             required: raise if the root holds no committed step. Pass True in a job that must not
-                begin anew because of a mistyped root.
-            missing: what becomes of what the state asks for and was not saved: "raise", or "keep".
-                Inside of an object, this is for tensors alone: the rest becomes what it saved. A
-                tensor that a damaged newer step was read into cannot be kept: CorruptCheckpoint.
-            unexpected: what becomes of what was saved and the state does not ask for. None: entries
-                of dicts are skipped, with a warning; modules raise; other objects get theirs.
-                "ignore": all are skipped. "raise". Inside of an object, this is for tensors alone.
-            dtype: "cast", or "raise" for tensors whose saved dtype is another.
-            rename: gives saved values other names before they are looked up: a function of the
-                name, which returns None for what is left out; or a dict of regular expressions and
-                replacements, each of which is applied to each name (re.sub), in order; one that
-                fits none is warned of. A name is that of `fastckpt inspect`: the keys that lead to
-                the value, joined by "/". Values in lists keep their place.
-            only: restore what has names like this glob, such as "model/*" ("*" matches "/", too).
-                An optimizer is restored as a whole or not at all, and has to have the parameters of
-                the one that was saved: leave it out, if the model has changed.
+                start from scratch because of a mistyped root.
+            missing: "raise" an error for values of the state that were not saved, or "keep" the
+                current values. Inside of an object this applies to tensors only; its other values
+                become the saved ones. If a damaged newer step was already read into a tensor, its
+                current value cannot be kept, so CorruptCheckpoint is raised.
+            unexpected: the treatment of saved values that are not in the state. None: entries of
+                dicts are skipped with a warning, modules raise, and other objects get their values.
+                "ignore": all are skipped. "raise": an error. Inside of an object this applies to
+                tensors only.
+            dtype: "cast" tensors whose saved dtype differs, or "raise" an error for them.
+            rename: changes the names of saved values before they are looked up. Either a function
+                of the name, which returns None to leave the value out; or a dict of regular
+                expressions and replacements, which are applied to every name in order (re.sub),
+                with a warning about a pattern that matches no name. Names are those of `fastckpt
+                inspect`: the keys that lead to the value, joined by "/". Values in lists keep their
+                index.
+            only: restore only values whose names match this glob, such as "model/*" ("*" also
+                matches "/"). An optimizer is restored completely or not at all, and must have the
+                parameters of the saved one; leave it out if the model has changed.
 
         Returns:
-            The step; or None if the root holds no committed step, `step` is None and `required` is
-                False. A warning then says what the root holds instead. What differed between state
-                and step is in `differences`.
+            The restored step; or None if the root holds no committed step, `step` is None and
+                `required` is False. A warning then describes the contents of the root.
+                `differences` lists the differences between the state and the step.
 
         Raises:
-            CorruptCheckpoint: no step is whole; or a step was damaged, and the one before it does
-                not fit the state or does not have all that was read of the damaged one. The message
-                says what is wrong. The state may have been partly overwritten.
-            StorageError: the steps could not be listed, or the one to restore could not be read, in
-                several attempts over seconds. As it may be whole, no older one is restored and this
-                process does not remove it. The state may have been partly overwritten.
+            CorruptCheckpoint: all steps are damaged; or a step was damaged, and the one before it
+                does not fit the state or lacks a value that was read from the damaged step. The
+                message describes the damage. The state may have been partly overwritten.
+            StorageError: the steps could not be listed, or the step to restore could not be read,
+                in several attempts over seconds. Since that step may be intact, no older step is
+                restored, and this process does not remove it. The state may have been partly
+                overwritten.
             IncompatibleCheckpoint: a newer fastckpt wrote the step, or the step does not fit the
-                state, by the arguments above; shapes and dtypes that differ are all told. The state
-                is unchanged.
-            CheckpointError: there is no such step, or none at all though one is required.
+                state under the arguments above; the message lists all shapes and dtypes that
+                differ. The state is unchanged.
+            CheckpointError: the step does not exist, or `required` is True and no step exists.
             PeerFailed: another rank failed.
             TypeError: a tensor cannot be filled (meta, overlapping, another layout).
-            ValueError: an argument is unknown; the Checkpointer is closed, or several ranks made it
-                before init_process_group().
-            pickle.UnpicklingError: an object that is asked for needs weights_only=False.
+            ValueError: an argument is unknown; the Checkpointer is closed, or several ranks created
+                it before init_process_group().
+            pickle.UnpicklingError: a requested object needs weights_only=False.
         """
         fit = Fit(missing, unexpected, dtype, rename, only)
         step = optional(check_integer, "step", step)
@@ -441,18 +456,18 @@ class Checkpointer:
         return number
 
     def load(self, step: int | None = None, *, weights_only: bool = True) -> Any:
-        """Returns a saved state, with whole tensors on the CPU. All ranks call it.
+        """Returns a saved state, with complete tensors on the CPU. All ranks must call it.
 
         Args:
-            step, weights_only: as restore()'s.
+            step, weights_only: see restore().
 
         Returns:
             The nest of dicts, lists and tuples that was saved, with a state_dict in place of each
-                object that has one, the whole tensor in place of a DTensor, and a PerRank of this
-                rank's value (`found` is False on a rank that the saving job did not have).
+                object that has one, the complete tensor in place of a DTensor, and a PerRank with
+                this rank's value (`found` is False on a rank that the saving job did not have).
 
         Raises:
-            As restore() with required=True.
+            The errors of restore() with required=True.
         """
         step = optional(check_integer, "step", step)
         check_flag("weights_only", weights_only)
@@ -469,60 +484,65 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Returns the committed steps, ascending, as this rank sees the directory now. Raises
-        StorageError: it or a manifest could not be read in several attempts.
+        StorageError if the directory or a manifest could not be read in several attempts.
         """
         infos, _faults = self._steps.survey()
         return sorted({item.manifest.step for item in infos})
 
     def latest(self) -> int | None:
         """Returns the step committed last, which need not have the highest number, as this rank
-        sees the directory now; None if there is none. Raises StorageError as steps().
+        sees the directory now; None if there is none. Raises StorageError like steps().
         """
         infos, _faults = self._steps.survey()
         return infos[0].manifest.step if infos else None
 
     def best(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
-        """Returns the step with the best value of a metric, as this rank sees the directory when
-        this process's saves to it have ended; of equal ones the first. None if no step has the
-        metric: do not pass that on to restore(), which takes the newest then. It reads manifests
-        alone, so a step whose other files are damaged counts until this process has read them.
+        """Returns the step with the best value of a metric, or the first one of equal steps. Waits
+        for this process's saves to the root, and reads the directory as this rank sees it. Returns
+        None if no step has the metric; do not pass None on to restore(), which would restore the
+        newest step. Only manifests are read, so a step with damaged files counts until this process
+        has read these files.
 
         Args:
-            metric: its name; None: keep_best's.
-            mode: whether the least ("min") or greatest ("max") value is the best; None: keep_best's
-                of its own metric, "min" of another.
+            metric: the metric's name; None: that of keep_best.
+            mode: whether the lowest ("min") or highest ("max") value is the best. None: the mode of
+                keep_best for its metric, "min" for any other.
 
         Raises:
-            ValueError: there is neither a metric nor keep_best. StorageError: as steps().
+            ValueError: neither metric nor keep_best is set.
+            StorageError: see steps().
         """
         by = retention.criterion(self._options.keep_best, metric, mode)
         pipeline.current().wait_for(self._root, ended=True)
         return retention.best(self._steps, by)
 
     def pin(self, step: int) -> None:
-        """Keeps a committed step from being removed, by keep_last, delete() or another save of it,
-        in this process and all others, until unpin(). It is enough that one rank calls it. Waits
-        for this process's saves to the root.
+        """Protects a committed step from removal by keep_last, by delete() or by another save of
+        the same step, in this and all other processes, until unpin(). One rank's call suffices.
+        Waits for this process's saves to the root.
 
         Raises:
-            CheckpointError: the root holds no such step. StorageError: it cannot be pinned.
-            ValueError: as save().
+            CheckpointError: the root holds no such step.
+            StorageError: it cannot be pinned.
+            ValueError: see save().
         """
         self._changing().wait_for(self._root, ended=True)
         pins.pin(self._steps, check_integer("step", step))
 
     def unpin(self, step: int) -> None:
-        """Lets a step be removed again; one that is not pinned may be passed. As pin() else."""
+        """Permits the removal of a step again; it need not be pinned. Otherwise like pin()."""
         self._changing().wait_for(self._root, ended=True)
         pins.unpin(self._steps, check_integer("step", step))
 
     def delete(self, step: int) -> None:
-        """Removes a step, on the first rank; on others it does nothing. Copies on other nodes go at
-        the next restore, and are of no use before. Waits for this process's saves to the root.
+        """Removes a step if called on the first rank; does nothing on other ranks. Copies of the
+        step on other nodes become unusable at once, and the next restore removes them. Waits for
+        this process's saves to the root.
 
         Raises:
             CheckpointError: there is no such step, it is pinned, or it is being read.
-            StorageError: it cannot be removed. ValueError: as save().
+            StorageError: it cannot be removed.
+            ValueError: see save().
         """
         self._changing().wait_for(self._root, ended=True)
         if self._coordinator.rank == 0:
@@ -530,18 +550,19 @@ class Checkpointer:
             pins.delete(shelves, check_integer("step", step))
 
     def close(self) -> None:
-        """Waits for the saves in flight, and leaves the group. Idempotent. The first
-        Ctrl-C logs what is awaited, a second gives it up; KeyboardInterrupt is raised in the end.
+        """Waits for the saves in flight and leaves the group. Idempotent. The first Ctrl-C logs the
+        saves that it waits for, the second one abandons them; in both cases KeyboardInterrupt is
+        raised at the end.
 
         Raises:
-            CheckpointError: the first that failed and whose error nobody asked for.
+            CheckpointError: the error of the first failed save whose error was not retrieved.
         """
         if self._close(pressed=False):
             raise KeyboardInterrupt
         self._saves.raise_first()
 
     def _close(self, pressed: bool) -> bool:
-        """Closes everything; returns whether Ctrl-C was pressed, before (`pressed`) or in here."""
+        """Closes everything; returns whether Ctrl-C was pressed, here or before (`pressed`)."""
         if self._ended:
             return False
         self._closed = True
@@ -584,14 +605,15 @@ class Checkpointer:
         return pipeline.current()
 
     def _changing(self) -> pipeline.Pipeline:
-        """Returns the pipeline for a call that changes the root, which must be none of a step."""
+        """Returns the pipeline for a call that changes the root, which must not be a step."""
         if self._steps.is_step:
             raise ValueError(f"root is {self._root!r}: {it_is_a_step(self._root)}")
         return self._current()
 
     def _be_the_saver(self) -> None:
-        """Notes at the first save that this Checkpointer saves to the root, which it makes, unless
-        there is a tier, so that the caller finds it. Raises RootInUse if another one saves there.
+        """Registers this Checkpointer at its first save as the one that saves to the root. Raises
+        RootInUse if another Checkpointer is registered. Without a tier it also creates the root, so
+        that the caller finds it.
         """
         if _savers.get(self._place) is self:
             return
@@ -612,7 +634,7 @@ class Checkpointer:
         return os.getpid(), self._root  # what was open before a fork is another process's
 
     def _tell(self, what: str, step: int, started: float) -> None:
-        """Logs one line, on the first rank: the bytes that it read itself, and how long it took."""
+        """Logs one line on the first rank: the bytes that this rank read, and the time taken."""
         seconds, ranks = time.perf_counter() - started, self._coordinator.world_size
         reader, self._reader = self._reader, None
         nbytes = 0 if reader is None else reader.nbytes_read
@@ -622,7 +644,7 @@ class Checkpointer:
 
     @contextmanager
     def _restoring(self) -> Iterator[Round]:
-        """Begins a round of all ranks, once the saves of this process to the root have ended."""
+        """Begins a round of all ranks after the saves of this process to the root have ended."""
         self.restored_from = {}
         self._current().wait_for(self._root, ended=True)
         agreement = self._coordinator.begin(
@@ -635,7 +657,7 @@ class Checkpointer:
     def _first_whole(
         self, agreement: Round, step: int | None, read: Callable[[StepReader], T], required: bool
     ) -> tuple[int, T] | None:
-        """Returns what `read` makes of the newest step for which no rank met damage."""
+        """Returns the newest step in which no rank found damage, and its result of `read`."""
 
         def noting(reader: StepReader) -> T:
             self.restored_from, self._reader = reader.copies.sources, reader

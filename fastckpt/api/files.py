@@ -1,4 +1,4 @@
-"""fastckpt.save, load and prepare: their signatures, and the calls that they leave to torch."""
+"""fastckpt.save, load and prepare: their signatures, and the choice of calls left to torch."""
 
 from __future__ import annotations
 
@@ -50,61 +50,64 @@ def save(
     before_commit: Veto | None = None,
     storage_options: StorageOptions | None = None,
 ) -> SaveHandle:
-    """Saves an object as torch.save does, but in the background, and commits the file atomically.
+    """Saves an object like torch.save, but in the background and with an atomic commit.
 
     The file is a torch zip that torch.load opens (weights_only, mmap and map_location included).
-    Until the commit the path keeps its old content; a crash leaves the old file or the new one.
-    Several saves may be in flight; saves to one path commit in the order they were begun.
+    Until the commit the path keeps its old content, so a crash leaves either the old file or the
+    new one. Several saves may be in flight; saves to the same path commit in the order of their
+    calls.
 
     Args:
         obj, f, pickle_module, pickle_protocol, _use_new_zipfile_serialization,
-            _disable_byteorder_record: as torch.save's. If f is a file-like object or a path that is
-            no regular file (/dev/null), or the format is torch's legacy one, torch.save itself
-            writes before this call returns.
-        options: the fence, what becomes of errors, and how files are written (see SaveOptions).
-        stripe: how a new file on Lustre is laid out over the storage targets (OSTs); ignored on
-            other file systems. "auto": a large file gets several stripes if its directory's layout
-            has one stripe; any other layout that the directory or the administrator has set is
-            kept. "keep": the directory's layout. (count, size): so many stripes of so many bytes, a
-            multiple of 64 KiB. All ranks of a group pass the same.
-        drain_rate: the most bytes per second that this process writes (with group: that a node
-            writes) in all saves with a drain_rate together, that of the latest; a number or a text
-            such as "2GB/s". None: this save has no limit.
+            _disable_byteorder_record: like torch.save's. If f is a file-like object or not a
+            regular file (/dev/null), or if the legacy format is requested, torch.save itself writes
+            before this call returns.
+        options: the fence, the handling of errors and the way files are written (see SaveOptions).
+        stripe: the layout of a new file on Lustre over the storage targets (OSTs); ignored on other
+            file systems. "auto": a large file gets several stripes if its directory's layout has
+            one stripe; any other layout set by the directory or the administrator is kept. "keep":
+            the directory's layout. (count, size): the number of stripes and their size in bytes, a
+            multiple of 64 KiB. All ranks of a group must pass the same value.
+        drain_rate: the limit in bytes per second, a number or a text such as "2GB/s", on the writes
+            of all saves with a drain_rate in this process together (with group: on this node). The
+            latest save's value applies to all of them. None: no limit for this save.
         group: a torch.distributed process group whose ranks all hold the same object and all call
-            save() with the same path; each writes its part of the one file. Storages below 1 MiB
-            and everything that is no tensor are taken from the group's first rank, and not
-            compared. The ranks compare names, shapes and dtypes of the tensors, and samples of
-            their contents (64 KiB in all). Where these differ, this save raises RanksDisagree, and
-            later ones take the first rank's tensor, with a warning while they differ. Ranks talk
-            over the job's store; no collective runs on the group. None: this process saves alone,
-            whatever other ranks do.
-        before_commit: called on every rank, on the thread of the save, when all that the rank
-            writes has arrived, with the SaveStats so far and a digest of the rank's bytes: the
-            SHA-256, in hexadecimal digits, of the CRC-32s of its blocks, so equal tensors have
-            equal digests (with group, of tensors from 1 MiB on alone). If it raises on any rank,
-            nothing is committed: result() raises CheckpointError there, PeerFailed elsewhere. What
-            it returns is ignored. It must not wait for this save, nor for one that was begun later.
-            Not called if torch.save itself writes. Default: none.
-        storage_options: as Checkpointer's, where f is a URL of an object store.
+            save() with the same path; each rank writes its part of the one file. Storages below 1
+            MiB and all values other than tensors are taken from the group's first rank without a
+            comparison. The ranks compare names, shapes and dtypes of the tensors, and samples of
+            their contents (64 KiB in all). If these differ, this save raises RanksDisagree; later
+            saves write the first rank's tensor, with a warning while the contents differ. Ranks
+            communicate over the job's store; no collective runs on the group. None: this process
+            saves alone, independently of other ranks.
+        before_commit: a function that is called on every rank, on the thread of the save, after the
+            rank's bytes were written. Its arguments are the SaveStats so far and a digest of these
+            bytes: the SHA-256, in hexadecimal digits, of the CRC-32s of the blocks, so equal
+            tensors have equal digests (with group, only tensors of at least 1 MiB count). If the
+            function raises on any rank, nothing is committed: result() raises CheckpointError on
+            that rank and PeerFailed on the others. The return value is ignored. The function must
+            not wait for this save or a later one. It is not called if torch.save itself writes.
+            Default: none.
+        storage_options: see Checkpointer; for an f that is a URL of an object store.
 
     Returns:
-        A SaveHandle; its result() returns the SaveStats when the checkpoint is committed. With
-            group it may raise RanksDisagree, which names the tensor and the ranks, or PeerFailed
-            if another rank failed, is missing or saves something else.
+        A SaveHandle; its result() returns the SaveStats when the checkpoint is committed. If a
+            group is passed, result() may also raise RanksDisagree, which names the tensor and the
+            ranks, or PeerFailed if another rank failed, is missing or saves another object.
 
     Raises:
-        Exception: what torch.save raises for an object that cannot be pickled; nothing was written.
-        CheckpointError: an earlier save() failed and nobody asked for its error, which is the
-            __cause__ of this one (on_error="raise"). This save was not begun.
-        StorageError: the directory of f does not exist, or f is ""; or the look at f has not
-            returned for timeout_s (on_error="raise"). All other errors of the file system are
-            raised by result().
-        KeyboardInterrupt: the call was interrupted. Unless everything had been copied by then,
-            nothing is committed.
-        DeviceError: a GPU refused, or its current stream is being captured into a graph.
-        ValueError, TypeError: f is a URL, or another argument is unknown or out of range; this
-            process is not in the group; or a group is given for a target or format that torch.save
-            writes itself, or for an object with DTensors.
+        Exception: the error of torch.save for an object that cannot be pickled; nothing was
+            written.
+        CheckpointError: an earlier save() failed, and its error, the __cause__ of this one, was not
+            retrieved (on_error="raise"). This save was not begun.
+        StorageError: the directory of f does not exist, or f is ""; or the check of f did not
+            return within timeout_s (on_error="raise"). result() raises all other errors of the file
+            system.
+        KeyboardInterrupt: the call was interrupted. The save is committed only if everything had
+            already been copied.
+        DeviceError: a GPU refused a request, or its current stream is being captured into a graph.
+        ValueError, TypeError: an argument is unknown or out of range, or cannot be used with a URL;
+            this process is not in the group; or a group is passed for a target or format that
+            torch.save writes itself, or for an object with DTensors.
     """
     started = time.perf_counter()
     optional(check_callable, "before_commit", before_commit)
@@ -123,23 +126,24 @@ def save(
 
 
 def prepare(nbytes: int | str) -> None:
-    """Takes staging memory ahead, so that the first save of a process stalls no longer than others.
+    """Allocates staging memory in advance, so that a process's first save does not stall longer
+    than later ones.
 
-    Returns at once: a thread of the lowest priority takes the memory and keeps it for saves. It is
-    host memory that is not pinned; the first save from a GPU still pins it.
+    Returns at once; a thread of the lowest priority allocates the memory, which is kept for saves.
+    The memory is not pinned yet: the first save from a GPU pins it.
 
     Args:
         nbytes: how many bytes this process will save, as a number or a text such as "20GB"; at most
-            the budget of staging memory is taken.
+            the budget of staging memory is allocated.
 
     Raises:
-        ValueError, TypeError: nbytes is below 1, or no size.
+        ValueError, TypeError: nbytes is below 1 or not a size.
     """
     pipeline.current().prepare(check_size("nbytes", nbytes))
 
 
 def _checked_path(f: Any, storage_options: StorageOptions | None, timeout_s: float) -> str | None:
-    """Returns f as a checked path; None if it is a file-like object, or nothing torch takes."""
+    """Returns f as a checked path; None if it is not a path, such as a file-like object."""
     if isinstance(f, str | os.PathLike) and isinstance(path := os.fspath(f), str):
         if not path:  # torch raises no ValueError for it
             raise NoPath("open", path, errno.ENOENT, detail="f is '', must be a path")
@@ -163,29 +167,29 @@ def load(
     storage_options: StorageOptions | None = None,
     **pickle_load_args: Any,
 ) -> Any:
-    """Loads what fastckpt.save, torch.save or safetensors wrote, with torch.load's semantics.
+    """Loads a file of fastckpt.save, torch.save or safetensors, with torch.load's semantics.
 
     A file that fastckpt wrote is read in parallel blocks, and every byte is checked against its
-    CRC-32 before anything is returned. Any other file goes to torch.load. If a save to the path is
-    in flight in this process, the load waits for it.
+    CRC-32 before anything is returned. Any other file is loaded by torch.load. The load waits for a
+    save to the same path that is in flight in this process.
 
     Args:
-        f, map_location, pickle_module, weights_only, mmap, pickle_load_args: as torch.load's, with
-            its defaults and environment switches; f may be a URL (s3://, gs://, az://), too. With
-            mmap=True the file is read once to verify it and then mapped; pass verify=False to map
-            without reading.
+        f, map_location, pickle_module, weights_only, mmap, pickle_load_args: like torch.load's,
+            with its defaults and environment switches; f may also be a URL (s3://, gs://, az://).
+            With mmap=True the file is read once to verify it and then mapped; pass verify=False to
+            map it without reading it.
         verify: check the checksums of a file that fastckpt wrote.
-        staging: how large storages come to a GPU. "host": through pinned memory. "gds": by
-            GPUDirect Storage, with checksums computed on the GPU; what cuFile refuses comes through
-            the host, with a warning. "gds" has no effect with group, with mmap=True or with a
-            map_location that is code.
-        group: a torch.distributed process group whose ranks all load this file: each reads a share
-            of it and they broadcast the blocks over the group, which nothing else may use
-            meanwhile. Not with mmap=True or a file-like object.
-        timeout_s: with group, how many seconds ranks wait for each other to begin at most; default:
-            600. After that the group's own timeout applies. Of a URL also how long to wait for an
-            answer.
-        storage_options: as Checkpointer's, where f is a URL.
+        staging: the path of large storages to a GPU. "host": through pinned host memory. "gds": by
+            GPUDirect Storage, with checksums computed on the GPU; if cuFile refuses a request, the
+            data goes through the host, with a warning. "gds" has no effect with group, with
+            mmap=True or with a map_location that is a function.
+        group: a torch.distributed process group whose ranks all load this file. Each rank reads a
+            share of the file and broadcasts its blocks over the group; the group must not be used
+            otherwise during the load. Not with mmap=True or a file-like object.
+        timeout_s: with group, the most seconds that ranks wait for each other to begin; then the
+            group's own timeout applies. For a URL, also the longest wait for an answer. Default:
+            600.
+        storage_options: see Checkpointer; for an f that is a URL.
 
     Returns:
         The object.
@@ -193,10 +197,10 @@ def load(
     Raises:
         CorruptCheckpoint: the file is damaged or truncated; the message names the record.
         IncompatibleCheckpoint: a newer fastckpt wrote the file.
-        StorageError: a read failed, or memory or address space is too short (ENOMEM).
-        PeerFailed, RanksDisagree: with group, another rank failed, or found another file.
+        StorageError: a read failed, or there is too little memory or address space (ENOMEM).
+        PeerFailed, RanksDisagree: with group, another rank failed, or ranks found different files.
         ValueError: with group, mmap is true or f is a file-like object.
-        Exception: what torch.load raises, for the same reasons.
+        Exception: the errors of torch.load, for the same reasons.
     """
     check_choice("staging", staging, STAGINGS)
     check_flag("verify", verify)
@@ -219,7 +223,7 @@ def load(
 
 @telling
 def _directory_told(error: BaseException, f: Any) -> None:
-    """Adds to the error about a directory which call loads it, if it is a checkpoint."""
+    """Adds to the error about a checkpoint directory the name of the function that loads it."""
     if isinstance(error, IsADirectoryError):
         from fastckpt.lazy.kinds import hint_for_load  # which few loads need
 

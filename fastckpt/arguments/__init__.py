@@ -1,1 +1,1 @@
-"""Checks arguments, and reads and shows sizes, rates and names; not what they are used for."""
+"""Checks of arguments, and conversion of sizes, rates and names from and to text."""

@@ -1,7 +1,7 @@
-"""Checks of callers' arguments: choices with their types, numbers, sizes and paths.
+"""Checks of callers' arguments: choices and their types, numbers, sizes and paths.
 
 Each function takes an argument's name and value, and raises TypeError or ValueError with the name,
-the value and what was expected.
+the value and the requirement.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def check_fence(value: object) -> None:
 
 
 def check_flag(name: str, value: object) -> bool:
-    """Returns True or False; "no" and "0", which are true to Python, are refused like all else."""
+    """Returns a bool; refuses any other value, even "no" and "0", which are true to Python."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {_told(value)}, must be True or False")
     return value
 
 
 def check_callable(name: str, value: object) -> object:
-    """Returns a function, or another object that can be called, but none that is async: a call
-    would run nothing of it. Raises TypeError for any other value.
+    """Returns a function or another callable object. Raises TypeError for any other value, and for
+    an async function, since a call would not run its body.
     """
     if not callable(value):
         raise TypeError(f"{name} is {_told(value)}, must be a function")
@@ -93,14 +93,14 @@ def check_callable(name: str, value: object) -> object:
 
 
 def check_text(name: str, value: object) -> str:
-    """Returns a text, which bytes are not; raises TypeError for any other value."""
+    """Returns a string; raises TypeError for any other value, such as bytes."""
     if not isinstance(value, str):
         raise TypeError(f"{name} is {_told(value)}, must be a string")
     return value
 
 
 def check_integer(name: str, value: object) -> int:
-    """Returns an integer of 64 bits, which may be one of numpy's or torch's."""
+    """Returns a 64-bit integer; the value may be an integer of numpy or torch."""
     try:
         if _is_of("bool", value):
             raise TypeError
@@ -113,7 +113,7 @@ def check_integer(name: str, value: object) -> int:
 
 
 def check_count(name: str, value: object, otherwise: str = "") -> int:
-    """Returns an integer of at least 1; `otherwise` tells what else may be passed."""
+    """Returns an integer of at least 1; `otherwise` names the alternative in the message."""
     number = check_integer(name, value)
     if number < 1:
         raise ValueError(f"{name} is {number}, must be at least 1{otherwise}")
@@ -134,7 +134,7 @@ def check_number(name: str, value: object, expected: str) -> float:
 
 
 def check_metrics(metrics: object) -> dict[str, float | str]:
-    """Returns metrics as they are kept: finite numbers, and texts for all others; without None."""
+    """Returns metrics in stored form: finite numbers, other numbers as texts, no None."""
     if not isinstance(metrics, Mapping):
         raise TypeError(f"metrics are {_told(metrics)}, must be a dict")
     result = dict[str, float | str]()
@@ -149,7 +149,7 @@ def check_metrics(metrics: object) -> dict[str, float | str]:
 
 
 def check_keep_best(name: str, value: object) -> KeepBest:
-    """Returns a metric, its mode, and a count. Raises ValueError, TypeError: it is none of that."""
+    """Returns a metric, its mode and a count. Raises ValueError or TypeError for other values."""
     if not isinstance(value, tuple | list) or len(value) != 3 or not isinstance(value[0], str):
         raise ValueError(
             f'{name} is {shown(value)}, must be a metric, "min" or "max", and a count, such as '
@@ -168,7 +168,7 @@ def check_seconds(name: str, value: object) -> float:
 
 
 def check_deadline(name: str, value: object) -> float:
-    """Returns a number of seconds, of any sign: a deadline may have passed."""
+    """Returns a number of seconds; it may be negative, since a deadline may have passed."""
     seconds = check_number(name, value, "a number of seconds")
     if isnan(seconds):
         raise ValueError(f"{name} is {shown(value)}, must be a number of seconds")
@@ -206,7 +206,7 @@ def check_stripe(stripe: object) -> Striping:
     """Returns the argument; a list becomes a tuple.
 
     Raises:
-        ValueError, TypeError: it is neither "auto", "keep" nor a possible count and size.
+        ValueError, TypeError: it is not "auto", "keep" or a valid count and size.
     """
     if stripe in ("auto", "keep"):
         return str(stripe)
@@ -226,7 +226,7 @@ def check_stripe(stripe: object) -> Striping:
 
 
 def optional(check: Callable[[str, object], T], name: str, value: object) -> T | None:
-    """Returns what `check` makes of a value, or None if the value is None."""
+    """Returns the result of `check` for a value, or None if the value is None."""
     return None if value is None else check(name, value)
 
 
@@ -235,8 +235,8 @@ def check_path(
     value: object,
     instead: str = "the path of a file or directory in a mounted file system",
 ) -> str:
-    """Returns an absolute path as text, so that all messages name it alike; with the home directory
-    in the place of "~" and "~/...". Links stay as they are. Who is refused a URL is told to give
+    """Returns an absolute path as text, so that all messages show the same path. Expands "~" and
+    "~/..." to the home directory; does not resolve links. The message that refuses a URL recommends
     `instead`.
 
     Raises:
@@ -271,12 +271,12 @@ def check_path(
 
 
 def _is_of(kind: str, value: object) -> bool:
-    """Returns whether a value is of Python's type of this name, or one of NumPy's or torch's."""
+    """Returns whether a value is of the type with this name of Python, NumPy or torch."""
     return type(value).__name__ == kind or kind in str(getattr(value, "dtype", ""))
 
 
 class _Short(reprlib.Repr):
-    """Describes values in a length that does not grow with them."""
+    """Describes values in a text of bounded length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class _Short(reprlib.Repr):
         self.maxlevel = 3
 
     def repr_int(self, x: Any, level: int) -> str:
-        """Describes long integers by their length: Python refuses texts of thousands of digits."""
+        """Describes a long integer by its length, since Python refuses to print it."""
         is_long = x.bit_length() > 1000
         return f"an integer of {x.bit_length()} bits" if is_long else super().repr_int(x, level)
 
@@ -294,7 +294,7 @@ class _Short(reprlib.Repr):
 
 
 def shown(value: object) -> str:
-    """Returns a value as a message quotes it: its repr(), of at most 80 characters."""
+    """Returns a value as messages quote it: its repr(), cut to at most 80 characters."""
     text = _Short().repr(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 

@@ -1,7 +1,7 @@
-"""The environment variables that are read: the user's staging budget, a launcher's ranks, and what
-an object store's client would read itself.
+"""The environment variables that fastckpt reads: the user's staging budget, a launcher's ranks, and
+the variables of an object store's client.
 
-No other module reads any.
+No other module reads environment variables.
 """
 
 from __future__ import annotations
@@ -24,35 +24,39 @@ from fastckpt.arguments.checks import (
 
 @dataclass(frozen=True)
 class Memory:
-    """A local tier in the node's memory, for `Checkpointer(root, local=fastckpt.Memory())`: files
-    on a tmpfs, which outlive the process, but not the machine, nor a container that is replaced.
+    """A local tier in the node's memory, for `Checkpointer(root, local=fastckpt.Memory())`. Its
+    files are on a tmpfs: they outlive the process, but neither a restart of the machine nor the
+    replacement of a container.
 
     Args:
-        keep: how many of the newest steps stay there. It needs room for one more.
+        keep: how many of the newest steps are kept in memory. The tier needs room for one more.
         budget: the most memory that steps may take on a node, as a number or a text such as
-            "64GiB". None: half of the file system's size, or of the memory that the node or the
-            container has left, if that is less. A save for which it is too small removes the
-            oldest steps that the root has had, or need not have, and else goes past the tier.
+            "64GiB". None: half of the tmpfs's size or half of the free memory of the node or
+            container, whichever is less. If a save needs more, it removes the oldest steps that
+            were already committed in the root or are not meant for the root; if this is not enough,
+            it bypasses the tier.
         directory: a directory on a tmpfs of the node.
-        peers: to how many neighbouring nodes each rank sends its files right after the commit, so
-            that the step outlives its node: handle.wait_memory(). Each holds as many steps of so
-            many others, so budget counts those, too. With one node there is nobody to send to.
-        groups: the group of nodes that may fail together which this node is in, such as its rack;
-            replicas go to nodes of other groups where there are any. None: no two nodes are in one.
+        peers: the number of neighbouring nodes to which each rank sends its files right after the
+            commit, so that the step survives the loss of its node; handle.wait_memory() waits for
+            this. Each node also holds the replicas of `peers` other nodes, which count towards its
+            budget. A job of one node has no replicas.
+        groups: the name of this node's failure domain, such as its rack. Replicas go to nodes with
+            other names, if there are any. None: each node is a domain of its own.
         rate: the most bytes a second that a rank sends to a neighbour, as a number or a text such
             as "2GB/s". None: no limit.
-        address: the address of this node at which its ranks listen for each other. None: the one
-            from which it reaches the job's store, if that is a TCPStore, else 127.0.0.1. So give
-            one if the job's nodes are several machines and its store is a FileStore, if the host
-            of the store has its own name as 127.0.1.1 in /etc/hosts, or if files are to take
-            another network. They travel in the clear; who does not know the job's secret, which
-            ranks share by that store, is sent nothing.
-        root_every: the root gets the steps that are multiples of this, and any with a deadline_s;
-            the others are in memory alone: result() returns when they are committed there. After a
-            crash the newest is copied to the root, whatever its number.
+        address: the address of this node at which its ranks listen for each other. None: the
+            address from which this node reaches the job's store, if that is a TCPStore, else
+            127.0.0.1. So pass an address if the job has several machines and a FileStore, if the
+            store's host has its own name as 127.0.1.1 in /etc/hosts, or if files should use another
+            network. Files are sent unencrypted, but only to processes that prove that they have the
+            job's secret, which ranks share over the store.
+        root_every: only steps that are multiples of this number, and steps with a deadline_s, are
+            copied to the root. For the other steps, which are only in memory, result() returns when
+            they are committed there. After a crash the newest step is copied to the root in any
+            case.
 
     Raises:
-        ValueError, TypeError: one of them is out of range, or of another type.
+        ValueError, TypeError: an argument is out of range or of the wrong type.
     """
 
     keep: int = 2
@@ -94,7 +98,7 @@ class Memory:
         return optional(check_rate, "rate", self.rate)
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the root is to get a step."""
+        """Returns whether a step is to be copied to the root."""
         return step % self.root_every == 0
 
 
@@ -119,7 +123,7 @@ def staging_bytes(least: int) -> int | None:
     """Returns the budget in $FASTCKPT_STAGING_BYTES; None if it is not set.
 
     Raises:
-        ValueError: it is neither bytes nor a text such as "1GiB", or is less than `least`.
+        ValueError: it is not a number of bytes or a text such as "1GiB", or is below `least`.
     """
     value = os.environ.get(STAGING_VARIABLE)
     if value is None:
@@ -134,8 +138,8 @@ def staging_bytes(least: int) -> int | None:
 
 
 def client_options(scheme: str) -> dict[str, str]:
-    """Returns what variables such as AWS_ALLOW_HTTP say of HTTP: an object store's client does not
-    read these where it is told a part of its options of HTTP.
+    """Returns the HTTP options in variables such as AWS_ALLOW_HTTP. An object store's client
+    ignores these variables if any HTTP option is passed to it.
     """
     begin = _OF_CLIENTS[scheme]
     variables = {name.removeprefix(begin): name for name in os.environ if name.startswith(begin)}
@@ -143,13 +147,13 @@ def client_options(scheme: str) -> dict[str, str]:
 
 
 def is_told(scheme: str, key: str) -> bool:
-    """Returns whether a variable such as AWS_DEFAULT_REGION tells such a client a "region"."""
+    """Returns whether a variable, such as AWS_DEFAULT_REGION, sets this option of a client."""
     begin = _OF_CLIENTS[scheme]
     return any(name.startswith(begin) and key.upper() in name for name in os.environ)
 
 
 def endpoints(scheme: str) -> dict[str, str]:
-    """Returns the variables that tell such a client its endpoint, with their values."""
+    """Returns the variables that set a client's endpoint, with their values."""
     names = (f"{_OF_CLIENTS[scheme]}{name}" for name in _ENDPOINTS)
     return {name: os.environ[name] for name in names if name in os.environ}
 
@@ -161,9 +165,7 @@ def launched_rank() -> tuple[int, int] | None:
 
 
 def launched_on_machine() -> int:
-    """Returns how many ranks a launcher has started on this machine; 1 if none says so. A value
-    that is no such number is passed over.
-    """
+    """Returns how many ranks a launcher has started on this machine; 1 if this is unknown."""
     for name in _ON_MACHINE:
         if ranks := _count(os.environ.get(name, "")):
             return ranks
@@ -178,8 +180,8 @@ def _count(text: str) -> int:
 
 
 def _tasks_here(text: str) -> int:
-    """Returns the tasks on this node, $SLURM_NODEID, in SLURM's text for all nodes; the most of any
-    node, if the text does not tell this one's; 0, if it is no such text.
+    """Returns the number of tasks on this node ($SLURM_NODEID) from Slurm's text for all nodes; the
+    largest number of any node if this node's is not in the text; 0 if the text is malformed.
     """
     matches = [_TASKS.fullmatch(each) for each in text.split(",")]
     groups = [(int(each[1]), int(each[2] or 1)) for each in matches if each]
@@ -195,20 +197,20 @@ def _tasks_here(text: str) -> int:
 
 
 def is_first_on_machine() -> bool:
-    """Returns whether this process is the first of those that a launcher has started on this
-    machine, or was started by none.
+    """Returns whether this process is the first of a launcher's processes on this machine, or was
+    started without a launcher.
     """
     ranks = (os.environ.get(name, "") for name in _LOCAL_RANKS)
     return next((int(rank) == 0 for rank in ranks if rank.isdigit()), True)
 
 
 def launched_job() -> tuple[str, int]:
-    """Returns the name that a scheduler or launcher gives a job, and again after a restart, "" if
-    none does; and how often the scheduler has begun the job again. It ends a job before it begins
-    it again, so a higher number proves that all processes with a lower one were told to end.
+    """Returns the job's name, which the scheduler or launcher keeps across restarts ("" if there is
+    none), and the number of restarts by the scheduler. The scheduler ends a job before it restarts
+    the job, so a higher number proves that all processes with a lower number were asked to exit.
 
-    Only Slurm has such a number. The name alone proves nothing: two job steps of one allocation
-    have the same one, and so have two jobs that were given the same --rdzv-id.
+    Only Slurm counts restarts. An equal name proves nothing, because two job steps of one
+    allocation, or two jobs with the same --rdzv-id, have the same name.
     """
     for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "TORCHELASTIC_RUN_ID"):
         job = os.environ.get(name, "")

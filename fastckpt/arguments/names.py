@@ -1,6 +1,6 @@
-"""Names in messages: a few of many, and those that are like a missing one.
+"""Names in messages: short lists, and suggestions for a missing name.
 
-It compares texts.
+Suggestions are found by a comparison of texts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _LISTED_MAX = 5
 
 
 def listed(names: Iterable[str], count: int | None = None) -> str:
-    """Returns the first few of these names, and how many more there are: of `count`, if given."""
+    """Returns the first few of these names and the number of the others (of `count`, if given)."""
     items = [*names]
     rest = (count or len(items)) - _LISTED_MAX
     more = f" and {rest} more" if rest > 0 else ""
@@ -23,8 +23,8 @@ def listed(names: Iterable[str], count: int | None = None) -> str:
 
 
 def nearest(name: object, there: Iterable[object]) -> str:
-    """Returns the names that are most like a missing one, in parentheses, to follow the message
-    about it; "" if no name is near.
+    """Returns the names most similar to a missing one, in parentheses, as the end of a message; ""
+    if no name is similar.
     """
     names = [key for key in there if isinstance(key, str)]
     if not isinstance(name, str):
@@ -37,14 +37,14 @@ def nearest(name: object, there: Iterable[object]) -> str:
 
 
 def missing_from_checkpoint(names: Iterable[str], hint: str = "") -> str:
-    """Returns the message about names of the state that a checkpoint lacks; a hint follows it."""
+    """Returns the message about names of the state that a checkpoint lacks, with a hint."""
     missing = [*map(repr, names)]
     verb = "is" if len(missing) == 1 else "are"
     return f"{listed(missing)} {verb} missing in the checkpoint{hint}"
 
 
 def fits_none(pattern: str | tuple[str, ...], names: Sequence[str]) -> str:
-    """Returns what is wrong with a pattern of rename= that is in no name, and names like it."""
+    """Returns the message about a pattern of rename= that matches no name, with similar names."""
     text = pattern if isinstance(pattern, str) else pattern[0]
     near = get_close_matches(text, names[:_COMPARED_MAX])
     hint = f" (similar names there: {', '.join(map(repr, near))})" if near else ""
@@ -52,8 +52,8 @@ def fits_none(pattern: str | tuple[str, ...], names: Sequence[str]) -> str:
 
 
 def without_wrappers(names: Sequence[str]) -> list[str]:
-    """Returns the names that tensors have in the modules that torch has wrapped: without each
-    '_orig_mod.' and, where all begin so, 'module.', which some modules have of their own.
+    """Returns names of tensors without the prefixes of torch's wrappers: without each '_orig_mod.',
+    and without 'module.' if all names begin with it, since a module may itself have that name.
     """
     bare = [re.sub(r"(?:^|(?<=[./]))_orig_mod\.", "", name) for name in names]
     while bare and all(name.startswith("module.") for name in bare):

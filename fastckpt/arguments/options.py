@@ -1,5 +1,5 @@
-"""SaveOptions: the arguments that all saves have in common, documented and checked here alone; and
-the options of saves inside the library, which add what only some saves have.
+"""SaveOptions: the arguments that all saves have in common; and, for use inside the library,
+subclasses with the options of some kinds of saves only. Both are documented and checked only here.
 """
 
 from __future__ import annotations
@@ -34,37 +34,39 @@ Options = TypeVar("Options", bound="WriteOptions")
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """How to save: the `options` of whatever saves. Never changed; dataclasses.replace() makes
-    another one.
+    """The `options` of all functions that save. Immutable: use dataclasses.replace().
 
     Args:
-        fence: when the caller may go on. "call": the call returns when everything has been copied,
-            so the state may be changed at once. "step": it returns at once, and the next step() of
-            any torch optimizer waits for the copies. If a tensor is changed in place by other means
-            before wait_staged() returns, the save fails with StagingConflict.
-        on_error: how a failure in the background is reported, beside result(). "raise": if nobody
-            has asked for it by result() or exception(), the next save of the same kind (to files,
-            to the same root) raises it, and is not begun; it warns of those of other kinds. "warn":
-            it is logged when it happens, and training goes on; so are errors of earlier saves.
-        durable: sync the files and their directories before the checkpoint counts as committed.
-            With False a crash of the process still leaves the old checkpoint or the new one, but a
-            crash of the machine may leave neither.
-        backend: "auto" chooses by file system and probe; "io_uring" and "threads" insist.
-        staging: how tensors on a GPU go to the file. "host": through pinned memory. "gds": by
-            GPUDirect Storage, from 16 blocks in the GPU's memory; the caller waits while they are
-            full (the first time also until the GPU has finished its queued work). What cuFile
-            refuses goes through the host, with a warning. stats.staging and stats.staging_why say
-            which was used.
+        fence: the point at which the caller may change the state. "call": the call returns when
+            everything has been copied, so the state may be changed at once. "step": the call
+            returns at once, and the next step() of any torch optimizer waits for the copies. If
+            other code changes a tensor in place before wait_staged() returns, the save fails with
+            StagingConflict.
+        on_error: how a failure in the background is reported, in addition to result(). "raise": if
+            the error was not retrieved by result() or exception(), the next save of the same kind
+            (to files, to the same root) raises it and is not begun; a save of another kind logs it
+            as a warning. "warn": the error is logged when it happens, as are errors of earlier
+            saves, and training continues.
+        durable: sync the files and their directories before the commit. If False, a crash of the
+            process still leaves either the old checkpoint or the new one, but a crash of the
+            machine may leave neither.
+        backend: "auto" chooses by the file system and a probe; "io_uring" and "threads" force that
+            backend.
+        staging: the path of tensors from a GPU to the file. "host": through pinned host memory.
+            "gds": by GPUDirect Storage, from 16 blocks in the GPU's memory; the caller waits while
+            these blocks are full (the first time also until the GPU has finished its queued work).
+            If cuFile refuses a request, the data goes through the host, with a warning.
+            stats.staging and stats.staging_why report the path used.
         staging_bytes: the most staging memory that a save may hold in this process, at least one
-            block of 8 MiB, as a number or a text such as "1GiB". A save of more bytes waits for its
-            own writes. Default: the process's budget (half of the memory available at the first
-            save, or $FASTCKPT_STAGING_BYTES).
-        timeout_s: how many seconds ranks wait for each other at most, and a save for a server,
-            disk or object store that does not answer.
+            block of 8 MiB, as a number or a text such as "1GiB". A larger save waits for its own
+            writes. Default: the process's budget (half of the memory available at the first save,
+            or $FASTCKPT_STAGING_BYTES).
+        timeout_s: the most seconds that ranks wait for each other, and that a save waits for a
+            server, disk or object store that does not respond.
 
     Raises:
-        ValueError, TypeError: one of them is unknown, out of range, or of another type; or fence is
-            "step" in a Python without the GIL.
+        ValueError, TypeError: an argument is unknown, out of range or of the wrong type; or fence
+            is "step" in a Python without the GIL.
     """
 
     fence: Fence = "call"
@@ -91,13 +93,15 @@ class SaveOptions:
 
 
 def check_options(options: object, **refused: str) -> SaveOptions:
-    """Returns the argument `options` of whatever saves.
+    """Returns the argument `options` of a function that saves.
 
     Args:
-        refused: the names of options that have to keep their defaults there, and why.
+        refused: the names of options that must keep their defaults in this function, each with the
+            reason.
 
     Raises:
-        TypeError: it is something else. ValueError: a refused option has another value.
+        TypeError: it is not a SaveOptions.
+        ValueError: a refused option is not at its default.
     """
     if not isinstance(options, SaveOptions):
         raise TypeError(
@@ -113,13 +117,13 @@ def check_options(options: object, **refused: str) -> SaveOptions:
 
 @dataclass(frozen=True)
 class Pacing:
-    """Limits that spare storage which others use, too. None and 0: no limit.
+    """Limits on the load of a save on shared storage. None and 0: no limit.
 
     Args:
-        drain_rate, max_writers: as Checkpointer's.
+        drain_rate, max_writers: see Checkpointer.
 
     Raises:
-        ValueError, TypeError: one of them is out of range, or of another type.
+        ValueError, TypeError: an argument is out of range or of the wrong type.
     """
 
     drain_rate: float | str | None = None
@@ -152,7 +156,7 @@ class WriteOptions(SaveOptions):
     """SaveOptions, and the arguments of fastckpt.save about how files are laid out and paced.
 
     Raises:
-        ValueError, TypeError: one of them is unknown, out of range, or of another type.
+        ValueError, TypeError: an argument is unknown, out of range or of the wrong type.
     """
 
     stripe: Stripe = "auto"

@@ -1,4 +1,4 @@
-"""Sizes, rates and times as people write them: it reads and shows "4.3TiB", "75GB/s" and "3h"."""
+"""Conversion of sizes, rates and times from and to text such as "4.3TiB", "75GB/s" and "3h"."""
 
 from __future__ import annotations
 
@@ -30,28 +30,30 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 class NotAQuantity(ValueError):
-    """A text is not a size, rate, time or number; the message quotes it and gives an example."""
+    """A text is not a size, rate, time or number; the message quotes it and has an example."""
 
 
 def size(text: str) -> float:
-    """Returns bytes: "4.3TiB" (powers of 1024), "24 GB" (of 1000), "1e9"."""
+    """Returns bytes from texts such as "4.3TiB" (powers of 1024), "24 GB" (of 1000) or "1e9"."""
     return _read(text, _BYTES, "a size", "4.3TiB or 24GB")
 
 
 def rate(text: str) -> float:
-    """Returns bytes per second: "75GB/s", "6 GiB/s"; "/s" may be left out."""
+    """Returns bytes per second from texts such as "75GB/s" or "6 GiB/s"; "/s" is optional."""
     stem = text.strip()
     stem = stem[:-2] if stem.endswith("/s") else stem
     return _read(stem, _BYTES, "a rate", "75GB/s", told=text)
 
 
 def time(text: str) -> float:
-    """Returns seconds: "3h", "5min", "1.5s", "20ms", "2d"; a number alone is in seconds."""
+    """Returns seconds from texts such as "3h", "5min", "1.5s", "20ms", "2d" or, in seconds,
+    "90".
+    """
     return _read(text, _SECONDS, "a time", "3h, 5min, 1.5s or 20ms")
 
 
 def count(text: str) -> float:
-    """Returns a number: "340e9", "340B" (billions), "70M"."""
+    """Returns a number from texts such as "340e9", "340B" (billions) or "70M"."""
     return _read(text, _COUNTS, "a number", "340e9 or 340B")
 
 
@@ -67,17 +69,17 @@ def _read(
 
 
 def shown_size(nbytes: float) -> str:
-    """Returns, for example, "4.30 TiB"."""
+    """Returns a size as text, such as "4.30 TiB"."""
     return _shown(nbytes, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def shown_rate(rate: float) -> str:
-    """Returns, for example, "75.0 GB/s"."""
+    """Returns a rate as text, such as "75.0 GB/s"."""
     return _shown(rate, 1000.0, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
 
 
 def shown_time(seconds: float) -> str:
-    """Returns, for example, "16.4 s" or "3.1 h"."""
+    """Returns a time as text, such as "16.4 s" or "3.1 h"."""
     for unit, factor in (("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0)):
         limit = {"ms": 1.0, "s": 120.0, "min": 7200.0, "h": 172800.0}[unit]
         if seconds < limit:
@@ -86,13 +88,13 @@ def shown_time(seconds: float) -> str:
 
 
 def shown_transfer(nbytes: float, seconds: float, whose: str = "") -> str:
-    """Returns, for example, "2.00 GiB in 570 ms (3.77 GB/s)", with `whose` behind the size."""
+    """Returns a text such as "2.00 GiB in 570 ms (3.77 GB/s)", with `whose` after the size."""
     size, rate = shown_size(nbytes), shown_rate(nbytes / max(seconds, 1e-9))
     return f"{size}{whose} in {shown_time(seconds)} ({rate})"
 
 
 def shown_share(ranks: int) -> str:
-    """Returns " by this rank of 8", to follow a size, or "" if there is one rank."""
+    """Returns text such as " by this rank of 8" to put after a size; "" if there is one rank."""
     return f" by this rank of {ranks}" if ranks > 1 else ""
 
 
@@ -104,5 +106,5 @@ def _shown(value: float, base: float, units: tuple[str, ...]) -> str:
 
 
 def _three(value: float) -> str:
-    """Returns about three digits, never an exponent."""
+    """Returns a number with about three digits and without an exponent."""
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"

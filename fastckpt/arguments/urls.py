@@ -1,10 +1,11 @@
-"""URLs of object stores as arguments: the absolute paths that stand for them in this process, and
-their options.
+"""URLs of object stores as arguments: their options, and the absolute paths that stand for them in
+this process.
 
 A URL such as s3://bucket/run becomes "/s3:/bucket/run", a path that no file system has, so that
-whatever joins and divides paths goes on as ever; errors.as_url() tells the URL again. Other options
-make another mount: "/s3:0f3a21/bucket/run" has the digest of its endpoint, and "/s3:0f3a21-1/..."
-that and other keys, for example.
+code that joins and divides paths works unchanged; errors.as_url() converts it back to the URL. The
+first component is the mount. Each set of options has its own mount: "/s3:0f3a21/bucket/run"
+contains a digest of the endpoint, and "/s3:0f3a21-1/..." is, for example, the same endpoint with
+other keys.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ def path_of(
     """Returns the absolute path that stands for a path or URL.
 
     Args:
-        name: the argument's, for messages.
-        value: a path, a URL, or what this has returned for one.
-        storage_options: the options of the client of a URL; None: by its own conventions.
-        timeout_s: see timeout_s_of(); None: as is known.
+        name: the argument's name, for messages.
+        value: a path, a URL, or a path that this function returned for a URL.
+        storage_options: the options of a URL's client; None: the client's own conventions.
+        timeout_s: see timeout_s_of(); None: the known one is kept.
 
     Raises:
-        TypeError, ValueError: as check_path(); or there are options, and the value is no URL.
-        ImportError: it is a URL, and there is no client.
+        TypeError, ValueError: see check_path(); or there are options, but the value is not a URL.
+        ImportError: it is a URL, but no client is installed.
     """
     text = os.fspath(value) if isinstance(value, str | os.PathLike) else ""
     if isinstance(text, str) and is_mounted(text):
@@ -94,8 +95,8 @@ def _is_control(character: str) -> bool:
 
 
 def timeout_s_of(path: str) -> float:
-    """Returns for how long the caller who has named a path last, or one above it, waits for an
-    answer; a long time if that was not said.
+    """Returns how long to wait for an answer about a path: the latest timeout_s for the path or a
+    parent of it, or a long default.
     """
     while path and path not in _timeouts_s:
         path = path.rpartition("/")[0]
@@ -114,9 +115,7 @@ _REFUSED = {
 
 
 def refuse_for_url(path: object, **asked: object) -> None:
-    """Raises ValueError if the path stands for a URL, and an argument asks for what only files can
-    have.
-    """
+    """Raises ValueError if the path stands for a URL, but an argument's value is for files only."""
     is_url = isinstance(path, str) and is_mounted(path)
     for name, value in asked.items() if is_url else ():
         refused, why = _REFUSED[name]
@@ -127,7 +126,7 @@ def refuse_for_url(path: object, **asked: object) -> None:
 
 
 def divided(path: str) -> tuple[str, str, str]:
-    """Returns the mount, the bucket and the key of a path; "" for what it does not have."""
+    """Returns the mount, the bucket and the key of a path; "" for a missing part."""
     _none, mount, bucket, key = (path.rstrip("/") + "///").split("/", 3)
     return f"/{mount}", bucket, key.rstrip("/")
 
@@ -138,7 +137,7 @@ def options_of(mount: str) -> dict[str, Any]:
 
 
 def _mount(scheme: str, options: dict[str, Any]) -> str:
-    """Returns the mount with these options, which is made if there is none."""
+    """Returns the mount with these options; creates it if there is none."""
     where = next((str(options[key]) for key in options if "endpoint" in key.lower()), "")
     mount = f"/{scheme}:" + (hashlib.sha256(where.encode()).hexdigest()[:6] if where else "")
     with _lock:

@@ -1,3 +1,3 @@
-"""The course of all saves: their order, when the state may change, how fast they write. It must not
-know what a save writes.
+"""The control of all saves: their order, when the caller may change the state, and their write
+rate. It must not know the contents of a save.
 """

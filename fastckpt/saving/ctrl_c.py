@@ -1,7 +1,7 @@
 """Waits for saves that a person at the keyboard can abandon.
 
-Responsible for the effect of Ctrl-C while this process waits for its saves, before it continues or
-ends. No signal handler is installed: Python raises KeyboardInterrupt where the process waits.
+Responsible for the effect of Ctrl-C while this process waits for its saves, during the run or at
+exit. No signal handler is installed: Python raises KeyboardInterrupt where the process waits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fastckpt.saving.handle import InnerHandle
 
 
 def tell_lost(failed: Sequence[InnerHandle]) -> None:
-    """Reports failures that the caller does not know, and turns exit status 0 into 1. The last line
-    on stderr says so.
+    """Reports failures that the caller does not know, and turns exit status 0 into 1, with a last
+    line on stderr.
     """
     for handle in failed:
         with suppress(Exception):  # stderr may be closed: the status still reports the loss
@@ -34,7 +34,7 @@ def tell_lost(failed: Sequence[InnerHandle]) -> None:
 
 
 def fail_exit(path: str, others: int = 0) -> None:
-    """Makes the process end with a status other than 0, because of a save to this path."""
+    """Makes the process exit with a status other than 0, because of a save to this path."""
     more = f", and {others} before it," if others else ""
     exit_status.fail_exit(
         f"fastckpt: this process has lost a checkpoint: the save to {path!r}{more} failed"
@@ -79,8 +79,8 @@ def wait_or_give_up(
 ) -> bool:
     """Waits for the end of these saves, and raises none of their errors.
 
-    The first Ctrl-C is answered by a line that names the saves. The second one abandons them; so
-    does the first one if InnerHandle has already logged such a line. Further ones do nothing.
+    The first Ctrl-C logs a line that names the saves. The second one abandons the saves; so does
+    the first one if InnerHandle has already logged such a line. Further ones have no effect.
 
     Args:
         pressed: whether Ctrl-C has been pressed before the wait.
@@ -90,7 +90,7 @@ def wait_or_give_up(
         Whether Ctrl-C has been pressed before the wait or in it.
 
     Raises:
-        As InnerHandle.check_wait().
+        The errors of InnerHandle.check_wait().
     """
     pending = [handle for handle in handles if not handle.done()]
     for handle in pending:
@@ -116,8 +116,9 @@ def wait_or_give_up(
 def _insist(attempt: Callable[[bool], None], again: bool = False) -> None:
     """Calls attempt(False), and attempt(True) after each Ctrl-C that ends it.
 
-    Python also checks for signals where a handler jumps back to its loop and where a function
-    begins; no `try` covers these places. So this is not a loop, and makes two nested calls.
+    Python also checks for signals where an except clause jumps back to its loop and where a
+    function begins; no `try` covers these places. So this function uses two nested calls instead of
+    a loop.
     """
     try:
         attempt(again)
@@ -133,15 +134,15 @@ def wait_at_exit(
     drain: Callable[[float, Sequence[InnerHandle]], list[InnerHandle]],
     still_s: float,
 ) -> None:
-    """Waits as wait_or_give_up(), and then until these saves have finished all their work. A
+    """Waits like wait_or_give_up(), and then until these saves have finished all their work. A
     KeyboardInterrupt that ends the program counts as the first Ctrl-C.
 
     No other thread watches this one, because Python 3.12.0 to 3.12.2 start no threads at exit.
 
     Args:
-        drain: waits for saves; returns the unfinished ones if none of them makes progress for so
-            many seconds.
-        still_s: the time without progress after which the process ends all the same.
+        drain: waits for saves; returns the unfinished ones if none of them makes progress for the
+            given number of seconds.
+        still_s: the time without progress after which the process exits without the saves.
     """
 
     def wait(pending: Sequence[InnerHandle]) -> None:

@@ -22,14 +22,15 @@ log = logging.getLogger("fastckpt")
 class SaveHandle(SignalSafeFuture[SaveStats]):
     """A save in flight: a concurrent.futures.Future whose result is its SaveStats.
 
-    If a save fails and the caller does not call result() or exception(), the next save of the same
-    kind raises the error, unless on_error is "warn"; at exit it is reported on stderr, and the exit
-    status is not 0. A call in a callback of add_done_callback() does not count, since errors of
-    callbacks are only logged. If a signal handler raises in a method, the save continues.
+    If a save fails and its error is not retrieved by result() or exception(), the next save of the
+    same kind raises the error, unless on_error is "warn". If there is no next save, the error is
+    reported on stderr at exit, and the exit status is not 0. A call in a callback of
+    add_done_callback() does not count, since errors of callbacks are only logged. If a signal
+    handler raises in a method, the save continues.
 
     Attributes:
         path: the final path, or "" for a file-like target.
-        stats: the SaveStats so far.
+        stats: the save's SaveStats, which are filled in as it proceeds.
     """
 
     _shown = "SaveHandle"  # as repr() calls it
@@ -95,12 +96,12 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
     def cancel(self) -> bool:
         """Asks the save to end without a commit, on all ranks, and to remove the files it has made.
 
-        Returns at once. Until the save has ended (exception() waits for that), it may still read
-        the object, and its files exist. It ends with SaveCancelled on every rank, unless the first
-        rank has already begun to publish: then it commits as usual. Other saves are not affected:
-        no later save raises that SaveCancelled, on any rank. If the first rank did not call this
-        itself, it logs a warning. With a local tier, a step can be cancelled until it is committed
-        there.
+        Returns at once. Until the save has ended (exception() waits for this), it may still read
+        the object, and its files exist. The save ends with SaveCancelled on every rank; but if the
+        first rank has already begun to publish, the save commits as usual. Other saves are not
+        affected, and no later save raises this SaveCancelled on any rank. If another rank cancels,
+        the first rank logs a warning. With a local tier, a step can be cancelled until it is
+        committed in the tier.
 
         asyncio.wait_for() calls this on a timeout; asyncio.shield() prevents that.
 
@@ -112,23 +113,24 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         return not self.done() or isinstance(self._failure(), SaveCancelled)
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Waits until the object may be changed: it has been copied, or the save has failed. Raises
-        TimeoutError if neither has happened within `timeout` seconds (None: no limit).
+        """Waits until the object may be changed, because it has been copied or the save has failed.
+        Raises TimeoutError after `timeout` seconds (None: no limit).
         """
         self._check_process()
         if not self._staged.wait(timeout):
             raise TimedOut(f"{self._subject()} was not staged within {timeout:g} s")
 
     def wait_local(self, timeout: float | None = None) -> bool:
-        """Waits until a step is committed in the local tier on every node, or in the root if it
-        bypasses the tier; `timeout` seconds at most (None: no limit).
+        """Waits until a step is committed in the local tier on every node, or in the root if the
+        step bypasses the tier. Waits at most `timeout` seconds (None: no limit).
 
         Returns:
-            True if it is committed in the local tier. False if it is committed in the root, because
-                there is no local tier or the step bypassed it.
+            True if the step is committed in the local tier; False if it is committed in the root,
+                because there is no local tier or the step bypassed it.
 
         Raises:
-            TimeoutError: it was not committed within `timeout`. CheckpointError: the save failed.
+            TimeoutError: the step was not committed within `timeout`.
+            CheckpointError: the save failed.
         """
         self._check_wait()
         if not self._first.wait(timeout):
@@ -138,16 +140,17 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         return self.stats.local_committed_s is not None
 
     def wait_memory(self, timeout: float | None = None) -> bool:
-        """Waits until a step is in the memory of the nodes and, with Memory(peers=), every rank's
-        files are also in the memory of its neighbours; `timeout` seconds at most (None: no limit).
+        """Waits until a step is in the memory of the nodes and, if Memory has peers, every rank's
+        files are also in the memory of its neighbours. Waits at most `timeout` seconds (None: no
+        limit).
 
         Returns:
-            False if they are not there: the step bypassed the memory (`stats.local_why` says why),
-                or a neighbour did not take the files (`stats.replicas_why` says why). Without a
-                Memory, the result of wait_local().
+            True if the files are there. False if the step bypassed the memory (the reason is in
+                `stats.local_why`), or a neighbour did not store the files (the reason is in
+                `stats.replicas_why`). Without a Memory, the result of wait_local().
 
         Raises:
-            As wait_local().
+            The errors of wait_local().
         """
         self._check_wait()
         if not self._replicated.wait(timeout):
@@ -155,28 +158,29 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         return self.wait_local(timeout) and not self.stats.replicas_why
 
     def progress(self) -> Progress:
-        """Returns how many bytes of its part this process has written so far, and the total.
+        """Returns the bytes of its part that this process has written so far, and their total.
 
-        Both are 0 until its copies begin; they may have to wait for earlier saves. With a codec,
-        bytes count before compression. While a step is copied from the local tier to the root,
-        bytes of that copy count.
+        Both are 0 until the copies of this save begin, which may have to wait for earlier saves.
+        With a codec, bytes are counted before compression. While a step is copied from the local
+        tier to the root, the bytes of this second copy are counted.
         """
         progress = self._progress
         return Progress(self.stats.nbytes, self.stats.nbytes) if progress is None else progress()
 
     def profile(self) -> dict[str, Any]:
-        """Returns where the time of this save went, as values for JSON.
+        """Returns the times of this save's phases and the slowest rank, as values for JSON.
 
         Returns:
             "ranks", "nbytes", "total_nbytes", "stored_nbytes", "stall_s", "committed_s",
                 "local_committed_s", "backend", "direct" and "staging" as in SaveStats; "rate" in
-                bytes a second, of all ranks where total_nbytes is known; "by_rank": for each member
-                of RankClocks the list of all ranks' values; "write_sizes": the sizes by which their
-                "writes" are counted, in bytes; "slowest": the rank whose files were durable last,
+                bytes a second, of all ranks if total_nbytes is known; "by_rank": for each member of
+                RankClocks the list of all ranks' values; "write_sizes": the size classes, in bytes,
+                by which "writes" are counted; "slowest": the rank whose files were durable last,
                 the phase ("capture", "copy", "write" or "sync") in which it was slow, and the
-                "seconds" of that; "commit_s": from then to the commit, with a local tier to that on
-                the nodes; "drain_s": with such a tier, from there to the commit in the root. Ranks
-                other than the first know only themselves.
+                "seconds" of this phase; "commit_s": the time from then to the commit (if there is a
+                local tier, the commit there); "drain_s": with a local tier, the time from its
+                commit to the commit in the root. On ranks other than the first, the values are of
+                that rank only.
         """
         return profile_of(self.stats)
 
@@ -190,11 +194,11 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         return f"save to {self.path!r}"
 
     def _failure(self) -> BaseException | None:
-        """Returns the error of a failed save. The caller then still does not count as informed."""
+        """Returns the error of a failed save, without marking it as retrieved."""
         return super().exception(0) if self.done() else None
 
     def _note_asked(self) -> None:
-        """Records that the caller knows the error, if any, unless this is called in a callback."""
+        """Marks the error, if any, as retrieved by the caller, except in a callback."""
         if not is_called_back():
             self._note_reported()
 
@@ -202,7 +206,7 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         self._is_reported = True
 
     def _check_wait(self) -> None:
-        """Raises an error if a wait would never end, or is in another process."""
+        """Raises an error if a wait would never end, or if this is another process."""
         self._check_process()
         if self._decider == threading.get_ident():
             raise RuntimeError(
@@ -220,20 +224,20 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
 
 class InnerHandle(SaveHandle):
     """A SaveHandle with the methods for the library: the save records its progress here, and the
-    library records who knows of a failure.
+    library records whether a failure was reported.
 
     Attributes:
-        kind: saves of one kind raise each other's errors: "file", "dcp", or a directory of steps or
-            of other checkpoints.
-        drop: called after the error was reported, so that the frames in its traceback are freed.
-        tells: whether this rank logs for all ranks; the first one does.
+        kind: "file", "dcp", or a directory of steps or of other checkpoints. A save raises earlier
+            errors of its kind.
+        drop: a function that is called after the error was reported, to free the frames in its
+            traceback.
+        tells: whether this rank logs for all ranks, that is, whether it is the first.
         goes_on_told: whether a line was logged about the save's fate after Ctrl-C.
 
     Args:
         started: when save() was called, by time.perf_counter().
-        target: the file-like target, if there is one.
-        on_error: "warn": a failure is logged when it happens, and no later call but result() raises
-            it.
+        target: the file-like target, if any.
+        on_error: "warn": a failure is logged when it happens, and only result() raises it.
     """
 
     def __init__(
@@ -262,11 +266,11 @@ class InnerHandle(SaveHandle):
     check_wait = SaveHandle._check_wait
 
     def is_cancelled(self) -> bool:
-        """Returns whether cancel() was called on this rank, whether the save ended by it or not."""
+        """Returns whether cancel() was called on this rank, even if the save committed later."""
         return self._is_cancelled
 
     def give_up(self) -> None:
-        """Cancels the save, and also its copy from the local tier to the root."""
+        """Cancels the save and also its copy from the local tier to the root."""
         self._given_up_s = min(self._given_up_s, time.monotonic())
         self.cancel()
 
@@ -275,12 +279,12 @@ class InnerHandle(SaveHandle):
         return self._given_up_s < inf
 
     def given_up_for(self) -> float:
-        """Returns how many seconds ago give_up() was called; -inf: it was not called."""
+        """Returns how many seconds ago give_up() was called; -inf if it was not called."""
         return time.monotonic() - self._given_up_s
 
     def is_asked_for(self) -> bool:
         """Returns whether an error of this save need not be reported any more. A cancellation is
-        not reported as an error: the caller of cancel() knows of it.
+        never reported, since the caller of cancel() knows of it.
         """
         is_reported = self._is_reported or self._is_warned_of
         return is_reported or isinstance(self.failure(), SaveCancelled)
@@ -298,7 +302,7 @@ class InnerHandle(SaveHandle):
     _note_reported = note_reported
 
     def how_far(self) -> str:
-        """Returns in words how far the save is on this rank."""
+        """Returns the progress of the save on this rank as a text."""
         if self.stats.local_committed_s is not None:
             return "it is committed on the nodes and is being copied to the root"
         written, total = self.progress()
@@ -328,7 +332,7 @@ class InnerHandle(SaveHandle):
         self._replicated.set()
 
     def _wait_ended(self, timeout: float | None = None) -> bool:
-        """Waits for the end. If Ctrl-C ends the wait but not the save, logs a line about that."""
+        """Waits for the end. If Ctrl-C ends the wait only, logs that the save continues."""
         try:
             return super()._wait_ended(timeout)
         except KeyboardInterrupt:
@@ -337,8 +341,8 @@ class InnerHandle(SaveHandle):
             raise
 
     def tell_interrupted(self, is_lost: bool) -> None:
-        """Logs the fate of a save after Ctrl-C has ended the call of save(). `is_lost`: Ctrl-C came
-        before everything was copied.
+        """Logs the fate of a save after Ctrl-C has ended the call of save(). `is_lost`: whether
+        this happened before everything was copied.
         """
         if is_lost:
             self._is_broken_off = self.goes_on_told = True
@@ -361,14 +365,14 @@ class InnerHandle(SaveHandle):
         log_aside(logging.WARNING if self.tells else logging.INFO, "%s", line)
 
     def wait_done(self, timeout: float | None = None) -> bool:
-        """Waits for the end of the save, at most `timeout` seconds; returns whether it has ended.
-        The caller does not count as informed of an error.
+        """Waits at most `timeout` seconds for the end of the save; returns whether it has ended.
+        Does not mark an error as retrieved.
         """
         self.check_wait()
         return self._wait_ended(timeout)
 
     def wait_quietly(self, timeout: float | None = None) -> bool:
-        """Waits as wait_done(); without a line if Ctrl-C ends the wait."""
+        """Waits like wait_done(), but logs nothing if Ctrl-C ends the wait."""
         return super()._wait_ended(timeout)
 
     def elapsed_s(self) -> float:
@@ -398,7 +402,8 @@ class InnerHandle(SaveHandle):
         """Records, once, that only devices still read the object.
 
         Args:
-            order: makes the calling thread's streams wait for these copies; False if it cannot.
+            order: makes the calling thread's streams wait for these copies; returns False if it
+                cannot.
         """
         if not self._queued.is_set():
             self._order = order
@@ -420,7 +425,7 @@ class InnerHandle(SaveHandle):
 
     @contextmanager
     def deciding(self) -> Iterator[None]:
-        """Makes waits of this thread for the save raise, since the save waits for the body."""
+        """Makes this thread's waits for the save raise, since the save waits for the body."""
         self._decider = threading.get_ident()
         try:
             yield
@@ -429,7 +434,7 @@ class InnerHandle(SaveHandle):
 
 
 def log_failure(handle: Any) -> None:
-    """Logs the error of a save that has ended, unless it was cancelled: a callback for a handle."""
+    """Logs the error of an ended save unless it was cancelled; used as a handle's callback."""
     error = handle.failure()
     if error is not None and not isinstance(error, SaveCancelled):
         what = fate(error, "was not saved")

@@ -1,6 +1,6 @@
-"""The one way in which an image becomes a file: the image is staged and written to a file with a
-route and enough room; the file is completed by the tail that depends on checksums, cut to its size
-and made durable.
+"""The only code that makes a file from an image. It stages the image and writes it to a file with a
+route and enough room; then it adds the tail, which depends on checksums, truncates the file to its
+size and makes it durable.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def write_portions(
     make: Make,
     purpose: Purpose,
 ) -> None:
-    """Makes a file, as ImageFile.make() does, and writes it; returns when it is complete.
+    """Makes a file like ImageFile.make() and writes it; returns when it is complete.
 
     Args:
         portions: the file's bytes. A portion may reuse the memory of the one before the previous.
-        path, options: as ImageFile's.
-        make, purpose: as ImageFile.make()'s.
-        pace: how fast it may be written.
+        path, options: see ImageFile.
+        make, purpose: see ImageFile.make().
+        pace: the limit on the rate of its writes.
 
     Raises:
         StorageError: the file could not be written. PeerFailed: another rank failed.
@@ -69,7 +69,7 @@ def write_portions(
 
 
 class _UnderWay:
-    """The current portion. Leaving the context cancels its write and waits for the end of that."""
+    """The current portion. Leaving the context cancels its write and waits for the end."""
 
     def __init__(self, pace: Pace) -> None:
         self._pace = pace
@@ -79,8 +79,8 @@ class _UnderWay:
         return self
 
     def follow(self, transfer: ImageTransfer | None) -> None:
-        """Follows a portion that has been started, and waits for the previous one, whose memory is
-        then free.
+        """Makes a portion that has been started the current one, and waits for the previous one,
+        whose memory is then free.
         """
         before, self._transfer = self._transfer, transfer
         if before is not None:
@@ -100,7 +100,7 @@ Transfer = Callable[[str, int, memoryview, int], int]  # as Staging.through()'s
 
 
 class _Full(Exception):
-    """The file system had no room for a file, but may have room with this other layout."""
+    """The file system had no room for a file, but may have room if it has this other layout."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
@@ -108,24 +108,24 @@ class _Full(Exception):
 
 
 class ImageFile:
-    """An image, or one rank's part of it, on its way into a file.
+    """The transfer of an image, or of one rank's part of it, into a file.
 
     The order of the calls is make() or join(), begin(), then complete() or add(), and end().
-    Leaving the context waits for transfers in flight and closes the file; bytes that are not
-    written by then never are.
+    Leaving the context waits for transfers in flight, starts no more, and closes the file.
 
     Args:
         pipeline: has the storage and the staging memory.
         image: the image, which may be empty; its body is staged at once.
         path: the file's path, for messages.
-        options: how the file is written.
+        options: the options of the save.
         allowance: the staging blocks for this file and the save's other files together.
-        timeout_s: as ImageTransfer's.
+        timeout_s: see ImageTransfer.
         stagers: the largest number of threads that copy.
         reads: the memory on devices.
-        direct: writes from a GPU straight to the file where it can.
+        direct: the GPU's blocks for GPUDirect writes straight to the file, where these are
+            possible.
         stats: the save's statistics, which receive the route.
-        slot: as ImageTransfer's; also an attribute.
+        slot: see ImageTransfer; also an attribute.
 
     Attributes:
         transfer: the transfer of the body.
@@ -188,13 +188,13 @@ class ImageFile:
             purpose: the purpose of the file.
             path: the file's path, if it was not known before.
             allocates: whether to allocate purpose.nbytes before the first write.
-            scatterer: writes the blocks to their places, which may be anywhere in the file.
+            scatterer: writes each block to its positions, which may be anywhere in the file.
 
         Returns:
             The file's name.
 
         Raises:
-            BackendUnavailable, StorageError: as Staging.route(); or there is no room.
+            BackendUnavailable, StorageError: see Staging.route(); or there is no room.
         """
         self._path = path or self._path
         while True:
@@ -222,7 +222,7 @@ class ImageFile:
         scatterer: Scatterer | None = None,
     ) -> None:
         """Uses a file that another rank has made and this rank has opened for writing, and closes
-        it in the end. `writing` and `offset` are as Staging.route()'s, `scatterer` as make()'s.
+        it at the end. For `writing` and `offset` see Staging.route(), for `scatterer` make().
         """
         self._files.callback(close_quietly, self._pipeline.storage, fd)
         self._path = path
@@ -234,7 +234,7 @@ class ImageFile:
         self._take(fd, route)
 
     def use_slot(self, fd: int, path: str) -> None:
-        """Uses the slot as the file, as join() does; `fd` is another descriptor of the slot."""
+        """Uses the slot as the file, like join(); `fd` is another descriptor of the slot."""
         self.join(fd, path, offset=None)
         self._is_slot = True
         if self._stats is not None:
@@ -249,7 +249,7 @@ class ImageFile:
             stats.backend, stats.direct, stats.why = route.sink.name, route.direct, route.why
 
     def through(self, transfer: Transfer) -> None:
-        """Passes blocks to a function that writes them, as Staging.through() does."""
+        """Passes blocks to a function that writes them, like Staging.through()."""
         self.route = self._pipeline.staging.through(self.fd, transfer, self.route.refusal)
 
     def _scatter_route(self, fd: int | Upload, scatterer: Scatterer | None) -> Route:
@@ -257,7 +257,7 @@ class ImageFile:
         return self._pipeline.staging.scatter_route(fd, self._path, scatterer, self._files)
 
     def close(self) -> None:
-        """Closes the file after all its transfers; then another one may be made or joined."""
+        """Closes the file after all its transfers; then another file may be made or joined."""
         self.is_open = False
         self._files.close()
 
@@ -339,7 +339,7 @@ class ImageFile:
         """Waits until the file is complete: on the disk, or in the file system if not durable.
 
         Args:
-            nbytes: the file's final size, to which it is cut; None: another rank cuts it.
+            nbytes: the size to which the file is truncated; None: another rank truncates it.
         """
         self.wait_written()
         storage = self._pipeline.storage

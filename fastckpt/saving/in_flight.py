@@ -1,7 +1,8 @@
-"""The saves of one owner, a Checkpointer or a part of a framework, that may still matter to it.
+"""The saves that an owner, a Checkpointer or a part of a framework, may still have to wait for or
+report.
 
-Responsible for the choice of handles to keep, so that their number is bounded, and for raising the
-first error once. It must not know what was saved, or why an owner waits.
+Responsible for the choice of the handles to keep, so that their number is bounded, and for raising
+the first error once. It must not know what was saved, or why an owner waits.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ log = logging.getLogger("fastckpt")
 
 
 class InFlight:
-    """The saves of one owner, in the order of their calls: all that have not finished their work,
-    the first failed one whose error the caller does not know, and always the newest ones.
+    """The saves of one owner in the order of their calls: all unfinished ones, the first failed one
+    whose error the caller does not know, and the newest ones in any case.
 
     The pipeline reports the errors of all other saves: by the next save of their kind, or at exit.
-    An exception in a wait, such as Ctrl-C, loses nothing: the saves continue and stay in here.
+    After an exception in a wait, such as Ctrl-C, the saves continue and remain in this list.
 
     Args:
-        newest: how many of the newest saves stay after their end.
+        newest: how many of the newest saves are kept after their end.
     """
 
     def __init__(self, newest: int = 1) -> None:
@@ -68,14 +69,14 @@ class InFlight:
             pipeline.current().drain(removal_s, handles)
 
     def close(self, pressed: bool = False) -> bool:
-        """Waits as ctrl_c.wait_or_give_up(): a line answers the first Ctrl-C, and a second one
+        """Waits like ctrl_c.wait_or_give_up(): the first Ctrl-C logs a line, the second one
         abandons the saves. Returns whether Ctrl-C was pressed.
         """
         return ctrl_c.wait_or_give_up(self._handles, pressed)
 
     def raise_first(self, not_begun: str | None = None) -> None:
         """Raises the first error that the caller does not know, if there is one, and logs the
-        others; then all of them count as known. `not_begun` is as raise_earlier()'s.
+        others; then all count as known. For `not_begun` see raise_earlier().
         """
         failed = [each for each in self._handles if each.done() and each.may_be_told()]
         for other in failed[1:]:

@@ -1,11 +1,11 @@
-"""Lease: the record in a root, or in a node's directory, of the job that saves there. It prevents
-that a second job saves there at the same time.
+"""Lease: the record in a root, or in a node's directory, of the job that saves there. It keeps a
+second job from saving there at the same time.
 
 The module takes, renews and releases leases, and decides whether the job of a lease is alive. It
-must not know what is saved, or the kind of store of the record.
+must not know what is saved, or which kind of store holds the record.
 
-Committed checkpoints do not depend on leases: each attempt at a step has a unique directory. A
-lease prevents that two jobs train without knowing of each other.
+Leases do not protect committed checkpoints, since each attempt at a step has a unique directory.
+They keep two jobs from training at the same time without knowing of each other.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _leases: set[Lease] = set()
 
 
 def now_text() -> str:
-    """Returns the current time in the form of records."""
+    """Returns the current time in the format of the records."""
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
@@ -58,9 +58,9 @@ class Lease:
     """The lease of a root, for the first rank of a job, or of a node's directory.
 
     Args:
-        storage, root: as StepStore's.
-        of_node: whether it is of a node's directory: on storage that several machines see, there is
-            no lease then, since each machine has its own steps there.
+        storage, root: see StepStore.
+        of_node: whether the root is a node's directory. If several machines see this directory, it
+            has no lease, since each machine has its own steps there.
 
     Attributes:
         path: the path of the record.
@@ -86,7 +86,7 @@ class Lease:
 
     @property
     def is_held(self) -> bool:
-        """Whether this process has it, or needs none because files are objects here."""
+        """Whether this process has the lease, or needs none because the files are objects."""
         return not self.records.is_needed or (self._has_it and self._pid == os.getpid())
 
     @property
@@ -98,10 +98,11 @@ class Lease:
         """Takes the lease, if this process does not have it.
 
         Args:
-            passing: only until give_back(), unless another caller takes it for longer.
+            passing: take it only until give_back(), unless another caller takes it for longer.
 
         Raises:
-            RootInUse: another job has it. StorageError: it is unknown whether another job has it.
+            RootInUse: another job has the lease.
+            StorageError: it is unknown whether another job has it.
         """
         with self._lock:
             self._take()
@@ -143,8 +144,8 @@ class Lease:
             return False
 
     def take_over(self) -> None:
-        """Takes the lease although a job may have it, and releases it for the next job. If the
-        earlier job is still alive, it notices this, and its next save fails. Raises as take().
+        """Takes the lease even if a job may have it, and releases it for the next job. If the
+        earlier job is still alive, it detects this, and its next save fails. Raises like take().
         """
         self._takes_over = True
         self.take()
@@ -172,7 +173,8 @@ class Lease:
         """Checks before a commit that this process has the lease, and writes the time.
 
         Raises:
-            RootInUse: another job has taken it over. StorageError: it is unknown whether one has.
+            RootInUse: another job has taken the lease over.
+            StorageError: it is unknown whether a job has.
         """
         if not self.records.is_needed:
             return
@@ -194,7 +196,7 @@ class Lease:
         return is_own and records.renew(content)
 
     def is_lost(self) -> bool:
-        """Returns whether another job has taken it. Raises StorageError."""
+        """Returns whether another job has taken the lease. Raises StorageError."""
         with reported("read", self.path):
             return self._others_record() is not None
 
@@ -206,7 +208,7 @@ class Lease:
 
     def _keep_renewed(self, holding: _thread.LockType) -> None:
         """Renews the lease every BEAT_S, even if nothing is saved, until it is released. If another
-        job takes it, the next save notices that.
+        job takes the lease, the next save fails.
         """
         while not holding.acquire(timeout=BEAT_S):
             with self._lock, suppress(OSError):  # it is renewed at the next beat, or the next save
@@ -335,12 +337,12 @@ _last = ""
 
 
 def lease_of(storage: Storage, directory: str, *, alone: bool = False) -> Lease:
-    """Returns this process's lease of a directory, which may not be taken yet. The process has it
-    until it exits or calls give_up().
+    """Returns this process's lease of a directory; the lease may not be taken yet. The process
+    keeps it until it exits or calls give_up().
 
     Args:
-        alone: whether the directory is one of many: then the lease of the previous one is released,
-            so that at most one of their files is open.
+        alone: whether the directory is one of many. If so, the lease of the previous one is
+            released, so that at most one lease file is open.
     """
     global _last
     if alone and _last != directory:
@@ -354,13 +356,13 @@ def lease_of(storage: Storage, directory: str, *, alone: bool = False) -> Lease:
 
 
 def is_registered(lease: Lease) -> bool:
-    """Whether lease_of() returns this lease; if not, its taker releases it."""
+    """Whether lease_of() returns this lease; if not, the caller that took it releases it."""
     return lease in _of_directories.values()
 
 
 def give_up(directory: str) -> None:
-    """Releases the lease of lease_of(), if there is one: this process is not expected to save there
-    again. A save that is still running or comes later takes the lease again.
+    """Releases the directory's lease of lease_of(), if there is one, because this process is not
+    expected to save there again. A running or later save takes the lease again.
     """
     if (lease := _of_directories.pop(directory, None)) is not None:
         lease.release()
@@ -373,8 +375,8 @@ def is_of_same_job(record: LeaseRecord) -> bool:
 
 
 def lasts_s(record: LeaseRecord | None) -> float:
-    """Returns for how long a lease is valid after its renewal; for a short time if there is no
-    record, since one may just be written.
+    """Returns how long a lease is valid after its renewal; a short time if there is no record,
+    since one may just be being written.
     """
     return _UNWRITTEN_S if record is None else record.lasts_s
 
@@ -422,8 +424,8 @@ def _release_all() -> None:
 
 
 def _forget_all() -> None:
-    """Forgets the leases in a forked child: they belong to the parent, and the locks are in an
-    unknown state, since other threads of the parent may have held them.
+    """Forgets the leases in a forked child, because they belong to the parent. Replaces the locks,
+    which threads of the parent may have held.
     """
     for lease in _leases:
         lease._lock, lease._holding = NotedLock("lease", lease.path), None

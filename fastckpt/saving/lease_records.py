@@ -1,8 +1,8 @@
 """The record of a lease and its two kinds of stores: a file that its process keeps open and locked,
-and an object that only conditional puts replace.
+and an object that is replaced only by conditional puts.
 
-Both kinds read the record, make it, and replace a record unless it has changed since it was read.
-They must not know who may take a lease, or when.
+Both kinds read the record, create it, and replace it unless it has changed since it was read. They
+must not know who may take a lease, or when.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def own_nonce() -> str:
 
 
 class LeaseRecord(NamedTuple):
-    """The process of a job that saves to a root.
+    """The record of the process that saves to a root for a job.
 
     Attributes:
         nonce: identifies this process among all others.
         host: its host's name.
         space, pid, started: the results of machine.pid_space(), getpid() and machine.started().
-        job, restarts: the launcher's name for the job, "" if there is none; and how often the
+        job, restarts: the launcher's name for the job ("" if there is none), and how often the
             scheduler has restarted the job.
         began, renewed: when the lease was taken and last renewed, in ISO 8601.
-        lasts_s: for how long after that other hosts respect the lease.
+        lasts_s: how long after `renewed` other hosts respect the lease.
         is_over: whether the job has released the lease.
     """
 
@@ -71,7 +71,9 @@ class LeaseRecord(NamedTuple):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> LeaseRecord | None:
-        """Returns a record that this or a newer version stored; None if it is not a record."""
+        """Returns a record that this or a newer version has stored; None if the bytes are no
+        record.
+        """
         try:
             value = json.loads(content)  # of NBYTES at most
         except (ValueError, RecursionError):
@@ -88,10 +90,10 @@ class LeaseRecord(NamedTuple):
 
 
 class LeaseEntry(NamedTuple):
-    """The content of a lease's path at one moment.
+    """The content of a lease's file or object at one moment.
 
     Attributes:
-        record: the record; None if it is not valid, perhaps because it is just being written.
+        record: the record; None if it is invalid, for example because it is just being written.
         version: a value that differs from that of every earlier and later content.
     """
 
@@ -109,7 +111,7 @@ class RecordStore(Protocol):
     """The store of one lease's record. Methods raise OSError.
 
     Attributes:
-        storage: the seam.
+        storage: the Storage that its methods use.
         is_needed: whether there must be a lease at all; valid after make().
     """
 
@@ -117,13 +119,13 @@ class RecordStore(Protocol):
     is_needed: bool
 
     def read(self) -> LeaseEntry | None:
-        """Returns the current entry; None if nothing is there."""
+        """Returns the current entry; None if there is none."""
 
     def make(self, content: bytes) -> bool:
-        """Makes the record; returns False if there already is one, or none is needed."""
+        """Creates the record; returns False if there already is one, or if none is needed."""
 
     def replace(self, entry: LeaseEntry, content: bytes, by_force: bool = False) -> bool:
-        """Replaces an entry by this process's record; returns False if the entry has changed, or if
+        """Replaces an entry by this process's record. Returns False if the entry has changed, or if
         its process is alive and `by_force` is False.
         """
 
@@ -145,18 +147,18 @@ class RecordStore(Protocol):
         """Returns how long ago an entry was written."""
 
     def locks(self) -> tuple[bool, bool]:
-        """Returns whether another process visibly holds a lock on it, and whether this machine sees
-        the locks of all processes.
+        """Returns whether another process is seen to hold a lock on the record, and whether this
+        machine sees the locks of all processes.
         """
 
 
 class LeaseFile:
-    """The record in a file. Its process keeps it open and locked: the lock shows that the process
-    is alive.
+    """The record in a file, which its process keeps open and locked. The lock shows that the
+    process is alive.
 
     Args:
-        storage, path: the seam to the file system, and the file.
-        of_node: as Lease's.
+        storage, path: the Storage, and the file's path.
+        of_node: see Lease.
     """
 
     def __init__(self, storage: Storage, path: str, of_node: bool) -> None:
@@ -273,9 +275,9 @@ class LeaseFile:
 
 
 class LeaseObject:
-    """The record in an object. A released lease stays there as a record with is_over, because a
-    removal cannot have a condition. So if two jobs see the lease of a dead job, only one gets it,
-    and no job removes the lease of another. Args: as LeaseFile's.
+    """The record in an object. A released lease remains as a record with is_over set, because the
+    removal of an object cannot be conditional. So if two jobs see the lease of a dead job, only one
+    of them gets it, and no job removes another job's lease. For Args see LeaseFile.
     """
 
     is_needed = True

@@ -1,9 +1,9 @@
-"""The life of a save: one state, which one thread changes, and who may end it.
+"""The life of a save: its state, which only one thread changes, and the ways in which it ends.
 
-A save has two threads. Its *worker* runs the stages, the commit too, and makes all calls of the
-file system, of which one may never return. The thread of its *life* makes none: it waits for the
-copies and lets the caller go, looks whether the worker's call hangs, and ends the save. Callers
-only wait for it; what they have to say are plain stores, which both threads look at.
+A save has two threads. Its *worker* runs all stages including the commit, and makes all file system
+calls, any of which may hang. The thread of its *life* makes no such calls: it waits for the copies
+and releases the caller, checks whether a call of the worker hangs, and ends the save. Callers only
+wait for the save. They notify it by setting plain attributes, which both threads check.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ GIVEN_UP_S = 10.0  # the longest wait for the end of a save that Ctrl-C has give
 
 
 class State(Enum):
-    """How far a save is; docs/project/design.md has what ends it in each state."""
+    """The progress of a save; docs/project/design.md lists the events that end it in each state."""
 
     STAGING = "staging"
     WRITING = "writing"
@@ -47,23 +47,25 @@ class Life:
     Args:
         handle: the handle that callers wait on.
         agreement: the save's round.
-        reads: the memory of the state that lies on devices.
+        reads: the part of the state's memory that is on devices.
         watched: the tensors that must not change before they have been copied.
-        forget: drops references to what was copied; called once, when everything has been.
+        forget: drops references to the state; called once, after everything has been copied.
 
     Attributes:
-        permit: the worker's, to call the file system.
-        transfers: the transfers that read the state; complete before placed().
-        interrupted: set by a caller that could not wait: unless everything was copied by then, the
-            save fails. It is an attribute, because a second signal could break off a call.
-        is_lost: set by that caller if the save fails by that.
+        permit: the worker's permission to call the file system.
+        transfers: the transfers that read the state; all are added before placed().
+        interrupted: set by a caller whose wait was interrupted. The save then fails if something is
+            not yet copied. It is an attribute because a second signal could interrupt a method
+            call.
+        is_lost: set by that caller if the interruption makes the save fail.
         begun: set when the save has its place in the order of its queue.
-        told: set when the result has been told.
-        gone: set when nothing of it is left to do.
-        worker: the worker's thread; None if there is none, because none can be started.
-        outcome: by the worker, when the stages have ended: their error.
-        is_left: by the worker, when it has done what is left to do after the result was told. Both
-            are plain stores, which no error can prevent; wake() has them seen at once.
+        told: set when the result has been set.
+        gone: set when all work of the save has ended.
+        worker: the worker's thread; None if no thread could be started.
+        outcome: set by the worker when the stages have ended: their error.
+        is_left: set by the worker when it has finished its work after the result was set. Both are
+            plain attributes, which can be set in spite of any error; wake() makes the life check
+            them at once.
     """
 
     def __init__(
@@ -91,20 +93,20 @@ class Life:
 
     @property
     def state(self) -> State:
-        """How far it is. The end, which the thread of this life tells, is the last state."""
+        """The current state. Only the thread of this life sets the final one."""
         return self._fate[0] if self._fate else self._reached
 
     # ---- what the caller says
 
     def claim(self) -> bool:
-        """Returns True once: to the thread of this life or an interrupted save(), which then
-        carries the save through.
+        """Returns True once, either to the thread of this life or to an interrupted save(). The
+        winner runs the save to its end.
         """
         return taken(self._beginnings)
 
     def settle(self) -> bool:
-        """Returns True once: to this life, when everything has been copied, or to an interrupted
-        caller, if that came first; then the save fails.
+        """Returns True once: to this life after everything has been copied, or to a caller that is
+        interrupted before; in the second case the save fails.
         """
         return taken(self._settlings)
 
@@ -117,21 +119,21 @@ class Life:
     # ---- the worker
 
     def reach(self, state: State) -> None:
-        """Says how far the worker is."""
+        """Records the worker's progress."""
         self._reached = state
 
     def placed(self) -> None:
-        """Says that the caller may be let go from now on, as soon as everything is copied."""
+        """Records that the caller may be released as soon as everything is copied."""
         self._is_placed = True
         self.wake()
 
     def wake(self) -> None:
-        """Has the thread of this life look at what the worker has noted."""
+        """Makes the thread of this life check the worker's attributes."""
         self._news.put(None)
 
     def raise_if_ended(self) -> None:
-        """Raises what ends a save whose caller does not wait for it: SaveCancelled, or the error of
-        an interrupted one, or of the copies. Asks no other rank.
+        """Raises the error that ends a save whose caller does not wait for it: SaveCancelled, the
+        error of an interruption, or that of the copies. Does not communicate with other ranks.
         """
         self._agreement.raise_if_ended()
         self.permit.check()
@@ -141,15 +143,17 @@ class Life:
             raise self.interruption()
 
     def wait_for(self, transfer: ImageTransfer) -> None:
-        """Waits until one transfer has been copied; raises as wait_copied()."""
+        """Waits until one transfer has been copied; raises like wait_copied()."""
         while not transfer.staged(CANCEL_LOOK_S):
             self._raise_if_not_awaited()
 
     def wait_copied(self) -> None:
-        """Waits until everything has been copied and nothing had changed before.
+        """Waits until everything has been copied, and checks that no tensor changed before its
+        copy.
 
         Raises:
-            StorageError, DeviceError: a write or a copy failed. StagingConflict: a tensor changed.
+            StorageError, DeviceError: a write or a copy failed.
+            StagingConflict: a tensor changed.
             SaveCancelled: the caller has cancelled the save.
         """
         if self.worker is None:
@@ -162,8 +166,8 @@ class Life:
     # ---- the thread of this life
 
     def start(self, name: str, work: Callable[[], None]) -> bool:
-        """Starts the worker, which notes its `outcome` and wakes this life, waits until it is told,
-        and notes that it `is_left`. Returns False if there can be no thread.
+        """Starts the worker, which sets its `outcome`, wakes this life, waits until the result is
+        set, and sets `is_left`. Returns False if no thread can be started.
         """
         self.worker = threading.Thread(target=work, name=name, daemon=True)
         try:
@@ -173,8 +177,8 @@ class Life:
         return self.worker is not None
 
     def follow(self) -> BaseException | None:
-        """Waits for the end of the stages; returns their error. If none comes, revokes the permit,
-        and raises an error that ends the save in their place.
+        """Waits for the end of the stages; returns their error. If they hang, revokes the permit
+        and raises an error that ends the save.
         """
         while self.outcome is None:
             try:
@@ -191,22 +195,22 @@ class Life:
         return failure
 
     def end(self, error: BaseException | None) -> None:
-        """Drops all references, and changes the state for the last time."""
+        """Drops all references and sets the final state."""
         in_doubt = State.IN_DOUBT if is_visible(error) else State.FAILED
         self._fate = [State.COMMITTED if error is None else in_doubt]
         self.forget_copies()
         self._failure, self._forget = None, lambda: None
 
     def forget_copies(self) -> None:
-        """Drops the references to what was copied; nothing is being copied any more."""
+        """Drops the references to the copied state; called when nothing is being copied any
+        more.
+        """
         self._verdict.forget()
         self.transfers.clear()
         self._reads = DeviceSources()
 
     def wait_left(self) -> None:
-        """Waits until the worker has done what is left to do after the result has been told, unless
-        it hangs.
-        """
+        """Waits until the worker has finished its work after the result was set, or hangs."""
         try:
             while not (self.worker is None or self.permit.is_revoked or self.is_left):
                 self._wait()
@@ -214,7 +218,9 @@ class Life:
             log.warning("%s", hung)
 
     def leave(self) -> None:
-        """Lets a worker go that still waits, as its permit is revoked, and everybody else."""
+        """Releases all waiters, including a worker that still waits after its permit was
+        revoked.
+        """
         self.permit.ended.set()
         self._copied.set()
         self.gone.set()
@@ -223,7 +229,7 @@ class Life:
         return self.worker is None or not self.worker.is_alive()
 
     def _wait(self) -> None:
-        """Waits for a while until the worker has noted something; raises as follow()."""
+        """Waits for a while for a notification of the worker; raises like follow()."""
         try:
             self._news.get(timeout=self._bound.look_s)
         except Empty:
@@ -242,7 +248,7 @@ class Life:
             raise error
 
     def _copy(self) -> None:
-        """Waits for the copies, and opens the fence; keeps the error for the worker."""
+        """Waits for the copies and opens the fence; keeps an error for the worker."""
         try:
             self._wait_copied()
         except BaseException as error:
@@ -276,12 +282,14 @@ class Life:
         self._watch()
 
     def _raise_if_not_awaited(self) -> None:
-        """Ends the save, before everything has been copied, if the caller does not wait for it."""
+        """Raises the error of a cancelled or interrupted save, before everything has been
+        copied.
+        """
         self._agreement.raise_if_ended()
         if self.interrupted:
             raise self.interruption()
 
     def _order(self) -> bool:
-        """Orders the calling thread's streams after the copies; returns False if it cannot."""
+        """Makes the calling thread's streams wait for the copies; returns False if it cannot."""
         self._verdict.give()
         return self._reads.lead()

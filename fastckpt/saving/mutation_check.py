@@ -1,7 +1,8 @@
-"""The verdict on a save with the step fence: whether tensors were copied as they were at save().
+"""The verdict on a save with the step fence: whether the tensors stayed unchanged between the call
+of save() and their copies.
 
-Responsible for comparing version counters and samples of memory at a moment when this proves that
-nothing has changed, and for naming a tensor that has.
+Responsible for comparing version counters and samples of memory at a moment when equality proves
+that nothing has changed, and for naming a changed tensor.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _ADVICE = 'update it in an optimizer step, call wait_staged() first, or save wit
 
 class MutationCheck:
     """The verdict whether the watched tensors stayed unchanged until they had been copied. It is
-    given once: by the thread that is about to change them, or by the save, whichever is first.
+    given once, by the thread that is about to change them or by the save.
 
-    torch counts a change of a tensor when the operation ends. So after everything has been copied,
-    the current calls of all threads are recorded, and counters are compared after all these calls
-    have ended: an operation that began before the end of the copies is in one of these calls, or
-    has already been counted.
+    torch increments a tensor's version counter at the end of an operation. So after everything has
+    been copied, the current calls of all threads are recorded, and the counters are compared after
+    all these calls have ended. Every operation that began before the end of the copies is either in
+    one of these calls or already counted.
     """
 
     def __init__(self, watched: Sequence[WatchedTensors]) -> None:
@@ -53,9 +54,9 @@ class MutationCheck:
         self._running = ""  # a call that did not end in time
 
     def give(self) -> None:
-        """Gives the verdict, after everything has been copied or while devices copy in the order of
-        the caller's streams. Waits for calls that may be changing tensors. Afterwards the tensors
-        may change.
+        """Gives the verdict. Called after everything has been copied, or while devices copy in the
+        order of the caller's streams. Waits for calls that may be changing tensors. Afterwards the
+        tensors may change.
         """
         with self._lock:
             parts = [part for part in self._watched if part.is_open()]
@@ -108,11 +109,11 @@ class WatchedTensors:
 
     Args:
         tensors: tensors with their version counters (torch.Tensor._version) at the time of capture.
-            The list is emptied. Tensors with storages of at most BY_VALUE_BYTES may change: they
-            were copied before save() returned.
-        obj: the saved object, in which a tensor has its name.
-        are_aliases: whether only the save has these tensors, so that no other code can redirect
-            them.
+            The list is emptied. Tensors with storages of at most BY_VALUE_BYTES may change, since
+            they were copied before save() returned.
+        obj: the saved object, which gives the tensors their names.
+        are_aliases: whether only the save has references to these tensors, so that no other code
+            can replace their memory.
     """
 
     def __init__(
@@ -151,7 +152,7 @@ class WatchedTensors:
         return None
 
     def look(self) -> None:
-        """Checks for changes a last time; from now on the tensors may change."""
+        """Checks for changes for the last time; from now on the tensors may change."""
         try:
             self.has_changed()
         finally:
@@ -165,7 +166,7 @@ class WatchedTensors:
             self._obj = self._changed = None
 
     def check(self, path: str) -> None:
-        """Raises StagingConflict if a change was seen."""
+        """Raises StagingConflict if a change was found."""
         changed, self._changed = self._changed, None
         if changed is not None:
             tensor, obj, how = changed
@@ -179,10 +180,10 @@ class _Counter(NamedTuple):
     """A tensor and its version counter.
 
     Attributes:
-        tensor: the tensor of the state, for its name; `set_`, `.data =` and swap_tensors can
-            replace its memory and counter.
-        alias: a tensor that keeps the saved memory and its counter.
-        version: the counter of the alias at the call.
+        tensor: the tensor of the state, for its name. Its memory and counter can be replaced by
+            `set_`, `.data =` and swap_tensors.
+        alias: a tensor that keeps the saved memory and the counter of this memory.
+        version: the alias's counter at the call of save().
     """
 
     tensor: torch.Tensor
@@ -198,7 +199,7 @@ class _Counter(NamedTuple):
 
 
 class _Sample(NamedTuple):
-    """A few bytes of a tensor's memory, as they were at the call."""
+    """A copy of a few bytes of a tensor's memory, made at the call of save()."""
 
     tensor: torch.Tensor
     storage: torch.UntypedStorage
@@ -214,7 +215,7 @@ class _Sample(NamedTuple):
 
 
 def _samples(counters: Sequence[_Counter]) -> list[_Sample]:
-    """Samples a few bytes of tensors on the host, at random places."""
+    """Samples a few bytes at random positions of each tensor on the host."""
     if len(counters) > _SAMPLED_TENSORS:
         counters = _RANDOM.sample(counters, _SAMPLED_TENSORS)
     samples: list[_Sample] = []
@@ -249,7 +250,7 @@ def _samples_of(counter: _Counter) -> Iterator[_Sample]:
 
 
 def _any_element(tensor: torch.Tensor) -> int:
-    """Returns the place of a random element, counted in elements from the first one."""
+    """Returns the offset of a random element, in elements from the first one."""
     axes = zip(tensor.shape, tensor.stride(), strict=True)
     return sum(_RANDOM.randrange(size) * stride for size, stride in axes)
 
@@ -262,8 +263,8 @@ def _is_copied(tensor: torch.Tensor) -> bool:
 
 
 def named_tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in a nest of dicts, lists, modules and other objects, each once, named as
-    "obj['model'].weight". Equal nests give equal names in equal order.
+    """Yields each tensor in a nest of dicts, lists, modules and other objects once, with its name,
+    such as "obj['model'].weight". Equal nests give equal names in equal order.
     """
     ids: set[int] = set()
     pending: list[tuple[str, object]] = [("obj", obj)]
@@ -289,7 +290,7 @@ _LEAVES = (str, bytes, int, float, bool, type(None), type, torch.dtype)
 
 
 def name_of(tensor: torch.Tensor, obj: object) -> str:
-    """Returns the name of a tensor in obj, as "tensor obj['model'].weight"."""
+    """Returns the name of a tensor in obj, such as "tensor obj['model'].weight"."""
     try:
         for name, value in named_tensors(obj):
             if value is tensor:

@@ -1,4 +1,5 @@
-"""Pacing limits the load of saves on shared storage: their rate, their moment and their number.
+"""Pacing limits the load of saves on shared storage: their rate, and the number of ranks that write
+at the same time.
 
 Responsible for this rank's share of the rate, and for the wait until it may write. Pacing delays
 writes, never staging.
@@ -23,20 +24,20 @@ _LOOK_S = 2.0  # how often a paced write checks whether another rank has failed
 
 
 class Pace:
-    """The pacing of one save on one rank. Without a pacing, nothing here waits.
+    """The pacing of one save on one rank. Without limits, no method waits.
 
     Args:
         pacing: the requested pacing.
         agreement: the save's round.
-        rates: keeps the token buckets.
+        rates: the process's token buckets.
         owner: saves with the same owner share a bucket.
         stats: the save's statistics, which receive those of the pacing.
-        whole: whether blocks are written whole, because their writer cannot take parts.
-        raise_if_ended: raises the error that ends the save while it waits for a write. Default:
-            that of the agreement.
+        whole: whether each block is written at once, because its writer cannot write parts.
+        raise_if_ended: raises the error that ends the save while it waits for a write. Default: the
+            agreement's method.
 
     Attributes:
-        timeout_s: for how long ranks wait for each other, and for writes without progress.
+        timeout_s: how long ranks wait for each other, and for writes without progress.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class Pace:
 
     @property
     def meets(self) -> bool:
-        """True if ranks of a node share its rate, so that they must call meet() in each save."""
+        """True if the ranks of a node share a rate, so that they must call meet() in each save."""
         return self._pacing.rate is not None and self._agreement.world_size > 1
 
     def meet(self, nbytes: int) -> None:
-        """Learns how much each rank of this node has to write. All ranks call it.
+        """Exchanges how many bytes each rank of this node will write. All ranks call it.
 
         Raises:
-            PeerFailed: another rank failed, or is missing.
+            PeerFailed: another rank failed or is missing.
         """
         # A launcher's variables give the number of ranks on the node, but not their bytes. Shares
         # of the rate are proportional to the bytes, so that all ranks end together.
@@ -88,10 +89,10 @@ class Pace:
         self._writers = {rank: nbytes for rank, nbytes in neighbours.items() if nbytes}
 
     def share(self, nbytes: int) -> None:
-        """Takes this rank's share of its node's rate, to write `nbytes`.
+        """Sets this rank's share of its node's rate, in order to write `nbytes`.
 
         Raises:
-            CheckpointError: at that rate it would take longer than other ranks wait.
+            CheckpointError: at this rate the write would take longer than other ranks wait.
         """
         pacing, size = self._pacing, self._agreement.world_size
         if pacing.rate is None or not nbytes:
@@ -119,11 +120,12 @@ class Pace:
         return route._replace(bucket=bucket)
 
     def begin(self, nbytes: int) -> None:
-        """Takes this rank's share of the rate, and waits until it may write `nbytes`. A rank with
-        nothing to write also waits for its turn, since it must pass the turn on.
+        """Sets this rank's share of the rate, and waits until the rank may write `nbytes`. A rank
+        without bytes to write also waits for its turn, since it must pass the turn on.
 
         Raises:
-            CheckpointError: as share(). PeerFailed: another rank failed, or took too long.
+            CheckpointError: see share().
+            PeerFailed: another rank failed or took too long.
         """
         if not self._pacing:
             return
@@ -138,26 +140,30 @@ class Pace:
         self._held_s = self._stats.paced_s = time.monotonic() - began
 
     def end(self, *transfers: ImageTransfer) -> None:
-        """If ranks take turns, waits until these are written, and lets the next rank write."""
+        """If ranks take turns, waits until these transfers are written, and lets the next rank
+        write.
+        """
         if self._pacing.max_writers is not None:
             for transfer in transfers:
                 self.wait_written(transfer)
             self._agreement.put("wrote", b"")
 
     def wait_written(self, transfer: ImageTransfer) -> None:
-        """Waits for a transfer; ends early if another rank fails, as a paced one may take long."""
+        """Waits for a transfer, which may take long if it is paced; ends early if another rank
+        fails.
+        """
         self._watch(transfer)
         self._tokens_s[transfer] = transfer.tokens_waited_s()
         self._stats.paced_s = self._held_s + max(self._tokens_s.values())
 
     def wait_one(self, transfer: ImageTransfer) -> None:
-        """As wait_written(), for one of many transfers that are written one after another."""
+        """Like wait_written(), for one of many transfers that are written one after another."""
         self._watch(transfer)
         self._stats.paced_s += transfer.tokens_waited_s()
         self._written_nbytes += transfer.nbytes_written()
 
     def progress(self, nbytes: int) -> Progress:
-        """Returns how many of `nbytes` were written by the transfers of wait_one()."""
+        """Returns how many of `nbytes` the transfers of wait_one() have written."""
         return Progress(self._written_nbytes, nbytes)
 
     def _watch(self, transfer: ImageTransfer) -> None:
@@ -172,15 +178,15 @@ class Pace:
 
 
 def chain_of(rank: int, world_size: int, chains: int) -> int:
-    """Returns the number of a rank's chain. A chain is a run of adjacent ranks."""
+    """Returns the number of a rank's chain, which is a range of consecutive ranks."""
     return rank * min(chains, world_size) // world_size
 
 
 def turns_before(rank: int, world_size: int, writers: int) -> range:
-    """Returns the ranks that write before a rank, so that at most `writers` write at a time.
+    """Returns the ranks that write before a rank, so that at most `writers` write at the same time.
 
-    Ranks of a chain write one after the other. As ranks of a node are mostly adjacent, those that
-    write at the same time are on different nodes.
+    The ranks of a chain write one after the other. Since ranks of a node usually have consecutive
+    numbers, the ranks that write at the same time are on different nodes.
     """
     chain, chains = chain_of(rank, world_size, writers), min(writers, world_size)
     return range(-(-chain * world_size // chains), rank)
@@ -188,7 +194,7 @@ def turns_before(rank: int, world_size: int, writers: int) -> range:
 
 def _neighbours(agreement: Round, nbytes: int) -> dict[int, int]:
     """Returns the bytes that each rank of this machine has to write, including this rank. All ranks
-    call it, each with its number of bytes, and wait for each other. Raises PeerFailed if a rank
+    call it with their own number of bytes, and wait for each other. Raises PeerFailed if a rank
     failed or is missing.
     """
     agreement.put("machine", json.dumps([this_machine(), nbytes]).encode())

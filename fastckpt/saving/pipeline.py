@@ -1,7 +1,7 @@
 """The saves in flight of one process.
 
-Responsible for beginning and ending each save, for the order of saves, for their errors, and for
-what happens to them at exit and after a fork. It must not know what a save writes.
+Responsible for the begin and end of each save, the order of saves, their errors, and their
+treatment at exit and after a fork. It must not know what a save writes.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _LOWEST = 19  # nice(2)
 class Pipeline:
     """The saves in flight of one process, and the storage and staging memory that they use.
 
-    A signal handler may raise at any moment on a thread that calls save() or waits. So whatever a
-    save holds is held by its own threads: the caller begins one, waits for it, and tells it of an
-    interruption by a plain store. State that both use is changed by single operations of
-    dicts and sets, without a lock. Args are as Staging's.
+    A signal handler may raise at any moment on a thread that calls save() or waits. So all
+    resources of a save belong to its own threads; the caller only begins the save, waits for it,
+    and reports an interruption by setting a plain attribute. Shared state is changed by single
+    operations of dicts and sets, without a lock. For Args see Staging.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Pipeline:
         self._retention = calls.NotedLock("retention", "")
 
     def save(self, job: Job) -> InnerHandle:
-        """Begins a save on threads of its own; returns when its fence allows."""
+        """Begins a save on its own threads; returns when its fence permits."""
         handle, life = job.handle, job.life
         with job.agreement.failing():
             if _comes_too_late():
@@ -110,9 +110,10 @@ class Pipeline:
         return handle
 
     def _run_here(self, job: Job) -> None:
-        """Saves on the caller's thread, where no other can be started. At exit it also raises the
-        error, since no later save will. A signal handler that raises meanwhile cancels the save,
-        and its error is raised when nothing is held any more.
+        """Saves on the caller's thread, for the case that no thread can be started. At exit it also
+        raises the save's error, since no later save will. If a signal handler raises during the
+        save, the save is cancelled, and the handler's error is raised after all resources are
+        freed.
         """
         with DeferredErrors(job.handle.cancel):
             self._run(job, on_caller=True)
@@ -124,7 +125,7 @@ class Pipeline:
             job.handle.result()
 
     def _run(self, job: Job, on_caller: bool = False) -> None:
-        """Runs a save from its beginning to its end, on the thread of its life."""
+        """Runs a save from its begin to its end, on the thread of its life."""
         life, error = job.life, None
         try:
             try:
@@ -161,8 +162,8 @@ class Pipeline:
                 del job, life, error  # a traceback may keep this frame
 
     def _outcome(self, job: Job, on_caller: bool) -> BaseException | None:
-        """Has the worker run the stages, or runs them where no other thread can be started; returns
-        the error with which they ended. Raises an error that ends the save while they go on.
+        """Makes the worker run the stages, or runs them itself if no thread can be started; returns
+        their error. Raises an error that ends the save while the stages still run.
         """
         if job.fence == "step" and not on_caller:
             # What comes next holds the GIL, and the caller waits for nothing else.
@@ -173,7 +174,7 @@ class Pipeline:
         return job.life.follow()
 
     def _work(self, job: Job) -> None:
-        """Runs the stages, and does what is left to do after the result has been told."""
+        """Runs the stages, and then the work that remains after the result was set."""
         life = job.life
         try:
             with life.permit, suppress(calls.Revoked):  # then the life has told the error
@@ -193,8 +194,8 @@ class Pipeline:
             del job, life  # a traceback may keep this frame
 
     def _take_slot(self, job: Job) -> bool:
-        """Waits for one of IN_FLIGHT_MAX slots. Returns False if the caller was interrupted, or has
-        cancelled the save: then that fails without one.
+        """Waits for one of IN_FLIGHT_MAX slots. Returns False if the caller was interrupted or has
+        cancelled the save; the save then fails without a slot.
         """
         while not job.life.interrupted and not job.agreement.is_cancelled():
             try:
@@ -205,7 +206,7 @@ class Pipeline:
         return False
 
     def _finish(self, job: Job, error: BaseException | None) -> None:
-        """Drops what the save holds, and tells the result."""
+        """Drops the save's references to the state, and sets the result."""
         handle, reads = job.handle, job.reads
         if error is not None:
             self._failed[handle] = False
@@ -253,7 +254,7 @@ class Pipeline:
     def wait_for(self, queue: str, *, ended: bool = False) -> None:
         """Waits for the saves in flight of this queue (for a file, its path), and raises no errors.
 
-        With `ended` it also waits, for a while, for what they do after the commit.
+        If `ended` is set, it also waits, for a limited time, for their work after the commit.
         """
         for handle in self._pending(queue):
             handle.wait_done()
@@ -264,7 +265,7 @@ class Pipeline:
         """Ends a save that could not begin, with an error that result() or the next save raises.
 
         Args:
-            handled: what the caller was handling when it called, which stays as it is.
+            handled: the exception that the caller was handling at the call, which is not changed.
         """
         link: BaseException | None = error
         while link is not None:  # frames hold the state, also those of the caller, which still run
@@ -276,13 +277,14 @@ class Pipeline:
         handle.set_exception(error)
 
     def raise_unreported(self, path: str, kind: str, on_error: str = "raise") -> None:
-        """Raises the first error of an earlier save of this kind that nobody has asked for, if
-        there is one. Of other kinds it only warns, once: their own saves raise those.
+        """Raises the first error of an earlier save of this kind that was not retrieved, if there
+        is one. Errors of other kinds are only logged as warnings, once, since the next save of
+        their kind raises them.
 
         Args:
-            path: the path of the save that is not begun because of it; "": a file-like object.
-            kind: the InnerHandle's.
-            on_error: "raise"; or "warn": none prevents this save.
+            path: the path of the save that the error prevents; "": a file-like object.
+            kind: see InnerHandle.
+            on_error: "raise"; or "warn": the errors do not prevent this save.
         """
         unheard = self.unreported()
         raised = [its for its in unheard if its.kind == kind and on_error == "raise"]
@@ -294,18 +296,19 @@ class Pipeline:
             raise_earlier(first, path)
 
     def unreported(self) -> list[InnerHandle]:
-        """Returns the failed saves whose errors nobody has asked for."""
+        """Returns the failed saves whose errors were not retrieved."""
         for handle, _ in items_of(self._failed):
             if handle.is_asked_for():
                 self._failed.pop(handle, None)
         return [handle for handle, _ in items_of(self._failed)]
 
     def allocate(self, fd: int, nbytes: int, path: str) -> None:
-        """Allocates space; where it is short, first waits for committed saves to free what they
-        replaced.
+        """Allocates space for a file. If there is too little, first waits until committed saves
+        have freed the files that they replaced.
 
         Raises:
-            StorageError: there is too little room; it says how much. OSError: any other refusal.
+            StorageError: there is too little space; the message has the numbers.
+            OSError: any other refusal.
         """
         others = items_of(self._in_flight)  # first: a save that ends meanwhile frees space, too
         with shortage_told(self.storage, fd, path, nbytes):
@@ -319,7 +322,9 @@ class Pipeline:
                 self.storage.allocate(fd, nbytes)
 
     def prepare(self, nbytes: int) -> None:
-        """Takes the pages that a save of `nbytes` stages in, on a thread of the lowest priority."""
+        """Allocates the staging pages for a save of `nbytes`, on a thread of the lowest
+        priority.
+        """
 
         def take() -> None:
             with suppress(OSError):  # then it runs at the priority of the others
@@ -330,8 +335,9 @@ class Pipeline:
         start_thread(take, "fastckpt-prepare")
 
     def retain(self, path: str, remove: Callable[[], None]) -> None:
-        """Calls what removes older checkpoints, after the commit of the one at `path`; logs its
-        error. Of two at a time each would find directories that the other one removes.
+        """Removes older checkpoints by calling `remove`, after the commit of the one at `path`;
+        logs an error. Only one call runs at a time, since two would try to remove the same
+        directories.
         """
         try:
             with self._retention, calls.Call("retention", path):
@@ -340,19 +346,19 @@ class Pipeline:
             log.warning("%r is committed, but older checkpoints were not removed: %s", path, error)
 
     def in_flight(self) -> list[InnerHandle]:
-        """Returns the saves of which something is left to do."""
+        """Returns the saves whose work has not ended."""
         return [handle for handle, _ in items_of(self._in_flight)]
 
     def drain(
         self, still_s: float = inf, only: Sequence[InnerHandle] | None = None
     ) -> list[InnerHandle]:
-        """Waits for every save in flight, and for what it does after its commit. Does not wait in a
-        callback of a save, which is part of what is awaited.
+        """Waits for every save in flight, including its work after the commit. Does not wait in a
+        callback of a save, since the save waits for the callback.
 
         Args:
-            only: no others than these.
-            still_s: for how long none of them may get on: what the caller's functions and objects
-                do has no bound of its own.
+            only: wait for these saves only.
+            still_s: the longest time without progress of any of them. It is needed because calls of
+                the user's functions and objects have no time limit.
 
         Returns:
             The saves that have not ended.
@@ -377,12 +383,12 @@ class Pipeline:
 
 
 def raise_earlier(handle: InnerHandle, not_begun: str | None = None) -> None:
-    """Raises the error of an earlier save in a later call; from now on it counts as asked for.
+    """Raises the error of an earlier save in a later call, and marks it as retrieved.
 
     Args:
         handle: the handle of the save that failed.
-        not_begun: the path of the save that is not begun because of that error; "": a file-like
-            object. None: the call that raises begins no save.
+        not_begun: the path of the save that the error prevents; "": a file-like object; None: the
+            later call is not a save.
     """
     error = handle.exception()
     assert error is not None, "the save has failed"
@@ -394,22 +400,23 @@ def raise_earlier(handle: InnerHandle, not_begun: str | None = None) -> None:
 
 
 class Job:
-    """One save of this process. A subclass says in write() what is written, where, and how.
+    """One save of this process. A subclass defines in write() which files are written, where and
+    how.
 
     Args:
-        handle: tells the path and takes the clocks; its result is set by the pipeline.
-        agreement: this save's round with the other ranks, or of this rank alone.
-        reads: the memory of the state that lies on devices; None: there is none.
+        handle: the save's handle, which has the path and the clocks; the pipeline sets its result.
+        agreement: this save's round, with other ranks or of this rank alone.
+        reads: the part of the state's memory that is on devices; None: there is none.
         watched: the tensors that must not change before they have been copied.
-        fence: "call" or "step". The caller waits in Pipeline.save() for InnerHandle.pass_fence();
-            the life lets it go.
-        queue: saves of one queue commit in the order of their beginning.
+        fence: "call" or "step". The caller waits in Pipeline.save() for InnerHandle.pass_fence(),
+            until the life releases it.
+        queue: the name of the save's queue; saves of one queue commit in the order of their calls.
 
     Attributes:
-        moving: what is in flight; write() enters it.
-        deed: what it has done when it has ended well, for the log.
+        moving: the contexts of transfers in flight; write() enters them.
+        deed: a verb for the log line of a successful save.
         name: the name of its worker's thread.
-        life: its life; see there.
+        life: the save's Life.
     """
 
     deed = "saved"
@@ -441,7 +448,7 @@ class Job:
         self.staging_nbytes = 0  # how much it would stage if all pages were there
 
     def commit(self, pipeline: Pipeline) -> None:
-        """Writes and commits; on an error, removes what this rank made, and raises."""
+        """Writes and commits; on an error, removes this rank's files and raises the error."""
         try:
             with self.moving:
                 # Others hear of a failure while the files are still open: a rank that is about to
@@ -458,15 +465,15 @@ class Job:
             raise
 
     def fail(self, error: BaseException) -> None:
-        """Tells the other ranks of the failure, and keeps the first."""
+        """Reports the failure to the other ranks; keeps the first error."""
         if calls.is_revoked():  # they were told
             return
         self.failure = self.failure or error
         self.agreement.fail(error)
 
     def give_up(self, error: BaseException) -> BaseException:
-        """Ends, on another thread than the worker's, what is under way in the engine and among
-        ranks. Returns the error that counts: an earlier one, if the save hangs as it cleans up.
+        """Ends the save's transfers and its round; called on another thread than the worker's.
+        Returns the error to report, which is an earlier one if the save hangs in its cleanup.
         """
         error = self.failure or error
         self.agreement.fail(error)
@@ -477,7 +484,7 @@ class Job:
         return error
 
     def _remove(self, storage: Storage, error: BaseException) -> None:
-        """Calls abandon(); waits a while only, if the server did not answer the writes either."""
+        """Calls abandon(); limits the wait if the server already failed to answer the writes."""
         if isinstance(error, StorageError) and error.errno == errno.ETIMEDOUT:
             with suppress(Exception):  # what stays is debris, which a later save removes
                 within(min(SERVER_S, self.agreement.timeout_s), partial(self.abandon, storage))
@@ -489,18 +496,18 @@ class Job:
         raise NotImplementedError
 
     def abandon(self, storage: Storage) -> None:
-        """Removes what this rank has made of a save that failed and write() has not removed."""
+        """Removes this rank's files of a failed save that write() has not removed."""
 
     def forget(self) -> None:
-        """Drops references to what was copied; called when everything has been."""
+        """Drops references to the state; called after everything has been copied."""
         raise NotImplementedError
 
     def release(self) -> None:
-        """Drops every reference to what was saved."""
+        """Drops every reference to the saved state."""
         raise NotImplementedError
 
     def end(self, pipeline: Pipeline) -> None:
-        """Does what is left to do after the result has been told."""
+        """Does the work that remains after the result was set."""
         self.agreement.close()
 
     def run(self, pipeline: Pipeline) -> BaseException | None:
@@ -524,17 +531,19 @@ class Job:
         return None
 
     def wait_turn(self) -> None:
-        """Waits, on the first rank, until this save may publish: until those before it in its queue
-        have committed or failed.
+        """Waits, on the first rank, until the earlier saves of the queue have committed or failed,
+        so that this save may publish.
         """
         for handle in self.previous:
             handle.wait_done()
 
     def follow(self) -> None:
-        """Does the work that other ranks have while the first one commits."""
+        """Does the work of the other ranks while the first rank commits."""
 
     def conclude(self, record: bytes, publish: Callable[[list[bytes]], None]) -> None:
-        """Commits by Round.conclude(), in the queue's order; adds up what the ranks wrote."""
+        """Commits by Round.conclude(), in the queue's order; adds up the bytes that the ranks
+        wrote.
+        """
         stats = self.handle.stats
 
         def publish_all(records: list[bytes]) -> None:
@@ -555,7 +564,7 @@ when_drained: list[Callable[[], None]] = []  # called at exit, when all saves ha
 
 
 def current() -> Pipeline:
-    """Returns the process's pipeline, which is made at the first call."""
+    """Returns the process's pipeline; creates it at the first call."""
     global _current
     if _current is None:
         made = Pipeline()
@@ -566,15 +575,18 @@ def current() -> Pipeline:
 
 
 def _comes_too_late() -> bool:
-    """Tells whether the interpreter is exiting and does not wait for the thread that saves. A
-    daemon's saves would hold it up for ever: it waits for each, and meanwhile the next begins.
+    """Returns whether the interpreter is exiting and does not wait for the calling thread. The exit
+    would never end if a daemon thread could still save, because it waits for each save, and the
+    next one would begin during the wait.
     """
     here, main = threading.current_thread(), threading.main_thread()
     return here is not main and (_exited or (_is_daemon(here) and (_exits or not main.is_alive())))
 
 
 def _begin_exit() -> None:
-    """Waits for all saves, as Ctrl-C allows; after an error Python joins no thread."""
+    """Waits for all saves unless Ctrl-C abandons them. It does so before Python joins threads,
+    since an error would prevent the joins.
+    """
     global _exits
     _exits = True
     if _current is not None:
@@ -583,12 +595,12 @@ def _begin_exit() -> None:
 
 
 def _is_daemon(thread: threading.Thread) -> bool:
-    """Whether a thread is a daemon, and none of ours, which is waited for or does no harm."""
+    """Whether a thread is a daemon thread other than fastckpt's own."""
     return thread.daemon and not thread.name.startswith("fastckpt-")
 
 
 def _at_exit() -> None:
-    """Waits for all saves, reports failures that nobody has asked for, and frees everything."""
+    """Waits for all saves, reports errors that were not retrieved, and frees everything."""
     global _exited
     _exited = True
     if (pipeline := _current) is None:
@@ -614,7 +626,7 @@ def _end(pipeline: Pipeline) -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Leaves the parent's saves to the parent; the child begins without any."""
+    """Forgets the parent's saves in a forked child, which begins without any."""
     global _current, _lock
     if _current is not None:
         _current.staging.abandon()

@@ -1,6 +1,6 @@
 """Plan, Place and Output: the interfaces of Save to the kinds of saves.
 
-A Plan decides which files one rank writes, as Outputs, and a Place where they become visible.
+A Plan decides which files one rank writes, as Outputs; a Place decides where they become visible.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fastckpt.storage.lustre_layout import Purpose
 
 
 class Place:
-    """A place is where a save becomes visible. In this base class most methods do nothing.
+    """The place where a save becomes visible. In this base class most methods do nothing.
 
-    Each Place also has methods for its Plan: one that makes the files of Outputs, and publish(),
-    which Plan.publish() calls on the first rank when every file is complete. publish() is the one
-    atomic act that gives the files their names.
+    Each Place also has methods for its Plan: one creates the files of Outputs; Plan.publish() calls
+    publish() on the first rank when every file is complete. publish() gives the files their names
+    in one atomic operation.
 
     Attributes:
         directory: the directory of the files.
@@ -33,7 +33,7 @@ class Place:
     directory: str
 
     def awaited(self, previous: Sequence[InnerHandle], pipeline: Pipeline) -> Sequence[InnerHandle]:
-        """Returns the saves that have to end before this one may begin to stage.
+        """Returns the saves that must end before this one may begin to stage.
 
         Args:
             previous: saves in flight to the same place that were begun before this one.
@@ -50,14 +50,14 @@ class Place:
         return None
 
     def begin(self) -> None:
-        """Makes the directory of the files. The fence opens only after this, so that several saves
-        of one caller make their directories in order.
+        """Creates the directory of the files. The fence opens only after this call, so that several
+        saves of one caller create their directories in order.
         """
 
     def chosen(self, outputs: Sequence[Output], pace: Pace) -> Place:
         """Returns the final place of the save, before a byte is written: this one or another one.
-        Another place has already begun, and this one has removed everything it had made. All ranks
-        choose the same place.
+        If it is another place, that place has already begun, and this one has removed all of its
+        files. All ranks choose the same place.
         """
         return self
 
@@ -75,13 +75,13 @@ class Place:
         """Does the work of the other ranks while the first one publishes."""
 
     def after_commit(self, save: Job, pipeline: Pipeline) -> None:
-        """Runs after the first commit: a tier drains the step to the root here."""
+        """Runs after the first commit; here a tier drains the step to the root."""
 
     def abandon(self) -> None:
         """Removes everything that this rank has made for a failed save."""
 
     def fail(self, error: BaseException) -> None:
-        """Learns of the failure, after abandon()."""
+        """Receives the save's error, after abandon()."""
 
     def close(self) -> None:
         """Closes all open files after the save has been committed or has failed."""
@@ -91,15 +91,15 @@ class Place:
 
 
 class Output:
-    """One file that this rank writes, or its part of one.
+    """One file that this rank writes, or this rank's part of a file.
 
     Attributes:
-        image: the bytes that this rank writes; the body is staged before there is a file.
+        image: the bytes that this rank writes; their staging begins before the file exists.
         path: the file's path, for messages.
         names: the names of the tensors in the runs of image.numbers, if there are any.
-        is_small: whether the file is too small for several threads or GPUDirect to pay. Small files
-            are copied first, and completed while the other files are still being copied.
-        slot_label: the file's name, which is the label of slots in memory for the image; "": the
+        is_small: whether the file is too small to benefit from several threads or GPUDirect. Small
+            files are copied first, and completed while the other files are still being copied.
+        slot_label: the file's name, by which a slot in memory is chosen for the image; "": the
             image is not staged in a slot.
         file: writes the image to the disk; set when the image is staged.
         begin: the offset of the body in the file; valid after the file is open.
@@ -121,11 +121,13 @@ class Output:
         return self.image.nbytes
 
     def open(self) -> None:
-        """Makes the file, or opens the one of another rank; does nothing without bytes to write."""
+        """Creates the file, or opens another rank's file; does nothing without bytes to write."""
         raise NotImplementedError
 
     def fill_in(self) -> None:
-        """Writes the parts that depend on checksums; called after the image has been copied."""
+        """Writes the parts of the file that depend on checksums, after the image has been
+        copied.
+        """
         raise NotImplementedError
 
     def end(self) -> None:
@@ -137,8 +139,8 @@ class WholeFile(Output):
     """A file that one rank writes alone.
 
     Args:
-        image, path: as the attributes of Output.
-        make, purpose: as ImageFile.make()'s.
+        image, path: see Output.
+        make, purpose: see ImageFile.make().
 
     Attributes:
         tail: the image's tail; set when it is written.
@@ -162,7 +164,7 @@ class WholeFile(Output):
 
 
 class Plan:
-    """A plan decides which files one rank writes, and which facts ranks compare and exchange.
+    """The files that one rank writes in a save, and the facts that ranks compare and exchange.
 
     Args:
         reads: the memory of the state on devices.
@@ -170,7 +172,7 @@ class Plan:
 
     Attributes:
         way: "host" or "gds"; overrides fastckpt.save's `staging` unless it is None.
-        whole: whether blocks are written whole, whatever the pace.
+        whole: whether each block is written at once, even if the save is paced.
     """
 
     way: str | None = None
@@ -185,11 +187,13 @@ class Plan:
         raise NotImplementedError
 
     def samples(self) -> list[tuple[int, bytearray]]:
-        """Returns memory to copy in addition to the files: addresses and target buffers."""
+        """Returns ranges of memory to copy in addition to the files: addresses and target
+        buffers.
+        """
         return []
 
     def go_to(self, place: Place) -> None:
-        """Receives the final place of the save."""
+        """Sets the final place of the save."""
 
     def agree(self, pace: Pace, nbytes: int) -> None:
         """Agrees with the other ranks on the place of the files; this rank writes `nbytes`."""

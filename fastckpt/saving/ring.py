@@ -1,7 +1,7 @@
 """Ring: the memory budget of a directory on a tmpfs, and its recycled files: removed files whose
 mapped pages are used again.
 
-The module must not know what the files hold.
+The module must not know the contents of the files.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ _BLOCK = 512  # the unit of st_blocks, see stat(2)
 class Ring:
     """The memory of one directory, for this process. Several processes may use the directory.
 
-    Files in its subdirectories count. One subdirectory holds the recycled files. A recycled file is
-    in use while a process has its lock. Its name is the former name of the file, the `label`, and
-    the number of its inode: by this number, a process recognises the files that it has mapped. If
-    two processes map the same file, its lock lets only one of them use it.
+    Files in the directory's subdirectories count. One subdirectory holds the recycled files. A
+    recycled file is in use while a process has locked it. Its name consists of the `label`, which
+    is the file's former name, and the inode number, by which a process recognises the files that it
+    has mapped. If two processes map the same file, the lock permits only one of them to use it.
 
     Args:
-        storage, directory: the seam to the file system, and the directory.
-        recycled: the name of its subdirectory for recycled files, made when first needed.
+        storage, directory: the Storage, and the directory.
+        recycled: the name of the subdirectory for recycled files, which is created when first
+            needed.
 
     Attributes:
-        nbytes: the budget in bytes, and `why` its reason in words; see limit().
-        recycled_max: how many bytes of it unused recycled files may take.
+        nbytes: the budget in bytes; `why` is the reason for it as a text. See limit().
+        recycled_max: how many bytes of the budget unused recycled files may take.
     """
 
     def __init__(self, storage: Storage, directory: str, recycled: str) -> None:
@@ -65,11 +66,12 @@ class Ring:
     # ---- the budget
 
     def limit(self, memory: Memory) -> None:
-        """Sets `nbytes`, after checks of the file system and the limits of machine and container.
+        """Sets `nbytes`, after it has checked the file system and the limits of machine and
+        container.
 
         Raises:
             ValueError: the directory is not on a tmpfs, or there is less memory than the budget.
-            StorageError: it cannot be listed.
+            StorageError: the directory cannot be listed.
         """
         path, budget = memory.path, memory.budget_bytes
         at, size_text = shlex.quote(path), "64g" if budget is None else f"{-(-budget >> 20)}m"
@@ -139,8 +141,8 @@ class Ring:
         return sizes
 
     def reserve(self, name: str, nbytes: int, recycled: int = 0) -> int | None:
-        """Reserves bytes for a new directory, `recycled` of them in slots that are already taken.
-        Returns None; or the number of used bytes if the budget does not suffice.
+        """Reserves bytes for a new directory, of which `recycled` are in slots that are already
+        taken. Returns None; or, if the budget does not suffice, the number of used bytes.
         """
         with self._reserving:
             used = self._used()
@@ -156,7 +158,7 @@ class Ring:
         return name in self._reserved
 
     def settle(self, name: str) -> None:
-        """Ends the reservation for a directory, which is now complete."""
+        """Ends the reservation for a directory that is now complete."""
         self._reserved.pop(name, None)
 
     def make_room(self, used_max: int) -> bool:
@@ -206,14 +208,14 @@ class Ring:
         return None
 
     def has(self, label: str, nbytes: int) -> bool:
-        """Returns whether there is a candidate for take()."""
+        """Returns whether take() would find a candidate."""
         with self._lock:
             return bool(self._unused(label, nbytes))
 
     @contextmanager
     def lent(self, label: str, nbytes: int, path: str) -> Iterator[int | None]:
-        """Renames a recycled file to this path and yields its descriptor; chooses the file as
-        take() does, but does not map it. If there is none, removes all files of that label to make
+        """Renames a recycled file to this path and yields its descriptor. Chooses the file like
+        take(), but does not map it. If there is none, removes all files with this label to make
         room for a new file, and yields None.
         """
         with ExitStack() as lending:
@@ -234,7 +236,7 @@ class Ring:
             yield fd
 
     def prepare(self, label: str) -> None:
-        """Maps the files with a label, so that no save must wait for that."""
+        """Maps the files with a label, so that no save has to wait for the mapping."""
         with self._lock:
             for path, status in self._unused(label):
                 with suppress(OSError):  # a save that needs the file gets the error
@@ -261,8 +263,8 @@ class Ring:
         return os.path.join(self._recycled, name)
 
     def _unused(self, label: str, nbytes: int | None = None) -> list[tuple[str, os.stat_result]]:
-        """Returns the unused recycled files with a label, or with any if it is ""; only those with
-        as many pages if a size is given; the newest first.
+        """Returns the unused recycled files with a label ("": any), newest first. If a size is
+        given, returns only files with the same number of pages.
         """
         files = []
         with suppress(OSError):  # skip files that cannot be examined
@@ -328,8 +330,8 @@ def _nbytes(status: os.stat_result) -> int:
 
 
 def _is_whole(status: os.stat_result | None) -> TypeGuard[os.stat_result]:
-    """Returns whether a file is large enough, has only one name, and has all its pages: for a
-    missing page there may be no memory when it is touched.
+    """Returns whether a file is large enough, has only one name, and has all its pages. If a page
+    is missing, there may be no memory for it at the first access.
     """
     return (
         status is not None

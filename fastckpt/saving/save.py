@@ -1,8 +1,8 @@
 """A save of one rank, from the state to the commit, for all kinds of saves.
 
 A Plan decides which files this rank writes, as Outputs, and which values ranks compare; a Place
-decides where the files become visible. This module defines the order of the stages, once. Instead
-of a branch here, add a method to Plan, Place or Output.
+decides where the files become visible. Only this module defines the order of the stages. If a kind
+of save differs, add a method to Plan, Place or Output instead of a branch here.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Save(Job):
 
     Args:
         plan, place: the plan of the files and the place where they become visible.
-        before_commit: as fastckpt.save's.
+        before_commit: see fastckpt.save().
         rate_group: saves of one group share a drain_rate. None: the saves of one queue share it.
         note: called with the handle after the result is set.
-        handle, agreement, options, queue: as Job's.
+        handle, agreement, options, queue: see Job.
     """
 
     def __init__(
@@ -162,14 +162,14 @@ class Save(Job):
         return fetch
 
     def _complete(self, output: Output) -> None:
-        """Writes a file to the disk after it has been copied."""
+        """Completes a file on the disk after its bytes have been copied."""
         output.fill_in()
         output.file.wait_written()
         self.handle.stats.written_s = self.handle.elapsed_s()
         output.end()
 
     def _check_numbers(self, outputs: Sequence[Output]) -> None:
-        """Refuses the commit if staged numbers are not finite although they must be."""
+        """Refuses the commit if staged numbers that must be finite are not."""
         faults = [
             (name, count)
             for output in outputs

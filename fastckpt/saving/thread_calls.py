@@ -1,9 +1,10 @@
-"""The calls that Python threads are in at one moment, and whether all of them have ended.
+"""The calls that Python threads execute at one moment, and whether all of them have ended.
 
-torch counts a change in place when the operation ends. So version counters show all changes before
-a moment only after all calls of that moment have ended. With counters and samples alone, a save
-could commit a tensor that a long operation was changing during the copy. There is no other way to
-detect this, so the module is worth its length. The extension reads the frames.
+torch increments a version counter at the end of an operation in place. So version counters show all
+changes that began before a moment only after all calls of that moment have ended. If a save checked
+only counters and samples, it could commit a tensor that a long operation was changing during the
+copy. There is no other method to detect this, which justifies the length of this module. The
+extension reads the frames.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ThreadPosition(NamedTuple):
     """A thread's position, without a reference to its frame.
 
     Attributes:
-        place: the ids of the innermost frame and its code, and the instruction.
+        place: the ids of the innermost frame and of its code, and the instruction.
         cpu_s: the CPU time that the thread has used, or None if unknown.
         at_s: the time of the observation, by time.monotonic().
     """
@@ -75,7 +76,7 @@ class ThreadPosition(NamedTuple):
     at_s: float
 
     def has_stayed(self, before: ThreadPosition) -> bool:
-        """Whether the thread seems to have been in one call since an earlier position."""
+        """Whether the thread appears to have been in one call since an earlier position."""
         if self.place != before.place:
             return False
         if self.cpu_s is None or before.cpu_s is None:
@@ -85,7 +86,7 @@ class ThreadPosition(NamedTuple):
 
 
 def positions() -> dict[int, ThreadPosition]:
-    """Returns the position of each other thread, by its ident."""
+    """Returns the positions of all other threads, by their idents."""
     return _positions(_engine.thread_stacks())
 
 
@@ -100,15 +101,16 @@ def _positions(stacks: dict[int, Stack]) -> dict[int, ThreadPosition]:
 
 
 class ThreadCalls:
-    """The calls of all threads but the caller's at the time of construction.
+    """The current calls of all threads except the caller's, at the time of construction.
 
-    The GIL makes the picture consistent: a thread that does not hold the GIL is in a call that has
-    released it, or between two instructions. If the thread is elsewhere later, it has left the
-    call, or the call has continued with Python code, so the thread's operation has ended.
+    The GIL makes the snapshot consistent, because a thread that does not hold the GIL is in a call
+    that has released it, or between two instructions. If the thread's position has changed later,
+    the thread has left the call, or the call has continued with Python code. In both cases the
+    thread's operation has ended.
 
     Args:
         before: positions() at the beginning of the save. For threads that have been in one call
-            since then, this waits at most STAYED_S.
+            since then, wait() waits at most STAYED_S.
     """
 
     def __init__(self, before: dict[int, ThreadPosition]) -> None:
@@ -174,7 +176,7 @@ class ThreadCalls:
 class _Call(NamedTuple):
     """A frame of a thread, its current instruction, and whether the frame was the innermost.
 
-    The reference to the frame prevents that another frame gets the same identity.
+    The reference to the frame keeps another frame from getting the same id.
     """
 
     frame: FrameType
@@ -211,7 +213,7 @@ class _Call(NamedTuple):
 
 @lru_cache(512)
 def _waits(code: CodeType, instruction: int) -> bool:
-    """Whether an instruction calls a function that changes no tensor but may take long."""
+    """Whether an instruction calls a function that may take long but changes no tensor."""
     return code.co_filename in OWN_FILES or _callee(code, instruction) in WAITING
 
 
@@ -253,7 +255,9 @@ def _name(op: dis.Instruction | None) -> str | None:
 
 
 def _callee_on_stack(until: list[dis.Instruction], call: dis.Instruction) -> str | None:
-    """As _callee(), but by stack effects: before Python 3.11, instructions have no columns."""
+    """Like _callee(), but by stack effects, because before Python 3.11 instructions have no
+    columns.
+    """
     above = call.arg or 0
     if call.opname == "CALL_FUNCTION_KW":
         above += 1  # the names of the last arguments
