@@ -1,1 +1,1 @@
-"""Moves blocks of bytes between memory and open files by the extension's threads."""
+"""Transfers of blocks of bytes between memory and open files by the extension's threads."""

@@ -1,5 +1,5 @@
-"""Blocks of one file that the ranks of a group read in turn and broadcast to all: each reads only
-its share from storage, and all end together when one cannot go on.
+"""A stream of one file's blocks that the ranks of a group read in turn and broadcast to all. Each
+rank reads only its share from storage. If one rank cannot continue, all end together.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ class BroadcastReadStream(ReadStream):
     """A collective stream of a file's blocks, with one reader on each rank of a group.
 
     Block i comes from rank i modulo the group's size. All ranks read the same ranges of the file in
-    roughly the same order. A rank that asks for an earlier block again reads it by itself. Nothing
-    else may use the group between the first readinto() and close().
+    roughly the same order. If a rank needs an earlier block again, it reads the block itself. The
+    group must not be used otherwise between the first readinto() and close().
 
     Args:
         group: a torch.distributed process group, over gloo or NCCL.
-        open_stream: opens this rank's own stream of the blocks with these numbers, or of all: for
-            its share, and for blocks that it asks for again or before their turn.
+        open_stream: opens this rank's own stream of the blocks with these numbers, or of all
+            blocks. The rank uses it for its share, and for blocks that it needs again or before
+            their turn.
         nbytes, block_bytes: the sizes of the file's body and of its blocks.
     """
 
@@ -74,7 +75,7 @@ class BroadcastReadStream(ReadStream):
         return whole
 
     def _read_to(self, target: torch.Tensor, offset: int) -> bool:
-        """Fills bytes on the device of the broadcasts, as readinto() does on the host."""
+        """Fills memory on the device of the broadcasts, like readinto() on the host."""
         done = 0
         while done < len(target):
             block, begin = divmod(offset + done, self._block_bytes)
@@ -127,7 +128,7 @@ class BroadcastReadStream(ReadStream):
         self._stream.close()
 
     def close(self) -> None:
-        """Ends the exchange. A rank that has not received all blocks tells the others to stop."""
+        """Ends the exchange. If this rank has not received all blocks, it makes the others stop."""
         self._stopping = True
         try:
             while self._fault is None and self._current + 1 < self._blocks:
@@ -143,7 +144,7 @@ class BroadcastReadStream(ReadStream):
         return min(self._block_bytes, self._nbytes - block * self._block_bytes)
 
     def _advance(self) -> bool:
-        """Receives the next block; returns False on every rank if its reader could not read it."""
+        """Receives the next block; returns False on every rank if the block could not be read."""
         if self._fault is not None:
             return False
         try:
@@ -166,7 +167,7 @@ class BroadcastReadStream(ReadStream):
         return self._fault is None
 
     def _begin(self, block: int) -> None:
-        """Begins the broadcast of a block, and reads it first if that is this rank's turn."""
+        """Begins the broadcast of a block; first reads the block if it is this rank's."""
         reader = block % self._ranks
         size = self._block_bytes + _STATUS.size
         buffer = self._free.pop() if self._free else None
@@ -187,7 +188,7 @@ class BroadcastReadStream(ReadStream):
         self._next += 1
 
     def _read(self, block: int, buffer: torch.Tensor) -> Fault | None:
-        """Reads one of this rank's blocks into buffer; returns the fault if it cannot."""
+        """Reads one of this rank's blocks into a buffer; returns the fault if this fails."""
         if self._stopping:
             return Fault(PEERS)
         target = _bytes_of(buffer)[: self._nbytes_of(block)]

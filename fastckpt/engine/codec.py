@@ -1,8 +1,9 @@
-"""Writes and reads blocks in the form of a codec, for the engine to call instead of a system call.
+"""Compression and decompression of blocks by a codec, called by the engine instead of a system
+call.
 
-A compressed file has one frame for each block, padded to whole pages by a skippable frame of zstd,
-in block order from offset 0. With the codec "zstd", a frame is one of zstd's, with its content
-size, and `zstd -d` gives the uncompressed file back; "planes" is in engine/planes.py.
+A compressed file has one frame for each block, in block order from offset 0. A skippable frame of
+zstd pads each frame to full pages. With the codec "zstd", a frame is a zstd frame with its content
+size, and `zstd -d` restores the uncompressed file. With "planes", PlanesEncoder makes the frames.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ _StoredRun = tuple[int, int, tuple[int, ...]]  # its size and kind, the stored s
 
 
 class PlanesEncoder:
-    """Makes the stored form of blocks of an image, one at a time.
+    """Encodes the blocks of an image, one at a time, with the codec "planes".
 
     Args:
-        runs: where runs of equal items begin, ascending, the first at 0.
+        runs: the begins of runs of items of equal size, ascending; the first is 0.
         block_bytes: the size of the image's blocks.
     """
 
@@ -66,7 +67,7 @@ class PlanesEncoder:
         self._planes = memoryview(mmap.mmap(-1, block_bytes))
 
     def encode(self, block: memoryview, offset: int, target: memoryview) -> int:
-        """Fills target from the block at this offset of the image; returns how many bytes."""
+        """Encodes the block at this offset of the image into target; returns the encoded size."""
         runs = self._runs_of(offset, len(block))
         words = [_MAGIC, len(runs)]
         begin, end = 0, _HEAD.size + sum(_HEAD.size + 4 * _WIDTHS[kind] for _, kind in runs)
@@ -83,7 +84,7 @@ class PlanesEncoder:
         return end
 
     def _put_run(self, items: memoryview, kind: int, target: memoryview) -> list[int]:
-        """Fills target from a run's planes; returns their stored sizes."""
+        """Stores a run's planes in target; returns their stored sizes."""
         count = len(items) // _WIDTHS[kind]
         planes = [self._planes[at : at + count] for at in range(0, len(items), count)]
         split_planes(items, kind > _TURNED, planes)
@@ -94,7 +95,9 @@ class PlanesEncoder:
         return sizes
 
     def _runs_of(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """Returns size and kind of each run of a block: each grain is of the kind of its middle."""
+        """Returns size and kind of each run of a block. The kind of a grain is that of its
+        middle.
+        """
         runs: list[tuple[int, int]] = []
         even = nbytes - nbytes % _WIDTH_MAX
         for at in range(0, even, GRAIN_BYTES):
@@ -106,7 +109,7 @@ class PlanesEncoder:
 
 
 def _put(compressor: zstandard.ZstdCompressor, plane: memoryview, target: memoryview) -> int:
-    """Fills target from a plane, compressed if that makes it smaller; returns how many bytes."""
+    """Stores a plane in target, compressed if this makes it smaller; returns the stored size."""
     sample = _sample(plane)
     if len(compressor.compress(sample)) <= _SHARE_MAX * len(sample):
         frame = compressor.compress(plane)  # a stream into target would go through a buffer
@@ -118,7 +121,9 @@ def _put(compressor: zstandard.ZstdCompressor, plane: memoryview, target: memory
 
 
 def _sample(plane: memoryview) -> memoryview | bytes:
-    """Returns a few parts of a plane, which tell how it is best stored; of a small one, all."""
+    """Returns samples of a plane, by which its storage is chosen; a small plane is returned
+    entirely.
+    """
     step = len(plane) // _SAMPLES
     if step < 2 * _SAMPLE_BYTES:
         return plane
@@ -127,7 +132,7 @@ def _sample(plane: memoryview) -> memoryview | bytes:
 
 
 def decode(stored: bytes, block: memoryview) -> bool:
-    """Fills the block from what a PlanesEncoder made; returns False if it cannot."""
+    """Decodes the output of a PlanesEncoder into the block; returns False if it is damaged."""
     content = memoryview(stored)
     try:
         runs, at = _header(content, len(block))
@@ -145,7 +150,7 @@ def decode(stored: bytes, block: memoryview) -> bool:
 
 
 def _plane(stored: memoryview, count: int) -> memoryview | bytes:
-    """Returns a plane of `count` bytes. Raises ValueError, ZstdError: it is damaged."""
+    """Returns a plane of `count` bytes. Raises ValueError or ZstdError if it is damaged."""
     if len(stored) == count:
         return stored
     # Checked first, so that a forged size allocates no more than a block.
@@ -155,7 +160,7 @@ def _plane(stored: memoryview, count: int) -> memoryview | bytes:
 
 
 def frame_nbytes(stored: bytes, nbytes: int) -> int:
-    """Returns the size of what a PlanesEncoder made of a block of nbytes, if it can be decoded."""
+    """Returns the size of a PlanesEncoder's output for a block of nbytes, if it can be decoded."""
     runs, at = _header(stored, nbytes)
     return at + sum(sum(sizes) for _size, _kind, sizes in runs)
 
@@ -195,15 +200,15 @@ _REPEATED_BYTE = 1  # the kind of a block of zstd that is one byte, however ofte
 
 
 def padding_nbytes(nbytes: int) -> int:
-    """Returns the size of the skippable frame that fills the page after a frame of nbytes: 0, or at
-    least the 8 bytes of its header.
+    """Returns the size of the skippable frame that fills the page after a frame of nbytes. It is 0,
+    or at least the 8 bytes of the header.
     """
     rest = -nbytes % PAGE_BYTES
     return rest + PAGE_BYTES if 0 < rest < _SKIPPABLE_HEADER_BYTES else rest
 
 
 def _padding(nbytes: int) -> bytes:
-    """Returns the skippable frame behind a frame of nbytes; b"" if that needs none."""
+    """Returns the skippable frame after a frame of nbytes; b"" if none is needed."""
     if not (padding := padding_nbytes(nbytes)):
         return b""
     content = padding - _SKIPPABLE_HEADER_BYTES
@@ -221,7 +226,7 @@ def stored_nbytes_max(nbytes: int) -> int:
 
 
 class _Blocks:
-    """The blocks of an image of nbytes, of which only the last may be shorter than block_bytes."""
+    """The blocks of an image of nbytes; only the last may be shorter than block_bytes."""
 
     def __init__(self, nbytes: int, block_bytes: int) -> None:
         ensure(nbytes > 0 and block_bytes > 0, "an image that is coded has blocks")
@@ -233,7 +238,7 @@ class _Blocks:
         return min(self.block_bytes, self.nbytes - index * self.block_bytes)
 
     def index_of(self, memory: memoryview, offset: int) -> int:
-        """Returns the number of a transfer's block; a transfer is always of a whole block."""
+        """Returns the number of a transfer's block; each transfer is of one complete block."""
         index, inside = divmod(offset, self.block_bytes)
         is_whole = inside == 0 and index < self.count and len(memory) == self.size(index)
         ensure(is_whole, f"{len(memory)} bytes at {offset} are not a whole block")
@@ -241,23 +246,24 @@ class _Blocks:
 
 
 class Encoder(Protocol):
-    """Makes frames of blocks, one at a time."""
+    """Encodes blocks as frames, one at a time."""
 
     def encode(self, block: memoryview, offset: int, target: memoryview) -> int:
-        """Fills target from the block at this offset of the image, mostly without the GIL.
+        """Encodes the block at this offset of the image into target, mostly without the GIL.
 
         Returns:
-            The size of the frame: with its padding at most stored_nbytes_max(), as target has.
+            The size of the frame. With its padding it is at most stored_nbytes_max(), the size of
+                target.
         """
         ...
 
 
 class ZstdEncoder:
-    """Makes one frame of zstd of each block.
+    """Compresses each block as one zstd frame.
 
     Args:
-        level: zstd's. Level 1 compresses the exponents of floating-point weights as well as any
-            other level; negative levels do not compress them.
+        level: the zstd level. Level 1 compresses the exponents of floating-point weights as well as
+            any other level; negative levels do not compress them.
 
     Raises:
         ValueError: zstd has no such level.
@@ -272,14 +278,14 @@ class ZstdEncoder:
 
 
 def encoder_of(codec: str, runs: Sequence[ItemRun], block_bytes: int) -> Callable[[], Encoder]:
-    """Returns what makes an encoder for a thread: of an image with these runs, in such blocks."""
+    """Returns a function that makes a thread's encoder for an image with these runs and blocks."""
     if codec != "planes":
         return ZstdEncoder
     return partial(PlanesEncoder, runs, block_bytes)
 
 
 class _Workspace:
-    """An encoder and the memory for its frames, which is aligned to pages for O_DIRECT."""
+    """An encoder and the memory for its frames, aligned to pages for O_DIRECT."""
 
     def __init__(self, encoder: Encoder, block_bytes: int) -> None:
         self.encoder = encoder
@@ -287,7 +293,7 @@ class _Workspace:
         self._memory = mmap.mmap(-1, stored_nbytes_max(block_bytes))
 
     def stored(self, block: memoryview, offset: int) -> memoryview:
-        """Compresses a block, and pads it. The bytes last until the next call."""
+        """Compresses and pads a block. The returned bytes are valid until the next call."""
         target = memoryview(self._memory)
         nbytes = self.encoder.encode(block, offset, target)
         padding = _padding(nbytes)
@@ -300,13 +306,13 @@ class _Workspace:
 class FrameWriter:
     """Compresses the blocks of one image and writes their frames, one after the other, to a file.
 
-    Several threads may call transfer() at once, each with its own block and a workspace of a bit
-    more than a block, with planes of up to three. Compression and writes overlap; in between, a
-    block waits until the stored size of the one before it is known. Frames begin on a page and fill
-    whole pages in aligned memory, so the descriptor may have O_DIRECT; but the engine's job must
-    not be direct, for it would pad the last block.
+    Several threads may call transfer() at the same time, each with its own block. Each thread has a
+    workspace of slightly more than one block, for "planes" up to three blocks. Compression and
+    writes overlap; between them, a block waits until the stored size of the previous block is
+    known. Frames begin at a page and fill complete pages in aligned memory, so the descriptor may
+    have O_DIRECT; but the engine's job must not be direct, because it would pad the last block.
 
-    The first error ends the whole file: all other calls, even waiting ones, raise it too.
+    The first error ends the writing of the file: all other calls, even waiting ones, also raise it.
     """
 
     def __init__(
@@ -316,10 +322,10 @@ class FrameWriter:
         block_bytes: int,
         encoder: Callable[[], Encoder] = ZstdEncoder,
     ) -> None:
-        """Writes nothing yet.
+        """Stores the arguments; writes nothing.
 
         Args:
-            file: of any size: nothing is read or truncated.
+            file: the file, of any size; it is not read or truncated.
             nbytes: the size of the uncompressed image, at least 1.
             block_bytes: the size of its blocks, of which the last may be shorter.
             encoder: makes the encoder of a workspace.
@@ -339,17 +345,17 @@ class FrameWriter:
         self._failure: StorageError | None = None
 
     def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
-        """Writes one whole block and returns its size.
+        """Writes one complete block and returns its size.
 
         Args:
             kind: "write".
-            fd: the file's.
+            fd: the file's descriptor.
             memory: the block, uncompressed.
             offset: its offset in the uncompressed image.
 
         Raises:
-            StorageError: this or another block could not be written, or its turn did not come
-                within TURN_WAIT_S.
+            StorageError: this or another block could not be written, or this block's turn did not
+                come within TURN_WAIT_S.
         """
         ensure(kind == "write" and fd == self._file.fd, "a transfer of another file")
         index = self._blocks.index_of(memory, offset)
@@ -371,7 +377,8 @@ class FrameWriter:
         return len(memory)
 
     def frames(self) -> tuple[int, ...]:
-        """Returns each block's stored size, padding included; call it after the last transfer.
+        """Returns each block's stored size including the padding; call this after the last
+        transfer.
 
         Raises:
             StorageError: a block could not be written.
@@ -391,7 +398,7 @@ class FrameWriter:
             return _Workspace(self._encoder(), self._blocks.block_bytes)
 
     def _take_offset(self, index: int, nbytes: int) -> int:
-        """Waits until all blocks before this one have their offset; returns the block's own."""
+        """Waits until all earlier blocks have their offsets; returns this block's offset."""
         with self._changed:
             ensure(index >= len(self._frames), "a block was given twice")
             # The blocks before this one were begun earlier, and none of them waits for this one.
@@ -419,7 +426,7 @@ class FrameWriter:
             self._changed.notify_all()
 
     def _raise_failure(self) -> None:
-        """Raises the first failure as a new error, since raising one writes a traceback into it."""
+        """Raises a copy of the first failure, since raising an error changes its traceback."""
         first = self._failure
         if first is not None:
             raise StorageError(first.op, first.path, first.errno or errno.EIO, first.offset)
@@ -428,9 +435,9 @@ class FrameWriter:
 class FrameReader:
     """Reads blocks of an image from the frames that a FrameWriter wrote.
 
-    Several threads may call transfer(), for any blocks in any order. The caller has to verify the
-    bytes: a frame that cannot be decoded gives zeros. Padding is not needed to decode a frame, so
-    that a read does not depend on it; but `zstd -d` does.
+    Several threads may call transfer(), for any blocks in any order. The caller must verify the
+    bytes, because a frame that cannot be decoded is read as zeros. Reads ignore the padding of
+    frames, but `zstd -d` needs it.
     """
 
     def __init__(
@@ -443,20 +450,20 @@ class FrameReader:
         kept: dict[int, bytes] | None = None,
         unpadded: list[int] | None = None,
     ) -> None:
-        """Reads nothing yet.
+        """Stores the arguments; reads nothing.
 
         Args:
             file: the compressed file, open without O_DIRECT.
             nbytes: the size of the uncompressed image, at least 1.
             block_bytes: the size of its blocks, of which the last may be shorter.
             frames: each block's stored size, as FrameWriter.frames() returned them.
-            codec: the one that the file was written with.
-            kept: receives each block's frame as it is in the file, by block number.
-            unpadded: receives the numbers of the blocks whose frame was decoded, but does not have
-                the padding that a FrameWriter writes behind it.
+            codec: the codec with which the file was written.
+            kept: receives each block's frame as stored, by block number.
+            unpadded: receives the numbers of the blocks whose frames were decoded but lack the
+                padding of a FrameWriter.
 
         Raises:
-            CorruptCheckpoint: no writer can have returned such frames.
+            CorruptCheckpoint: no FrameWriter can have written frames of these sizes.
         """
         self._file, path = file, file.path
         self._blocks = _Blocks(nbytes, block_bytes)
@@ -478,12 +485,12 @@ class FrameReader:
         self._kept, self._unpadded = kept, unpadded
 
     def transfer(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
-        """Reads one whole block and returns its size. A damaged frame gives zeros, which the
-        block's checksum reveals.
+        """Reads one complete block and returns its size. A damaged frame is read as zeros, which
+        the block's checksum reveals.
 
         Args:
             kind: "read".
-            fd: the file's.
+            fd: the file's descriptor.
             memory: receives the block, uncompressed.
             offset: its offset in the uncompressed image.
 
@@ -515,7 +522,9 @@ class FrameReader:
 
 
 def _frame_nbytes(stored: bytes, _nbytes: int) -> int:
-    """Returns the size of the frame at the beginning of `stored`, which can be decompressed."""
+    """Returns the size of the frame at the beginning of `stored`, which was already
+    decompressed.
+    """
     at, is_last = zstandard.frame_header_size(stored), 0
     # RFC 8878, 3.1.1.2: three bytes before each of the frame's own blocks.
     while not is_last and at < len(stored):
@@ -526,7 +535,9 @@ def _frame_nbytes(stored: bytes, _nbytes: int) -> int:
 
 
 def _decompress(stored: bytes, target: memoryview) -> bool:
-    """Fills target from the frame at the beginning of `stored`; returns False if it cannot."""
+    """Decompresses the frame at the beginning of `stored` into target; returns False if this
+    fails.
+    """
     try:
         # Checked first, so that a forged size or window allocates no more than a block.
         if zstandard.frame_content_size(stored) != len(target):

@@ -1,5 +1,5 @@
-"""The GPUs of one process: the CUDA driver, a queue of copies for each device, and which memory a
-save reads from them, in which order with other work.
+"""The GPUs of one process: the CUDA driver, a queue of copies for each device, the device memory
+that a save reads, and the order of its copies among other work.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ LIBRARY = "libcuda.so.1"
 
 
 class DeviceSources:
-    """The memory of devices that one save reads. Its copies come after all work that the current
-    streams had when this was made.
+    """The device memory that one save reads. The copies run after all work that was queued on the
+    current streams at the time of construction.
 
     Attributes:
-        ranges: ascending address ranges with the queue of the device of each, for the engine.
+        ranges: ascending address ranges, each with the queue of its device, for the engine.
         device: the first range's device; None if there is no range.
     """
 
@@ -49,7 +49,7 @@ class DeviceSources:
 
     def lead(self) -> bool:
         """Makes the calling thread's current streams wait for the queued copies. Returns False if
-        they cannot, so that the caller has to wait.
+        this is impossible, so that the caller has to wait.
         """
         try:
             for ordinal, queue in self._queues.items():
@@ -64,18 +64,19 @@ class DeviceSources:
         self._waits.clear()
 
     def stall_s(self) -> float | None:
-        """Returns how many seconds streams waited for copies; None while one still waits."""
+        """Returns how many seconds streams waited for copies; None while a stream still waits."""
         seconds = [wait.seconds() for wait in list(self._waits)]
         return None if any(value < 0 for value in seconds) else sum(seconds, 0.0)
 
 
 class Devices:
-    """The GPUs of one process. The driver is not loaded before torch uses a GPU.
+    """The GPUs of one process. The driver is loaded only when torch uses a GPU.
 
     Args:
         kind: torch's name for this type of device.
-        runtime: torch's module for it: is_initialized(), current_stream(ordinal).cuda_stream,
-            is_available(), init(), current_device(), device_count().
+        runtime: torch's module for this type: is_initialized(),
+            current_stream(ordinal).cuda_stream, is_available(), init(), current_device(),
+            device_count().
         library: the driver's name or path.
     """
 
@@ -94,16 +95,16 @@ class Devices:
         self._warned: set[str] = set()
 
     def readable(self) -> frozenset[str]:
-        """Returns the types of devices from which staging itself can copy, "cpu" included."""
+        """Returns the device types from which staging can copy directly, including "cpu"."""
         return frozenset(("cpu", self._kind) if self._loaded() else ("cpu",))
 
     def in_use(self) -> bool:
-        """Whether this process already uses such devices."""
+        """Whether this process already uses devices of this type."""
         return not self._refused and bool(self._runtime.is_initialized())
 
     def target(self, location: str | None = None) -> torch.device | None:
-        """Initialises and returns the device that torch.load means by a location, or the current
-        one; None if nothing can be copied there.
+        """Initialises and returns the device for a location of torch.load (None: the current
+        device); returns None if nothing can be copied to it.
         """
         location = self._kind if location is None else location
         if not location.startswith(self._kind) or self._refused:
@@ -138,10 +139,12 @@ class Devices:
             return self._driver is not None
 
     def reads(self, storages: Iterable[torch.UntypedStorage]) -> DeviceSources:
-        """Returns the device memory of these storages, as work on the current streams leaves it.
+        """Returns the device memory of these storages, to be read after the work on the current
+        streams.
 
         Raises:
-            DeviceError: the driver refuses, or a current stream is being captured into a graph.
+            DeviceError: the driver refuses a request, or a current stream is being captured into a
+                graph.
         """
         ranges_of: dict[int, list[tuple[int, int]]] = {}
         ordinals: dict[torch.device, int | None] = {}  # a device's attributes take long
@@ -175,7 +178,7 @@ class Devices:
         return DeviceSources(self._runtime, queues, ranges_read, torch.device(self._kind, first))
 
     def queue(self, device: torch.device) -> _engine.DeviceQueue:
-        """Returns the queue of a device that target() gave.
+        """Returns the queue of a device that target() returned.
 
         Raises:
             DeviceError: the driver refuses.
@@ -198,11 +201,11 @@ class Devices:
         return self._driver
 
     def text(self, code: int) -> str:
-        """Returns the driver's text for one of its codes."""
+        """Returns the driver's text for an error code."""
         return str(code) if self._driver is None else self._driver.text(code)
 
     def warn_unpinned(self, code: int) -> str:
-        """Logs once that staging memory cannot be pinned, and returns why."""
+        """Logs once that staging memory cannot be pinned, and returns the reason."""
         reason = f"staging memory is not pinned: {self.text(code)}"
         with self._lock:
             new = reason not in self._warned
@@ -212,13 +215,15 @@ class Devices:
         return reason
 
     def abandon(self) -> list[object]:
-        """Forgets everything, and returns it, so that the caller can keep it from being freed."""
+        """Drops all references and returns the objects, so that the caller can keep them from being
+        freed.
+        """
         objects: list[object] = [*self._queues.values(), self._driver]
         self._queues, self._driver, self._refused = {}, None, True
         return objects
 
     def close(self) -> None:
-        """Frees the queues, on which nothing may be in flight."""
+        """Frees the queues; no transfer may be in flight on them."""
         with self._lock:
             queues, self._queues = self._queues, {}
         for queue in queues.values():
@@ -226,7 +231,7 @@ class Devices:
 
 
 def _merged(bounds: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns disjoint, ascending ranges that cover these; storages may share memory."""
+    """Returns disjoint, ascending ranges that cover these, which may overlap."""
     merged: list[tuple[int, int]] = []
     for begin, end in sorted(bounds):
         if merged and begin < merged[-1][1]:

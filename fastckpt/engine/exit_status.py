@@ -1,6 +1,7 @@
-"""The exit status of this process, which Python has settled before the functions of atexit run.
+"""The exit status of this process, which Python determines before it calls atexit functions.
 
-So the engine has libc call it after Python has ended, when all is flushed and all others have run.
+So the engine makes libc call a function that changes the status after Python has ended, when all
+files are flushed and all other exit functions have run.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from fastckpt import _engine
 
 
 def fail_exit(words: str) -> None:
-    """Has the process end with status 1 in the place of 0, and with these words on stderr."""
+    """Makes the process exit with status 1 instead of 0, and with this text on stderr."""
     fd = -1
     with suppress(Exception):  # there is no stderr, or the program has closed it
         assert sys.__stderr__ is not None

@@ -1,5 +1,5 @@
-"""GPUDirect Storage: cuFile's library, the registered blocks, and the choice, with its reason,
-whether bytes go between a GPU and a file by cuFile or through the host.
+"""GPUDirect Storage: cuFile's library, the registered blocks, and the choice between cuFile and
+copies through the host, with its reason.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ THREADS = 8  # that is, transfers under way at a time
 
 
 class GdsDevice:
-    """The registered blocks of one GPU, and the threads that transfer them. close() frees all.
+    """The registered blocks of one GPU, and the threads that transfer them. close() frees both.
 
     Attributes:
         stage: the blocks, for the engine.
@@ -33,8 +33,8 @@ class GdsDevice:
         self._threads = _engine.threads_backend(THREADS)
 
     def begin_file(self, fd: int) -> tuple[_engine.GdsSink, str]:
-        """Registers a file. Returns what transfers blocks of the GPU by cuFile, and all others as
-        backends do; and cuFile's mode for the file with the reason, in words.
+        """Registers a file. Returns a sink that transfers blocks of the GPU by cuFile and all
+        others like a backend, and a text with cuFile's mode for the file and the reason.
         """
         sink = _engine.GdsSink(fd, self._blocks, self._threads)
         name, why = sink.mode()
@@ -42,7 +42,7 @@ class GdsDevice:
 
     def end_file(self, sink: _engine.GdsSink) -> tuple[int, int, str]:
         """Deregisters a file after its last transfer. Returns how many bytes cuFile moved, how many
-        bytes of the GPU went through the host, and why, or "".
+        bytes of the GPU went through the host, and the reason for the latter ("" if none).
         """
         return sink.end()
 
@@ -53,7 +53,7 @@ class GdsDevice:
 
 
 class Gds:
-    """GPUDirect Storage of one process. cuFile is not loaded before GPUDirect is asked for.
+    """GPUDirect Storage of one process. cuFile is loaded when GPUDirect is first requested.
 
     Args:
         library: cuFile's name or path.
@@ -77,11 +77,12 @@ class Gds:
         self._warned: set[str] = set()
 
     def way(self, staging: str, queue: _engine.DeviceQueue | None) -> tuple[GdsDevice | None, str]:
-        """Returns what moves bytes between a GPU and a file, or None for the host, and the reason.
+        """Returns the blocks for transfers between a GPU and files, or None for copies through the
+        host; and the reason.
 
         Args:
             staging: "host" or "gds".
-            queue: the GPU's; None if there is none.
+            queue: the GPU's queue; None if there is none.
         """
         if staging == "host" or queue is None:
             return None, ""
@@ -91,7 +92,7 @@ class Gds:
         return direct, refusal
 
     def _of(self, queue: _engine.DeviceQueue) -> tuple[GdsDevice | None, str]:
-        """Returns a GPU's blocks, made at the first call; or None and why there are none."""
+        """Returns a GPU's blocks, which the first call creates; or None and the reason."""
         with self._lock:
             if self._refusal:
                 return None, self._refusal
@@ -108,7 +109,7 @@ class Gds:
                 return None, f"no GPUDirect Storage: {str(error) or 'memory is short'}"
 
     def warn(self, reason: str) -> None:
-        """Logs once why blocks go through the host though GPUDirect was chosen."""
+        """Logs once the reason why blocks go through the host although GPUDirect was chosen."""
         with self._lock:
             new = reason not in self._warned
             self._warned.add(reason)
@@ -116,13 +117,15 @@ class Gds:
             log.warning("%s; data on GPUs is copied to the host instead", reason)
 
     def abandon(self) -> list[object]:
-        """Forgets everything, and returns it, so that the caller can keep it from being freed."""
+        """Drops all references and returns the objects, so that the caller can keep them from being
+        freed.
+        """
         objects: list[object] = [self._library, *self._direct.values()]
         self._library, self._direct, self._refusal = None, {}, "the process has forked, or ends"
         return objects
 
     def close(self) -> None:
-        """Frees blocks and threads; nothing may be in flight."""
+        """Frees blocks and threads; no transfer may be in flight."""
         with self._lock:
             direct, self._direct = self._direct, {}
             self._library, self._refusal = None, ""

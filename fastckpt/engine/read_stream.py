@@ -1,5 +1,5 @@
-"""Streams give the bytes of one file in blocks, each verified before the call succeeds: their
-protocol, their faults, and the stream that the engine makes.
+"""Streams, which read one file in blocks and verify each block before the call succeeds: their
+protocols, their faults, and the engine's stream.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ DAMAGE, PEERS = "verify", "broadcast"  # operations of a Fault that are not syst
 
 
 class Fault(NamedTuple):
-    """The reason why a stream cannot give the bytes asked for.
+    """The reason why a stream cannot return the requested bytes.
 
     Attributes:
-        op: what failed: "read"; "copy" to a device; DAMAGE, if a block has another CRC-32 than
-            expected; PEERS, if another rank no longer takes part.
+        op: the failed operation: "read"; "copy" to a device; DAMAGE, if a block's CRC-32 is wrong;
+            PEERS, if another rank no longer takes part.
         at: the offset in the file; for DAMAGE the block's number.
         errno: a read's errno, or the driver's code for a copy.
-        text: the driver's text for a copy; for PEERS what became of the other rank.
-        ranks: for PEERS those ranks, as far as known.
+        text: the driver's text for a copy; for PEERS the other rank's failure.
+        ranks: for PEERS the ranks that do not take part, as far as known.
     """
 
     op: str
@@ -35,36 +35,36 @@ class Fault(NamedTuple):
 
 
 class ReadStream(Protocol):
-    """The verified bytes of a file, for one reader. close() ends what is under way.
+    """The verified bytes of a file, for one reader. close() cancels reads in flight.
 
-    When a method returns False, fault() says why, and the stream is of no more use.
+    If a method returns False, fault() returns the reason, and the stream can no longer be used.
 
     Attributes:
-        defers: whether a large storage should be read only when its device is known.
+        defers: whether to read a large storage only after its device is known.
     """
 
     defers: bool
 
     def readinto(self, target: Any, offset: int) -> bool:
-        """Fills memory of the host with the bytes from offset on."""
+        """Fills host memory with the bytes from offset on."""
 
     def fill(self, storage: torch.UntypedStorage, offset: int, devices: Sequence[Any]) -> bool:
-        """Fills a storage; one among `devices` is full only when arrive() returns."""
+        """Fills a storage; if it is in a range of `devices`, it is complete only after arrive()."""
 
     def arrive(self) -> bool:
-        """Waits for bytes on their way to devices."""
+        """Waits for copies to devices."""
 
     def fault(self) -> Fault | None:
         """Returns the stream's fault, or None."""
 
     def abandon(self) -> None:
-        """Closes a stream that nobody has read from, without waiting for other ranks."""
+        """Closes a stream that was not read from, without waiting for other ranks."""
 
     def close(self) -> None: ...
 
 
 class StridedReadStream(ReadStream, Protocol):
-    """A stream of one rank alone, which also moves runs of bytes with strides."""
+    """A stream of a single rank that can also copy strided runs of bytes."""
 
     defers: bool = True
 
@@ -73,7 +73,9 @@ class StridedReadStream(ReadStream, Protocol):
         return self.read_runs(runs, list(devices))
 
     def read_runs(self, runs: Any, devices: list[Any]) -> bool:
-        """Copies ascending rows (see CopyRow), an array of integers, to the host or `devices`."""
+        """Copies rows (see CopyRow), given as an array in ascending order, to the host or
+        `devices`.
+        """
 
     def nbytes_read(self) -> int:
         """Returns how many bytes of the file were read or are being read."""
@@ -83,7 +85,7 @@ class StridedReadStream(ReadStream, Protocol):
 
 
 class EngineReadStream(StridedReadStream):
-    """The engine's stream, with its descriptor and its own engine if it has one.
+    """The engine's stream, with its descriptor and, if it has one, its own engine.
 
     Reading after close() raises ValueError.
     """
@@ -113,7 +115,9 @@ class EngineReadStream(StridedReadStream):
         return self._stream.nbytes_read()
 
     def beside(self, other: EngineReadStream) -> None:
-        """Notes that both have the same reader, who must not wait for memory the other holds."""
+        """Records that both streams have the same reader, which must not wait in one for memory
+        that the other holds.
+        """
         self._stream.beside(other._stream)
 
     def fault(self) -> Fault | None:
@@ -132,4 +136,4 @@ class EngineReadStream(StridedReadStream):
 
 
 def _nothing() -> None:
-    """Does nothing: the file is closed, and its descriptor may be another file's by now."""
+    """Does nothing, because the file is closed and its descriptor may belong to another file."""

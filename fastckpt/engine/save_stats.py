@@ -1,4 +1,4 @@
-"""SaveStats: what a save has done by when, on this rank and on the others."""
+"""SaveStats: the times and sizes of one save, on this rank and on the others."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _NO_WRITES = (0,) * len(WRITE_SIZES)
 
 
 class RankClocks(NamedTuple):
-    """The bytes and the clocks of one rank of a save. Clocks are seconds since it called save();
-    they are not a number if the rank did not get there.
+    """The bytes and the clocks of one rank of a save. Clocks are seconds since the rank called
+    save(), or NaN if the rank did not reach that point.
 
-    Attributes: as those of SaveStats, for that rank; synced_s is also when it began to wait for the
-    others and the commit.
+    The attributes are those of SaveStats, for that rank. At synced_s the rank begins to wait for
+    the others and the commit.
     """
 
     nbytes: int
@@ -44,23 +44,23 @@ class RankClocks(NamedTuple):
 
     @classmethod
     def of(cls, stats: SaveStats) -> RankClocks:
-        """Returns those of this rank, so far."""
+        """Returns the current bytes and clocks of this rank."""
         clocks = (getattr(stats, name) for name in cls._fields[1:-1])
         values = (nan if clock is None else clock for clock in clocks)
         return cls._make([stats.nbytes, *values, stats.writes])
 
     def to_bytes(self) -> bytes:
-        """Returns them as CLOCKS_BYTES bytes, for the first rank."""
+        """Encodes bytes and clocks in CLOCKS_BYTES bytes, to send them to the first rank."""
         return _CLOCKS.pack(*self[:-1], *self.writes)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> RankClocks:
-        """Returns what to_bytes() made."""
+        """Decodes the result of to_bytes()."""
         values = _CLOCKS.unpack(content)
         return cls._make([*values[: -len(WRITE_SIZES)], values[-len(WRITE_SIZES) :]])
 
     def phases(self) -> dict[str, float]:
-        """Returns the seconds that each phase took."""
+        """Returns the duration of each phase in seconds."""
         clocks = {**self._asdict(), "": 0.0}
         return {name: clocks[end] - clocks[begin] for name, begin, end in PHASES}
 
@@ -71,46 +71,51 @@ CLOCKS_BYTES = _CLOCKS.size
 
 @dataclass
 class SaveStats:
-    """Clocks and facts of one save. Times are seconds since save() was called, None until then.
+    """The statistics of one save. Times are seconds since the call of save(), or None if that point
+    is not reached.
 
     Attributes:
-        stall_s: when save() returned, that is, how long the caller was blocked. With the step
-            fence, the time that its optimizer waited is added.
-        captured_s: when what is to be saved had been found, and the objects pickled.
-        staged_s: when everything had been copied, so that the caller might change the object.
-        opened_s: when the files of this process had been opened.
+        stall_s: how long save() blocked the caller. With the step fence it includes the wait in the
+            optimizer's step.
+        captured_s: when all tensors had been found and all objects pickled.
+        staged_s: when everything had been copied, so that the object could be changed.
+        opened_s: when this process's files had been opened.
         written_s: when the last byte had been transferred.
-        synced_s: when the files of this process were durable, or with durable=False complete.
-        committed_s: when the file was durable (with durable=True) and visible under its name; with
-            a local tier, in the root.
-        local_committed_s: when the step was committed in the local tier, on every node; None also
-            if there is no such tier, or the step went straight to the root.
+        synced_s: when this process's files were durable, or complete if durable=False.
+        committed_s: when the checkpoint was visible under its name, and durable unless
+            durable=False; with a local tier, in the root.
+        local_committed_s: when the step was committed in the local tier on every node; None also if
+            there is no tier or the step bypassed it.
         replicated_s: when every rank's files had been copied to the memory of its neighbours; None
-            also without a Memory's peers.
-        replicas_why: why some are not there, in words, with ranks and addresses; else "".
-        local_why: why the step went straight to the root past a local tier, in words; else "".
-        nbytes: the bytes that this process writes, before a codec: the file, its part of it, or its
-            files of a step. 0 if torch.save wrote to an object without a position, as a socket.
+            also if there are no peers.
+        replicas_why: the reason, with ranks and addresses, why some of these copies are missing;
+            else "".
+        local_why: the reason why the step bypassed the local tier; else "".
+        nbytes: the bytes that this process writes, before compression: the file, its part of the
+            file, or its files of a step. 0 if torch.save wrote to an object without a position,
+            such as a socket.
         ranks: how many ranks save together.
-        total_nbytes: the bytes that all ranks write; known on the first rank, when all are done.
-        stored_nbytes: the size of all files of a step, after a codec; known as total_nbytes is.
-        by_rank: the clocks of all ranks; known on the first rank, when all are done.
-        staged_bytes_max: the most bytes of staging memory that the save held at a time.
+        total_nbytes: the bytes that all ranks write; known on the first rank after all have
+            finished.
+        stored_nbytes: the size of all files of a step, after compression; known like total_nbytes.
+        by_rank: the clocks of all ranks; known on the first rank after all have finished.
+        staged_bytes_max: the peak of the staging memory that the save held, in bytes.
         backend: "io_uring" or "threads"; "stock" if torch.save itself wrote to the target.
-        direct, why: whether O_DIRECT was used; why it and the backend were chosen, in words.
-        pacing: the limits that were asked for and this rank's share of them, in words; or "".
-        paced_s: how long writing waited for these limits.
-        memory_waited_s: how long nothing was copied because no staging memory was free, that is,
-            because writing is slower; summed over the files.
-        writes: how many writes this process made, by their size: at most 4 KiB, 64 KiB, 1 MiB,
-            4 MiB, and more. Indexes and the commit record are not among them. With a codec, and in
-            an export, it counts the blocks that are handed over, and not the writes made of them.
-        staging: "host" if nothing lay on a GPU, else the kind of memory that was copied to,
+        direct, why: whether O_DIRECT was used, and the reason for this and for the backend.
+        pacing: the requested limits on the rate and this rank's share, as a text; or "".
+        paced_s: how long writes waited because of these limits.
+        memory_waited_s: how long copies waited for staging memory, because writes were slower than
+            copies; summed over the files.
+        writes: how many writes this process made in each size class: up to 4 KiB, 64 KiB, 1 MiB, 4
+            MiB, and above. Indexes and the commit record are not counted. With a codec and in an
+            export, blocks are counted instead of the resulting writes.
+        staging: "host" if no tensor was on a GPU, else the kind of memory that received the copies,
             "pinned" or "pageable".
-        staging_why: why it was that, in words.
-        d2h_s, d2h_gbps: how long the slowest GPU copied; 10^9 bytes a second of all GPUs in that.
-        gpu_stall_s: how long streams of the caller waited for copies, by the GPU's clock; None also
-            if they still wait when the checkpoint commits.
+        staging_why: the reason for the value of staging.
+        d2h_s, d2h_gbps: how long the slowest GPU copied; the rate of all GPUs together in that
+            time, in 10^9 bytes a second.
+        gpu_stall_s: how long the caller's streams waited for copies, by the GPU's clock; None also
+            if they still waited at the commit.
     """
 
     stall_s: float | None = None
@@ -144,8 +149,8 @@ class SaveStats:
     gpu_stall_s: float | None = None
 
     def spans(self) -> list[tuple[str, float, float]]:
-        """Returns the phases that the save has come through, with the seconds of their begin and
-        end: those of PHASES, "commit" and, with a local tier, "drain" from there to the root.
+        """Returns the finished phases of the save, each with the seconds of its begin and end:
+        those of PHASES, "commit" and, with a local tier, "drain".
         """
         clocks = {**vars(self), "": 0.0, "first_s": self.local_committed_s or self.committed_s}
         ends = [*PHASES, ("commit", "synced_s", "first_s")]
@@ -176,14 +181,14 @@ class SaveStats:
 
 
 class Progress(NamedTuple):
-    """How many bytes of its part a process has written, of how many."""
+    """How many bytes of its part a process has written so far, and their total."""
 
     written: int
     total: int
 
 
 def profile_of(stats: SaveStats) -> dict[str, Any]:
-    """Returns where the time of a save went; see SaveHandle.profile()."""
+    """Returns the times of a save's phases; see SaveHandle.profile()."""
     ranks = stats.by_rank or (RankClocks.of(stats),)
     total = stats.total_nbytes if stats.total_nbytes is not None else stats.nbytes
     committed_s = stats.committed_s
@@ -224,8 +229,9 @@ def _plain(value: Any) -> Any:
 
 
 def slowest_of(ranks: Sequence[RankClocks]) -> tuple[int, str, float] | None:
-    """Returns the rank whose files were durable last, the phase in which it took most longer than
-    the median of all ranks, or of a rank alone the longest one, and how long that was.
+    """Returns the rank whose files were durable last, a phase of that rank and the phase's
+    duration. It is the phase that exceeds the median of all ranks most; if there is only one rank,
+    its longest phase.
     """
     numbers = [number for number, its in enumerate(ranks) if not isnan(its.synced_s)]
     if not numbers:

@@ -1,6 +1,7 @@
-"""Slot: a mapped file in memory that an image is staged in, each block where it belongs.
+"""Slot: a memory-mapped file on a tmpfs in which an image is staged, each block at its final
+offset.
 
-The file has all of its pages already: new ones cost several times what the copy does.
+All pages of the file already exist, since new pages cost several times as much as the copy.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from fastckpt.storage.file_system import Storage
 
 
 class Slot:
-    """A file that nobody opens by its name but to take it. Once mapped it stays mapped here, also
-    while it has another name and use.
+    """A recycled file, which processes open by its name only in order to take it. Once mapped, it
+    stays mapped in this process, even while it is in use under another name.
 
     Attributes:
-        path: as it was named when it was last taken.
-        fd: a descriptor, the one that the mapping has, too: see _is_alone().
-        of_engine: the mapping, once there is one.
+        path: the file's path when it was last taken.
+        fd: a descriptor, which the mapping also uses: see _is_alone().
+        of_engine: the mapping, after map().
 
     Raises:
         OSError: it cannot be opened.
@@ -37,7 +38,7 @@ class Slot:
         self.fd = storage.open(path, "write")
 
     def map(self, nbytes: int) -> None:
-        """Maps so many bytes, all that the file has; raises OSError."""
+        """Maps the file, which has this size; raises OSError."""
         try:
             self.of_engine = _engine.Landing(self.fd, nbytes, BLOCK_BYTES)
         except (RuntimeError, MemoryError) as error:
@@ -45,17 +46,17 @@ class Slot:
 
     @property
     def is_taken(self) -> bool:
-        """Whether something is staged there, or was, and is still to be written."""
+        """Whether an image is staged in the file, or the staged bytes are still to be written."""
         return self._lock is not None
 
     @property
     def is_removed(self) -> bool:
-        """Whether the file has no name any more, so that only this mapping keeps its memory."""
+        """Whether the file has lost its name, so that only this mapping keeps its memory."""
         return self._storage.fstat(self.fd).st_nlink == 0
 
     def take(self, path: str, nbytes: int) -> bool:
-        """Takes the file, by its name, for an image of as many pages; returns False, with nothing
-        changed, if anybody may see what it holds: whoever has it open may be reading it.
+        """Takes the file by its name for an image of the same number of pages. Returns False
+        without a change if another process has it open, because that process may be reading it.
         """
         storage = self._storage
         if self.is_taken or not _is_alone(self.fd):
@@ -72,19 +73,19 @@ class Slot:
         return False
 
     def release(self) -> None:
-        """Gives the file back: nothing of what is staged there is needed any more. Idempotent."""
+        """Gives the file back, when its content is not needed any more. Idempotent."""
         lock, self._lock = self._lock, None
         if lock is not None:
             close_quietly(self._storage, lock)
 
     def close(self) -> None:
-        """Forgets the file, and its memory if it was removed."""
+        """Closes and unmaps the file, which frees its memory if it was removed."""
         self.__dict__.pop("of_engine", None)
         close_quietly(self._storage, self.fd)
 
 
 def _is_alone(fd: int) -> bool:
-    """Returns whether no other open file, nor a mapping by way of one, leads to what fd does."""
+    """Returns whether the file of fd has no other open descriptor or mapping."""
     try:
         # Whoever opens it meanwhile waits a moment; this one is told by a signal that nobody needs.
         fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)

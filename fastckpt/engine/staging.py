@@ -1,6 +1,6 @@
-"""The staging resources of one process: the engine with its budget and threads, its backends, the
-choice of a file's route, and the hook by which an optimizer waits. It must not know formats or what
-a commit is.
+"""The staging resources of one process: the engine with its budget and threads, the backends, the
+choice of a file's route, and the hook that makes optimizers wait. It must not know formats or
+commits.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from fastckpt.storage.policies import Policy
 
 
 def default_budget_bytes() -> int:
-    """Returns $FASTCKPT_STAGING_BYTES, else half of the memory available to this process now,
-    divided by the number of ranks on the machine if a launcher tells it; but no more than half of
-    the address space that is left: threads need some, too.
+    """Returns $FASTCKPT_STAGING_BYTES, or, if it is not set, half of the memory available to this
+    process now, divided by a launcher's number of ranks on the machine. The default is at most half
+    of the free address space, since threads also need some.
     """
     nbytes = environment.staging_bytes(least=BLOCK_BYTES)
     if nbytes is None:
@@ -75,14 +75,14 @@ _E4M3_FINITE = 5
 
 
 class Elements(NamedTuple):
-    """Elements that a rank writes, which follow each other in its image.
+    """A run of one tensor's elements that a rank writes, contiguous in its image.
 
     Attributes:
-        nbytes: of the image, which they are.
+        nbytes: their size in the image.
         held, stored: their dtypes in memory and in the file.
-        offset: where in the file their tensor begins.
-        rows: as boxes.copies() gives them, in elements of the tensor and of these; all of them of
-            as many runs, as long, and as far apart.
+        offset: the offset of their tensor in the file.
+        rows: the result of boxes.copies(), in elements of the tensor and of this run; all rows have
+            the same number of runs, length and strides.
     """
 
     nbytes: int
@@ -93,14 +93,15 @@ class Elements(NamedTuple):
 
 
 class Scatterer:
-    """Writes the blocks of one image, one rank's part of a file, to where they belong there.
+    """Writes the blocks of one image, which is one rank's part of a file, to their positions in the
+    file.
 
     Args:
         nbytes: the size of the file.
-        elements: what the image is made of, in its order. None of them lies across two blocks.
+        elements: the runs that form the image, in order. No element crosses a block's end.
 
     Attributes:
-        of_engine: the engine's part, which gets each block.
+        of_engine: the engine's object, which receives each block.
     """
 
     def __init__(self, nbytes: int, elements: Sequence[Elements]) -> None:
@@ -120,12 +121,14 @@ class Scatterer:
         return self.of_engine.written()
 
     def lossy(self) -> set[int]:
-        """Returns the numbers of the elements that hold what has not stayed finite as converted."""
+        """Returns the numbers of the runs with finite values that the conversion made infinite or
+        NaN.
+        """
         return self.of_engine.lossy()
 
     def whole_page(self) -> int | None:
-        """Returns the offset in the file of a page that only this rank writes to, if it is worth
-        writing without the page cache.
+        """Returns the offset in the file of a page that only this rank writes, if writes without
+        the page cache are worthwhile.
         """
         return self.of_engine.whole_page()
 
@@ -139,36 +142,38 @@ def number_of(dtype: torch.dtype) -> int:
 
 @cache
 def _is_finite() -> bool:
-    """Whether torch makes the largest number, and not NaN, of what is too large for E4M3."""
+    """Whether torch converts values that are too large for E4M3 to its largest number, not to
+    NaN.
+    """
     large = torch.tensor([1e9], dtype=torch.float32, device="cpu")
     return not bool(large.to(torch.float8_e4m3fn).to(torch.float32).isnan())
 
 
 @dataclass
 class _Held:
-    """The transfers on their way to one descriptor, and the contexts to leave after them."""
+    """The unfinished transfers to one descriptor, and the contexts to leave after them."""
 
     transfers: list[Callable[[], bool]] = field(default_factory=list)
     files: ExitStack | None = None
 
 
 class HungTransfers:
-    """The transfers of one process that hang. Their blocks stay taken from the staging budget."""
+    """The hung transfers of one process. The staging budget does not get their blocks back."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: dict[int, _Held] = {}  # by descriptor
 
     def add(self, fd: int, has_returned: Callable[[], bool]) -> None:
-        """Keeps a transfer to fd until it has returned, which has_returned tells; a thread has a
-        negative number in the place of fd.
+        """Keeps a transfer to fd until has_returned() is true. For a thread, fd is a negative
+        number.
         """
         with self._lock:
             self._held.setdefault(fd, _Held()).transfers.append(has_returned)
 
     def take_over(self, fd: int, files: ExitStack) -> bool:
-        """Takes over the contexts that close fd, if a transfer to it is here: another file that got
-        its number would be written to. Returns whether it has.
+        """Takes over the contexts that close fd, if there is a transfer to it; returns whether it
+        did. If fd were closed and its number reused, the transfer would write to another file.
         """
         with self._lock:
             entry = self._held.get(fd)
@@ -177,8 +182,8 @@ class HungTransfers:
             return entry is not None
 
     def sweep(self) -> bool:
-        """Leaves the contexts of the files to which nothing is on its way any more, as after an
-        error. Returns whether nothing hangs any more.
+        """Leaves, like after an error, the contexts of files whose transfers have all returned.
+        Returns whether no transfer hangs any more.
         """
         with self._lock:
             done = {
@@ -215,18 +220,18 @@ _WARM_BYTES = 64 << 20  # at a time
 
 
 class Fenced(Protocol):
-    """A save whose copies steps of optimizers wait for."""
+    """A save for whose copies the steps of optimizers wait."""
 
     def done(self) -> bool:
         """Returns whether it has ended."""
 
     def before_step(self) -> bool:
-        """Waits until its state may change; returns whether all is copied."""
+        """Waits until its state may be changed; returns whether everything is copied."""
 
 
 class Route(NamedTuple):
-    """The way one file is read or written: by which backend, or by what uses its threads for this
-    file alone; with O_DIRECT or not, and why.
+    """How one file is read or written: the backend, or an object that uses its threads for this
+    file only; whether O_DIRECT is used; and the reason.
     """
 
     sink: _engine.Sink
@@ -241,10 +246,10 @@ class Staging:
     """The engine of one process with its backends, GPUs and step fence. close() frees all of it.
 
     Args:
-        storage: the seam to the file system; also an attribute, as is `hung`.
+        storage: the access to the file system; also an attribute, like `hung`.
         budget_bytes: the limit of staging memory; default: $FASTCKPT_STAGING_BYTES, else half of
             the memory available when the first save begins.
-        devices: the GPUs whose memory is copied beside compute.
+        devices: the GPUs whose memory is copied in parallel with computation.
         gds: GPUDirect Storage for those GPUs.
     """
 
@@ -274,7 +279,7 @@ class Staging:
         self._hook: Any = None
 
     def engine(self) -> _engine.Engine:
-        """Returns the engine, made at the first call. Its arena takes memory only when used."""
+        """Returns the engine; the first call creates it. Its arena takes memory only when used."""
         engine = self._engine
         if engine is not None:
             return engine
@@ -307,7 +312,9 @@ class Staging:
                     budget //= 2
 
     def allowance(self, staging_bytes: int | None) -> Allowance:
-        """Returns the blocks that one save may hold, at least one; None stands for the budget."""
+        """Returns the allowance of blocks for one save, at least one block; None: the whole
+        budget.
+        """
         blocks = self.engine().arena_blocks
         return Allowance(
             blocks if staging_bytes is None else min(blocks, staging_bytes // BLOCK_BYTES)
@@ -327,13 +334,13 @@ class Staging:
 
         Args:
             path: the file's path, for messages.
-            requested: as fastckpt.save's backend.
-            offset: of the page that the probe reads, or fills with zeros if `writing`; None if
-                O_DIRECT is known to work.
+            requested: the backend in SaveOptions.
+            offset: the offset of the page that the probe reads or, if `writing`, fills with zeros;
+                None if O_DIRECT is known to work.
 
         Raises:
             BackendUnavailable: `requested` names a backend that does not work here.
-            StorageError: the probe met an error other than a refusal.
+            StorageError: the probe failed for another reason than a refusal of O_DIRECT.
         """
         direct, why, policy = self._direct(fd, path, requested, writing, offset)
         patience_s = PATIENCE_S if policy.remote else 0.0
@@ -354,14 +361,14 @@ class Staging:
         return self._decided(Route(threads, direct, why, patience_s), path)
 
     def input_route(self, file: InputFile) -> Route:
-        """Chooses the route of a file that is read; raises as route()."""
+        """Chooses the route for reading a file; raises like route()."""
         if not isinstance(file, ObjectFile):
             return self.route(file.fd, file.path, "auto", writing=False)
         sink = _engine.callback_sink(self._object_threads(), file.transfer)
         return self._decided(Route(sink, False, WHY), file.path)
 
     def upload_route(self, upload: Upload, requested: str) -> Route:
-        """Returns the route of an object that is written. Raises BackendUnavailable."""
+        """Returns the route for writing an object. Raises BackendUnavailable."""
         if requested == "io_uring":
             raise BackendUnavailable("backend 'io_uring' is for files, but this is an object")
         sink = upload.sink(self._object_threads())
@@ -373,8 +380,8 @@ class Staging:
     def _direct(
         self, fd: int, path: str, requested: str, writing: bool, offset: int | None
     ) -> tuple[bool, str, Policy]:
-        """Gives an open file O_DIRECT where that is better; returns whether, why, and the policy of
-        its file system. Args are as route()'s.
+        """Sets O_DIRECT on an open file if this is better; returns whether it is set, the reason,
+        and the policy of the file system. For Args see route().
         """
         with reported("open", path):
             name, policy = self.storage.policy(fd)
@@ -397,25 +404,25 @@ class Staging:
         transfer: Callable[[str, int, memoryview, int], int],
         refusal: Callable[[], str] | None = None,
     ) -> Route:
-        """Returns a route that hands blocks of a file, of this descriptor, to a function.
+        """Returns a route that passes the blocks of the file with this descriptor to a function.
 
         Args:
-            transfer: (kind, fd, memory, offset) -> bytes moved; called by several threads at once,
-                for different blocks.
-            refusal: as Route's.
+            transfer: (kind, fd, memory, offset) -> bytes moved; called by several threads at the
+                same time, for different blocks.
+            refusal: see Route.
         """
         sink = _engine.callback_sink(self._threads("codecs", fd, stager_count()), transfer)
         return Route(sink, False, "buffered, through Python", refusal=refusal)
 
     def scatter_route(self, fd: int, path: str, scatterer: Scatterer, closing: ExitStack) -> Route:
-        """Returns a route that has a scatterer write the blocks of fd.
+        """Returns a route by which a scatterer writes the blocks of fd.
 
         Args:
             path: the file's path, for messages.
-            closing: is left after the last write.
+            closing: a context that is left after the last write.
 
         Raises:
-            StorageError: the file cannot be opened once more, or as route().
+            StorageError: the file cannot be opened again; or see route().
         """
         page, direct, buffered = scatterer.whole_page(), False, None
         why, policy = "buffered: no page belongs to this rank alone", self.storage.policy(fd)[1]
@@ -432,11 +439,13 @@ class Staging:
         return Route(sink, direct, why, PATIENCE_S if policy.remote else 0.0)
 
     def _threads(self, kind: str, fd: int, count: int) -> _engine.Backend:
-        """Returns the threads that do this kind of work for an open file's mount."""
+        """Returns the thread pool for this kind of work on an open file's mount."""
         return self._backend(kind, self._mount(fd), lambda: _engine.threads_backend(count))
 
     def _decided(self, route: Route, path: str) -> Route:
-        """Logs a route when it is taken for the first time; ranks of a machine decide alike."""
+        """Logs a route when it is first used; only the first rank of a machine logs, as all choose
+        alike.
+        """
         text = f"{route.sink.name}, {'direct' if route.direct else 'buffered'}"
         with self._lock:
             new = (text, route.why) not in self._logged
@@ -447,8 +456,9 @@ class Staging:
         return route
 
     def _mount(self, fd: int) -> int:
-        """Returns the number of an open file's mount. Each has backends of its own, made when they
-        are first needed: transfers that a server holds up must not delay those to other mounts.
+        """Returns the number of an open file's mount. Each mount has its own backends, which are
+        created when first needed, so that a server that does not respond delays no transfers to
+        other mounts.
         """
         if fd >= FD_MIN:
             return MOUNTS_MAX  # of the objects of all stores
@@ -460,7 +470,9 @@ class Staging:
             return self._mounts.get(device, MOUNTS_MAX - 1)
 
     def _uring_backend(self, mount: int) -> _engine.Backend | str:
-        """Returns the mount's ring, or why there is none; a refusal holds for all mounts."""
+        """Returns the mount's io_uring backend, or the reason why there is none; a refusal applies
+        to all mounts.
+        """
         key = "io_uring", mount
         with self._lock:
             if self._uring_refusal is None and key not in self._backends:
@@ -496,14 +508,14 @@ class Staging:
         route: Route | None = None,
         direct: GdsDevice | None = None,
     ) -> EngineReadStream:
-        """Begins to read [0, nbytes) of a file, verifying blocks unless there are no checksums.
+        """Begins to read [0, nbytes) of a file; verifies the blocks if there are checksums.
 
         Args:
-            crcs: every block's CRC-32, or none.
-            wanted: numbers of the blocks that will be asked for, ascending; default: all.
-            route: how it is read, by the file itself, which stays open meanwhile; default: chosen
-                here.
-            direct: reads all blocks to its GPU; they have BLOCK_BYTES then.
+            crcs: every block's CRC-32, or empty.
+            wanted: the numbers of the blocks that will be requested, ascending; default: all.
+            route: the route, which uses the descriptor of `file`, so that `file` must stay open;
+                default: chosen here.
+            direct: the GPU to which all blocks are read; the blocks then have BLOCK_BYTES.
         """
         with ExitStack() as opened:
             if direct is not None or route is None:
@@ -529,8 +541,9 @@ class Staging:
             return EngineReadStream(of_engine, own, opened.pop_all().close, self.devices.text)
 
     def own(self, file: InputFile, closing: ExitStack, must_be: bool = False) -> InputFile:
-        """Returns an open file that may get O_DIRECT: another descriptor of it, which `closing`
-        closes, for the caller's would get it, too; or the same where that is not tried.
+        """Returns an open file on which O_DIRECT may be set. This is a second open of the file,
+        which `closing` closes, because O_DIRECT must not be set on the caller's; or `file` itself
+        if O_DIRECT is not tried.
         """
         storage = self.storage
         if isinstance(file, PosixFile):
@@ -548,7 +561,7 @@ class Staging:
         wanted: Sequence[int],
         direct: GdsDevice,
     ) -> EngineReadStream:
-        """Begins to read to a GPU, in blocks that saves and another stream use, too."""
+        """Begins to read to a GPU, through blocks that saves and another stream also use."""
         with reported("read", file.path):
             refusal = self.storage.set_direct(file.fd, writing=False)
 
@@ -575,10 +588,10 @@ class Staging:
             raise
 
     def warm(self, nbytes: int, reads: DeviceSources) -> None:
-        """Backs nbytes of the arena with memory ahead of a save, pinned if `reads` has devices.
+        """Allocates memory for nbytes of the arena before a save, pinned if `reads` has devices.
 
-        Saves use blocks again before they touch new ones. So without this the second and third save
-        would wait for pages of memory, as the first does.
+        Saves reuse blocks before they use new ones. So without this call, the second and third save
+        would also wait for new memory pages, like the first.
         """
         with self._lock:
             engine = self._engine
@@ -614,8 +627,8 @@ class Staging:
                 self._unstaged.pop(save, None)
 
     def abandon(self) -> None:
-        """Forgets everything without freeing it: a forked child lacks its threads, and at exit a
-        daemon thread may be in it.
+        """Drops all references without freeing anything, because a forked child lacks the threads,
+        and at exit a daemon thread may still use the engine.
         """
         objects = [
             self._engine,
@@ -632,8 +645,8 @@ class Staging:
             self._hook.remove()
 
     def close(self) -> None:
-        """Waits for transfers, and frees threads, rings and the arena, unless the kernel still uses
-        them for transfers that hang.
+        """Waits for transfers and frees threads, rings and the arena, except those that the kernel
+        still uses for hung transfers.
         """
         if not self.hung.sweep():
             log.warning(
@@ -665,5 +678,7 @@ crc32_kernel = _engine.crc32_kernel  # () -> name of the fastest one on this CPU
 
 
 def stager_count() -> int:
-    """Returns how many threads copy and checksum: one for each usable CPU, STAGERS_MAX at most."""
+    """Returns the number of threads that copy and checksum: one per usable CPU, at most
+    STAGERS_MAX.
+    """
     return min(STAGERS_MAX, len(os.sched_getaffinity(0)))

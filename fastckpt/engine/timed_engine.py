@@ -1,4 +1,4 @@
-"""The engine with one backend, block size and queue depth, to be timed on a file by itself."""
+"""An engine with one backend, block size and queue depth, for measurements on one file."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _WAIT_S = 1.0  # of one wait on the engine, between which signal handlers run; i
 
 
 class Cell(NamedTuple):
-    """The settings of a transfer: the backend's name, bytes of a block, blocks in flight (for
-    `threads`: the number of threads), and whether O_DIRECT is used.
+    """The settings of a transfer: the backend's name, the block size in bytes, the number of blocks
+    in flight (for `threads`: of threads), and whether O_DIRECT is used.
     """
 
     backend: str
@@ -33,22 +33,22 @@ class Cell(NamedTuple):
 
     @classmethod
     def of(cls, route: Route) -> Cell:
-        """Returns the settings of a transfer that goes by a route."""
+        """Returns the settings of a transfer by this route."""
         name = route.sink.name
         depth = QUEUE_DEPTH if name == "io_uring" else IO_THREADS
         return cls(name, BLOCK_BYTES, depth, route.direct)
 
 
 class TimedEngine:
-    """An engine of its own with the settings of a cell; its memory is there when it is made.
+    """A separate engine with the settings of a cell; its memory is allocated at construction.
 
     Args:
-        path: the file that write() and read() are given, for messages.
+        path: the path of the file that is passed to write() and read(), for messages.
         nbytes: the size of that file.
 
     Raises:
-        BackendUnavailable: the cell's backend does not work here. CheckpointError: the process has
-            too little address space, or too few threads.
+        BackendUnavailable: the cell's backend does not work here.
+        CheckpointError: the process has too little address space, or too few threads.
     """
 
     def __init__(self, cell: Cell, path: str, nbytes: int) -> None:
@@ -79,7 +79,7 @@ class TimedEngine:
         self._backend.close()
 
     def write(self, fd: int, address: int) -> list[int]:
-        """Copies a whole file from memory, checksums it and writes it to fd, as a save does.
+        """Copies a complete file from memory, checksums it and writes it to fd, like a save.
 
         Returns:
             The CRC-32 of each block.
@@ -103,10 +103,11 @@ class TimedEngine:
         return job.block_crcs()
 
     def read(self, fd: int, crcs: list[int], address: int) -> None:
-        """Reads and verifies the whole file, and copies it to memory, as a load does.
+        """Reads and verifies the complete file, and copies it to memory, like a load.
 
         Raises:
-            StorageError: a read failed. CheckpointError: a block has another checksum.
+            StorageError: a read failed.
+            CheckpointError: a block's checksum is wrong.
         """
         window = max(WINDOW_BLOCKS, self._cell.depth)
         stream = self._engine.read(fd, self._nbytes, crcs, self._backend, self._cell.direct, window)

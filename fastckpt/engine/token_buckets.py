@@ -1,5 +1,5 @@
-"""The token buckets of one process, which limit the rate of writing. All saves of an owner share
-one.
+"""The token buckets of one process, which limit the rate of writes. All saves of an owner share one
+bucket.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ _UNLIMITED = 1e18  # bytes a second
 
 
 class TokenBuckets:
-    """The buckets by owner: a Checkpointer, whose saves may overlap, or all other saves."""
+    """The buckets by owner. Each Checkpointer, whose saves may overlap, is an owner; all other
+    saves together are another one.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,12 +27,12 @@ class TokenBuckets:
         self._lifted = set[str]()
 
     def bucket(self, owner: str, bytes_per_s: float, *, whole: bool = False) -> _engine.TokenBucket:
-        """Returns the owner's bucket, which has this rate from now on.
+        """Returns the owner's bucket, and sets its rate.
 
         Args:
             bytes_per_s: the rate, above 0.
-            whole: whether blocks are written whole, because their backend cannot take parts. They
-                are from then on, since the owner's saves and drains overlap.
+            whole: whether each block is written at once, because its backend cannot write parts.
+                Once set, this stays in effect, since the owner's saves and drains overlap.
         """
         with self._lock:
             if whole:
@@ -44,8 +46,8 @@ class TokenBuckets:
             return self._buckets[owner]
 
     def lift(self, owner: str, is_lifted: bool) -> None:
-        """Says whether the owner's rate is lifted, also for what is being written. When that ends,
-        the rate counts again for what begins to be written.
+        """Lifts the limit on the owner's rate, also for writes in flight, or ends this. The limit
+        then applies to writes that begin later.
         """
         with self._lock:
             if is_lifted:
@@ -57,7 +59,7 @@ class TokenBuckets:
                 self._buckets.pop(owner, None)  # whoever has it stays without a limit
 
     def forget(self, owner: str) -> None:
-        """Forgets an owner that writes no more."""
+        """Removes an owner that does not write any more."""
         with self._lock:
             self._buckets.pop(owner, None)
             self._whole.discard(owner)

@@ -1,6 +1,6 @@
-"""Images on their way from memory into files: waits for the engine, whose failures become errors,
-and copies of small ranges into memory. It must not know what an image holds, nor how its file is
-named or committed.
+"""Transfers of images from memory into files, with waits that convert the engine's failures to
+errors; and copies of small ranges into memory. It must not know the contents of an image, or how
+its file is named or committed.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _ON_HOST = "nothing lies on a GPU"
 
 
 class MemoryCopy:
-    """Copies of memory ranges: ranges of the host are copied at once, those of devices by fill().
+    """Copies of memory ranges. Host ranges are copied at once, device ranges by fill().
 
     Args:
         storage: makes the file in memory that device ranges go through.
-        ranges: pairs of an address and the memory that receives as many bytes as it has.
-        path: the file that they are for, for messages.
-        allowance: as ImageTransfer's.
-        reads: says which addresses are devices'.
+        ranges: pairs of an address and a buffer, which is filled with the bytes there.
+        path: the path of the file to which they belong, for messages.
+        allowance: see ImageTransfer.
+        reads: the address ranges on devices.
 
     Attributes:
-        transfer: the device ranges' ImageTransfer.
+        transfer: the ImageTransfer of the device ranges.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class MemoryCopy:
             self._storage.close(self._fd)
 
     def fill(self) -> None:
-        """Waits for the device ranges, and copies them into the given memory."""
+        """Waits for the device ranges, and copies them into their buffers."""
         self.transfer.wait_written()
         offset = 0
         for memory in self._late:
@@ -98,29 +98,30 @@ class MemoryCopy:
 
 
 class ImageTransfer:
-    """An image's body that is being staged, and written once write_to() has said where to.
+    """The transfer of an image's body. Staging begins at once; writes begin at write_to().
 
-    Leaving the context cancels what is not under way and waits for the rest.
+    Leaving the context cancels operations that have not begun and waits for the others.
 
     Args:
-        image: its body may be empty.
+        image: the image, whose body may be empty.
         path: the file's path, for messages.
-        allowance: the blocks that it may hold, together with other files of the same save.
+        allowance: the staging blocks for this file and the save's other files together.
         stagers: the most threads that copy.
-        reads: says which of its memory is on devices.
-        direct: writes blocks of a GPU straight to the file where it can.
-        slot: a file in memory to stage it in; it is given back when nothing is in flight, or if
-            no transfer is made.
-        timeout_s: for how long writes may be under way, or memory be lacking, without any that gets
-            on. After that waits fail; so do those of leaving the context, which leaves to
-            Staging.hung what the kernel holds. inf: there is no limit.
+        reads: the address ranges on devices.
+        direct: the GPU's blocks for GPUDirect writes straight to the file, where these are
+            possible.
+        slot: a file in memory in which to stage the image; it is released when nothing is in
+            flight, or if no transfer is made.
+        timeout_s: the longest time without progress while writes are in flight or memory is
+            lacking. After it, waits raise an error, and leaving the context hands operations that
+            the kernel still holds over to Staging.hung. inf: no limit.
 
     Attributes:
         nbytes: the size of the body.
 
     Raises:
-        StorageError, DeviceError: from the waits: the first write or copy that failed, or ETIMEDOUT
-            if nothing has got on for timeout_s.
+        StorageError, DeviceError: in the waits: the error of the first failed write or copy, or
+            ETIMEDOUT after timeout_s without progress.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class ImageTransfer:
         self._image = None
 
     def use_slot(self, fd: int, path: str) -> None:
-        """Says that the slot, open as `fd`, is the file that the image is to be in."""
+        """Makes the slot, which is open as `fd`, the file of the image."""
         assert self._job is not None
         self._fd, self._path = fd, path
         self._job.land()
@@ -215,7 +216,7 @@ class ImageTransfer:
         return True
 
     def _awaited(self) -> str:
-        """Returns what is waited for, in words."""
+        """Describes the operation that is waited for."""
         assert self._job is not None
         seconds, writing, offset = self._job.standstill()
         if writing:
@@ -226,7 +227,7 @@ class ImageTransfer:
         )
 
     def _raise_if_ended(self) -> None:
-        """Looks whether anything gets on, and fails if nothing has for timeout_s."""
+        """Raises StorageError if there was no progress for timeout_s."""
         if self._job is None:
             return
         seconds, _writing, offset = self._job.standstill()
@@ -235,8 +236,8 @@ class ImageTransfer:
             raise StorageError("write", self._path, errno.ETIMEDOUT, offset, detail)
 
     def write_to(self, fd: int, offset: int, route: Route, path: str = "") -> None:
-        """Begins to write the image to fd, which stays open until the context is left; `path` is
-        the file's, if that was not known before.
+        """Begins to write the image to fd, which must stay open until the context is left. Pass the
+        file's `path` if it was not known before.
         """
         if self._job is None:
             return
@@ -247,7 +248,9 @@ class ImageTransfer:
         self._job.write_to(fd, offset, sink, route.direct, route.patience_s, route.bucket)
 
     def _end_file(self) -> None:
-        """Deregisters the file when nothing is in flight, and notes how its bytes were written."""
+        """Deregisters the file when nothing is in flight, and records how its bytes were
+        written.
+        """
         sink, self._registered = self._registered, None
         if sink is None or self._direct is None:
             return
@@ -261,14 +264,14 @@ class ImageTransfer:
                 self._stats.staging = "host"
 
     def queued(self, timeout_s: float) -> bool:
-        """Waits at most timeout_s; returns whether only devices have anything left to copy."""
+        """Waits at most timeout_s; returns whether only copies by devices remain."""
         if self._job is None or self._job.wait_queued(timeout_s):
             return True
         self._raise_if_ended()
         return False
 
     def wait_queued(self) -> None:
-        """Waits until only devices have anything left to copy; a later wait raises a failure."""
+        """Waits until only copies by devices remain; a later wait raises their failure."""
         while not self.queued(self._bound.look_s):
             pass
 
@@ -286,7 +289,7 @@ class ImageTransfer:
             pass
 
     def written(self, timeout_s: float) -> bool:
-        """Waits at most timeout_s; returns whether the job has ended, well or by a failure."""
+        """Waits at most timeout_s; returns whether the job has ended, successfully or not."""
         if self._job is None or self._job.wait_written(timeout_s):
             return True
         self._raise_if_ended()
@@ -297,11 +300,11 @@ class ImageTransfer:
         return 0 if self._job is None else self._job.nbytes_written()
 
     def tokens_waited_s(self) -> float:
-        """Returns for how many seconds blocks that were ready to be written waited for tokens."""
+        """Returns how many seconds blocks that were ready to be written waited for tokens."""
         return 0.0 if self._job is None else self._job.tokens_waited_s()
 
     def wait_written(self) -> None:
-        """Waits until everything was written, and compares the bytes written with the plan."""
+        """Waits until everything is written, and compares the number of bytes with the plan."""
         if self._job is None:
             return
         while not self.written(self._bound.look_s):
@@ -349,14 +352,14 @@ class ImageTransfer:
         return [] if self._job is None else self._job.slot_crcs()
 
     def non_finite(self) -> list[int]:
-        """Returns how many numbers are not finite in each run of image.numbers, as they were
-        staged; call it after wait_staged().
+        """Returns how many staged numbers are not finite in each run of image.numbers; call this
+        after wait_staged().
         """
         return [] if self._job is None else self._job.non_finite()
 
     def lossy(self) -> set[int]:
-        """Returns the segments of which finite numbers were converted to what is not; call it after
-        wait_staged().
+        """Returns the segments in which the conversion made finite numbers infinite or NaN; call
+        this after wait_staged().
         """
         return set() if self._job is None else self._job.lossy()
 
@@ -381,7 +384,9 @@ class ImageTransfer:
         stats.d2h_gbps = (before + nbytes / 1e9) / stats.d2h_s if stats.d2h_s else None
 
     def count_writes(self, stats: SaveStats) -> None:
-        """Adds the writes, and how long copies waited for memory; call it after wait_written()."""
+        """Adds the writes, and the time that copies waited for memory; call this after
+        wait_written().
+        """
         if self._job is not None:
             of_size = self._job.writes()  # at i: of at most 2^i bytes
             ends = [*(size.bit_length() for size in WRITE_SIZES[:-1]), len(of_size)]
@@ -390,5 +395,5 @@ class ImageTransfer:
             stats.memory_waited_s += self._job.memory_waited_s()
 
     def staged_bytes_max(self) -> int:
-        """Returns the most staging memory, in bytes, that files with this allowance held."""
+        """Returns the peak staging memory, in bytes, of the files with this allowance."""
         return 0 if self._job is None else self._job.blocks_held_max() * BLOCK_BYTES

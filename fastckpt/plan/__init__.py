@@ -1,1 +1,3 @@
-"""Arithmetic on bytes and boxes: which bytes go where. It knows no torch, files or threads."""
+"""Arithmetic on bytes and boxes, which decides the position of each byte. It imports no torch and
+uses no files or threads.
+"""

@@ -1,7 +1,7 @@
-"""Rectangles of row-major tensors: which pieces a rank writes, and which bytes a load moves where.
+"""Rectangles of row-major tensors: the pieces that a rank writes, and the copies that a load makes.
 
-Responsible for splitting, intersecting and covering, with the same result on every rank, so that
-ranks agree without a word.
+Responsible for splitting, intersecting and covering. The results are the same on every rank, so
+ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def strided_copies(
     address_strides: Sequence[int],
     itemsize: int,
 ) -> list[CopyRow]:
-    """Returns the rows that move a rectangle between a file and memory.
+    """Returns the rows that copy a rectangle between a file and memory.
 
-    Each size is at least 1; strides are in elements. Runs are as long as they can be.
+    Each size is at least 1; strides are in elements. Runs have the greatest possible length.
     """
     nbytes = itemsize
     steps: list[tuple[int, int, int]] = []  # count, file stride, address stride; innermost first
@@ -61,7 +61,7 @@ def strided_copies(
 
 
 def blocks_of(rows: Iterable[CopyRow], block_bytes: int) -> list[int]:
-    """Returns the numbers of the blocks that rows lie in, ascending."""
+    """Returns the numbers of the blocks that contain parts of the rows, ascending."""
     blocks: set[int] = set()
     for offset, _address, nbytes, count, stride, _address_stride in rows:
         if stride <= block_bytes:
@@ -97,9 +97,9 @@ class Box(NamedTuple):
 class Held(NamedTuple):
     """A rank's part of one tensor: a box, contiguous and row-major in its memory.
 
-    `itemsize` is in bytes; `shape` is the whole tensor's. `holders` are all ranks that hold this
-    very box, ascending, the rank itself included. Tensors with the same holders should share one
-    tuple, which is then hashed only once.
+    `itemsize` is in bytes; `shape` is that of the complete tensor. `holders` are all ranks that
+    hold exactly this box, ascending, including this rank. Tensors with the same holders should
+    share one tuple, which is then hashed only once.
     """
 
     key: str
@@ -110,10 +110,10 @@ class Held(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A rectangle that a rank writes: part of the held tensor with index `held`, never empty.
+    """A non-empty rectangle that a rank writes, part of the held tensor with index `held`.
 
-    `box` is in coordinates of the whole tensor. In the rank's memory it is one contiguous run,
-    which begins at element `begin` of what the rank holds.
+    `box` is in coordinates of the complete tensor. In the rank's memory it is one contiguous run,
+    which begins at element `begin` of the rank's part.
     """
 
     held: int
@@ -130,15 +130,15 @@ def shard_box(
     """Returns the part of a tensor that a rank of a device mesh holds.
 
     Args:
-        shape: the whole tensor's, one size for each dimension.
+        shape: the shape of the complete tensor.
         mesh_shape: number of ranks along each dimension of the mesh.
         coordinate: the rank's index along each dimension of the mesh.
         placements: for each dimension of the mesh, the tensor dimension that is sharded along it
             (negative ones count from the last), or None if the tensor is replicated.
 
     Returns:
-        The box. Shards are those of torch.chunk, taken along the mesh's dimensions from left to
-        right: equal in size, except that the last ones are smaller or empty.
+        The box. Shards are those of torch.chunk, applied along the mesh's dimensions from left to
+            right. They are equal in size, except that the last ones are smaller or empty.
 
     Raises:
         ValueError: the arguments' lengths differ, or a coordinate or placement is out of range.
@@ -165,12 +165,12 @@ def mesh_holders(
 ) -> tuple[int, ...]:
     """Returns the ranks, ascending, that hold the same shard as the rank at `coordinate`.
 
-    The work grows with the answer and not with the mesh. Call it once for each distinct mesh and
-    placements, so that tensors share the tuple.
+    The time depends on the size of the result, not on that of the mesh. Call this once for each
+    distinct mesh and placements, so that tensors share the tuple.
 
     Args:
         mesh: the ranks of the mesh, flat and row-major.
-        mesh_shape, coordinate, placements: as for shard_box().
+        mesh_shape, coordinate, placements: see shard_box().
 
     Raises:
         ValueError: the arguments' lengths differ, or a coordinate is out of range.
@@ -189,24 +189,25 @@ def mesh_holders(
 
 
 def plan(held: Sequence[Held], rank: int) -> list[Piece]:
-    """Returns what a rank writes, so that all ranks together write every element exactly once.
+    """Returns the pieces that a rank writes. All ranks together write every element exactly once.
 
-    Tensors with the same holders are laid end to end, and this line of bytes is cut into as many
-    intervals as there are holders. Holder number i takes interval i. If there are fewer tensors
-    than holders, the intervals are rotated among the holders by a hash of the first key: otherwise
-    the same holder would get the only tensor of every line. Intervals are equal to within one
-    element (two, if item sizes are mixed), except that a tensor below UNCUT_BYTES is not cut, and
-    that a cut is rounded to a multiple of the largest subarray (a row of a matrix, or the whole
-    tensor) that is at most 1/ROUNDING of an interval. The work is O(len(held)), plus
-    O(len(holders)) for each distinct tuple of holders.
+    Tensors with the same holders are concatenated, and this line of bytes is cut into one interval
+    per holder. Holder number i gets interval i. If there are fewer tensors than holders, the
+    intervals are rotated among the holders by a hash of the first key, because otherwise the same
+    holder would get the only tensor of every line. Intervals are equal to within one element (two,
+    if item sizes are mixed), except that a tensor below UNCUT_BYTES is not cut, and that a cut is
+    rounded to a multiple of the largest subarray (a row of a matrix, or the whole tensor) that is
+    at most 1/ROUNDING of an interval. The work is O(len(held)), plus O(len(holders)) for each
+    distinct tuple of holders.
 
     Args:
-        held: what this rank holds. Tensors with the same holders are in the same order on each.
+        held: the parts that this rank holds. Tensors with the same holders are in the same order on
+            each rank.
         rank: this rank.
 
     Returns:
-        Pieces in order of `held` and memory: for a tensor of n dimensions at most 2n - 1, for one
-        of no dimensions at most one, for an empty box none.
+        Pieces in the order of `held` and of memory. A tensor of n dimensions has at most 2n - 1
+            pieces, a tensor without dimensions at most one, an empty box none.
 
     Raises:
         ValueError: `rank` is not among the holders of a tensor.
@@ -233,7 +234,7 @@ def whole(shape: Sequence[int]) -> Box:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Returns the elements that are in both boxes of one tensor; None if there are none.
+    """Returns the intersection of two boxes of one tensor; None if it is empty.
 
     Raises:
         ValueError: the boxes differ in their number of dimensions.
@@ -249,19 +250,19 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def copies(piece: Box, file_offset: int, target: Box, address: int, itemsize: int) -> list[CopyRow]:
-    """Returns the rows that copy what a stored piece and a box in memory have in common.
+    """Returns the rows that copy the intersection of a stored piece and a box in memory.
 
     Args:
-        piece: what is stored, contiguous and row-major.
-        file_offset: where in the file it begins, in bytes.
-        target: what the memory holds of the same tensor, contiguous and row-major.
-        address: where in memory it begins.
-        itemsize: bytes of an element.
+        piece: the stored box, contiguous and row-major.
+        file_offset: the piece's offset in the file, in bytes.
+        target: the box of the same tensor in memory, contiguous and row-major.
+        address: the target's address.
+        itemsize: the size of an element in bytes.
 
     Returns:
         Rows (file offset, address, nbytes, count, file stride, address stride): `count` runs of
-        `nbytes`, each the strides after the one before. Runs are as long as they can be. Rows
-        ascend in the file and do not interleave. Empty if piece and target do not meet.
+            `nbytes`, at distances of the strides. Runs have the greatest possible length. Rows
+            ascend in the file and do not interleave. Empty if piece and target do not intersect.
 
     Raises:
         ValueError: the boxes differ in their number of dimensions.
@@ -279,11 +280,11 @@ def copies(piece: Box, file_offset: int, target: Box, address: int, itemsize: in
 
 
 def covers(target: Box, parts: Sequence[Box]) -> bool:
-    """Tells whether every element of the target is in exactly one of the parts.
+    """Returns whether every element of the target is in exactly one of the parts.
 
-    Elements of parts outside of the target are ignored; a part with another number of dimensions
-    makes it False. The time is linear in the number of parts and of dimensions. The test is
-    random: whoever chose the parts, it is wrong with a probability below 2^-100.
+    Elements of parts outside of the target are ignored. If a part has another number of dimensions,
+    the result is False. The time is linear in the number of parts and of dimensions. The test is
+    randomized: for any parts, even hostile ones, it is wrong with a probability below 2^-100.
     """
     if any(len(part.sizes) != len(target.sizes) for part in parts):
         return False
@@ -321,8 +322,8 @@ def span(box: Box, shape: Sequence[int]) -> tuple[float, float]:
     """Returns a box's bounds in the row-major order of its tensor, as fractions of the elements.
 
     Returns:
-        (low, high) within 0..1, rounded outwards: of two boxes that share an element, each low is
-        below the other's high. (0, 0) for an empty box.
+        (low, high) within 0..1, rounded outwards, so that for two boxes that share an element, each
+            box's low is below the other's high. (0, 0) for an empty box.
     """
     if box.numel == 0:
         return 0.0, 0.0
@@ -358,7 +359,9 @@ def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _grain(item: Held, interval_nbytes: int) -> int:
-    """Returns the bytes to whose multiples cuts of a tensor are rounded; its size is a multiple."""
+    """Returns the unit in bytes to which cuts of a tensor are rounded; it divides the tensor's
+    size.
+    """
     rounding_nbytes = interval_nbytes // ROUNDING
     nbytes = item.box.numel * item.itemsize
     if nbytes < UNCUT_BYTES:
@@ -374,7 +377,9 @@ def _grain(item: Held, interval_nbytes: int) -> int:
 def _share(
     held: Sequence[Held], line: Sequence[int], holders: tuple[int, ...], rank: int
 ) -> Iterator[Piece]:
-    """Yields a rank's pieces of one line, the tensors `held[i] for i in line`; none is empty."""
+    """Yields a rank's non-empty pieces of one line, which is the tensors `held[i] for i in
+    line`.
+    """
     number = bisect_left(holders, rank)
     first_key = held[line[0]].key
     if number == len(holders) or holders[number] != rank:
@@ -405,8 +410,9 @@ def _share(
 def _rectangles(box: Box, begin: int, end: int) -> Iterator[tuple[Box, int]]:
     """Divides elements [begin, end) of a box, in row-major order, into at most 2n - 1 rectangles.
 
-    Yields each with the element of the box at which it begins: first those that complete the rows
-    that are begun, from the innermost dimension outwards, then whole rows, then what is left.
+    Yields each rectangle with the element of the box at which it begins. The first ones complete
+    partial rows, from the innermost dimension outwards; then come complete rows; the last ones
+    contain the remaining elements.
     """
     if end - begin == box.numel:
         yield box, begin

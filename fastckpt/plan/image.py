@@ -1,7 +1,7 @@
-"""An Image describes a file's bytes before they exist; a BlockChecksums says how to verify written
-ones.
+"""Image describes a file's bytes before they exist; BlockChecksums describes how to verify the
+written bytes.
 
-Formats make both, and the engine carries them out. This module knows neither torch nor files.
+Formats create both, and the engine executes them. This module uses neither torch nor files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BY_VALUE_BYTES = 64 << 10
 
 
 class Segment(NamedTuple):
-    """A run of an image's bytes, and the address that they are copied from."""
+    """A run of an image's bytes, and the address from which they are copied."""
 
     offset: int
     nbytes: int
@@ -30,7 +30,9 @@ class Segment(NamedTuple):
 
 
 class ItemRun(NamedTuple):
-    """A place in an image from which items of so many bytes lie, up to the next run's begin."""
+    """The offset in an image at which a run of items of one size begins; it ends at the next
+    run.
+    """
 
     begin: int
     width: int
@@ -43,22 +45,23 @@ class Image:
 
     The segments cover [0, body_nbytes) in order and without gaps. If there is a tail, body_nbytes
     is a multiple of PAGE_BYTES, so that body and tail can be written independently with O_DIRECT.
-    A checkpoint may have 10^5 segments and slots: they are flat arrays, not objects.
+    Segments and slots are flat arrays instead of objects, since a checkpoint may have 10^5 of them.
 
     Attributes:
         segments: offset, nbytes and address of each segment.
-        slots: offset and segment number of each slot, ascending: four bytes that receive the
-            little-endian CRC-32 of that segment. The slots of segment i lie in segment i + 1.
-        numbers: begin, end, width and mask of each run of floating-point numbers that the engine is
-            to look at, ascending: those that have all bits of the mask are not finite. Bytes from
-            begin to end, each a multiple of the width; mostly there are none.
+        slots: offset and segment number of each slot, ascending. A slot is four bytes that receive
+            the little-endian CRC-32 of that segment. The slots of segment i are in segment i + 1.
+        numbers: begin, end, width and mask of each run of floating-point numbers that the engine
+            checks, ascending. Numbers with all bits of the mask set are not finite. Begin and end
+            are in bytes, and multiples of the width. Usually there are no runs.
         tail_nbytes: size of the tail, known beforehand so that the file can be allocated at once.
-        tail: makes the tail from the CRC-32s of the body's blocks and those of the slots' segments.
-        conversions: number of a segment, and the engine's numbers of two dtypes, for segments whose
-            items are of another dtype in memory (the first one) than in the image.
+        tail: a function that makes the tail from the CRC-32s of the body's blocks and of the slots'
+            segments.
+        conversions: for each segment whose dtype in memory differs from that in the image: the
+            segment's number, and the engine's numbers of the dtypes in memory and in the image.
         sources: objects that own the segments' memory; they are kept until the body is staged.
-        gathered: addresses of memory that the tail contains, each with the bytearray that has to
-            hold a copy of it before tail() is called.
+        gathered: addresses of memory that the tail contains, each with the bytearray to which it
+            must be copied before tail() is called.
     """
 
     tail_nbytes: int
@@ -101,10 +104,10 @@ class Image:
 
 @dataclass(frozen=True)
 class BlockChecksums:
-    """The checksums of a written file's body, and its tail, which is verified already.
+    """The checksums of a written file's body, and the file's tail, which is already verified.
 
     Attributes:
-        body_nbytes: size of the body, which block_crcs cover.
+        body_nbytes: size of the body, which the block_crcs cover.
         block_bytes: size of a block; the last may be shorter.
         block_crcs: CRC-32 of each block.
         tail: the bytes from body_nbytes to the end of the file.

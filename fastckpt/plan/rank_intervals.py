@@ -1,7 +1,8 @@
-"""Intervals of an image: which bytes of a file each rank writes, and how the ranks' checksums join.
+"""Intervals of an image: the bytes of a file that each rank writes, and the combination of the
+ranks' checksums.
 
-Responsible for cutting an Image along its blocks, and for the CRC-32s of what is cut. It must not
-know what a record is, who the ranks are, or how anything is written.
+Responsible for cutting an Image along its blocks, and for the CRC-32s of segments that are cut. It
+must not know records, processes or how files are written.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Combine = Callable[[int, int, int], int]  # (crc of a, crc of b, len(b)) -> crc 
 
 
 class Patch(NamedTuple):
-    """Bytes of a file that a rank knows only when it has other ranks' checksums."""
+    """Bytes of a file that a rank can compute only from other ranks' checksums."""
 
     offset: int
     content: bytes
@@ -38,8 +39,8 @@ def bounds(
         body_nbytes: size of the image's body.
         ranks: number of intervals; some are empty if there are fewer grains.
         first_min: least size of the first interval.
-        elsewhere: bytes that the first rank writes besides its interval.
-        grain: size that every cut is a multiple of; itself a multiple of BLOCK_BYTES.
+        elsewhere: bytes that the first rank writes in addition to its interval.
+        grain: unit of the cuts in bytes, a multiple of BLOCK_BYTES.
 
     Returns:
         ranks + 1 offsets; rank r writes [result[r], result[r + 1]).
@@ -56,13 +57,13 @@ def bounds(
 
 
 class Part:
-    """One interval of an image, as an image of its own.
+    """One interval of an image, as a separate image.
 
     Attributes:
         begin, end: the interval.
-        image: its bytes, with offsets from `begin`; an empty interval has no segments.
-        slots: numbers, in the whole image, of the slots whose segments have bytes in the interval.
-            For these the engine reports the CRC-32s of the segments' parts in here.
+        image: the interval's bytes, with offsets from `begin`; an empty interval has no segments.
+        slots: numbers, in the complete image, of the slots whose segments have bytes in the
+            interval. The engine reports the CRC-32s of the parts of these segments in the interval.
     """
 
     def __init__(self, whole: Image, begin: int, end: int) -> None:
@@ -92,12 +93,12 @@ class Part:
 
 
 class Checksums:
-    """The CRC-32s of a whole body, joined from those of its parts.
+    """The CRC-32s of a complete body, combined from those of its parts.
 
     Args:
-        whole: the image, of which only offsets are used.
-        cuts: what bounds() returned.
-        combine: joins the CRC-32s of two adjacent runs of bytes.
+        whole: the complete image; only its offsets are used.
+        cuts: the result of bounds().
+        combine: a function that combines the CRC-32s of two adjacent runs of bytes.
     """
 
     def __init__(self, whole: Image, cuts: Sequence[int], combine: Combine) -> None:
@@ -109,7 +110,7 @@ class Checksums:
         self._parts: dict[int, tuple[Sequence[int], Sequence[int]]] = {}
 
     def add(self, rank: int, block_crcs: Sequence[int], slot_crcs: Sequence[int]) -> None:
-        """Takes the CRC-32s that one rank's engine reported for its part."""
+        """Adds the CRC-32s that one rank's engine reported for its part."""
         self._parts[rank] = (block_crcs, slot_crcs)
 
     def ranks_needed(self, rank: int) -> list[int]:
@@ -122,11 +123,11 @@ class Checksums:
         return sorted(needed)
 
     def patches(self, rank: int) -> list[Patch]:
-        """Returns what this rank fills in at the edges of its interval."""
+        """Returns the patches that this rank writes at the ends of its interval."""
         return [self._patch(rank, number) for number in self._cut_slots(rank)]
 
     def joined(self) -> tuple[list[int], list[int]]:
-        """Returns the CRC-32s of all blocks and slots, when add() has had those of every rank."""
+        """Returns the CRC-32s of all blocks and slots, after add() was called for every rank."""
         blocks = [crc for rank in sorted(self._parts) for crc in self._parts[rank][0]]
         for rank in sorted(self._parts):
             for number in self._cut_slots(rank):
@@ -134,7 +135,9 @@ class Checksums:
         return blocks, [self._slot_crc(number) for number in range(len(self._slots))]
 
     def _correct(self, blocks: list[int], rank: int, number: int) -> None:
-        """Changes a block's CRC-32 to that after the patch, without its bytes: CRC-32 is linear."""
+        """Updates a block's CRC-32 for a patch without the block's bytes, since CRC-32 is
+        linear.
+        """
         offset, new = self._patch(rank, number)
         # The engine fills in the CRC of the part it saw, if the slot lies wholly in that part.
         old = bytes(len(new))
@@ -147,7 +150,7 @@ class Checksums:
         blocks[block] ^= self._combine(change, 0, block_end - offset - len(new))
 
     def _patch(self, rank: int, number: int) -> Patch:
-        """Returns the bytes of a slot that lie in a rank's interval."""
+        """Returns the bytes of a slot that are in a rank's interval."""
         at = self._slots[number]
         low, high = max(at, self._cuts[rank]), min(at + SLOT_BYTES, self._cuts[rank + 1])
         content = self._slot_crc(number).to_bytes(SLOT_BYTES, "little")
@@ -156,8 +159,9 @@ class Checksums:
     def _cut_slots(self, rank: int) -> list[int]:
         """Returns the slots with bytes in a rank's interval that its engine cannot fill in alone.
 
-        Such are only the slot of a segment that begins before the interval, and a slot that lies
-        across an end of it; so only the interval's first and last slot can be one.
+        These are only the slot of a segment that begins before the interval, and a slot that
+        crosses an end of the interval; so only the interval's first and last slot can be among
+        them.
         """
         begin, end = self._cuts[rank], self._cuts[rank + 1]
         first = bisect_left(self._slots, begin - SLOT_BYTES + 1)
@@ -174,7 +178,9 @@ class Checksums:
         ]
 
     def _holders(self, number: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (rank, first slot of its part, bytes) of the ranks that share a slot's segment."""
+        """Yields (rank, first slot of its part, bytes) for each rank that shares a slot's
+        segment.
+        """
         segment = self._described[number]
         begin = self._begins[segment]
         end = begin + self._lengths[segment]

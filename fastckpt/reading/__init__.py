@@ -1,1 +1,1 @@
-"""Verified reading, for all loads: bytes are checked before use."""
+"""The verified reading of files, which all loads use: bytes are checked before use."""

@@ -1,8 +1,8 @@
-"""The one verified read: it brings ranges of a file to memory, by the blocks that cover them.
+"""The verified read, which copies ranges of a file to memory and checks the blocks that cover them.
 
-Responsible for streams over a file's body, for the errors of these streams, and for which files and
-which memory are fit for it. The engine compares the checksums (ReadStream::verify). It must not
-know formats: whoever opened the file tells what lies in a damaged range.
+Responsible for streams over a file's body, for their errors, and for the choice of files and memory
+that can be read this way. The engine compares the checksums (ReadStream::verify). It must not know
+formats: the code that opened the file describes the contents of a damaged range.
 """
 
 from __future__ import annotations
@@ -52,13 +52,14 @@ _RUN = 6
 
 
 class GdsReadStream(StridedReadStream):
-    """Streams of one file, each opened when it is first needed; close() closes all.
+    """Streams of one file, each of which is opened when first needed; close() closes all.
 
     Args:
-        open_stream: opens a stream of the blocks with these numbers, by GPUDirect or the host.
-        blocks: ascending numbers of the blocks that may be asked for.
-        whole: those of them that go to the GPU as a whole, as far as known.
-        direct: reads those to its GPU.
+        open_stream: opens a stream of the blocks with these numbers, by GPUDirect or through the
+            host.
+        blocks: the numbers of the blocks that may be requested, ascending.
+        whole: the numbers of the blocks that go to the GPU completely, as far as known.
+        direct: the GPU to which these blocks are read.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class GdsReadStream(StridedReadStream):
         return self._streams[key]
 
     def _pieces(self, offset: int, nbytes: int) -> Iterator[tuple[bool, int, int]]:
-        """Divides a range into runs that lie in whole blocks (True) or in others (False), each with
-        its offset and size.
+        """Divides a range into runs that are in `whole` blocks (True) or in others (False); yields
+        each with its offset and size.
         """
         end = offset + nbytes
         while offset < end:
@@ -138,7 +139,7 @@ class GdsReadStream(StridedReadStream):
 
 
 def goes_to(queue: Any, address: int, devices: Sequence[Any]) -> bool:
-    """Whether an address lies in a range of `devices` that the queue serves."""
+    """Whether an address is in a range of `devices` that the queue serves."""
     number = bisect_right(devices, address, key=lambda kept: kept.begin) - 1
     return number >= 0 and address < devices[number].end and devices[number].queue is queue
 
@@ -146,12 +147,12 @@ def goes_to(queue: Any, address: int, devices: Sequence[Any]) -> bool:
 def whole_blocks(
     rows: Sequence[CopyRow], block_bytes: int, queue: Any, devices: Sequence[Any]
 ) -> set[int]:
-    """Returns the numbers of the blocks of which all wanted rows go to one device, each in one run.
+    """Returns the numbers of the blocks whose requested rows all go to one device, each in one run.
 
     Args:
-        rows: the rows wanted of the file.
-        queue: the device's.
-        devices: ascending ranges of addresses, as DeviceSources.ranges.
+        rows: the requested rows of the file.
+        queue: the device's queue.
+        devices: ascending ranges of addresses, see DeviceSources.ranges.
     """
     whole: set[int] = set()
     others: set[int] = set()
@@ -169,10 +170,10 @@ _HEADER_BYTES_MAX = 1 << 16  # a record's header and what aligns its data
 def damaged_records(
     read_at: Callable[[int, int], bytes], index: BlockChecksums, begin: int, end: int
 ) -> list[str]:
-    """Returns the names of damaged records, by their own CRC-32s, in a damaged range of a file.
+    """Returns the names of the records in a damaged range of a file whose own CRC-32s are wrong.
 
     Args:
-        read_at: (offset, nbytes) -> that much of the file, unverified.
+        read_at: (offset, nbytes) -> bytes of the file, unverified.
         index: the file's index.
         begin, end: the range whose block checksum is wrong.
 
@@ -202,13 +203,13 @@ def _directory(index: BlockChecksums) -> zip_records.Directory:
 
 
 def storages_offset(index: BlockChecksums) -> int:
-    """Returns where, behind data.pkl, the storages begin; 0 if data.pkl is not the first record."""
+    """Returns the offset of the storages after data.pkl; 0 if data.pkl is not the first record."""
     names, offsets = _directory(index)[:2]
     return offsets[1] if len(names) >= 2 and names[0].endswith("data.pkl") else 0
 
 
 def blocks_of_large(index: BlockChecksums, nbytes_min: int) -> set[int]:
-    """Returns blocks that hold only data of one record of this size or more, by their numbers.
+    """Returns the numbers of blocks that contain only data of one record of at least this size.
 
     Blocks near a header are left out.
     """
@@ -229,17 +230,19 @@ _MARK = bytes(range(1, 17))  # differs once items of any size have had their byt
 
 
 class OtherByteOrder(Exception):
-    """torch has swapped bytes that were not read yet: the file must be read without deferring."""
+    """torch has swapped bytes that were not read yet, so the file must be read without
+    deferring.
+    """
 
 
 class VerifiedFile(io.RawIOBase):
-    """A file of ours, opened for reading by open_verified().
+    """A file written by fastckpt, opened for reading by open_verified().
 
-    torch's zip reader fetches each record by one readinto() to the memory of the storage that it
-    made, so bytes are copied once, from the verified block, or read and verified there.
+    torch's zip reader reads each record by one readinto() into the memory of the storage that it
+    made, so bytes are either copied once from the verified block or read and verified in place.
 
     Attributes:
-        error: the first read error or damage, which was raised, too; torch may have replaced it.
+        error: the first read error or damage. It was also raised, but torch may have replaced it.
         nbytes: the size of the file.
     """
 
@@ -256,7 +259,7 @@ class VerifiedFile(io.RawIOBase):
 
     @property
     def closing_crc(self) -> int:
-        """The CRC-32 at the end of the file, which tells this file from another."""
+        """The CRC-32 at the end of the file, which distinguishes this file from others."""
         return torch_zip.closing_crc(self._index.tail)
 
     def readable(self) -> bool:
@@ -276,21 +279,21 @@ class VerifiedFile(io.RawIOBase):
         return self._position
 
     def defer(self) -> None:
-        """Leaves large storages unread from now on, until deferred() and fill() ask for them."""
+        """Stops reading large storages in readinto(); fill() reads them later."""
         if self._stream.defers:
             with naming(self._body.path):
                 self._deferring_from = storages_offset(self._index)
 
     def stop_deferring(self) -> None:
-        """Begins anew, and reads everything as soon as it is asked for."""
+        """Rewinds the file, and from now on reads everything when it is requested."""
         self._deferring_from, self._position = None, 0
         self._deferred.clear()
 
     def deferred(self, address: int, nbytes: int) -> int | None:
-        """Returns the offset in the file of what was deferred for this memory; None if it was read.
+        """Returns the offset in the file of a deferred read into this memory; None if it was read.
 
         Raises:
-            OtherByteOrder: torch has swapped the bytes of this memory meanwhile.
+            OtherByteOrder: torch has swapped the bytes of this memory.
         """
         offset, length = self._deferred.pop(address, (0, 0))
         if not length:
@@ -300,7 +303,9 @@ class VerifiedFile(io.RawIOBase):
         return offset
 
     def fill(self, storage: torch.UntypedStorage, offset: int, devices: Sequence[Any]) -> None:
-        """Reads into a storage, which is on a GPU if it is among `devices` (see Reads.ranges)."""
+        """Reads into a storage, which is on a GPU if it is in `devices` (see
+        DeviceSources.ranges).
+        """
         self._check(self._stream.fill(storage, offset, devices))
 
     def _defers(self, nbytes: int, body: int) -> bool:
@@ -324,12 +329,12 @@ class VerifiedFile(io.RawIOBase):
         return nbytes
 
     def verify_all(self) -> None:
-        """Reads and checks the whole file, and keeps nothing."""
+        """Reads and verifies the complete file without keeping its bytes."""
         self._body.read_all(self._stream)
 
     def read_by(self, load: Callable[[VerifiedFile], T]) -> T:
-        """Returns what `load`, which calls torch, makes of the file, if all that it read was whole.
-        Checks the last block, too, which may hold nothing that torch asks for.
+        """Returns the result of `load`, which calls torch, if all bytes that it read were intact.
+        Also checks the last block, which torch may not read.
         """
         try:
             loaded = load(self)
@@ -344,11 +349,11 @@ class VerifiedFile(io.RawIOBase):
         return loaded
 
     def arrive(self) -> None:
-        """Waits until everything has arrived on devices."""
+        """Waits until all copies to devices have ended."""
         self._check(self._stream.arrive())
 
     def abandon(self) -> None:
-        """Closes a file that nobody has read from, whether other ranks take part or not."""
+        """Closes a file that was not read from, without waiting for other ranks."""
         if not self.closed:
             self._stream.abandon()
         super().close()
@@ -378,15 +383,15 @@ def open_verified(
     """Opens a file for verified reading; returns None if fastckpt did not write it.
 
     Args:
-        file: the caller's, which stays open until the result is closed.
+        file: the file, which must stay open until the result is closed.
         verify: whether to check the blocks of the body, and to refuse a file whose end is missing
-            or damaged; if not, such a file is left to torch.
-        group: a torch.distributed process group whose ranks all make this call: each reads a share
-            of the blocks, and they exchange them.
-        direct: reads what goes to its GPU; not with a group.
+            or damaged; if False, such a file is left to torch.
+        group: a torch.distributed process group whose ranks all make this call. Each rank reads a
+            share of the blocks and sends them to the others.
+        direct: the GPU whose storages are read by GPUDirect; not with a group.
 
     Raises:
-        CorruptCheckpoint, IncompatibleCheckpoint, StorageError: as body_of().
+        CorruptCheckpoint, IncompatibleCheckpoint, StorageError: see body_of().
     """
     body = body_of(staging, file, verify, "nothing was loaded")
     if body is None:
@@ -403,15 +408,16 @@ def open_verified(
 def body_of(
     staging: Staging, file: InputFile, verify: bool = True, outcome: str = ""
 ) -> Body | None:
-    """Returns the body of a file, whose end is verified already; None if fastckpt did not write it.
+    """Verifies the end of a file and returns its body; returns None if fastckpt did not write it.
 
     Args:
-        staging, file, verify: as open_verified()'s.
-        outcome: the Body's, also for damage.
+        staging, file, verify: see open_verified().
+        outcome: see Body; also used for damage.
 
     Raises:
-        CorruptCheckpoint: fastckpt wrote it, and its end is missing or damaged.
-        IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: a read failed.
+        CorruptCheckpoint: fastckpt wrote the file, but its end is missing or damaged.
+        IncompatibleCheckpoint: a newer fastckpt wrote it.
+        StorageError: a read failed.
     """
     advice = f"{outcome}: " * bool(outcome) + "restore it from another checkpoint"
     path = file.path
@@ -465,11 +471,13 @@ class Body:
 
     Attributes:
         staging: reads the blocks.
-        file: stays open meanwhile.
-        index: its size and its blocks, with the checksum of each; without any, nothing is checked.
-        damaged: tells what lies in a damaged range of bytes (begin, end), and what to do.
-        outcome: the state that a failure of a device or another rank leaves behind, in words.
-        route: how blocks are read; None: decided for each stream.
+        file: the file, which must stay open.
+        index: the body's size, its blocks and their checksums; without checksums, nothing is
+            verified.
+        damaged: a function that describes the contents of a damaged range of bytes (begin, end) and
+            the remedy.
+        outcome: a text about the state after a failure of a device or another rank.
+        route: the route of the reads; None: chosen for each stream.
     """
 
     staging: Staging
@@ -487,7 +495,9 @@ class Body:
     def stream(
         self, wanted: Sequence[int] = (), direct: GdsDevice | None = None
     ) -> EngineReadStream:
-        """Begins to read blocks by their numbers, ascending, or all; with `direct` to its GPU."""
+        """Begins to read the blocks with these numbers, ascending, or all; with `direct`, to its
+        GPU.
+        """
         index = self.index
         return self.staging.read(
             self.file,
@@ -502,12 +512,13 @@ class Body:
     def divided(
         self, wanted: Sequence[int], direct: GdsDevice | None, whole: Collection[int]
     ) -> StridedReadStream:
-        """As stream(), for memory of the host and of devices.
+        """Like stream(), for reads into host and device memory.
 
         Args:
-            wanted: as stream()'s.
-            direct: reads what it can straight to its GPU; None: all blocks go through the host.
-            whole: the numbers of blocks that are likely to go to this GPU as a whole.
+            wanted: see stream().
+            direct: the GPU that blocks are read to directly, where possible; None: all blocks go
+                through the host.
+            whole: the numbers of the blocks that are likely to go to this GPU completely.
         """
         block_bytes = self.index.block_bytes
         is_file = isinstance(self.file, PosixFile)
@@ -519,31 +530,33 @@ class Body:
     def move(
         self, stream: StridedReadStream, rows: Iterable[CopyRow], devices: Sequence[Any] = ()
     ) -> None:
-        """Moves rows to memory; those of `devices` may still be under way when this returns.
+        """Copies rows to memory; copies to `devices` may still be in flight when this returns.
 
         Raises:
-            CorruptCheckpoint, StorageError, DeviceError: as check().
+            CorruptCheckpoint, StorageError, DeviceError: see check().
         """
         columns = array("Q", [value for row in rows for value in row])
         self.check(stream, stream.read_runs(columns, list(devices)))
 
     def read_all(self, stream: ReadStream) -> None:
-        """Reads and checks the whole body, and keeps nothing; raises as check()."""
+        """Reads and verifies the complete body without keeping its bytes; raises like check()."""
         scratch = memoryview(bytearray(_SCRATCH_BYTES))
         for at in range(0, self.index.body_nbytes, _SCRATCH_BYTES):
             self.check(stream, stream.readinto(scratch[: self.index.body_nbytes - at], at))
 
     def verify(self) -> None:
-        """Reads and checks the whole body by a stream of its own."""
+        """Reads and verifies the complete body by a separate stream."""
         with closing(self.stream()) as stream:
             self.read_all(stream)
 
     def check(self, stream: ReadStream, done: bool) -> None:
-        """Raises the error that kept a stream from doing something, unless it is done.
+        """Raises the error of a stream's failed operation; does nothing if `done`.
 
         Raises:
-            CorruptCheckpoint: a block is damaged. StorageError: a read failed. DeviceError: a copy
-                to a GPU failed. PeerFailed: another rank failed.
+            CorruptCheckpoint: a block is damaged.
+            StorageError: a read failed.
+            DeviceError: a copy to a GPU failed.
+            PeerFailed: another rank failed.
         """
         if done:
             return
@@ -565,7 +578,7 @@ class Body:
 
 
 def _is_listed(storage: Storage, path: str) -> bool:
-    """Returns whether the path's directory has a file of this name."""
+    """Returns whether the path's directory lists this file."""
     directory, name = os.path.split(path)
     with reported("list", directory):
         try:
@@ -575,11 +588,11 @@ def _is_listed(storage: Storage, path: str) -> bool:
 
 
 def read_small(storage: Storage, path: str, nbytes_max: int) -> bytes:
-    """Returns the content of a small file, nbytes_max of it at most.
+    """Returns the content of a small file, at most nbytes_max bytes.
 
     Raises:
-        CorruptCheckpoint: it is not a regular file. StorageError: it is missing (ENOENT), or cannot
-            be read.
+        CorruptCheckpoint: it is not a regular file.
+        StorageError: it is missing (ENOENT) or cannot be read.
     """
     try:
         with reported("read", path):
@@ -592,14 +605,16 @@ def read_small(storage: Storage, path: str, nbytes_max: int) -> bytes:
 
 @contextmanager
 def opened_regular(storage: Storage, path: str, missing: str = "") -> Iterator[InputFile]:
-    """Opens a regular file for reading, and closes it.
+    """Opens a regular file for reading; closes it when the context is left.
 
     Args:
         storage, path: the file.
-        missing: the message if the file is missing and that is damage; "": it is a StorageError.
+        missing: the message of the CorruptCheckpoint for a missing file; "": a missing file raises
+            StorageError.
 
     Raises:
-        CorruptCheckpoint: it is not a regular file, or missing. StorageError: it cannot be opened.
+        CorruptCheckpoint: it is not a regular file, or it is missing.
+        StorageError: it cannot be opened.
     """
     try:
         file = input_file(storage, path, "regular")
