@@ -443,8 +443,8 @@ class Staging:
         return self._backend(kind, self._mount(fd), lambda: _engine.threads_backend(count))
 
     def _decided(self, route: Route, path: str) -> Route:
-        """Logs a route when it is first used; only the first rank of a machine logs, as all choose
-        alike.
+        """Logs a route when it is first used; at INFO only on the first rank of a machine, since
+        all ranks choose the same.
         """
         text = f"{route.sink.name}, {'direct' if route.direct else 'buffered'}"
         with self._lock:

@@ -1,1 +1,3 @@
-"""Random access to a checkpoint: its tensors by name, of which only what is asked for is read."""
+"""Random access to a checkpoint: its tensors by name, of which only the requested parts are
+read.
+"""

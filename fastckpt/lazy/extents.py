@@ -1,4 +1,5 @@
-"""Tensors whose elements lie in files at known places: read by rows, verified where blocks are.
+"""Tensors whose elements are at known positions in files. They are read by rows, and verified if
+the file has checksums of blocks.
 
 Responsible for turning parts of tensors into rows of files.
 """
@@ -30,8 +31,8 @@ class Described(Mapping[str, Stored], Generic[P]):
     """A mapping of names to tensors.
 
     Args:
-        places: where each tensor lies, by name.
-        describe: returns the tensor that lies in a place.
+        places: the position of each tensor, by name.
+        describe: returns the tensor at a position.
     """
 
     def __init__(self, places: Mapping[str, P], describe: Callable[[P], Stored]) -> None:
@@ -58,7 +59,7 @@ class Described(Mapping[str, Stored], Generic[P]):
 
 
 class _Items(ItemsView[str, Stored]):
-    """The items of Described, without looking up each name."""
+    """The items of Described, iterated without a lookup of each name."""
 
     _mapping: Described[object]
 
@@ -71,13 +72,14 @@ _RUNS_MAX = 64  # more copies to a device go through the host: each takes micros
 
 
 class Form(NamedTuple):
-    """A form that tensors, often many of them, have in common.
+    """The attributes that many tensors have in common.
 
     Attributes:
         file: the number of the file.
         dtype, shape: the tensor's.
-        strides: from an element to the next one along each dimension, in elements.
-        is_conj, is_neg: whether the elements are the conjugates, the negatives, of what is stored.
+        strides: the tensor's strides, in elements.
+        is_conj, is_neg: whether the elements are the conjugates or the negatives of the stored
+            ones.
     """
 
     file: int
@@ -94,7 +96,7 @@ Place = tuple[Form, str, int, int]
 
 
 class _Part(NamedTuple):
-    """A wanted part, and the memory that receives its bytes: the target's, or some on the host."""
+    """A requested part, and the memory that receives its bytes: the target's, or host memory."""
 
     want: Wanted
     memory: torch.Tensor
@@ -104,7 +106,7 @@ class _Part(NamedTuple):
 
 
 class _Forms:
-    """Descriptions of tensors, one for each form."""
+    """The descriptions of tensors, one for each form."""
 
     def __init__(self, bodies: Sequence[Body]) -> None:
         self._bodies = bodies
@@ -126,19 +128,20 @@ class _Forms:
 
 
 class ExtentsSource:
-    """A Source of whole tensors in files that stay open.
+    """A Source of undivided tensors in files that stay open.
 
     Args:
-        kind: the format, in words.
+        kind: the name of the format for users.
         staging: reads the files.
-        bodies: the files. A tensor may also lie in the tail behind a body.
-        places: the place of each tensor, by name.
+        bodies: the files. A tensor may also be in the tail after a body.
+        places: the position of each tensor, by name.
         close: closes the files.
-        rest: what else is there; None: names are no paths of keys, and there is nothing else.
-        begin_of: returns where a record begins in the file, or raises; default: there are none.
+        rest: the checkpoint's other values; None: there are none, and names are not paths of keys.
+        begin_of: returns the offset of a record in the file, or raises; default: there are no
+            records.
 
     Attributes:
-        stored: returns the tensor that lies in a place.
+        stored: returns the tensor at a position.
     """
 
     def __init__(
@@ -165,8 +168,8 @@ class ExtentsSource:
         self._files = ExitStack()
 
     def _body(self, file: int) -> Body:
-        """Returns a file with the route by which it is read, which is chosen once: looking at what
-        of a large file is in the page cache takes long.
+        """Returns a file with the route for its reads. The route is chosen only once, because it
+        takes long to find which parts of a large file are in the page cache.
         """
         with self._lock:
             if file not in self._routed:
@@ -228,7 +231,7 @@ class ExtentsSource:
         return part._replace(memory=torch.empty(ordered, dtype=dtype, device="cpu"))
 
     def _rows(self, part: _Part) -> list[CopyRow]:
-        """Returns the copies that bring a part's bytes to its memory."""
+        """Returns the rows that copy a part's bytes to its memory."""
         memory, sizes = part.memory, tuple(part.memory.shape)
         return strided_copies(
             sizes,
@@ -261,8 +264,9 @@ class ExtentsSource:
 
 
 class _LastBlock:
-    """The block that small parts were read from last. To read one, all of it is read and verified:
-    so it is kept in memory when a second part is wanted, until parts of another block are.
+    """The block from which small parts were read last. To read a part, the complete block is read
+    and verified; so when a second part is requested, the block is kept in memory until parts of
+    another block are requested.
     """
 
     def __init__(self) -> None:
@@ -270,8 +274,8 @@ class _LastBlock:
         self._kept: tuple[tuple[str, int], torch.Tensor] | None = None
 
     def gives(self, body: Body, rows: Sequence[CopyRow]) -> bool:
-        """Copies rows from the block to memory of the host; returns False if it does not have them,
-        and they are to be read.
+        """Copies rows from the block to host memory; returns False if the block does not contain
+        them, so that they must be read.
         """
         few = sum(row[3] for row in rows) <= _RUNS_MAX
         small = sum(row[2] * row[3] for row in rows) <= _SMALL_BYTES
@@ -308,7 +312,7 @@ def _copy(tail: bytes, begin: int, memory: torch.Tensor) -> None:
 
 
 def _is_ascending(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """Returns whether elements in row-major order lie one behind the other, perhaps with gaps."""
+    """Returns whether elements in row-major order have ascending addresses, perhaps with gaps."""
     inner = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if size > 1:

@@ -1,7 +1,7 @@
-"""The tensors of any checkpoint, read into those of a state that exists.
+"""Reads the tensors of any checkpoint into those of an existing state.
 
-Responsible for finding which stored tensor goes into which, by their names, and for reading no more
-than the state holds of each.
+Responsible for matching stored tensors with those of the state by their names, and for reading only
+the parts that the state holds.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _CONVERTED_BYTES = 256 << 20  # of memory beside the state, for what has to be c
 
 
 class _Part(NamedTuple):
-    """The part that this process holds of a state's tensor, and the stored tensor for it."""
+    """The part of a state's tensor that this process holds, and the stored tensor for it."""
 
     own_name: str  # in the state
     name: str  # of the stored tensor
@@ -72,42 +72,45 @@ def load_into(
     only: str | None = None,
     storage_options: StorageOptions | None = None,
 ) -> Differences:
-    """Reads the tensors of any checkpoint into those of a state, in place: into a model, say, on
-    any number of ranks. Each rank calls it by itself, and reads the ranges that it holds.
+    """Reads the tensors of any checkpoint in place into those of a state, such as a model, on any
+    number of ranks. Each rank calls this independently and reads the ranges that it holds.
 
-    A tensor gets the stored one of its name, which is the keys that lead to it, joined by "/" as
-    fastckpt.open names tensors, or by ".", as Hugging Face and torch.distributed.checkpoint do. It
-    keeps its dtype, device and sharding. Nothing else of the checkpoint is read, and no code from
-    it is run. Of an object, the tensors of its state_dict() are filled, which have to be those that
-    it lives by, as a module's are; an optimizer that has no state yet gets none. (To go on with a
-    training, use Checkpointer.restore.) Tensors that share memory, such as tied weights, get one
-    value: the checkpoint may have it under one of their names or several, but not different ones.
+    A tensor gets the values of the stored tensor with its name, and keeps its dtype, device and
+    sharding. The name consists of the keys that lead to the tensor, joined by "/" like in
+    fastckpt.open, or by "." like in Hugging Face and torch.distributed.checkpoint. Only these
+    tensors are read, and no code from the checkpoint is run. For an object, the tensors of its
+    state_dict() are filled, which must be the object's own memory, like those of a module. An
+    optimizer that has no state yet gets none; to continue a training, use Checkpointer.restore().
+    Tensors that share memory, such as tied weights, get one value: the checkpoint may have this
+    value under one or several of their names, but no different values.
 
     Args:
         state: a nest of dicts, lists, tuples and objects with state_dict(), such as a module.
-        path, storage_options: as open()'s.
-        missing: what becomes of tensors of the state that the checkpoint has not: "raise", "keep".
-        unexpected: what becomes of stored tensors that the state has not: they are skipped, with a
-            warning (None) or without ("ignore"); or "raise".
-        dtype: "cast", with a warning that names the tensors that cannot hold their values: as an
-            integer that becomes another number, or a finite number that becomes infinite; or
-            "raise" for tensors whose stored dtype is another.
-        rename: gives stored tensors other names first: a function, which returns None for what is
-            left out; or a dict of regular expressions and replacements, each of which is applied to
-            each name (re.sub), in order. An expression that fits no name is an error.
-        only: read what has names in the state like this glob, such as "model/*".
+        path, storage_options: see open().
+        missing: "raise" an error for tensors of the state that are missing in the checkpoint, or
+            "keep" their values.
+        unexpected: the treatment of stored tensors that are not in the state: None skips them with
+            a warning, "ignore" without one; "raise" raises an error.
+        dtype: "cast" tensors whose stored dtype differs, or "raise" an error for them. A cast warns
+            about tensors that cannot hold some of their values, for example if an integer changes
+            or a finite number becomes infinite.
+        rename: changes the names of stored tensors before they are matched: a function of the name,
+            which returns None to leave the tensor out; or a dict of regular expressions and
+            replacements, which are applied to every name in order (re.sub). An expression that
+            matches no name is an error.
+        only: read only tensors whose names in the state match this glob, such as "model/*".
 
     Returns:
-        What was missing, unexpected, renamed and cast.
+        The names of the missing, unexpected, renamed and cast tensors.
 
     Raises:
-        IncompatibleCheckpoint: the checkpoint does not fit, by the arguments above; the message
-            tells all differences, and nothing has changed. Or it is of another version.
-        CorruptCheckpoint, StorageError: it is damaged, or cannot be read; the message names the
-            tensors that may have been overwritten.
-        TypeError: a tensor cannot be filled (meta, overlapping, another layout), or the state is
-            nothing that has tensors.
-        CheckpointError, pickle.UnpicklingError, ValueError: as open().
+        IncompatibleCheckpoint: the checkpoint does not fit under the arguments above, or has
+            another version. The message lists all differences, and the state is unchanged.
+        CorruptCheckpoint, StorageError: the checkpoint is damaged or cannot be read; the message
+            names the tensors that may have been overwritten.
+        TypeError: a tensor cannot be filled (meta, overlapping, another layout), or the state's
+            type cannot contain tensors.
+        CheckpointError, pickle.UnpicklingError, ValueError: see open().
     """
     fit = Fit(missing, unexpected, dtype, rename, only)
     if not isinstance(state, dict | list | tuple | torch.Tensor) and not is_stateful(state):
@@ -179,7 +182,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
 
 
 def _passed_over(source: Source) -> str:
-    """Returns words, to follow the names of missing tensors, about the objects in their place."""
+    """Returns text about the objects in place of missing tensors, to put after their names."""
     count = sum(its for maker, its in source.rest.others.items() if maker.endswith(".DTensor"))
     if count:
         return (
@@ -195,15 +198,15 @@ def _passed_over(source: Source) -> str:
 
 
 def _identity(tensor: torch.Tensor) -> object:
-    """Returns what tensors that are the same elements in memory have in common."""
+    """Returns a key that is equal for tensors that are the same elements in memory."""
     return dtensor_identity(tensor) if is_sharded(tensor) else memory_of(tensor) or id(tensor)
 
 
 def _read(source: Source, parts: Sequence[_Part]) -> list[str]:
-    """Reads parts into their memory, those that have to be converted by way of other memory.
+    """Reads parts into their memory; parts that need a conversion are read into other memory first.
 
-    Returns the names of tensors that cannot hold some of their values. A CheckpointError names
-    those that may have been overwritten.
+    Returns the names of the tensors that cannot hold some of their values. A CheckpointError names
+    the tensors that may have been overwritten.
     """
     for part in parts:  # of a DTensor both, since both may be watched
         note_overwritten({part.tensor, part.memory})
@@ -236,14 +239,14 @@ def _read(source: Source, parts: Sequence[_Part]) -> list[str]:
 
 
 def _whole_part(source: Source, named: tuple[str, Stored], box: Box) -> torch.Tensor:
-    """Returns a part of a stored tensor, read for itself."""
+    """Reads and returns one part of a stored tensor."""
     request = _to_memory(*named, box)
     source.read([request])
     return request.target.expand(box.sizes)
 
 
 def _to_memory(name: str, stored: Stored, box: Box) -> Wanted:
-    """Returns what is to be read of a part, with memory of its own for that."""
+    """Returns the request to read a part into new memory."""
     sizes = tuple(1 if dim in stored.repeated else n for dim, n in enumerate(box.sizes))
     target = torch.empty(sizes, dtype=stored.dtype, device="cpu")
     return Wanted(name, Box(box.offsets, sizes), target)

@@ -38,9 +38,10 @@ class ItemsSource:
         path: the directory.
 
     Raises:
-        CorruptCheckpoint: the metadata is damaged. IncompatibleCheckpoint: it is of another format.
-        StorageError: it cannot be read. pickle.UnpicklingError: it names classes that such a file
-            need not have.
+        CorruptCheckpoint: the metadata is damaged.
+        IncompatibleCheckpoint: it has another format.
+        StorageError: it cannot be read.
+        pickle.UnpicklingError: it names classes that are not needed in such a file.
     """
 
     kind, has_paths = "a directory of torch.distributed.checkpoint", False
@@ -125,4 +126,4 @@ class ItemsSource:
                 file.arrive()
 
     def close(self) -> None:
-        """Holds nothing open between reads."""
+        """Does nothing, since no file is open between reads."""

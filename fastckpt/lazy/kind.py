@@ -1,5 +1,5 @@
-"""A kind of checkpoint: how it is recognised at a path, opened and verified, and what its saves
-leave behind. The list of all kinds is in lazy/kinds.py.
+"""Kind: how one format of checkpoint is recognised at a path, opened and verified, and how remains
+of its saves are found. The list of all kinds is in lazy/kinds.py.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ _BESIDE_MAX = 100  # names in a bucket that are looked into
 
 
 class NotCommitted(CheckpointError):
-    """A directory that a save began to fill: neither a step nor damage."""
+    """A directory that a save did not commit: it is neither a step nor damaged."""
 
 
 class LeftOver(CheckpointError):
-    """A file that belongs to no checkpoint: what a save wrote that did not commit."""
+    """A file that belongs to no checkpoint, since its save did not commit."""
 
 
 class WithoutChecksums(CheckpointError):
-    """A file that may be whole, and that holds nothing to tell it by."""
+    """A file that cannot be verified, because it contains no checksums."""
 
 
 class Part(NamedTuple):
-    """A part of a checkpoint: its path, and what verifies it and returns its size."""
+    """A part of a checkpoint: its path, and a function that verifies it and returns its size."""
 
     path: str
     check: Callable[[], int]
 
 
 class Debris(NamedTuple):
-    """A file or directory that a save left.
+    """A file or directory that an ended save has left.
 
     Attributes:
         path, nbytes: its path and size.
-        what: what it is, in words.
-        age_s: how many seconds ago something of it last changed.
-        is_dead: whether its process was of this host, and is gone.
-        remove: removes it unless somebody is seen to use it, and returns whether it did.
+        what: a description.
+        age_s: the number of seconds since its last change.
+        is_dead: whether its process ran on this host and is dead.
+        remove: removes it unless it is found to be in use; returns whether it did.
     """
 
     path: str
@@ -61,10 +61,10 @@ class Debris(NamedTuple):
 
 
 class Place:
-    """A path at which something lies, without symbolic links.
+    """A path to examine, with symbolic links resolved.
 
     Attributes:
-        storage, staging, path: what reads it, and the path.
+        storage, staging, path: the objects that read the path, and the path.
     """
 
     def __init__(self, storage: Storage, staging: Staging, path: str) -> None:
@@ -72,20 +72,20 @@ class Place:
 
     @cached_property
     def is_directory(self) -> bool:
-        """Whether it is a directory."""
+        """Whether the path is a directory."""
         status = self.status()
         return status is not None and stat.S_ISDIR(status.st_mode)
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names in the directory, as they were listed first."""
+        """The names in the directory, which is listed once, at the first use."""
         with reported("list", self.path):
             return frozenset(self.storage.names(self.path))
 
     @cached_property
     def files(self) -> list[str]:
-        """The names in the directory; of a bucket, where a look at each would take requests, those
-        of objects alone.
+        """The names in the directory; in a bucket only those of objects, since an examination of
+        each name would take requests.
         """
         is_bucket = is_mounted(self.path)
         others = self.storage.names(self.path, directories=True) if is_bucket else ()
@@ -100,22 +100,26 @@ class Place:
         return Place(self.storage, self.staging, self.inside(name))
 
     def status(self, name: str = "", *, link: bool = False) -> os.stat_result | None:
-        """Returns what lies here, or in the directory under a name, as known_status() does."""
+        """Returns the status of this path, or of a name in the directory, like known_status()."""
         return known_status(self.storage, self.inside(name), link=link)
 
     def has(self, name: str, *, link: bool = False) -> bool:
-        """Returns whether something has this name in the directory, be it a link if `link`."""
+        """Returns whether this name exists in the directory; if `link`, a broken link also
+        counts.
+        """
         return self.status(name, link=link) is not None
 
     def version(self, name: str = "") -> tuple[int, int, int] | None:
-        """Returns what tells files that have had a name apart; None if none has it now."""
+        """Returns a value that distinguishes successive files of one name; None if there is no
+        file.
+        """
         status = self.status(name)
         return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
 
     def debris(
         self, names: list[str], path: str, what: str, is_dead: bool, remove: Callable[[], bool]
     ) -> Debris:
-        """Returns the debris that these files or directories are, with all that is in them."""
+        """Returns Debris that consists of these files or directories with their contents."""
         statuses = [status for name in names for status in self._statuses(name)]
         nbytes = sum(each.st_size for each in statuses if not stat.S_ISDIR(each.st_mode))
         changed = max((each.st_mtime for each in statuses), default=0.0)
@@ -133,40 +137,40 @@ class Place:
 
 
 class Kind:
-    """A kind of checkpoint. What it does not tell of itself is told by another kind.
+    """A kind of checkpoint. If it does not override a method, another kind covers that function.
 
     Attributes:
-        hint: which call loads it, with the path as {path!r}.
+        hint: a text that names the call to load it, with the path as {path!r}.
     """
 
     hint = ""
 
     def recognise(self, place: Place) -> bool:
-        """Returns whether what lies there is opened as this kind, if it is none before it in the
-        list. Raises StorageError if it cannot be listed.
+        """Returns whether the place is of this kind, provided that no kind before it in the list
+        matches. Raises StorageError if it cannot be listed.
         """
         raise NotImplementedError
 
     def open(self, place: Place) -> tuple[str, Source]:
-        """Opens what it recognises, and returns also the path of what was opened. Raises as
-        lazy/open's opened().
+        """Opens the checkpoint; returns its path and its Source. Raises like opened() in
+        lazy/open.py.
         """
         raise NotImplementedError
 
     def verify(self, place: Place) -> Iterator[Part]:
-        """Yields the parts of this kind that lie directly there; there may be others beside them.
-        Raises StorageError or OSError if it cannot be listed.
+        """Yields the parts of this kind that are directly in the place, which may also have parts
+        of other kinds. Raises StorageError or OSError if it cannot be listed.
         """
         yield from ()
 
     def debris(self, place: Place) -> Iterator[Debris]:
-        """Yields what saves of this kind have left in a directory. Raises as verify()."""
+        """Yields the remains of this kind's saves in a directory. Raises like verify()."""
         yield from ()
 
 
 def bounded(path: str, names: list[str]) -> tuple[list[str], list[Part]]:
-    """Returns which of the names in a directory are looked into: of a bucket not all, since each
-    takes requests. And the part that says so.
+    """Returns the names in a directory to examine, and a Part that reports omitted names. In a
+    bucket some are omitted, since each takes requests.
     """
     rest = len(names) - _BESIDE_MAX
     if not is_mounted(path) or rest <= 0:
@@ -182,7 +186,7 @@ def bounded(path: str, names: list[str]) -> tuple[list[str], list[Part]]:
 
 
 def refused(path: str, why: str) -> Part:
-    """Returns the part that fails with this reason."""
+    """Returns a part whose verification fails with this reason."""
 
     def check() -> int:
         raise CheckpointError(why)

@@ -1,5 +1,5 @@
-"""The steps of a Checkpointer as kinds of checkpoints: a step, one that was never committed, and a
-run, which is the directory that steps lie in.
+"""The kinds of checkpoints of a Checkpointer: a step, an uncommitted step, and a run, which is a
+directory of steps.
 """
 
 from __future__ import annotations
@@ -42,16 +42,17 @@ from fastckpt.storage.vanishing import listed_anew
 
 
 class StepSource:
-    """A Source of the tensors of a step: those of the shards, and the small ones beside them.
+    """A Source of the tensors of a step: those in the shards and those in the file of objects.
 
     Args:
         storage, staging: read the files.
-        steps, name: the step's root, and its name there.
-        close: lets go of what keeps the step from being removed.
+        steps, name: the step's root, and the step's name in it.
+        close: releases the step, so that it may be removed.
 
     Raises:
         CorruptCheckpoint: the manifest, an index or the file of objects is damaged.
-        IncompatibleCheckpoint: a newer fastckpt wrote the step. StorageError: it cannot be read.
+        IncompatibleCheckpoint: a newer fastckpt wrote the step.
+        StorageError: it cannot be read.
     """
 
     kind, is_verified, has_paths = "a step of fastckpt", True, True
@@ -92,8 +93,8 @@ class StepSource:
             failing.pop_all()
 
     def check_sizes(self) -> None:
-        """Raises CorruptCheckpoint if a shard's file is missing, or has another size than the
-        manifest says; StorageError if it cannot be opened.
+        """Raises CorruptCheckpoint if a shard's file is missing or its size differs from the
+        manifest; raises StorageError if it cannot be opened.
         """
         writers = self._reader.manifest.writers
         for file, nbytes in {writer.file: writer.nbytes for writer in writers}.items():
@@ -125,7 +126,7 @@ _Found: TypeAlias = tuple[tuple[torch.dtype, tuple[int, ...]], Sequence[Shard]]
 
 
 class _Parts:
-    """The tensors of a step, as its indexes describe them."""
+    """The tensors of a step that its indexes describe."""
 
     def __init__(self, path: str, reader: StepReader) -> None:
         self._path = path
@@ -149,7 +150,7 @@ class _Parts:
                     self._found[key] = known[0], [*known[1], *its[1]]
 
     def check(self, tensors: Mapping[str, object]) -> None:
-        """Raises CorruptCheckpoint unless there are shards for each placeholder."""
+        """Raises CorruptCheckpoint if a placeholder has no shards."""
         for name, view in tensors.items():
             if type(view) is not Placeholder:
                 continue
@@ -162,7 +163,7 @@ class _Parts:
                 )
 
     def stored(self, placeholder: Placeholder) -> Stored:
-        """Returns the tensor of a placeholder; many have one description in common."""
+        """Returns the tensor of a placeholder; many tensors share one description."""
         entry = self._found.get(placeholder.key)
         if entry is None:  # it has no elements
             return Stored(placeholder.dtype, placeholder.shape, ())
@@ -207,7 +208,7 @@ class Step(Kind):
 
 
 class DamagedStep(Step):
-    """A directory whose manifest does not tell a step, and that is nothing else."""
+    """A directory with a malformed manifest that is of no other kind."""
 
     def recognise(self, place: Place) -> bool:
         return MANIFEST in place.names and not any(map(NAME.match, place.names))
@@ -232,7 +233,7 @@ class UncommittedStep(Kind):
 
 
 class Run(Kind):
-    """A directory of steps: opened is the newest that is whole, as the sizes of files tell."""
+    """A directory of steps. Opens the newest step whose files all have the right sizes."""
 
     hint = "it is a root: load it with fastckpt.Checkpointer({path!r}).load() or restore()"
 
@@ -243,8 +244,8 @@ class Run(Kind):
         return _newest(place, store_at(place.storage, place.path))
 
     def verify(self, place: Place, *, is_local: bool = False) -> Iterator[Part]:
-        """Yields also those that were not committed, first. `is_local`: the directory is in a local
-        tier, and has the files of a node alone.
+        """Yields uncommitted steps first, then the others. `is_local`: the directory is in a local
+        tier, and has the files of one node only.
         """
         steps = store_at(place.storage, place.path)
         incomplete = [name for name in steps.incomplete() if not _has(place, name, MANIFEST)]
@@ -268,8 +269,8 @@ class Run(Kind):
 
 
 def is_export(place: Place, name: str) -> bool:
-    """Returns whether a directory in this one that is named as a step is an export: it has no
-    manifest, but a list of its files.
+    """Returns whether a directory with the name of a step is an export, which has a list of its
+    files but no manifest.
     """
     if not NAME.match(name) or _has(place, name, MANIFEST):
         return False
@@ -328,8 +329,8 @@ def mention() -> int:
 
 
 def _verify(place: Place, steps: StepStore, name: str, is_local: bool) -> int:
-    """Verifies every file that the manifest names, while nobody may remove the step; with is_local
-    only the files of writers that have one there, which are this node's.
+    """Verifies every file that the manifest names, and keeps the step from being removed meanwhile.
+    If `is_local`, verifies only the files of this node's writers.
     """
     with steps.hold(name):
         manifest = steps.read(name)
@@ -360,7 +361,7 @@ def _verify(place: Place, steps: StepStore, name: str, is_local: bool) -> int:
 
 
 def verify_file_of_step(place: Place, directory: str, file: str) -> int:
-    """Verifies one file of a step, with the manifest and index that tell its checksums."""
+    """Verifies one file of a step with the checksums in the manifest and index."""
     steps = store_at(place.storage, directory)
     if not Place(place.storage, place.staging, directory).has(MANIFEST):
         raise CheckpointError(
@@ -389,7 +390,7 @@ def _verify_objects(copies: StepCopies, manifest: Manifest) -> int:
 
 
 def _verify_writer(copies: StepCopies, manifest: Manifest, writer: Writer) -> int:
-    """Verifies the index of one writer, and its shard by the checksums in that."""
+    """Verifies the index of one writer, and its shard by the checksums in the index."""
     index, _content = copies.index(writer, manifest.nonce)
     unpadded: list[int] = []
     with copies.shard(index, unpadded=unpadded) as body:

@@ -1,5 +1,5 @@
-"""What is at a path: the list of all kinds of checkpoints, for whoever opens one, verifies it, or
-removes what its saves have left. Nothing else tells kinds apart. Those of steps are in
+"""The list of all kinds of checkpoints, by which a path is opened and verified, and remains of
+saves are removed. No other module distinguishes kinds. The kinds of steps are in
 lazy/kind_of_steps.py.
 """
 
@@ -68,8 +68,8 @@ _OF_TENSORS = (".pt", ".pth", ".ckpt", _SAFETENSORS)
 
 
 class File(Kind):
-    """A single file: of torch.save or fastckpt.save, of safetensors, or a file of a checkpoint that
-    is a directory, which is verified with what that says of it.
+    """A single file: of torch.save, fastckpt.save or safetensors, or a file of a checkpoint
+    directory, which is verified with the directory's checksums.
     """
 
     def recognise(self, place: Place) -> bool:
@@ -125,8 +125,8 @@ class File(Kind):
         raise WithoutChecksums(f"{place.path!r} was not written by fastckpt: it has no checksums")
 
     def _look_at_stock(self, place: Place) -> None:
-        """Raises CorruptCheckpoint for a file without checksums that is evidently cut or damaged,
-        and WithoutChecksums for one in a format that is not known.
+        """Raises CorruptCheckpoint for a file without checksums that is evidently truncated or
+        damaged, and WithoutChecksums for a file of an unknown format.
         """
         try:
             self.open(place)[1].close()
@@ -148,7 +148,7 @@ def _verify_distcp(place: Place, file: InputFile) -> int:
 
 
 class Files(Kind):
-    """A directory with files of tensors; opened is one that has a single safetensors file."""
+    """A directory with files of tensors. It can be opened if it has a single safetensors file."""
 
     hint = (
         "it is a directory of safetensors files in Hugging Face's layout: load it with "
@@ -176,8 +176,8 @@ class Files(Kind):
         yield from passed_over
 
     def debris(self, place: Place) -> Iterator[Debris]:
-        """Yields all that has a temporary's name, whatever it was to be; and, of a URL, uploads
-        below it that were begun more than a day ago, and have not ended.
+        """Yields all files and directories with names of temporaries; for a URL also unfinished
+        uploads below it that were begun more than a day ago.
         """
         storage = place.storage
         for name in sorted(storage.names(place.path)):
@@ -206,8 +206,8 @@ class Files(Kind):
 
 
 def _has_tensors(place: Place, name: str) -> bool:
-    """Returns whether this is a file of tensors, by its name, or else by how it begins; or stands
-    for the index of such files, and is no file.
+    """Returns whether this is a file of tensors, by its name or else by its first bytes. An index
+    of such files counts if it is not a regular file, so that its verification fails.
     """
     path = place.inside(name)
     if name.endswith(INDEX_SUFFIX):  # it has no checksum: it is told only if it is no file
@@ -225,7 +225,7 @@ def _has_tensors(place: Place, name: str) -> bool:
 
 
 class Listed(Kind):
-    """A directory with a list of its files and their checksums. It is opened as what else it is."""
+    """A directory with a list of its files and their checksums. Another kind opens it."""
 
     def recognise(self, place: Place) -> bool:
         return False
@@ -243,8 +243,8 @@ def _verify_listed(place: Place) -> int:
 
 
 def _unless_replaced(place: Place, record: str, check: Callable[[], int]) -> Callable[[], int]:
-    """Returns the check of a part of what a commit record stands for. It raises Vanished if it
-    fails, and a save has replaced or removed the record since this call.
+    """Wraps the check of a part of a checkpoint with this commit record. If the check fails and a
+    save has replaced or removed the record since this call, it raises Vanished.
     """
     before = place.version(record)
 
@@ -294,9 +294,9 @@ class Dcp(Kind):
             yield Part(place.inside(name), _leave if name in remains else checks[name])
 
     def debris(self, place: Place) -> Iterator[Debris]:
-        """Yields the data files, in a directory and those in it, that no .metadata names: of a save
-        that was killed or, on another host, has not committed yet. Those that a process of this
-        host may still commit are left out.
+        """Yields the data files that no .metadata names, in a directory and its subdirectories.
+        They are from a save that was killed or that runs on another host. Files that a process of
+        this host may still commit are left out.
         """
         from fastckpt.directories import dcp_metadata
 
@@ -323,7 +323,7 @@ _DCP = Dcp()
 
 
 def _verify_metadata(place: Place, name: str) -> int:
-    """Verifies a .metadata file, and that the .distcp files which it commits exist."""
+    """Verifies a .metadata file, and that the .distcp files that it names exist."""
     from fastckpt.directories import dcp_metadata
 
     path = place.inside(name)
@@ -339,7 +339,7 @@ def _verify_metadata(place: Place, name: str) -> int:
 
 
 def _left_over(place: Place) -> list[str]:
-    """Returns the data files that no .metadata names, as far as these can be read."""
+    """Returns the data files that no readable .metadata file names."""
     from fastckpt.directories import dcp_metadata
 
     try:
@@ -389,7 +389,7 @@ class HuggingFace(Kind):
 
 
 class MegatronRun(Kind):
-    """A directory of Megatron's iterations: opened is the newest that is complete."""
+    """A directory of Megatron's iterations. Opens the newest complete one."""
 
     def recognise(self, place: Place) -> bool:
         return distcp.TRACKER in place.names
@@ -422,14 +422,14 @@ _IN_DIRECTORIES = (_LISTED, _DCP, _FILES)  # of which there may be several in on
 
 
 def kind_of(place: Place) -> Kind:
-    """Returns the kind that a path is opened as. What is none is opened as a run, which says what
-    there is instead. Raises StorageError if a directory cannot be listed.
+    """Returns the kind as which a path is opened. A path of no kind is opened as a run, whose error
+    describes the path's contents. Raises StorageError if a directory cannot be listed.
     """
     return next((kind for kind in KINDS if kind.recognise(place)), RUN)
 
 
 def hint_for_load(path: str) -> str:
-    """Returns how to load a directory that was given as a file; "" if it is no known checkpoint."""
+    """Returns how to load a directory that was passed as a file; "" if no kind matches."""
     current = pipeline.current()
     place = Place(current.storage, current.staging, path)
     try:
@@ -440,8 +440,9 @@ def hint_for_load(path: str) -> str:
 
 
 def parts_at(place: Place) -> Iterator[Part]:
-    """Yields what a path holds, to be verified. Of a run, steps without a manifest come first, then
-    steps from the oldest on, then what others may have put beside them.
+    """Yields the parts at a path that can be verified. In a run, steps without a manifest come
+    first, then the other steps from the oldest on, then other checkpoints and files in the
+    directory.
     """
     if not place.is_directory:
         yield from _FILE.verify(place)
@@ -460,8 +461,8 @@ def parts_at(place: Place) -> Iterator[Part]:
 
 
 def _beside_steps(place: Place) -> Iterator[Part]:
-    """Yields what lies in a directory, or in one below it, and is no step: checkpoints of
-    frameworks, exports, and single files.
+    """Yields the parts in a directory and its subdirectories that are not steps: checkpoints of
+    frameworks, exports and single files.
     """
     yield from _in_directory(place)
     if place.has(file_list.NAME, link=True):
@@ -488,6 +489,6 @@ def _in_directory(place: Place) -> Iterator[Part]:
 
 
 def debris_at(place: Place) -> Iterator[Debris]:
-    """Yields what saves of any kind have left in a directory, first those of steps."""
+    """Yields the remains of all kinds of saves in a directory, those of steps first."""
     for kind in reversed(KINDS):
         yield from kind.debris(place)

@@ -1,4 +1,4 @@
-"""fastckpt.open: what a path holds, found by what lies there rather than by its name."""
+"""fastckpt.open, which finds the format of a checkpoint by its contents rather than its name."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from fastckpt.storage.file_system import Storage, reported
 
 
 class RenamedSource:
-    """A Source of the tensors of another one, under the names that `fit.rename` gives them.
+    """A Source of the tensors of another Source, under the names that `fit.rename` gives them.
 
     Args:
-        source: the other one, which is closed with this.
-        fit: has the rules.
-        path: of the checkpoint, for messages.
+        source: the other Source, which is closed with this one.
+        fit: the rules for names.
+        path: the checkpoint's path, for messages.
 
     Attributes:
-        olds: the names that the tensors have in the checkpoint, by those that they have here.
+        olds: maps the new names of the tensors to their names in the checkpoint.
 
     Raises:
-        IncompatibleCheckpoint: two tensors get one name, or a pattern fits none.
+        IncompatibleCheckpoint: two tensors get the same name, or a pattern matches no name.
     """
 
     def __init__(self, source: Source, fit: Fit, path: str) -> None:
@@ -65,33 +65,34 @@ def open(
 ) -> LazyTensors:
     """Opens a checkpoint for random access: a mapping of names to tensors that are not read yet.
 
-    `tensors[name][...]` reads a part: only the blocks of the files that hold it. No code from the
-    files is run, whatever they hold. Of a nest of dicts and lists, a tensor's name is the path of
-    keys to it, joined by "/"; in a key, "~" and "/" become "~0" and "~1". A second tensor of the
-    same name gets "#2" behind it. Tensors inside of other objects are not found: `others` of the
-    result counts these. Of Megatron, tensors have the shapes that it stored them in.
+    `tensors[name][...]` reads a part of a tensor, from only those blocks of the files that contain
+    it. No code from the files is run. In a nest of dicts and lists, a tensor's name consists of the
+    keys that lead to it, joined by "/"; in a key, "~" and "/" become "~0" and "~1". A second tensor
+    of the same name gets the suffix "#2". Tensors inside of other objects are not found; `others`
+    of the result counts such objects. Tensors of Megatron have the shapes in which Megatron stored
+    them.
 
     Args:
         path: a file of fastckpt.save, torch.save or safetensors; a step of a Checkpointer, or its
-            root (then the newest step whose files all have their sizes); a directory of
-            torch.distributed.checkpoint, of Megatron (torch_dist) or its run (then the newest
-            complete iteration), or of Hugging Face (safetensors); or a directory with one
-            .safetensors file. Or the URL of any of these in an object store.
-        rename: gives the tensors other names: as load_into()'s.
-        storage_options: as Checkpointer's, where the path is a URL.
+            root, for the newest step whose files all have the right sizes; a directory of
+            torch.distributed.checkpoint or of Megatron (torch_dist), or Megatron's run, for the
+            newest complete iteration; a directory of Hugging Face (safetensors), or one with a
+            single .safetensors file; or the URL of any of these in an object store.
+        rename: changes the tensors' names; see load_into().
+        storage_options: see Checkpointer; for a path that is a URL.
 
     Returns:
-        LazyTensors, to be closed. Its is_verified tells whether what is read is compared with
-            checksums; only files of fastckpt have them.
+        LazyTensors, which the caller must close. Its is_verified tells whether reads are verified
+            by checksums, which only files of fastckpt have.
 
     Raises:
-        CorruptCheckpoint: the checkpoint is damaged, as far as it was read by now.
-        IncompatibleCheckpoint: its format is of a newer version, or of a very old one; or `rename`
-            gives two tensors one name, or does not fit.
-        CheckpointError: it is none of these.
+        CorruptCheckpoint: the part of the checkpoint that was read is damaged.
+        IncompatibleCheckpoint: its format is of a newer version, or a very old one; or `rename`
+            gives two tensors the same name, or has a pattern that matches no name.
+        CheckpointError: the path has none of these formats.
         StorageError: the path does not exist (ENOENT), or cannot be read.
-        pickle.UnpicklingError: a `.metadata` file names classes that it need not have.
-        ValueError, TypeError: the path is none.
+        pickle.UnpicklingError: a `.metadata` file names classes that are not needed in it.
+        ValueError, TypeError: the path is not a path or URL.
     """
     checked, fit = path_of("path", path, storage_options), Fit(rename=rename)
     current = pipeline.current()
@@ -106,13 +107,15 @@ def open(
 
 
 def opened(storage: Storage, staging: Staging, path: str) -> tuple[str, Source]:
-    """Returns what a path holds, and the path of that: of a root the newest whole step.
+    """Opens the checkpoint at a path; returns its path, which for a root is that of the newest
+    intact step, and its Source.
 
     Raises:
-        CorruptCheckpoint: it is damaged. IncompatibleCheckpoint: its format is of another version.
-        CheckpointError: it is no checkpoint of a known format.
-        StorageError: it does not exist, or cannot be read.
-        pickle.UnpicklingError: a `.metadata` file names classes that it need not have.
+        CorruptCheckpoint: it is damaged.
+        IncompatibleCheckpoint: its format is of another version.
+        CheckpointError: it is not a checkpoint of a known format.
+        StorageError: it does not exist or cannot be read.
+        pickle.UnpicklingError: a `.metadata` file names classes that are not needed in it.
     """
     with reported("open", path):
         if storage.status(path) is None:

@@ -1,4 +1,6 @@
-"""Safetensors files, opened for random access: one alone, or those of a Hugging Face directory."""
+"""Safetensors files, opened for random access: a single file, or those of a Hugging Face
+directory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def safetensors_file(staging: Staging, file: InputFile, close: Callable[[], None
     """Opens one file, which stays open until `close` is called.
 
     Raises:
-        CorruptCheckpoint: its header is malformed. StorageError: it cannot be read.
+        CorruptCheckpoint: its header is malformed.
+        StorageError: it cannot be read.
     """
     body, tensors = _opened(staging, file, 0)
     return ExtentsSource("a safetensors file", staging, [body], tensors, close)
@@ -72,7 +75,7 @@ def hugging_face_directory(
 
 
 def _weight_map(content: bytes) -> dict[str, str]:
-    """Returns the file of each tensor, as an index says."""
+    """Returns the name of each tensor's file from an index."""
     try:
         index = decode(content)
     except (ValueError, RecursionError) as error:
@@ -89,7 +92,7 @@ def _weight_map(content: bytes) -> dict[str, str]:
 
 
 def _is_file_name(name: str) -> bool:
-    """Returns whether a file in a directory can have this name, which JSON may have escaped."""
+    """Returns whether this text from JSON is a valid name of a file in a directory."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:  # half of a surrogate pair

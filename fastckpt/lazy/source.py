@@ -1,4 +1,4 @@
-"""The interface of a format for random access: its tensors, and reads of parts of them."""
+"""The interface of a checkpoint for random access: its tensors, and reads of parts of tensors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Stored(NamedTuple):
 
     Attributes:
         dtype, shape: the tensor's.
-        shards: where its parts lie.
-        repeated: the dimensions along which all its elements are one, as in an expanded tensor; of
-            these only the first is read.
+        shards: its parts and their files.
+        repeated: the dimensions along which all elements are the same memory, like in an expanded
+            tensor; only the first element along them is read.
     """
 
     dtype: torch.dtype
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A part of a tensor that is to be read.
+    """A request to read a part of a tensor.
 
     `target` is a tensor of the box's sizes and the stored dtype, with contiguous memory.
     """
@@ -48,13 +48,13 @@ class Wanted(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """The values of a checkpoint that are no tensors.
+    """The values of a checkpoint that are not tensors.
 
     Attributes:
-        others: how many objects, which may hold tensors, are there and were passed over, by what
-            makes them.
-        total: how many values there are, these objects among them; a list of plain ones is one.
-        names: of the first of them.
+        others: how many skipped objects, which may contain tensors, there are of each class or
+            function that makes them.
+        total: the number of values, including these objects; a list of plain values counts as one.
+        names: the names of the first values.
     """
 
     others: Mapping[str, int] = MappingProxyType({})
@@ -66,12 +66,12 @@ class Source(Protocol):
     """An opened checkpoint of some format.
 
     Attributes:
-        kind: the format, in words.
-        facts: what else the checkpoint tells of itself, such as who wrote it, by name.
+        kind: the name of the format for users.
+        facts: other facts about the checkpoint, such as its writer, by name.
         has_paths: whether names are paths of keys joined by "/", in which keys are escaped.
         is_verified: whether every byte that is read is compared with a checksum.
-        tensors: what is there, by name, in the order of the checkpoint.
-        rest: what else is there.
+        tensors: the tensors by name, in the order of the checkpoint.
+        rest: the other values.
     """
 
     @property
@@ -96,9 +96,10 @@ class Source(Protocol):
         """Reads parts into their targets; several threads may call it.
 
         Raises:
-            CorruptCheckpoint: something is damaged. StorageError: it cannot be read.
+            CorruptCheckpoint: a part is damaged.
+            StorageError: a part cannot be read.
             DeviceError: a copy to a GPU failed.
         """
 
     def close(self) -> None:
-        """Closes what is open, if it still is; nothing is read any more."""
+        """Closes the open files, after the last read. Idempotent."""

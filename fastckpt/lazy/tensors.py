@@ -24,8 +24,8 @@ class Selection(NamedTuple):
     """The part of a tensor that an index selects.
 
     Attributes:
-        box: the rectangle that holds it.
-        rest: the index that turns the rectangle, once read, into what was selected.
+        box: the rectangle that contains the part.
+        rest: the index that selects the part from the rectangle after it is read.
     """
 
     box: Box
@@ -33,12 +33,12 @@ class Selection(NamedTuple):
 
 
 def selected(index: Any, shape: Sequence[int]) -> Selection:
-    """Returns what an index of integers, slices, None and "..." selects, as in torch.Tensor.
+    """Returns the selection of an index of integers, slices, None and "...", like for torch.Tensor.
 
     Raises:
-        IndexError: a number is out of range, or there are more than the tensor has dimensions.
+        IndexError: a number is out of range, or there are more numbers and slices than dimensions.
         ValueError: a slice has a step below 1.
-        TypeError: the index has something else, such as a list or a tensor.
+        TypeError: the index has a value of another type, such as a list or a tensor.
     """
     items = index if isinstance(index, tuple) else (index,)
     used = sum(item is not None and item is not Ellipsis for item in items)
@@ -65,8 +65,8 @@ def selected(index: Any, shape: Sequence[int]) -> Selection:
 
 
 def _along(item: Any, size: int, dim: int) -> tuple[int, int, Any]:
-    """Returns what an index selects of one dimension: first element, number of elements to read,
-    and the index into these.
+    """Returns the selection in one dimension: the first element, the number of elements to read,
+    and the index into these elements.
     """
     if isinstance(item, slice):
         begin, end, step = item.indices(size)
@@ -96,27 +96,28 @@ def _other(item: Any) -> TypeError:
 
 
 class LazyTensors(Mapping[str, "LazyTensor"]):
-    """The tensors of an open checkpoint, by name; made by fastckpt.open().
+    """The tensors of an open checkpoint, by name; the result of fastckpt.open().
 
-    Several threads may read at a time, but no process that was forked since. Close it, or use it in
-    a `with` statement: until then files are open, and a step of a Checkpointer is kept from being
-    removed.
+    Several threads may read at the same time, but a process that is forked later may not. Close it,
+    or use it in a `with` statement, because until then files are open and a Checkpointer's step is
+    protected from removal.
 
     Attributes:
         path: the path that was opened; for a root, that of the step.
-        kind: what it is, in words, such as "a step of fastckpt".
-        facts: what else the checkpoint tells of itself, by name: the number of "files", and for a
-            step its number ("step"), when it was "saved", and by how many "ranks".
-        is_verified: whether every byte that is read is compared with a checksum first. Only files
-            that fastckpt wrote have checksums of their blocks.
-        has_paths: whether names are paths of keys, joined by "/"; in files of safetensors and DCP
-            they are whatever their writers chose.
-        others: how many objects, which may hold tensors, the checkpoint has beside these, by the
-            class or function that makes them, such as "torch._utils._rebuild_sparse_tensor". They
-            are not looked into, since that would run code. Values of PerRank do not count, nor do
-            attributes of tensors and dicts.
-        left_out: how many values the checkpoint has that are no tensors, those objects among them,
-            and the names of the first. A list of plain values is one, and so is a PerRank.
+        kind: the kind of checkpoint, such as "a step of fastckpt".
+        facts: other facts about the checkpoint, by name: the number of "files", and for a step its
+            number ("step"), the time when it was "saved", and the number of "ranks" that saved it.
+        is_verified: whether every byte is compared with a checksum before it is returned. Only
+            files that fastckpt wrote have checksums of their blocks.
+        has_paths: whether names are paths of keys, joined by "/"; in files of safetensors and DCP,
+            the writer chose the names.
+        others: how many other objects, which may contain tensors, the checkpoint has for each class
+            or function that makes them, such as "torch._utils._rebuild_sparse_tensor". Their
+            contents are not read, since this would run code. Values of PerRank and attributes of
+            tensors and dicts do not count.
+        left_out: how many values other than tensors the checkpoint has, including those objects,
+            and the names of the first ones. A list of plain values counts as one, and so does a
+            PerRank.
     """
 
     def __init__(self, path: str, source: Source) -> None:
@@ -155,8 +156,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         return len(self._source.tensors)
 
     def listed(self) -> Iterable[tuple[str, Stored]]:
-        """Returns each tensor's name with its dtype, shape and shards, in the checkpoint's order:
-        what LazyTensors have, in less time where there are very many.
+        """Returns each tensor's name with its dtype, shape and shards, in the checkpoint's order.
+        For very many tensors this is faster than an iteration over LazyTensors.
         """
         return self._source.tensors.items()
 
@@ -164,18 +165,18 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         return f"<{len(self)} tensors of {self.path!r}, {self.kind}>"
 
     def prefetch(self, names: Iterable[str], device: str | torch.device = "cpu") -> None:
-        """Begins to read whole tensors in the background, which the next access to each takes.
+        """Begins to read complete tensors in the background; the next access to each returns it.
 
-        Tensors of one call are read together; calls are served in their order. They take memory
-        until they are taken or this is closed.
+        The tensors of one call are read together; calls are served in order. A tensor takes memory
+        until it is accessed or this is closed.
 
         Args:
-            names: the tensors.
-            device: where they go to.
+            names: the names of the tensors.
+            device: the device to which they are read.
 
         Raises:
             KeyError: there is no tensor of this name.
-            TypeError: names is a text.
+            TypeError: names is a string.
             ValueError: this is closed.
         """
         if isinstance(names, str):
@@ -199,7 +200,9 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         return {want.name: want.target for want in requests}
 
     def _wanted(self, name: str, box: Box, device: torch.device) -> Wanted:
-        """Returns a rectangle to read, of which repeated dimensions are read once, and memory."""
+        """Returns a request for a rectangle, with memory for it; repeated dimensions are read
+        once.
+        """
         stored = self._source.tensors[name]
         sizes = tuple(
             min(size, 1) if dim in stored.repeated else size for dim, size in enumerate(box.sizes)
@@ -225,8 +228,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
                 self._reads.discard(under_way)
 
     def _taken(self, name: str) -> torch.Tensor | None:
-        """Returns a tensor that was read ahead, once; None if it was not asked for, or if it or
-        another one that was to be read together with it could not be read.
+        """Returns a prefetched tensor, once; None if it was not prefetched, or if the read of it or
+        of another tensor of the same prefetch() failed.
         """
         self._check_open()
         prefetched = self._ahead.pop(name, None)
@@ -240,16 +243,17 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
     def read(
         self, parts: Sequence[tuple[str, Any]], device: str | torch.device = "cpu"
     ) -> list[torch.Tensor]:
-        """Reads several parts together, which takes fewer reads than one after the other.
+        """Reads several parts together, with fewer reads than one after the other.
 
         Args:
-            parts: of each the name of the tensor and the index, as that of LazyTensor.
+            parts: for each part, the name of the tensor and an index as for LazyTensor.
 
         Returns:
             The parts, on `device`.
 
         Raises:
-            KeyError: there is no tensor of this name. Others as LazyTensor.__getitem__().
+            KeyError: there is no tensor of this name.
+            Others: see LazyTensor.__getitem__().
         """
         chosen = [(name, *selected(index, self[name].shape)) for name, index in parts]
         where = torch.device(device)
@@ -261,7 +265,7 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         ]
 
     def _part(self, name: str, index: Any, device: torch.device) -> torch.Tensor:
-        """Returns a part of a tensor, from what was read ahead, if it was."""
+        """Returns a part of a tensor, from the prefetched tensor if there is one."""
         prefetched = self._taken(name)
         if prefetched is None:
             return self.read([(name, index)], device)[0]
@@ -289,7 +293,7 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         return ValueError(f"{self.path!r} is closed")
 
     def close(self) -> None:
-        """Closes the files once the reads under way have ended; idempotent."""
+        """Closes the files after the reads in flight have ended. Idempotent."""
         if self._pid != os.getpid():
             return  # the numbers of its files are those of others here
         with self._lock:
@@ -330,11 +334,11 @@ def _close_in(pid: int, source: Source) -> None:
 
 
 class LazyTensor:
-    """A tensor of an open checkpoint, of which `tensor[...]` reads only what is asked for.
+    """A tensor of an open checkpoint; `tensor[...]` reads only the requested part.
 
-    An index has integers, slices with steps from 1 on, None and "...", as for a torch.Tensor, and
-    gives a new torch.Tensor. `tensor[...]` reads all of it, as do torch.as_tensor(tensor) and, of a
-    dtype that numpy has, numpy.asarray(tensor).
+    An index may have integers, slices with steps of at least 1, None and "...", like for a
+    torch.Tensor; it returns a new torch.Tensor. To read the complete tensor, use `tensor[...]`,
+    torch.as_tensor(tensor) or, if numpy has the dtype, numpy.asarray(tensor).
 
     Attributes:
         name: its name in the checkpoint.
@@ -356,7 +360,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """The size of the whole tensor, in bytes."""
+        """The size of the complete tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def numel(self) -> int:
@@ -369,43 +373,44 @@ class LazyTensor:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Reads a part, to the CPU.
+        """Reads a part to the CPU.
 
-        What is read are blocks of 8 MiB, of which the last one is kept while small parts of it are
-        wanted: many small tensors are better read in their order, or together, by prefetch() or
+        Files are read in blocks of 8 MiB, and the last block is kept while small parts of it are
+        requested. So read many small tensors in their order, or together by prefetch() or
         LazyTensors.read().
 
         Raises:
             IndexError, ValueError, TypeError: the index is out of range, or cannot be read.
             CorruptCheckpoint: the part is damaged.
-            StorageError: it cannot be read, or there is not enough memory for it (ENOMEM).
+            StorageError: the part cannot be read, or there is not enough memory for it (ENOMEM).
         """
         return self._tensors._part(self.name, index, torch.device("cpu"))
 
     def read(self, device: str | torch.device = "cpu", index: Any = ...) -> torch.Tensor:
-        """Reads a part to a device; raises as `tensor[index]`.
+        """Reads a part to a device; raises like `tensor[index]`.
 
         Args:
-            device: where the result lies.
-            index: as that of `tensor[index]`; default: the whole tensor.
+            device: the device of the result.
+            index: the index of `tensor[index]`; default: the complete tensor.
         """
         return self._tensors._part(self.name, index, torch.device(device))
 
     # torch and numpy would read what lacks the next three as a sequence, element by element.
     def __dlpack__(self, **options: Any) -> Any:
-        """Reads the whole tensor, once, for torch.as_tensor() and others that know DLPack."""
+        """Reads the complete tensor, once, for torch.as_tensor() and other users of DLPack."""
         return self[...].__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Returns what DLPack calls the CPU's memory."""
+        """Returns DLPack's device for CPU memory."""
         return 1, 0
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        """Reads the whole tensor, once, for numpy.
+        """Reads the complete tensor, once, for numpy.
 
         Raises:
             TypeError: numpy does not have the stored dtype.
-            ValueError: `copy` is False. Others as __getitem__().
+            ValueError: `copy` is False.
+            Others: see __getitem__().
         """
         if copy is False:
             raise ValueError(f"{self.name!r} is not in memory: reading it makes a copy")

@@ -1,4 +1,6 @@
-"""A torch zip, opened for random access: the tensors of its pickle, and where their records lie."""
+"""A torch zip, opened for random access: the tensors of its pickle, and the offsets of their
+records.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,11 @@ class TorchZip(NamedTuple):
 
     Attributes:
         body: the file.
-        records: by their names in the archive.
-        begin_of: returns where the data of a record begins, or raises.
-        tensors: by name, as the pickle describes them; in a step's objects also placeholders.
-        rest: what else its pickle names.
+        records: the records, by their names in the archive.
+        begin_of: returns the offset of a record's data, or raises.
+        tensors: the tensors that the pickle describes, by name; in a step's objects also
+            placeholders.
+        rest: the other values of the pickle.
     """
 
     body: Body
@@ -52,7 +55,7 @@ class TorchZip(NamedTuple):
     rest: Rest
 
     def source(self, kind: str, close: Callable[[], None] = lambda: None) -> ExtentsSource:
-        """Returns a Source of the tensors that lie in this file; its close() calls `close`."""
+        """Returns a Source of the tensors stored in this file; its close() calls `close`."""
         with naming(self.body.path):
             views = self._placed()
         staging, rest = self.body.staging, self.rest
@@ -68,15 +71,15 @@ class TorchZip(NamedTuple):
 
 
 def torch_file(staging: Staging, file: InputFile, close: Callable[[], None]) -> ExtentsSource:
-    """Opens a torch zip, ours or another's.
+    """Opens a torch zip written by fastckpt or by another program.
 
     Args:
-        file: stays open until `close` is called.
+        file: the file, which must stay open until `close` is called.
 
     Raises:
-        CorruptCheckpoint: it is damaged, or no such file. IncompatibleCheckpoint: it is of an older
-            or a newer version, or of a machine with another byte order. StorageError: it cannot be
-            read.
+        CorruptCheckpoint: it is damaged or not a torch zip.
+        IncompatibleCheckpoint: it has an older or newer version, or another byte order.
+        StorageError: it cannot be read.
     """
     body = body_of(staging, file)
     if body is not None:
@@ -88,7 +91,7 @@ def torch_file(staging: Staging, file: InputFile, close: Callable[[], None]) -> 
 
 
 def zip_of_ours(body: Body, *, is_of_step: bool = False) -> TorchZip:
-    """Opens a torch zip that fastckpt wrote; raises as torch_file().
+    """Opens a torch zip that fastckpt wrote; raises like torch_file().
 
     Args:
         body: the file.
@@ -102,8 +105,9 @@ def zip_of_ours(body: Body, *, is_of_step: bool = False) -> TorchZip:
 
 
 def _records_of_ours(body: Body, directory: Directory) -> dict[str, Record]:
-    """Returns the records, which lie one behind the other: a header, its data, a descriptor. So the
-    directory, which is verified, tells where data begin, and no header has to be read.
+    """Returns the records, which follow each other without gaps, each with header, data and
+    descriptor. So the offsets of data follow from the verified directory, and no header has to be
+    read.
     """
     body_nbytes, nbytes = body.index.body_nbytes, body.index.body_nbytes + len(body.index.tail)
     names, offsets, sizes, crcs, _methods = directory
@@ -150,7 +154,7 @@ class _Others:
         self._begins: dict[str, int] = {}
 
     def begin_of(self, record: str) -> int:
-        """Returns where a record's data begins, behind its local header, which is read once."""
+        """Returns the offset of a record's data after its local header, which is read once."""
         if record not in self._begins:
             self._begins[record] = self._found(record)
         return self._begins[record]
@@ -185,8 +189,8 @@ def _opened(
 def _content(
     body: Body, records: Mapping[str, Record], begin_of: Callable[[str], int], name: str
 ) -> bytes | bytearray:
-    """Returns a record, compared with its own CRC-32, unless that is 0: torch was told to compute
-    none (torch.serialization.set_crc32_options).
+    """Returns a record, verified by its own CRC-32. A CRC-32 of 0 is not compared, because torch
+    may have been configured to compute none (torch.serialization.set_crc32_options).
     """
     nbytes, crc, _at = records[name]
     content = _bytes(body, begin_of(name), nbytes) if nbytes else b""

@@ -1,7 +1,7 @@
-"""The tensors that the pickle of a torch zip names, found without running anything that it names.
+"""The tensors in the pickle of a torch zip, found without running any code that the pickle names.
 
-Responsible for what torch's pickler writes for a tensor. Objects of other classes are passed over,
-and counted, so that a file with a user's objects can be opened, too.
+Responsible for the output of torch's pickler for a tensor. Objects of other classes are skipped and
+counted, so that files with objects of users can also be opened.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class StoredView(NamedTuple):
     """A tensor as a pickle describes it: a view of a storage.
 
     Attributes:
-        form: what it has in common with others.
+        form: the attributes that it has in common with other tensors.
         record: the name of the storage's record.
-        begin: of its first element in the storage, in bytes.
-        nbytes: how much of the storage it needs, from the first byte on.
+        begin: the offset of its first element in the storage, in bytes.
+        nbytes: how many bytes of the storage it needs, from the first byte on.
     """
 
     form: Form
@@ -73,8 +73,9 @@ class Names(NamedTuple):
     """The values that a pickle names.
 
     Attributes:
-        tensors: the tensors by name; in a step's objects also the placeholders of those in shards.
-        rest: the others; what makes an object has the name of a class or function.
+        tensors: the tensors by name; in a step's objects also the placeholders of tensors in
+            shards.
+        rest: the other values; makers of objects are named by their class or function.
     """
 
     tensors: dict[str, StoredView | Stored]
@@ -82,7 +83,7 @@ class Names(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    """A storage that the pickle refers to; `dtype` is None if it has only bytes."""
+    """A storage that the pickle refers to; `dtype` is None if the storage is untyped."""
 
     record: str
     dtype: torch.dtype | None
@@ -92,16 +93,17 @@ class _Storage(NamedTuple):
 def names_of(content: bytes, *, is_of_step: bool) -> Names:
     """Returns the tensors in the nest of dicts, lists and tuples that a pickle describes, by name.
 
-    A name is the path of keys to the tensor, joined by "/", as a Checkpointer names tensors: in a
-    key, "~" and "/" become "~0" and "~1". A second tensor of the same name gets "#2" behind it.
+    A name consists of the keys that lead to the tensor, joined by "/", like the names of a
+    Checkpointer: in a key, "~" and "/" become "~0" and "~1". A second tensor of the same name gets
+    the suffix "#2".
 
     Args:
         content: the pickle.
-        is_of_step: whether it is that of a step's objects, which has placeholders.
+        is_of_step: whether the pickle is that of a step's objects, which has placeholders.
 
     Raises:
-        CorruptCheckpoint: no pickler of torch's wrote it.
-        IncompatibleCheckpoint: it was written by a protocol that is not known here.
+        CorruptCheckpoint: torch's pickler did not write it.
+        IncompatibleCheckpoint: it has a protocol that is not supported.
     """
     try:
         nest, _end = plain_pickle.loads(content, _find, _storage, _STATEFUL)
@@ -157,7 +159,7 @@ class _Walk:
         return name
 
     def _leaf_or_items(self, name: str, below: str, value: Any) -> Iterator[tuple[Any, Any]] | None:
-        """Notes a tensor or an object that is passed over; returns the items of others, whose names
+        """Records a tensor or a skipped object; returns the items of other values, whose names
         begin with `below`.
         """
         kind, tensors = type(value), self._tensors
@@ -174,7 +176,7 @@ class _Walk:
         return None
 
     def _items(self, name: str, below: str, value: Any) -> Iterator[tuple[Any, Any]]:
-        """Returns the keys and values in a node, and passes over what has no tensors."""
+        """Returns the keys and values in a node; skips values without tensors."""
         if self._is_of_step and type(value) is dict:
             if isinstance(value.get(PER_RANK), str):
                 self._pass_over([name])  # a value of each rank's own
@@ -190,12 +192,12 @@ class _Walk:
         return iter(items_in(value))
 
     def _pass_over(self, names: Sequence[str], count: int = 1) -> None:
-        """Counts values that are no tensors, and keeps the first names."""
+        """Counts values that are not tensors, and records the first names."""
         self._count += count
         self._first += names[: NAMES_MAX - len(self._first)]
 
     def _unique(self, name: str) -> str:
-        """Returns a name that no tensor has yet: this, or one with a number behind it."""
+        """Returns a unique name: this one, or this one with a number as suffix."""
         if name not in self._tensors:
             return name
         number, unique = self._number.get(name, 1), name
@@ -237,7 +239,7 @@ def _form(
     is_conj: bool = False,
     is_neg: bool = False,
 ) -> tuple[Form, int]:
-    """Returns a form, and the bytes from the first element to the last."""
+    """Returns a form, and the number of bytes from the first element to the last."""
     if prod(size or 1 for size in shape) >= NUMBER_END:
         raise ValueError("a tensor has 2^63 elements or more")
     if is_neg and not dtype.is_complex and dtype not in _NEGATED:
@@ -309,8 +311,8 @@ _REBUILT = {
 
 
 def _of_type(make: Any, kind: Any, arguments: Any, *_rest: Any) -> Any:
-    """Returns the tensor of torch._tensor._rebuild_from_type_v2, which has attributes or a class of
-    its own.
+    """Returns the tensor of torch._tensor._rebuild_from_type_v2, which has attributes or is of a
+    subclass.
     """
     if any(make is callee for callee in _REBUILT.values()) and type(arguments) is tuple:
         return make.make(*arguments)
@@ -339,9 +341,10 @@ def _items(items: Any = ()) -> tuple[Any, ...]:
 
 
 class _Plain:
-    """Stands for an object that holds no tensor. It may be the key of one, and so is like no other.
+    """Stands for an object without tensors. Since it may be a tensor's key, each one is unequal to
+    all others.
 
-    `name` is what the object is.
+    `name` names the object's class or function.
     """
 
     def __init__(self, name: str) -> None:
@@ -352,19 +355,19 @@ class _Plain:
 
 
 def _encoded(text: Any, encoding: Any = "latin1") -> Any:
-    """Returns the bytes that protocol 2 writes as text."""
+    """Returns bytes that protocol 2 stores as text."""
     if type(text) is not str or encoding != "latin1":
         raise ValueError("bytes are not made of text")
     return text.encode("latin1")
 
 
 def _empty_bytes() -> bytes:
-    """Returns b"", which protocol 2 writes as a call without arguments."""
+    """Returns b"", which protocol 2 stores as a call without arguments."""
     return b""
 
 
 def _without_state(_target: Any, _state: Any) -> None:
-    """Passes attributes over, such as a state_dict's _metadata."""
+    """Ignores attributes, such as a state_dict's _metadata."""
 
 
 def _globals(module: str, names: Collection[str], stand_in: Any) -> dict[tuple[str, str], Any]:
