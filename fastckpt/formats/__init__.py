@@ -1,4 +1,5 @@
-"""Formats: a module for each lays it out as an Image and parses its bytes; none opens files.
+"""File formats. Each module lays out files of one format as Images and parses their bytes; none
+opens files.
 
-CONTRIBUTING.md has the steps to add one.
+CONTRIBUTING.md has the steps to add a format.
 """

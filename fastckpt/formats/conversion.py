@@ -1,4 +1,4 @@
-"""The conversion of numbers to another dtype, and whether that can hold them."""
+"""Conversion of numbers to another dtype, with a check whether this dtype can hold them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _ROUNDED_TO_MAX = 464.0  # the last number that is rounded to the largest of flo
 
 
 def put_converted(target: torch.Tensor, values: torch.Tensor) -> bool:
-    """Converts values into a tensor as copy_() does. Returns whether it cannot hold some of them: a
-    number that is an integer here or there has become another one, or a finite one has not stayed
-    finite, or was clipped. That numbers of floating point are rounded is no loss. Tensors of one
-    class that consist of others, as quantized ones do, get the very same of these: their class
-    might round anew.
+    """Converts values into a tensor like copy_(). Returns whether the tensor cannot hold some of
+    them: in a conversion from or to integers, a number changed; or a finite number became infinite
+    or NaN, or was clipped. Rounding of floating-point numbers does not count. If both are of one
+    class that consists of other tensors, such as a quantized one, those are copied unchanged, since
+    the class might round again.
     """
     with torch.no_grad():
         if (pairs := _parts_alike(target, values)) is not None:
@@ -40,8 +40,8 @@ def put_converted(target: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def _parts_alike(one: Any, other: Any) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """Returns the tensors that two tensors of one class consist of, in pairs; None unless they
-    consist of the same kinds, and have all else in common.
+    """Returns the inner tensors of two tensors of one class, in pairs; None if these differ in
+    names, shapes or dtypes, or if the tensors differ in other attributes.
     """
     if type(one) is torch.Tensor or type(one) is not type(other):
         return None
@@ -62,5 +62,5 @@ def _is_rounded(dtype: torch.dtype) -> bool:
 
 
 def _comparable(values: torch.Tensor) -> torch.Tensor:
-    """Returns them in a dtype that torch compares: not all of its own are."""
+    """Returns values in a dtype that torch can compare, since it cannot compare all dtypes."""
     return values if _is_rounded(values.dtype) else values.to(torch.int64)

@@ -1,8 +1,9 @@
-"""A file of items, end to end: torch zips of single tensors, and bytes; plus block checksums.
+"""A file of concatenated items, which are torch zips of single tensors or bytes, with block
+checksums at the end.
 
 Responsible for the bytes of a `.distcp` file of torch.distributed.checkpoint as fastckpt writes it
-(docs/reference/format.md), and for where the elements lie in a tensor that torch.save wrote. It
-must not know what state the items are of, files, or who reads what.
+(docs/reference/format.md), and for the offset of the elements in a tensor that torch.save wrote. It
+must not know the state, files, or readers.
 """
 
 from __future__ import annotations
@@ -54,9 +55,10 @@ DTYPES = {
 class Item(NamedTuple):
     """One item of a file.
 
-    `offset` and `nbytes` are the whole item's. `data_nbytes` of elements, row-major and of type
-    `dtype`, begin at byte `data` of the file; `crc` is their CRC-32. If `dtype` is "", these are
-    all bytes of the item, of which nothing more is known.
+    `offset` and `nbytes` are those of the complete item. Its elements are row-major, of type
+    `dtype` and with CRC-32 `crc`; they have `data_nbytes` bytes from offset `data` of the file. If
+    `dtype` is "", the item consists of opaque bytes, and `data` and `data_nbytes` cover all of
+    them.
     """
 
     offset: int
@@ -69,16 +71,17 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Contents:
-    """A written file: how to verify it, and its items in order."""
+    """The contents of a written file: its checksums, and its items in order."""
 
     index: BlockChecksums
     items: tuple[Item, ...]
 
 
 class _Shell(NamedTuple):
-    """The bytes that torch.save writes around a tensor's elements, and where their CRC-32 goes.
+    """The bytes that torch.save writes around a tensor's elements, and the offsets of the elements'
+    CRC-32.
 
-    `crc_places` are offsets in `back`, two or, without elements, none.
+    `crc_places` are two offsets in `back`, or none if there are no elements.
     """
 
     front: bytes
@@ -87,7 +90,7 @@ class _Shell(NamedTuple):
 
 
 class _NoData:
-    """Stands for the storage of a tensor that is pickled."""
+    """Stands for the storage of a pickled tensor."""
 
 
 class _TensorPickler(pickle.Pickler):
@@ -167,9 +170,10 @@ def _shell(
 
 
 def fronts(dtype: torch.dtype, sizes: tuple[int, ...]) -> Iterator[bytes]:
-    """Yields what may stand before the elements of a contiguous tensor in a file of torch.save.
+    """Yields the possible bytes before the elements of a contiguous tensor in a file of torch.save.
 
-    This torch's bytes come first, then those of older ones; there are none for unusual dtypes.
+    Those of this version of torch come first, then those of older versions; yields nothing for
+    unusual dtypes.
     """
     if str(dtype)[6:] not in DTYPES:
         return
@@ -182,10 +186,10 @@ def fronts(dtype: torch.dtype, sizes: tuple[int, ...]) -> Iterator[bytes]:
 
 
 def layout(contents: Sequence[torch.Tensor | bytes]) -> tuple[Image, list[tuple[int, int]]]:
-    """Lays out items: contiguous tensors as torch.save would write them, and bytes as they are.
+    """Lays out items: contiguous tensors like torch.save, and bytes unchanged.
 
     Returns:
-        The image, and offset and size of each item.
+        The image, and the offset and size of each item.
     """
     builder = _Builder()
     for content in contents:
@@ -240,7 +244,7 @@ class _Builder(ImageBuilder):
 
 
 class _Tail:
-    """The bytes behind the body: checksums, the list of items, and the file's end."""
+    """The bytes after the body: checksums, the list of items, and the closing line."""
 
     def __init__(self, body_nbytes: int, items: list[Item], slot_of: dict[int, int]) -> None:
         self._body_nbytes = body_nbytes
@@ -271,7 +275,7 @@ class _Tail:
 
 
 def validate(described: Any, body_nbytes: int) -> None:
-    """Raises ValueError unless this is a tail's JSON: the one check of writers and readers."""
+    """Raises ValueError unless this is a tail's JSON; both writers and readers use this check."""
     check_members(described, _KINDS, "the tail")
     check_body(described, body_nbytes, VERSION)
     items, end = described["items"], 0
@@ -288,7 +292,7 @@ def validate(described: Any, body_nbytes: int) -> None:
 
 
 def parse(tail: bytes, body_nbytes: int) -> Contents:
-    """Verifies a file's tail, which begins at body_nbytes, and reads it.
+    """Verifies and parses a file's tail, which begins at body_nbytes.
 
     Raises:
         CorruptCheckpoint: the tail is damaged.

@@ -1,4 +1,4 @@
-"""The list of a checkpoint directory's files, which is a file of that directory itself.
+"""The list of a checkpoint directory's files, which is stored in the directory.
 
 Responsible for the bytes of `fastckpt.json` (docs/reference/format.md).
 """
@@ -33,13 +33,13 @@ class File(NamedTuple):
 
 
 def to_bytes(files: Mapping[str, File]) -> bytes:
-    """Returns the list as it is stored.
+    """Encodes the list for storage.
 
     Args:
         files: the files by their names relative to the directory, with slashes.
 
     Raises:
-        ValueError: no file in the directory can have such a name.
+        ValueError: a name cannot be that of a file in the directory.
     """
     members = {name: {"nbytes": f.nbytes, "crc32": f.crc32} for name, f in sorted(files.items())}
     content = {"fastckpt": VERSION, "files": members}
@@ -48,7 +48,7 @@ def to_bytes(files: Mapping[str, File]) -> bytes:
 
 
 def from_bytes(content: bytes) -> dict[str, File]:
-    """Returns the files of a list that was stored.
+    """Decodes a stored list.
 
     Raises:
         CorruptCheckpoint: the list is damaged.
@@ -71,7 +71,9 @@ def from_bytes(content: bytes) -> dict[str, File]:
 
 
 def is_of_others(content: bytes) -> bool:
-    """Returns whether a file with the name of a list is another program's, and no damaged list."""
+    """Returns whether a file with the name of a list is another program's file, rather than a
+    damaged list.
+    """
     try:
         value = decode(content)
     except (ValueError, RecursionError):
@@ -80,7 +82,7 @@ def is_of_others(content: bytes) -> bool:
 
 
 def validate(value: object) -> None:
-    """Raises ValueError unless this is a list's JSON: the one check of writers and readers."""
+    """Raises ValueError unless this is a list's JSON; both writers and readers use this check."""
     check_members(value, {"fastckpt": int, "files": dict}, "the list")
     assert isinstance(value, dict)
     if value["fastckpt"] != VERSION:
@@ -96,10 +98,10 @@ def validate(value: object) -> None:
 
 
 def to_record(files: Mapping[str, File]) -> bytes:
-    """Returns what a rank tells the first rank about the files that it has written."""
+    """Encodes a rank's files and their checksums, to send them to the first rank."""
     return json.dumps({name: [*file] for name, file in files.items()}).encode()
 
 
 def from_record(record: bytes) -> dict[str, File]:
-    """Returns the files that another rank of the same job has told by to_record()."""
+    """Decodes the result of to_record() of another rank."""
     return {name: File(*numbers) for name, numbers in json.loads(record).items()}

@@ -1,5 +1,5 @@
-"""A Hugging Face directory: the names of its safetensors files, which tensor is in which, the index
-that says so, and the dtype in the model's config.json.
+"""A Hugging Face directory: the names of its safetensors files, the division of tensors among them,
+the index, and the dtype in the model's config.json.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def divided(tensors: Sequence[T], shard_bytes: int) -> dict[str, Sequence[T]]:
 
 
 def index(files: Mapping[str, Sequence[Tensor]]) -> bytes:
-    """Returns the index of files as divided() has them; b"" for one alone, which needs none."""
+    """Returns the index of the files of divided(); b"" for a single file, which needs none."""
     if len(files) == 1:
         return b""
     file_of = {tensor.name: name for name, tensors in files.items() for tensor in tensors}
@@ -63,11 +63,11 @@ def index(files: Mapping[str, Sequence[Tensor]]) -> bytes:
 
 
 def config(content: bytes, dtype: str) -> bytes:
-    """Returns a config.json that says of which dtype the tensors are, if it says any, of the model
-    or of a part of it; the very bytes if nothing changes, or if this is no object in JSON.
+    """Replaces the dtype in a config.json, if it has one, for the model or its parts. Returns the
+    same bytes if nothing changes or if they are not a JSON object.
 
     Args:
-        dtype: its name, such as "bfloat16".
+        dtype: the name of the dtype, such as "bfloat16".
     """
     try:
         config = json.loads(content)
@@ -79,7 +79,9 @@ def config(content: bytes, dtype: str) -> bytes:
 
 
 def _tell_dtype(told: dict[str, Any], dtype: str) -> bool:
-    """Returns whether this has changed anything in a config, or in those of a model's parts."""
+    """Sets the dtype in a config and in those of a model's parts; returns whether anything
+    changed.
+    """
     changed = False
     for key, value in told.items():
         if key in ("dtype", "torch_dtype"):  # torch_dtype: before transformers 4.56

@@ -1,5 +1,5 @@
-"""What torch zips and `.distcp` files have in common: an image in which headers and others' memory
-take turns, and a tail of checksums that ends in a line of its own.
+"""The common parts of torch zips and `.distcp` files: an image of alternating headers and foreign
+memory, and a tail of checksums that ends in a closing line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CRC_DIGITS = 8
 
 
 class ImageBuilder:
-    """The state of one layout. Its attribute `offset` is where the next byte goes."""
+    """The state of one layout. The attribute `offset` is that of the next byte."""
 
     def __init__(self) -> None:
         self.offset = 0
@@ -33,12 +33,12 @@ class ImageBuilder:
         self._sources: list[object] = []
 
     def put(self, data: bytes) -> None:
-        """Adds bytes, which are copied."""
+        """Adds a copy of these bytes."""
         self._headers += data
         self.offset += len(data)
 
     def put_memory(self, source: object, address: int, nbytes: int) -> None:
-        """Adds bytes, at least one, that lie at an address for as long as `source` exists."""
+        """Adds the bytes at an address, at least one, which must be valid while `source` exists."""
         ensure(nbytes > 0 and address != 0, "a segment has bytes and an address")
         self._close_header()
         self._sources.append(source)
@@ -54,8 +54,8 @@ class ImageBuilder:
         back: bytes,
         crc_places: Sequence[int],
     ) -> int:
-        """Adds memory as put_memory() does, between two runs of bytes. Has its CRC-32 written to
-        places in the second one; returns the number of the first of these slots.
+        """Adds memory like put_memory() between two runs of bytes, with slots for its CRC-32 at
+        offsets in the second run. Returns the number of the first slot.
         """
         first, number = len(self._slots) // 2, len(self._segments) // 3 + 1
         self.put(front)
@@ -73,7 +73,7 @@ class ImageBuilder:
             self._header_begin += nbytes
 
     def image(self, nbytes: int, tail: Callable[[Sequence[int], Sequence[int]], bytes]) -> Image:
-        """Returns the image, with a tail of so many bytes; the body ends at the end of a page."""
+        """Returns the image with a tail of nbytes; the body ends at the end of a page."""
         self._close_header()
         ensure(self.offset % PAGE_BYTES == 0, f"the tail begins at {self.offset}, within a page")
         begin = address_of(self._headers)
@@ -87,7 +87,7 @@ class ImageBuilder:
 
 class ClosingLine:
     """The last bytes of a file: a name, the format's version, the offset of the tail, and the
-    CRC-32 of all of the tail before these last digits. `nbytes` is their number.
+    CRC-32 of all earlier bytes of the tail. `nbytes` is the line's size.
     """
 
     def __init__(self, name: str, version: int) -> None:
@@ -96,18 +96,20 @@ class ClosingLine:
         self.nbytes = len(self.closed(b"", 0))
 
     def closed(self, tail: bytes, offset: int) -> bytes:
-        """Returns a tail that begins at the offset, with this line behind it."""
+        """Returns the tail that begins at this offset, with the closing line appended."""
         tail += f"{self._begin}{offset:016x} ".encode()
         return tail + f"{zlib.crc32(tail):08x}".encode()
 
     def tail_offset(self, end: bytes, nbytes: int) -> int | None:
-        """Returns where the tail of a file of nbytes begins; None if its end is not fastckpt's."""
+        """Returns the offset of the tail in a file of nbytes; None if fastckpt did not write its
+        end.
+        """
         match = self._pattern.search(end)
         offset = 0 if match is None else int(match[2], 16)
         return offset if 0 < offset < nbytes <= offset + TAIL_BYTES_MAX else None
 
     def version(self, tail: bytes) -> int | None:
-        """Returns the version of a tail that is whole, None of a damaged one; raises as
+        """Returns the version of an intact tail, or None if the tail is damaged; raises like
         refuse_other_version().
         """
         match = self._pattern.search(tail)
@@ -126,14 +128,14 @@ def crcs_in(digits: str) -> tuple[int, ...]:
 
 
 def check_digits(key: str, digits: str, count: int) -> None:
-    """Raises ValueError unless digits_of() may have made this of so many checksums."""
+    """Raises ValueError unless this is a valid result of digits_of() for `count` checksums."""
     if len(digits) != CRC_DIGITS * count or re.fullmatch("[0-9a-f]*", digits) is None:
         raise ValueError(f"{key} is not {count} CRC-32s in hex digits")
 
 
 def check_body(described: Mapping[str, Any], body_nbytes: int, version: int) -> None:
-    """Raises ValueError unless the version, body_bytes, block_bytes and crc32 of a tail, which have
-    the right types, are of this version and fit a body of this size.
+    """Raises ValueError unless the version, body_bytes, block_bytes and crc32 of a tail are of this
+    version and fit a body of this size. Their types must have been checked.
     """
     if described["version"] != version:
         raise ValueError(f"version is {described['version']}, not {version}")

@@ -1,7 +1,7 @@
-"""The manifest of a step directory: its commit record, with a line for each writer.
+"""The manifest of a step directory, which is its commit record, with one line for each writer.
 
-Responsible for its bytes (docs/reference/format.md), and for telling which writers a reader can
-leave out. It must not know files, ranks at run time, or how tensors are split.
+Responsible for the manifest's bytes (docs/reference/format.md), and for finding the writers that a
+reader can skip. It must not know files, ranks at run time, or how tensors are split.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ class Writer:
     """The manifest's record of one writer, which that writer sends to rank 0.
 
     Attributes:
-        rank: the writer's.
-        file, nbytes: its safetensors file: name, and size as stored.
-        index, index_nbytes, index_sha256: its index: name, size, hex digest.
-        span: least and greatest bound of its pieces, by boxes.span(); 0 and 0 if it has none.
-        keys: key_hash() of its pieces' keys, ascending, each once; None if above KEYS_MAX.
+        rank: the writer's rank.
+        file, nbytes: the name and stored size of its safetensors file.
+        index, index_nbytes, index_sha256: the name, size and hex digest of its index.
+        span: the lowest and highest bound of its pieces, by boxes.span(); 0 and 0 if there are
+            none.
+        keys: the key_hash() of its pieces' keys, ascending and unique; None if there are more than
+            KEYS_MAX.
     """
 
     rank: int
@@ -71,7 +73,7 @@ class Writer:
 
     @classmethod
     def of(cls, index: ShardIndex, name: str, content: bytes) -> Writer:
-        """Returns the record of an index, given the name and the content of its file."""
+        """Returns the record for an index, given the name and content of the index's file."""
         spans = [span(piece.box, piece.shape) for piece in index.pieces if piece.box.numel]
         lows, highs = zip(*spans, strict=True) if spans else ((0.0,), (0.0,))
         keys = tuple(sorted({key_hash(piece.key) for piece in index.pieces}))
@@ -87,7 +89,9 @@ class Writer:
         )
 
     def to_bytes(self) -> bytes:
-        """Returns at most WRITER_BYTES_MAX bytes of JSON. Raises ValueError as validate() does."""
+        """Encodes the record in at most WRITER_BYTES_MAX bytes of JSON. Raises ValueError like
+        validate().
+        """
         written = self._written()
         _validate_writer(written)
         content = encode(written).encode()
@@ -96,7 +100,7 @@ class Writer:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Writer:
-        """Reads what to_bytes() made. Raises CorruptCheckpoint if it is malformed."""
+        """Decodes the result of to_bytes(). Raises CorruptCheckpoint if it is malformed."""
         if len(content) > WRITER_BYTES_MAX:
             raise CorruptCheckpoint(f"{len(content)} bytes are too many for a writer's record")
         try:
@@ -107,14 +111,14 @@ class Writer:
         return cls._of_written(written)
 
     def parse_index(self, content: bytes, nonce: str) -> ShardIndex:
-        """Verifies the content of the writer's index against this record, and reads it.
+        """Verifies the content of the writer's index by this record, and parses it.
 
         Args:
             content: the content of the index's file.
-            nonce: the manifest's.
+            nonce: the manifest's nonce.
 
         Raises:
-            CorruptCheckpoint: the index is damaged, malformed, or not of the manifest's save.
+            CorruptCheckpoint: the index is damaged or malformed, or belongs to another save.
             IncompatibleCheckpoint: it has another version.
         """
         if len(content) != self.index_nbytes:
@@ -145,7 +149,9 @@ class Writer:
 
 
 class ObjectsFile(NamedTuple):
-    """The torch zip of all that is not in shards; `crc32` is the one in its closing comment."""
+    """The torch zip of all values that are not in shards; `crc32` is that in its closing
+    comment.
+    """
 
     file: str
     nbytes: int
@@ -154,17 +160,17 @@ class ObjectsFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """The commit record of a step: the step exists if and only if this exists and validates.
+    """The commit record of a step: the step exists if and only if this exists and is valid.
 
     Attributes:
-        step: the training's.
-        nonce: the save's, as in every index.
-        sequence: order of commits; the newest has the highest.
-        world_size: number of ranks of the job that saved.
-        created: UTC in ISO 8601, as "2026-01-31T12:00:00Z".
-        objects: the file of all that is not in shards.
-        writers: by ascending rank, without ranks that stored nothing.
-        metrics: what the training says of the step, by name: finite numbers, or texts.
+        step: the number of the step.
+        nonce: the save's nonce, which is also in every index.
+        sequence: a number that grows with each commit.
+        world_size: the number of ranks of the job that saved.
+        created: UTC in ISO 8601, such as "2026-01-31T12:00:00Z".
+        objects: the file of all values that are not in shards.
+        writers: the writers by ascending rank, without ranks that stored nothing.
+        metrics: the metrics passed to save(), by name: finite numbers or texts.
     """
 
     step: int
@@ -177,7 +183,7 @@ class Manifest:
     metrics: Mapping[str, float | str] = field(default_factory=dict, hash=False)
 
     def to_bytes(self) -> bytes:
-        """Returns the content of the manifest's file. Raises ValueError as validate() does."""
+        """Returns the content of the manifest's file. Raises ValueError like validate()."""
         objects = self.objects._asdict() | {"crc32": crc_digits(self.objects.crc32)}
         written = {
             "format": FORMAT,
@@ -203,10 +209,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Manifest:
-        """Verifies a manifest and reads it.
+        """Verifies and parses a manifest.
 
         Raises:
-            CorruptCheckpoint: it is torn, damaged, edited or malformed.
+            CorruptCheckpoint: it is truncated, damaged, edited or malformed.
             IncompatibleCheckpoint: it has another version.
         """
         if len(content) > MANIFEST_BYTES_MAX:
@@ -240,7 +246,9 @@ class Manifest:
 
 
 def validate(manifest: Any) -> None:
-    """Raises ValueError unless this is a manifest's JSON: the one check of writers and readers."""
+    """Raises ValueError unless this is a manifest's JSON; both writers and readers use this
+    check.
+    """
     kinds: dict[str, type | tuple[type, ...]] = {
         **dict.fromkeys(("format", "nonce", "created", "sha256"), str),
         **dict.fromkeys(("version", "step", "sequence", "world_size"), int),
@@ -272,7 +280,7 @@ def validate(manifest: Any) -> None:
 
 
 def validate_metrics(metrics: Mapping[str, object]) -> None:
-    """Raises ValueError unless a manifest may hold these metrics."""
+    """Raises ValueError unless a manifest can hold these metrics."""
     if len(metrics) > METRICS_MAX:
         raise ValueError(f"there are {len(metrics)} metrics, must be at most {METRICS_MAX}")
     for name, value in metrics.items():
@@ -297,7 +305,7 @@ _WRITER_KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _validate_writer(writer: Any) -> None:
-    """Raises ValueError unless this is a writer's record, on its own or in a manifest."""
+    """Raises ValueError unless this is a writer's record, either separate or in a manifest."""
     check_members(writer, _WRITER_KINDS, "a writer")
     check_file_name(writer["file"])
     check_file_name(writer["index"])
@@ -331,22 +339,22 @@ def _check_time(created: str) -> None:
 
 
 def is_manifest(content: bytes) -> bool:
-    """Returns whether a file begins as manifests do: others have files of that name, too."""
+    """Returns whether a file begins like a manifest, since other programs also use its name."""
     return content.startswith(_BEGINNING)
 
 
 def key_hash(key: str) -> int:
-    """Returns the 32 bits that stand for a tensor's key in Writer.keys."""
+    """Returns the 32-bit hash of a tensor's key for Writer.keys."""
     return zlib.crc32(key.encode())
 
 
 def may_hold(writer: Writer, keys: Set[int], low: float, high: float) -> bool:
-    """Returns False if a writer's file certainly holds no element of these tensors in these bounds.
+    """Returns False if a writer's file surely has no element of these tensors within these bounds.
 
     Args:
-        writer: its record in the manifest.
-        keys: key_hash() of each tensor.
-        low, high: bounds by boxes.span(), of one box or of several joined.
+        writer: the writer's record in the manifest.
+        keys: the key_hash() of each tensor's key.
+        low, high: bounds from boxes.span(), of one box or of several boxes combined.
     """
     meets = writer.span[0] < high and low < writer.span[1]
     return meets and (writer.keys is None or not keys.isdisjoint(writer.keys))

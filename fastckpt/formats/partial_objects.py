@@ -1,8 +1,8 @@
-"""The objects of a torch zip of which torch.load(weights_only=True) refuses some: the others.
+"""Partial loads of a torch zip in which torch.load(weights_only=True) refuses some objects.
 
-Responsible for a reader that has notes in the place of what torch refuses. It asks torch itself
-which classes and functions are allowed, and makes objects by these alone, and NumPy's arrays
-by functions of its own; torch reads storages.
+Responsible for a reader that puts a Note in the place of each refused object. Torch decides which
+classes and functions are allowed; only these make objects. NumPy arrays are made by functions of
+this module. Torch reads the storages.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _NUMBER_END = 1 << 63
 
 
 class NumpyRefused(Exception):
-    """A pickle asks for something that is none of these; the text names what would make it."""
+    """A pickle needs a value of NumPy that is not supported; the text names its maker."""
 
 
 def numpy_maker(module: str, name: str) -> Any:
-    """Returns what stands for a class or function of NumPy's; None for all that is none of these,
-    or if there is no NumPy.
+    """Returns the replacement for a class or function of NumPy; None if there is none, or no
+    NumPy.
     """
     if name == "bytes" and module in ("builtins", "__builtin__"):
         return _no_bytes  # of an empty array
@@ -62,9 +62,10 @@ def takes_numpy_state(value: object) -> bool:
 
 
 def set_numpy_state(value: Any, state: Any) -> None:
-    """Gives an empty array its contents, as pickled; of a dtype only looks whether that is plain.
+    """Sets the pickled contents of an empty array; for a dtype, only checks that the state is
+    plain.
 
-    Raises NumpyRefused for what NumPy's pickles of such arrays do not have.
+    Raises NumpyRefused for a state that NumPy's pickles of such arrays do not have.
     """
     if _is(value, "dtype"):
         # Version, byte order, and five values of which plain dtypes have none of their own.
@@ -86,7 +87,7 @@ def set_numpy_state(value: Any, state: Any) -> None:
 
 
 def _is(value: object, name: str) -> bool:
-    """Returns whether a value is of a class of NumPy's, which may not be there."""
+    """Returns whether a value is of this class of NumPy, which may not be installed."""
     return any(its.__module__ == "numpy" and its.__name__ == name for its in type(value).__mro__)
 
 
@@ -99,8 +100,8 @@ def _dtype(kind: Any, *_how: Any) -> Any:
 
 
 def _ndarray(*_arguments: Any) -> Any:
-    """Stands for the class, which is named alone: called, it takes memory and its layout from the
-    pickle.
+    """Stands for numpy.ndarray, which a pickle may only name: a call would take memory and its
+    layout from the pickle.
     """
     raise NumpyRefused("numpy.ndarray")
 
@@ -151,8 +152,8 @@ _Making: TypeAlias = Generator[Any, Any, tuple[Any, str | None]]
 
 
 class Note:
-    """Stands for an object that was left out. `maker` is the name of what it is made with, or of
-    what a part of it is made with.
+    """Stands for an object that was left out. `maker` is the name of the class or function that
+    makes the object, or the refused part of it.
     """
 
     __slots__ = ("maker",)
@@ -162,22 +163,22 @@ class Note:
 
 
 def left_out(value: object) -> str | None:
-    """Returns what makes the object in whose place a note stands; None if the value is no note."""
+    """Returns the maker of the object that a Note replaces; None if the value is not a Note."""
     return value.maker if type(value) is Note else None
 
 
 def loaded(source: Any, weights_only: bool, what: str) -> Any:
-    """Returns what torch_pickle.unpickled() does; but with weights_only, a Note is in the place of
-    each object that torch refuses, or that has such a part; of dicts, lists and tuples, in that of
-    the item.
+    """Returns the result of torch_pickle.unpickled(). If weights_only is set, a Note replaces each
+    object that torch refuses or that has a refused part; in dicts, lists and tuples, only the item
+    is replaced.
 
     Args:
         source: a seekable file with a torch zip.
-        weights_only, what: as unpickled()'s.
+        weights_only, what: see unpickled().
 
     Raises:
-        As unpickled(); pickle.UnpicklingError only for a pickle that no pickler of torch's wrote,
-            or in which what is refused and what is not are parts of each other.
+        The errors of unpickled(). It raises pickle.UnpicklingError only for a pickle that torch's
+            pickler did not write, or in which a refused and an allowed object contain each other.
     """
     try:
         return unpickled(source, weights_only, what)
@@ -204,9 +205,9 @@ def loaded(source: Any, weights_only: bool, what: str) -> Any:
 
 
 def notes_in(value: Any, name: str | None) -> Iterator[tuple[str, str]]:
-    """Yields the names of what was left out of a value, each with its maker; the first _NOTES_MAX
-    of them, and of a name its beginning, since files can hold more than memory has room for. What
-    stands there many times is told once.
+    """Yields the names of the parts that were left out of a value, each with its maker. Since a
+    file could name more than fits in memory, yields at most _NOTES_MAX names, long ones shortened.
+    An object that is referred to many times is named once.
     """
     ahead, visited, count = [(_Place(name), value)], set[int](), 0
     while ahead and count < _NOTES_MAX:
@@ -226,11 +227,11 @@ def newly_refused(
     pickled: bytes, before: set[tuple[str, str]], reads_numpy: bool
 ) -> list[tuple[str, str]]:
     """Returns the names of values in a pickle of torch.save that weights_only=True will refuse,
-    each with its maker: of makers that are not among those met before, to which they are added.
+    each with its maker. Makers that are already in `before` are left out; new ones are added to it.
 
     Args:
-        pickled, before: the pickle, and the makers that were met before.
-        reads_numpy: whether numpy_maker() will make NumPy's values; torch itself refuses them.
+        pickled, before: the pickle, and the known makers.
+        reads_numpy: whether numpy_maker() will make NumPy's values, which torch itself refuses.
     """
     names = {(m.decode(), n.decode()) for m, n in _GLOBAL.findall(pickled)} - before
     before.update(names)
@@ -250,8 +251,8 @@ def newly_refused(
 
 
 def how_to_allow(found: Iterable[tuple[str, str]]) -> str:
-    """Returns words, to follow what weights_only=False is needed for, about another way to load
-    values that newly_refused() or notes_in() has found, if there is one.
+    """Returns text about an alternative to weights_only=False for values that newly_refused() or
+    notes_in() has found, to put after their names; "" if there is none.
     """
     makers = {maker for _name, maker in found}
     words = ""
@@ -290,8 +291,9 @@ class _Place:
 
 
 def _asked(module: str, name: str) -> Any:
-    """Returns the class or function that torch allows under a name; a Note if it refuses it. It is
-    asked on another thread than one that is loading: torch keeps for each thread where it loads to.
+    """Returns the class or function that torch allows under a name; a Note if torch refuses the
+    name. Call this on a thread that is not loading, because torch stores the target device per
+    thread.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
@@ -307,14 +309,15 @@ def _asked(module: str, name: str) -> Any:
 
 
 def _nothing(_module: str, _name: str) -> Any:
-    """Stands for numpy_maker() where torch alone reads."""
+    """Replaces numpy_maker() where only torch reads."""
 
 
 class _Unpickler:
-    """An unpickler for torch.load, which does no more than torch's for weights_only, and goes on
-    with notes. What is made by an allowed class or function is a note if a part of it is one.
+    """An unpickler for torch.load that executes no more than torch's for weights_only, and
+    continues with a Note where that one would raise. An object of an allowed class or function also
+    becomes a Note if a part of it is one.
 
-    plain_pickle reads the whole pickle before anything is made.
+    plain_pickle reads the complete pickle before any object is made.
     """
 
     def __init__(self, file: io.BytesIO, **_options: Any) -> None:
@@ -375,7 +378,7 @@ class _Unpickler:
         return self.persistent_load(named)
 
     def _filled(self, nest: Any) -> _Making:
-        """Makes the parts of a dict, list, tuple or set, and returns it with them."""
+        """Makes the parts of a dict, list, tuple or set, and returns the container with them."""
         self._done[id(nest)] = nest, nest, None
         parts, makers = list[Any](), list[str]()
         for part in [*nest, *nest.values()] if type(nest) is dict else [*nest]:
@@ -427,7 +430,7 @@ class _Unpickler:
         return self._ended(kept, made, maker)
 
     def _ended(self, read: Any, made: Any, maker: str | None) -> tuple[Any, str | None]:
-        """Notes what was made of what was read, and by whom a part that is left out is made."""
+        """Records the object made from a read value, and the maker of a part that was left out."""
         _read, seen, told = self._done.get(id(read), (read, made, maker))
         if id(read) in self._used and (seen is not made or told is not maker):
             raise pickle.UnpicklingError("a part of an object that was referred to is refused")
@@ -436,8 +439,8 @@ class _Unpickler:
         return made, maker
 
     def _changed(self, made: Any, how: str, parts: Any) -> str | None:
-        """Gives an object its state or its items; returns the name of its class if that is not
-        allowed.
+        """Sets an object's state or adds its items; returns the name of its class if this is
+        refused.
         """
         kind = type(made)
         if how == "append" and kind is list:
@@ -462,7 +465,7 @@ class _Unpickler:
 
 
 def _set_state(made: Any, state: Any) -> None:
-    """Gives an object its state, as pickle does."""
+    """Sets an object's state like pickle."""
     if hasattr(made, "__setstate__"):
         made.__setstate__(state)
         return

@@ -1,10 +1,10 @@
-"""Pickles of plain values, read by an interpreter that runs nothing which they name.
+"""An interpreter for pickles of plain values, which runs no code that a pickle names.
 
-Responsible for the opcodes that picklers of protocol 2 and later write, and for a bound: the value
-takes at most some hundred times the memory of its bytes, whatever they claim. (For Python's own
-reader, a few dozen bytes may cost gigabytes or hours: it allocates what a length or a memo's index
-claims, and copies, joins or hashes one value again and again.) Time is bounded, too, but for keys
-that are tuples made to collide, which take the square of their number.
+Responsible for the opcodes of protocol 2 and later, and for a bound on memory: for any bytes, the
+value takes at most a few hundred times their size. (In Python's own reader, a few dozen bytes may
+cost gigabytes or hours, because it allocates the memory that a length or a memo's index claims, and
+can be made to copy, join or hash one value again and again.) Time is also bounded, except that keys
+that are tuples with colliding hashes take quadratic time.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ DAMAGE = (ValueError, TypeError, AttributeError, LookupError, struct.error)
 
 
 class Refused(pickle.UnpicklingError):
-    """A pickle, which need not be damaged, asks for something that it is not given."""
+    """A pickle needs something that is not permitted; it need not be damaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """Stands for a global that a pickle calls with arguments, which are passed to `make`.
+    """Stands for a global that a pickle may call; the arguments are passed to `make`.
 
-    `make` takes memory in proportion to the length of its arguments, which is accounted for, and
-    raises ValueError or TypeError for arguments that no pickler would have written.
+    `make` must use memory in proportion to the length of its arguments, which is accounted for, and
+    raise ValueError or TypeError for arguments that no pickler would write.
     """
 
     make: Callable[..., Any]
@@ -49,7 +49,7 @@ class Callee:
 class Instance:
     """Stands for a class whose instances are made without arguments and then get attributes.
 
-    `take` sets these if the pickled state is not the `__dict__`.
+    `take` sets the attributes if the pickled state is not the `__dict__`.
     """
 
     kind: type
@@ -58,29 +58,29 @@ class Instance:
 
 @dataclass(eq=False, slots=True)
 class Ignored:
-    """Stands for a class or function that is of no interest, and for each object that is made with
-    it, whatever is done to that. `name` is that of the global, with its module.
+    """Stands for a class or function that is ignored, and for each object made with it; changes of
+    the object are also ignored. `name` is that of the global, with its module.
     """
 
     name: str
 
     def made(self, _how: str, _arguments: Any) -> Ignored:
-        """Returns what stands for an object that is made with arguments."""
+        """Returns the stand-in for an object that is made with arguments."""
         return Ignored(self.name)
 
     def got(self, _how: str, _parts: Any) -> None:
-        """Is told what is added to the object."""
+        """Receives the parts that are added to the object."""
 
 
 @dataclass(eq=False, slots=True)
 class Kept(Ignored):
-    """Stands for what Ignored does, and keeps how an object is made.
+    """An Ignored that records how the object is made.
 
     Attributes:
-        value: what find() has for the class or function; None if it need not tell.
+        value: a value that find() sets for the class or function; None if it needs none.
         parts: the operations that make the object, with their values: "reduce" or "newobj" with
             arguments, then "build" with a state, "append" or "add" with items, "set" with pairs.
-            None of a class or function itself.
+            None for a class or function itself.
     """
 
     value: Any = None
@@ -99,24 +99,25 @@ def loads(
     named: Callable[[Any], Any] | None = None,
     stateful: Sequence[Instance] = (),
 ) -> tuple[Any, int]:
-    """Returns the value of the pickle that content begins with, and the pickle's size in bytes.
+    """Reads the pickle at the beginning of `content`; returns its value and its size in bytes.
 
     Args:
-        find: is called with module and name of each global. It returns a Callee, an Instance,
-            an Ignored, a Kept, or a value that can do no harm, and raises Refused for others.
-        named: returns the object that a persistent id stands for, and raises ValueError for one
-            that no pickler would have written; None: none is allowed.
-        stateful: classes of which a Callee makes instances that may get attributes.
+        find: a function that is called with the module and name of each global. It returns a
+            Callee, an Instance, an Ignored, a Kept or a harmless value, and raises Refused for
+            other globals.
+        named: a function that returns the object for a persistent id, and raises ValueError for an
+            id that no pickler would write. None: persistent ids are refused.
+        stateful: classes whose instances, made by a Callee, may get attributes.
 
     Raises:
-        Refused: the pickle needs something that it is not given.
-        DAMAGE: one of these errors, because no pickler wrote the bytes.
+        Refused: the pickle needs something that is not permitted.
+        DAMAGE: one of these errors, if no pickler can have written the bytes.
     """
     return _Machine(content, find, named, stateful).run()
 
 
 def are_numbers(values: Iterable[Any]) -> bool:
-    """Returns whether these are ints, not bools, from 0 to below 2^63."""
+    """Returns whether all values are ints, not bools, from 0 to below 2^63."""
     for value in values:  # noqa: SIM110 # a generator takes twice as long
         if type(value) is not int or not 0 <= value < NUMBER_END:
             return False
@@ -124,8 +125,8 @@ def are_numbers(values: Iterable[Any]) -> bool:
 
 
 class _Machine:
-    """The state of one read. A method is named for its opcode, is told where the argument begins in
-    the pickle, and returns where it ends.
+    """The state of one read. There is one method per opcode; it gets the offset of the opcode's
+    argument in the pickle and returns the argument's end.
     """
 
     def __init__(
@@ -179,12 +180,12 @@ class _Machine:
                 at = _OPCODES[op](self, at)
 
     def _marked(self) -> list[Any]:
-        """Takes the last mark off the stack, and returns the values above it."""
+        """Pops the last mark and the values above it from the stack; returns these values."""
         values, self.stack = self.stack, self._below.pop()
         return values
 
     def _last(self, count: int) -> list[Any]:
-        """Takes so many values off the stack."""
+        """Pops `count` values from the stack and returns them."""
         values = self.stack[-count:]
         if len(values) < count:
             raise IndexError("pop from empty list")
@@ -309,8 +310,8 @@ class _Machine:
         return at
 
     def _check_parts(self, parts: Sequence[Any]) -> None:
-        """Raises ValueError if making an object of these by what they are kept for takes too long:
-        it copies them, and may put lists into a set.
+        """Raises ValueError if the later construction of an object from these parts could take too
+        long, because it copies them, and may put lists into a set.
         """
         nests = [part for part in parts if type(part) in (list, tuple, dict, set, frozenset)]
         self._hashes -= len(parts) + sum(map(len, nests))
@@ -327,7 +328,7 @@ class _Machine:
         return at
 
     def op_next_buffer(self, at: int) -> int:
-        """Puts in the place of an array out of band what a persistent id None stands for."""
+        """Replaces an out-of-band array by the object for the persistent id None."""
         self.stack.append(None)
         return self.op_binpersid(at)
 
@@ -407,8 +408,8 @@ class _Machine:
     def _check_keys(
         self, values: Sequence[Any], depth: int = _KEY_DEPTH_MAX, has_others: bool = False
     ) -> None:
-        """Raises ValueError if hashing and comparing these takes unbounded time; or if they cannot
-        be hashed, unless `has_others` says that they need not be keys.
+        """Raises ValueError if hashing and comparing these values could take unbounded time; or if
+        they cannot be hashed, unless `has_others` is set because they need not be keys.
         """
         for value in values:
             kind = type(value)
@@ -473,7 +474,7 @@ def _tuple_of(count: int) -> _Opcode:
 
 
 def _counted(size: int, make: Callable[[bytes], Any]) -> _Opcode:
-    """Returns what makes a value of bytes behind their number, which has `size` bytes."""
+    """Returns an opcode's method that makes a value of bytes after their count of `size` bytes."""
 
     def push(machine: _Machine, at: int) -> int:
         content, begin = machine.content, at + size

@@ -1,7 +1,7 @@
-"""The safetensors format: one writer's part of a step, laid out so that stock readers open it.
+"""The safetensors format: the layout of one writer's part of a step, which standard readers open.
 
 Responsible for the bytes of such a file and for reading its header (docs/reference/format.md). It
-must not know what its tensors are pieces of, files, ranks, or compression.
+must not know which tensors the pieces belong to, files, ranks, or compression.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Entry(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A kind of tensors, of which a file often has many."""
+    """A dtype and shape, which many tensors of a file often share."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -74,16 +74,16 @@ class Kind(NamedTuple):
 
 
 class UnknownDtype(ValueError):
-    """A dtype that other writers of the format have, perhaps, and this module has not."""
+    """A dtype is not supported by this module, though perhaps by other writers of the format."""
 
 
 def supported(dtype: torch.dtype) -> bool:
-    """Tells whether stock readers know this dtype."""
+    """Returns whether standard readers support this dtype."""
     return dtype in NAMES
 
 
 def fits(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor is plain elements in memory, of a dtype that the format has."""
+    """Returns whether a tensor consists of plain elements in memory, of a dtype of the format."""
     return (  # no such dtype is quantized, or may be read as its conjugate
         tensor.dtype in NAMES
         and tensor.layout is torch.strided
@@ -97,19 +97,19 @@ def fits(tensor: torch.Tensor) -> bool:
 def layout(
     entries: Sequence[Entry], owners: Sequence[object], metadata: Mapping[str, str]
 ) -> tuple[Image, list[int]]:
-    """Lays tensors out as one safetensors file, without copying them.
+    """Lays out tensors as one safetensors file, without copies.
 
     Args:
-        entries: what to store. In the file, those with larger items come first, so that each is
-            aligned to its items; otherwise the order is kept.
-        owners: objects that own the entries' memory; the image keeps them.
+        entries: the tensors to store. In the file, tensors with larger items come first, so that
+            each is aligned to its item size; otherwise the order is kept.
+        owners: objects that own the entries' memory; the image keeps references to them.
         metadata: strings for the header's `__metadata__`, which is left out if this is empty.
 
     Returns:
         The image, without a tail, and each entry's offset in the file, in the order of `entries`.
 
     Raises:
-        ValueError: a name is there twice, is reserved or is not Unicode; the format does not have
+        ValueError: a name is used twice, is reserved or is not Unicode; the format does not support
             a dtype; or the header has more than 100 MB.
     """
     order = sorted(range(len(entries)), key=lambda number: -entries[number].dtype.itemsize)
@@ -135,15 +135,16 @@ def layout(
 def header(
     tensors: Iterable[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str], grain: int
 ) -> bytes:
-    """Returns the length and JSON that stand before the data of these tensors.
+    """Returns the header, which consists of a length and JSON, for the data of these tensors.
 
     Args:
-        tensors: name, dtype by its name in the format, and shape of each, in the file's order.
-        metadata: as layout()'s.
-        grain: bytes; the size of the result is a multiple of these.
+        tensors: for each tensor in the file's order, its name, the format's name of its dtype, and
+            its shape.
+        metadata: see layout().
+        grain: a number of bytes; the header's size is a multiple of it.
 
     Raises:
-        ValueError: as layout().
+        ValueError: see layout().
     """
     written: dict[str, Any] = {METADATA: dict(metadata)} if metadata else {}
     end = 0
@@ -159,13 +160,13 @@ def header(
 
 
 def header_nbytes(head: bytes, nbytes: int) -> int:
-    """Returns how many bytes, which parse() needs, come before the data of a file of nbytes.
+    """Returns the number of bytes before the data of a file of nbytes, which parse() needs.
 
     Args:
         head: the first 8 bytes or more.
 
     Raises:
-        CorruptCheckpoint: the head cannot be that of such a file.
+        CorruptCheckpoint: no such file can begin with this head.
     """
     size = LENGTH_BYTES + int.from_bytes(head[:LENGTH_BYTES], "little")
     try:
@@ -178,19 +179,19 @@ def header_nbytes(head: bytes, nbytes: int) -> int:
 
 
 def parse(head: bytes, nbytes: int) -> dict[str, tuple[Kind, int]]:
-    """Reads the header of any safetensors file, in memory proportional to the header's size.
+    """Parses the header of any safetensors file, in memory proportional to the header's size.
 
     Args:
-        head: the first header_nbytes() bytes of the file, or more. They carry no checksum of their
-            own: whoever has one compares it first.
+        head: the first header_nbytes() bytes of the file, or more. They contain no checksum; a
+            caller that has one must verify them first.
         nbytes: size of the file.
 
     Returns:
-        As validate().
+        The result of validate().
 
     Raises:
         CorruptCheckpoint: the header is malformed, or does not fit the file's size.
-        IncompatibleCheckpoint: a tensor has a dtype that is not known here.
+        IncompatibleCheckpoint: a tensor has an unsupported dtype.
     """
     size = header_nbytes(head, nbytes)
     try:
@@ -204,15 +205,15 @@ def parse(head: bytes, nbytes: int) -> dict[str, tuple[Kind, int]]:
 
 
 def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, int]]:
-    """Raises ValueError unless this is a header: the one check of writers and readers.
+    """Raises ValueError unless this is a header; both writers and readers use this check.
 
     Args:
         header: the decoded JSON.
-        size: bytes before the data, the eight of the length among them.
-        nbytes: bytes of the whole file.
+        size: the number of bytes before the data, including the eight of the length.
+        nbytes: the size of the file.
 
     Returns:
-        By name, in the header's order, the kind of each tensor and the offset of its first byte.
+        The kind and the offset of the first byte of each tensor, by name, in the header's order.
     """
     _check_header_nbytes(size, nbytes)
     if type(header) is not dict:
@@ -267,11 +268,12 @@ def _check_metadata(metadata: object) -> None:
 
 
 def kind_of(dtype: Any, shape: Any, name: str) -> Kind:
-    """Returns the kind of a tensor of this dtype, by its name in the format, and shape.
+    """Returns the kind of a tensor with this shape and dtype, given by its name in the format.
 
     Raises:
-        ValueError: the dtype is not known, the shape is not a list of numbers from 0, or the size
-            does not fit 63 bits (without dimensions of size 0, so that strides fit as well).
+        ValueError: the dtype is not supported, the shape is not a list of numbers from 0, or the
+            size does not fit in 63 bits (computed without dimensions of size 0, so that strides
+            also fit).
     """
     if type(dtype) is not str or dtype not in DTYPES:
         raise UnknownDtype(f"dtype of {shown(name)} is {shown(dtype)}, which is not known")
@@ -284,7 +286,9 @@ def kind_of(dtype: Any, shape: Any, name: str) -> Kind:
 
 
 def kinds_of(dtypes: Sequence[Any], shapes: Sequence[Any], names: Sequence[str]) -> list[Kind]:
-    """Returns the kind of each of many tensors; raises as kind_of() of the first that is wrong."""
+    """Returns the kinds of many tensors; raises the error of kind_of() for the first invalid
+    one.
+    """
     are_known = {*map(type, dtypes)} <= {str} and {*dtypes} <= DTYPES.keys()
     if are_known and without_numbers(shapes) is None:
         kinds = [*filter(None, map(_kind, dtypes, map(tuple, shapes)))]
@@ -295,7 +299,7 @@ def kinds_of(dtypes: Sequence[Any], shapes: Sequence[Any], names: Sequence[str])
 
 @lru_cache(KINDS_MAX)
 def _kind(dtype: str, shape: tuple[int, ...]) -> Kind | None:
-    """Returns a kind; None if its size does not fit 63 bits."""
+    """Returns a kind; None if its size does not fit in 63 bits."""
     nbytes = DTYPES[dtype].itemsize
     for size in shape:  # step by step: the product of a hostile shape has millions of digits
         nbytes *= size or 1

@@ -1,7 +1,9 @@
-"""The index of a writer in a step directory: its pieces of tensors, and the checksums of its file.
+"""The index of one writer in a step directory: the writer's pieces of tensors, and the checksums of
+its file.
 
-Responsible for the bytes of an index, and for names of files and pieces (docs/reference/format.md).
-It must not know the manifest, files, or how tensors are split and moved.
+Responsible for the bytes of an index, and for the names of files and pieces
+(docs/reference/format.md). It must not know the manifest, files, or how tensors are split and
+moved.
 """
 
 from __future__ import annotations
@@ -43,10 +45,10 @@ _HEX = re.compile("[0-9a-f]*")
 
 
 class Piece(NamedTuple):
-    """A rectangle of a tensor and where it lies in a writer's (uncompressed) safetensors file.
+    """A rectangle of a tensor, and its offset in a writer's (uncompressed) safetensors file.
 
-    `dtype` is a name of the safetensors format, and `shape` the whole tensor's. `box` is the part
-    that is stored, row-major, from byte `begin` of the file.
+    `dtype` is a name of the safetensors format, and `shape` that of the complete tensor. `box` is
+    the stored part, row-major from offset `begin` of the file.
     """
 
     key: str
@@ -62,18 +64,19 @@ _piece: Callable[[Sequence[Any]], Piece] = partial(tuple.__new__, Piece)
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """The index says what one writer stored, and how to verify it.
+    """The index of the data that one writer stored, with the checksums to verify it.
 
     Attributes:
         nonce: 16 to 64 hex digits, the same in every file of one save.
-        rank: the writer's.
+        rank: the writer's rank.
         file: name of its safetensors file.
         file_nbytes: size of that file as stored.
         nbytes: size of the uncompressed safetensors file.
-        block_bytes: size of a block of it; the last may be shorter.
+        block_bytes: size of a block of that file; the last block may be shorter.
         block_crcs: CRC-32 of each block.
-        codec: None, or "zstd" or "planes" if each block is stored as a frame of it.
-        frames: with a codec, the stored bytes of each block's frame and its padding; else empty.
+        codec: None; or "zstd" or "planes" if each block is stored as a frame of this codec.
+        frames: with a codec, the stored size of each block's frame including its padding; else
+            empty.
         pieces: the pieces of tensors.
         per_rank: begin and size in bytes of the entry PER_RANK, or None.
     """
@@ -110,7 +113,7 @@ class ShardIndex:
         )
 
     def to_bytes(self) -> bytes:
-        """Returns the content of the index's file. Raises ValueError as validate() does."""
+        """Returns the content of the index's file. Raises ValueError like validate()."""
         lists: dict[tuple[int, ...], list[int]] = {}  # of which pieces have many in common
 
         def listed(numbers: tuple[int, ...]) -> list[int]:
@@ -149,7 +152,7 @@ class ShardIndex:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> ShardIndex:
-        """Reads what to_bytes() made; Writer.parse_index() compares its checksum first.
+        """Decodes the result of to_bytes(); Writer.parse_index() verifies its checksum first.
 
         Raises:
             CorruptCheckpoint: it is malformed.
@@ -181,8 +184,8 @@ class ShardIndex:
 
 
 def validate(index: Any) -> tuple[Piece, ...]:
-    """Returns the pieces; raises ValueError unless this is an index's JSON: the one check of
-    writers and readers.
+    """Returns the pieces; raises ValueError unless this is an index's JSON. Both writers and
+    readers use this check.
     """
     kinds: dict[str, type | tuple[type, ...]] = {
         **dict.fromkeys(("format", "nonce", "file", "crc32"), str),
@@ -228,8 +231,8 @@ _PIECE_KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _check_pieces(index: Any) -> tuple[Piece, ...]:
-    """Returns the pieces; raises ValueError unless they lie inside their tensors, and apart in the
-    file.
+    """Returns the pieces; raises ValueError unless they are inside their tensors and do not overlap
+    in the file.
     """
     columns = columns_of(index["pieces"], _PIECE_KINDS, "a piece")
     keys, dtypes, shapes, offsets, sizes, begins = columns
@@ -264,7 +267,7 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
 
 
 def _check_extents(extents: list[tuple[int, int, str]], file_nbytes: int) -> None:
-    """Raises ValueError unless pieces (first byte, bytes, key) lie apart, and inside the file."""
+    """Raises ValueError if pieces (first byte, size, key) overlap or exceed the file."""
     extents.sort()
     end = 0
     for begin, nbytes, key in extents:
@@ -276,7 +279,7 @@ def _check_extents(extents: list[tuple[int, int, str]], file_nbytes: int) -> Non
 
 
 def _check_piece(key: str, dtype: Any, shape: Any, offset: Any, size: Any) -> int:
-    """Returns a piece's bytes; raises ValueError unless it lies inside its tensor."""
+    """Returns a piece's size in bytes; raises ValueError unless it is inside its tensor."""
     kind_of(dtype, shape, key)
     nbytes = kind_of(dtype, size, key).nbytes
     if not is_numbers(offset) or not len(offset) == len(size) == len(shape):
@@ -287,7 +290,7 @@ def _check_piece(key: str, dtype: Any, shape: Any, offset: Any, size: Any) -> in
 
 
 def check_version(written: object, form: str, version: int) -> None:
-    """Raises IncompatibleCheckpoint if this is the format `form`, but not in this version."""
+    """Raises IncompatibleCheckpoint if this is the format `form` in another version."""
     if isinstance(written, dict) and written.get("format") == form:
         refuse_other_version(f"the {form}", written.get("version"), version)
 
@@ -298,7 +301,7 @@ def check_nonce(nonce: str) -> None:
 
 
 def check_file_name(name: str) -> None:
-    """Raises ValueError unless this names a file, not a hidden one, in the directory itself."""
+    """Raises ValueError unless this is a name of a visible file in the directory itself."""
     if _FILE_NAME.fullmatch(name) is None:
         raise ValueError(
             f"file name {shown(name)} is hidden, or is not 1 to 40 characters of [A-Za-z0-9._-]"
@@ -310,7 +313,9 @@ def crc_digits(crc: int) -> str:
 
 
 def lines(written: dict[str, Any]) -> bytes:
-    """Returns JSON without its closing brace, each item of the last member, a list, on a line."""
+    """Encodes JSON without its closing brace, with each item of the last member, a list, on its own
+    line.
+    """
     *_, (name, items) = written.items()
     opening = encode(written | {name: []})[: -len("]}")]
     rows = ",".join(f"\n{encode(item)}" for item in items)

@@ -1,5 +1,5 @@
-"""Names below the root of a Checkpointer, of directories of steps and of the files in them, and
-those of roots in a local tier.
+"""Names of step directories and their files below the root of a Checkpointer, and names of roots in
+a local tier.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def step_name(step: int, attempt: str = "") -> str:
     """Returns the name of a step's directory.
 
     Args:
-        attempt: the random number, in hexadecimal digits, that no other attempt has; "" for the
-            plain name.
+        attempt: the attempt's unique random number in hexadecimal digits; "" for the plain name.
 
     Raises:
         ValueError: step is below 0, or not below STEP_MAX.
@@ -42,18 +41,18 @@ def step_name(step: int, attempt: str = "") -> str:
 
 
 def is_unique(name: str) -> bool:
-    """Returns whether a name, which NAME has to match, is one that a single attempt ever has."""
+    """Returns whether a name, which must match NAME, belongs to only one attempt for ever."""
     return len(name.split("-")) > 2
 
 
 def step_of(name: str) -> int:
-    """Returns the number of the step in the name of a directory, which NAME has to match."""
+    """Returns the number of the step in the name of a directory, which must match NAME."""
     return int(name.split("-")[1])
 
 
 def tier_name(root: str) -> str:
-    """Returns the name of the directory that has a root's steps in a local tier, of which several
-    roots may have one directory: the digest of the root's real path keeps them apart.
+    """Returns the name of the directory of a root's steps in a local tier. Since several roots may
+    share a tier, the name has a digest of the root's real path.
     """
     root = re.sub(r"^(/[a-z0-9]+:[0-9a-f]*)-\d+/", r"\1/", root)  # of a URL: other keys (urls.py)
     known_as = hashlib.sha256(os.fsencode(root)).hexdigest()[:12]

@@ -1,6 +1,6 @@
-"""JSON that may come from a damaged or hostile file: decoding it, and checks that formats share.
+"""Decoding of JSON from files that may be damaged or hostile, and checks that formats share.
 
-Responsible for refusing, with a ValueError, what Python's reader lets pass and no format here uses.
+Responsible for refusing, with a ValueError, JSON that Python's reader accepts but no format uses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def decode(text: bytes) -> Any:
     """Decodes JSON, using at most a few tens of bytes of memory for each byte of it.
 
     Raises:
-        ValueError: it is not UTF-8 or not JSON, an object has a name twice, or a number is NaN,
+        ValueError: it is not UTF-8 or not JSON, an object has a duplicate name, or a number is NaN,
             infinite or too long.
         RecursionError: it is nested too deeply.
     """
@@ -67,7 +67,7 @@ def encode(value: object) -> str:
 
 
 def refuse_other_version(what: str, version: object, known: int) -> None:
-    """Raises IncompatibleCheckpoint if this is a version, but not the one that is known."""
+    """Raises IncompatibleCheckpoint if this is a version other than the supported one."""
     if type(version) is int and version != known and 0 < version < NUMBER_END:
         update = ": update it" if version > known else ""
         raise IncompatibleCheckpoint(
@@ -76,7 +76,9 @@ def refuse_other_version(what: str, version: object, known: int) -> None:
 
 
 def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what: str) -> None:
-    """Raises ValueError unless this is an object of exactly these members, ints in [0, 2^63)."""
+    """Raises ValueError unless this is an object of exactly these members, with ints in [0,
+    2^63).
+    """
     if type(value) is not dict:
         raise ValueError(f"{what} is not an object")
     if value.keys() != kinds.keys():
@@ -93,7 +95,9 @@ def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what
 def columns_of(
     values: Sequence[Any], kinds: Mapping[str, type | tuple[type, ...]], what: str
 ) -> Sequence[list[Any]]:
-    """Returns the members of many objects, a column for each; raises as check_members() of each."""
+    """Returns the members of many objects, as one column per member; checks each object like
+    check_members().
+    """
     if {*map(type, values)} <= {dict} and {*map(len, values)} <= {len(kinds)}:
         with suppress(KeyError):  # of an object with another member, which is told below
             columns = [[*map(itemgetter(name), values)] for name in kinds]
@@ -118,7 +122,7 @@ def _in_range(numbers: list[int]) -> bool:
 
 
 def is_numbers(value: Any) -> bool:
-    """Tells whether this is a list of ints, without bools, from 0 to below 2^63."""
+    """Returns whether this is a list of ints, without bools, from 0 to below 2^63."""
     if type(value) is not list:
         return False
     for number in value:  # noqa: SIM110 # a generator takes twice as long
@@ -128,9 +132,10 @@ def is_numbers(value: Any) -> bool:
 
 
 def without_numbers(lists: Sequence[Any]) -> int | None:
-    """Returns the position of the first of these that is_numbers() denies; None if there is none.
+    """Returns the position of the first list for which is_numbers() is false; None if there is
+    none.
 
-    It looks at all of them together: there may be one for each of 100,000 tensors.
+    It checks all lists together, since there may be one for each of 100,000 tensors.
     """
     if {*map(type, lists)} <= {list}:
         numbers = [*chain.from_iterable(lists)]
@@ -140,13 +145,13 @@ def without_numbers(lists: Sequence[Any]) -> int | None:
 
 
 def check_block_bytes(block_bytes: int) -> None:
-    """Raises ValueError unless files may be read in blocks of this size."""
+    """Raises ValueError unless this is a permitted size of blocks."""
     if not PAGE_BYTES <= block_bytes <= BLOCK_BYTES_MAX or block_bytes % PAGE_BYTES:
         raise ValueError(f"block_bytes is {block_bytes}, not a multiple of 4096 up to 64 MiB")
 
 
 def check_texts(texts: Iterable[str]) -> None:
-    """Raises ValueError unless check_text() passes all of these."""
+    """Raises ValueError unless check_text() accepts all of these texts."""
     try:
         "".join(texts).encode()
     except UnicodeEncodeError:
@@ -155,7 +160,9 @@ def check_texts(texts: Iterable[str]) -> None:
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError unless this is Unicode text: JSON can escape half of a surrogate pair."""
+    """Raises ValueError unless this is Unicode text, since JSON can escape half of a surrogate
+    pair.
+    """
     if text.isascii():
         return
     try:
@@ -165,7 +172,7 @@ def check_text(text: str) -> None:
 
 
 def shown(value: object) -> str:
-    """Returns a value for a message, cut short if it is too long to read."""
+    """Returns a value as text for a message, shortened if it is too long."""
     if isinstance(value, (list, dict)):
         return f"{'list' if isinstance(value, list) else 'object'} of {len(value)}"
     text = ascii(value[:_SHOWN_CHARS_MAX] if isinstance(value, str) else value)

@@ -1,6 +1,7 @@
-"""The pickling of objects to the records of a torch zip, as torch.save does, tensors by reference.
+"""The pickling of objects to the records of a torch zip, like torch.save but with references to
+tensors.
 
-Responsible for the bytes of data.pkl, for noting which storages and tensors are met, and for
+Responsible for the bytes of data.pkl, for recording the storages and tensors in the object, and for
 unpickling verified records.
 """
 
@@ -41,16 +42,17 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 class SkipDataActive(Exception):
-    """torch.serialization.skip_data() is active: there is nothing to stage."""
+    """torch.serialization.skip_data() is active, so there is nothing to stage."""
 
 
 @dataclass
 class Capture:
-    """The records of a zip that torch's pickler made of an object, in order.
+    """The records, in order, that torch's pickler made from an object.
 
     Attributes:
-        records: name and content: bytes, or a storage that the record is copied from.
-        tensors: the tensors met while pickling, with their version counters at that moment.
+        records: name and content of each record. The content is bytes, or a storage from which the
+            record is copied.
+        tensors: the pickled tensors, with their version counters at that moment.
     """
 
     records: list[tuple[str, bytes | torch.UntypedStorage]] = field(default_factory=list)
@@ -69,18 +71,19 @@ def capture(
     observe_tensors: bool,
     readable: frozenset[str] = _CPU,
 ) -> Capture:
-    """Pickles obj as torch.save does, and notes its storages without copying readable ones.
+    """Pickles obj like torch.save, and records its storages without copying readable ones.
 
     Args:
         obj, pickle_module, pickle_protocol, disable_byteorder_record: torch.save's arguments.
-        observe_tensors: whether training goes on before all is copied. If so, each tensor and its
-            version counter are noted, and small storages, such as buffers that a forward pass
-            updates, and storages that belong to no tensor are copied.
-        readable: types of devices whose storages stay where they are; others come to the CPU.
+        observe_tensors: whether training continues before everything is copied. If so, each tensor
+            and its version counter are recorded. Small storages, such as buffers that a forward
+            pass updates, and storages that belong to no tensor are copied.
+        readable: types of devices whose storages are used in place; other storages are copied to
+            the CPU.
 
     Raises:
         SkipDataActive: torch.serialization.skip_data() is active.
-        Exception: the error that torch.save raises for an object that cannot be pickled.
+        Exception: the error of torch.save for an object that cannot be pickled.
     """
     if getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False):
         raise SkipDataActive
@@ -100,7 +103,9 @@ def small_records(disable_byteorder_record: bool = False) -> tuple[tuple[str, by
 
 @lru_cache(4)
 def _small_records(disable_byteorder_record: bool, *_told: object) -> tuple[tuple[str, bytes], ...]:
-    """Returns what small_records() does, for what is told by these records."""
+    """Computes small_records(); the other arguments are the settings on which the records
+    depend.
+    """
     buffer = io.BytesIO()
     torch_save(None, buffer)
     others = {"data.pkl", "version", ".data/serialization_id"}  # the layout writes the last two
@@ -127,8 +132,8 @@ class _Met:
         self._tags_devices = _tags_devices()
 
     def note(self, tensor: torch.Tensor, number: int | None = None) -> None:
-        """Notes a tensor that is pickled, if tensors are observed: its version counter, and its
-        storage's number (_cdata), which is asked for if it is not given.
+        """Records a pickled tensor, if tensors are observed: its version counter, and its storage's
+        number (_cdata), which is looked up if it is not given.
         """
         if not self._observes:
             return
@@ -150,8 +155,8 @@ class _Met:
         return kind
 
     def identified(self, storage: torch.UntypedStorage, dtype: torch.dtype, kind: Any) -> Any:
-        """Returns what torch writes in the place of a storage that is seen as this dtype, whose
-        legacy class is `kind`.
+        """Returns torch's persistent id for a storage that is viewed as this dtype; `kind` is the
+        dtype's legacy class.
         """
         number, nbytes, device = storage._cdata, storage.nbytes(), storage.device
         address = 0 if self._type_of(device) == "meta" else storage.data_ptr()
@@ -172,8 +177,8 @@ class _Met:
         return "storage", kind, key, location, nbytes // dtype.itemsize
 
     def reduced(self, tensor: torch.Tensor) -> Any:
-        """Returns what a torch.Tensor's __reduce_ex__ returns, in a third of the time, and notes
-        it; NotImplemented where anything about the tensor is special.
+        """Returns the result of a torch.Tensor's __reduce_ex__ in a third of the time, and records
+        the tensor; returns NotImplemented for a tensor with special attributes.
         """
         dtype = tensor.dtype
         kind = _LEGACY.get(dtype)
@@ -190,7 +195,9 @@ class _Met:
         return _REBUILD, (identity, begin, sizes, strides, tensor.requires_grad, OrderedDict())
 
     def records(self) -> list[tuple[str, bytes | torch.UntypedStorage]]:
-        """Returns the records of the storages, with copies of what cannot be read later."""
+        """Returns the records of the storages, with copies of storages that cannot be read
+        later.
+        """
         result: list[tuple[str, bytes | torch.UntypedStorage]] = []
         copies: list[torch.Tensor] = []
         originals: list[torch.Tensor] = []
@@ -213,13 +220,13 @@ class _Met:
         return result
 
     def _lasts(self, storage: torch.UntypedStorage, nbytes: int) -> bool:
-        """Tells whether a storage may be read later, for torch counts its changes."""
+        """Returns whether a storage may be read later, because torch counts its changes."""
         return nbytes > BY_VALUE_BYTES and storage._cdata in self._of_tensors
 
 
 def _tags_devices() -> bool:
-    """Returns whether torch's own functions alone give storages their locations, which are those of
-    their devices then; a program may have registered others.
+    """Returns whether only torch's own functions determine the locations of storages, which are
+    then those of their devices. A program may have registered other functions.
     """
     taggers = [row[1] for row in getattr(torch.serialization, "_package_registry", ())]
     modules = {getattr(tagger, "func", tagger).__module__ for tagger in taggers}
@@ -227,7 +234,7 @@ def _tags_devices() -> bool:
 
 
 class _Identity:
-    """A storage's place in the arguments of a tensor that is pickled: what is written there."""
+    """Stands for a storage in the arguments of a pickled tensor; holds the id that is written."""
 
     __slots__ = ("written",)
 
@@ -237,8 +244,8 @@ class _Identity:
 
 @lru_cache(8)
 def _pickler_of(base: Any) -> Any:
-    """Returns a pickle module's Pickler that notes what it meets, and pickles as torch.save does by
-    it. It takes a file, a _Met and a protocol.
+    """Returns a subclass of a pickle module's Pickler that pickles like torch.save and records
+    storages and tensors. Its arguments are a file, a _Met and a protocol.
     """
     inherited = getattr(base, "reducer_override", None)
 
@@ -282,7 +289,7 @@ def _pickler_of(base: Any) -> Any:
 
 @lru_cache(1)
 def _knows_tensors() -> bool:
-    """Returns whether this torch reduces a tensor to what _Met.reduced() does."""
+    """Returns whether this version of torch reduces a tensor like _Met.reduced()."""
     tensor = torch.empty_strided((2, 3), (5, 1), device="cpu")
     found, rest = tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
     wanted: Any = (0, (2, 3), (5, 1), False, OrderedDict())
@@ -311,8 +318,8 @@ _NO_STORAGES = _PLAIN | {
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Keeps Python from collecting garbage, where many objects are made but no cycles: a collection
-    would only take time, in proportion to the objects of the whole program.
+    """Pauses garbage collection for code that makes many objects but no cycles. A collection would
+    only take time, in proportion to all objects of the program.
     """
     collecting = gc.isenabled()
     try:
@@ -326,10 +333,10 @@ def collection_paused() -> Iterator[None]:
 def pickles(
     value: object, wanted: Callable[[torch.Tensor], bool], nbytes_max: int = 0
 ) -> tuple[torch.Tensor | None, bytes]:
-    """Returns a wanted tensor that pickling a value would reach, at any depth, or None; and the
-    pickle, without what is in tensors and large arrays, if it has at most so many bytes, or b"".
+    """Returns a wanted tensor that the pickling of a value reaches, at any depth, or None; and the
+    pickle without the contents of tensors and large arrays, or b"" if it exceeds nbytes_max.
 
-    It keeps nothing else of what it visits. An error of pickling ends the search and is not raised.
+    It keeps no reference to other objects. An error of pickling ends the search and is not raised.
     """
     file = _Beginning(nbytes_max)
     search = _Search(wanted, file, nbytes_max)
@@ -341,11 +348,12 @@ def pickles(
 
 
 class Pickled(bytes):
-    """The pickle of an object, for a comparison with another process's."""
+    """The pickle of an object, for the comparison with the pickle of another process."""
 
     def tobytes(self) -> bytes:
-        """Returns bytes that are equal for equal objects, whose pickles may differ by the order of
-        sets and dicts, and by which equal parts are one object; none if it cannot be read.
+        """Returns a digest that is equal for equal objects, although their pickles may differ in
+        the order of sets and dicts, and in which equal parts are one object. Returns b"" if the
+        pickle cannot be read.
         """
         return _digest_of(bytes(self))
 
@@ -362,8 +370,8 @@ def _digest_of(pickled: bytes) -> bytes:
 
 
 def _digest(value: Any, done: dict[int, bytes]) -> bytes:
-    """Returns a digest of a value of plain_pickle, in which lists have no order: some classes write
-    their sets as lists.
+    """Returns a digest of a value of plain_pickle. It ignores the order of lists, because some
+    classes pickle their sets as lists.
     """
     if id(value) in done:
         return done[id(value)]
@@ -408,7 +416,7 @@ class _Search(pickle.Pickler):
 
 
 class _Beginning:
-    """A file that keeps no more than so many bytes of what it is given."""
+    """A file that keeps only the first bytes written to it, up to a limit."""
 
     def __init__(self, nbytes_max: int) -> None:
         self.content, self.nbytes = b"", 0
@@ -423,7 +431,9 @@ class _Beginning:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Returns whether an error of torch.load says that memory is short; no text of a file does."""
+    """Returns whether an error of torch.load means a lack of memory; texts in the file cannot cause
+    this result.
+    """
     shortage = "[enforce fail at alloc_cpu.cpp"
     return isinstance(error, MemoryError) or (
         type(error) is RuntimeError and str(error).startswith(shortage)
@@ -433,16 +443,16 @@ def is_shortage(error: BaseException) -> bool:
 def unpickled(
     source: Any, weights_only: bool, what: str, how: str = "pass that to restore() or load()"
 ) -> Any:
-    """Returns what torch.load makes of verified bytes.
+    """Returns the result of torch.load for verified bytes.
 
     Args:
-        what: names the bytes in messages.
-        how: tells in messages how to read with weights_only=False.
+        what: the name of the bytes in messages.
+        how: instructions in messages for a read with weights_only=False.
 
     Raises:
-        CorruptCheckpoint: the bytes are not what torch.save writes.
-        MemoryError, RuntimeError: there is not enough memory for what they hold.
-        pickle.UnpicklingError: they hold more than weights_only=True allows.
+        CorruptCheckpoint: torch.save did not write the bytes.
+        MemoryError, RuntimeError: there is not enough memory for the object.
+        pickle.UnpicklingError: the object needs more than weights_only=True allows.
     """
     try:
         return torch_load(source, map_location="cpu", weights_only=weights_only)

@@ -1,4 +1,4 @@
-"""The torch zip format: what torch.save would write, laid out beforehand, plus block checksums.
+"""The torch zip format: a file of torch.save, laid out in advance, with block checksums.
 
 Responsible for the bytes of the file (docs/reference/format.md).
 """
@@ -45,14 +45,14 @@ SMALL_SUM_BYTES_MAX = 64 << 20
 class RecordDivision:
     """The order of the records in a file that several ranks write.
 
-    Everything before the tail follows from names and sizes of the big storages alone, so each rank
-    can lay it out by itself, although data.pkl and other small records differ from rank to rank.
+    Everything before the tail depends only on the names and sizes of the big storages, so each rank
+    can lay it out independently, although data.pkl and other small records differ between ranks.
 
     Attributes:
         front: storages of any size that the first rank writes.
         shared: storages that are the same on all ranks.
         tail: all other records, which the first rank writes.
-        small_nbytes: size of the storages in the tail.
+        small_nbytes: total size of the storages in the tail.
     """
 
     front: list[tuple[str, bytes | torch.UntypedStorage]]
@@ -114,7 +114,7 @@ _CRC_PLACES = (zip_records.DESCRIPTOR_CRC_AT,)
 
 @cache
 def container_version() -> bytes:
-    """Returns the content of torch's `version` record, from a file that stock torch makes."""
+    """Returns the content of torch's `version` record, from a file written by torch.save."""
     buffer = io.BytesIO()
     torch_save(None, buffer)
     with zipfile.ZipFile(buffer) as archive:
@@ -122,7 +122,7 @@ def container_version() -> bytes:
 
 
 def _end_offset(records: Iterable[tuple[str, Any]], alignment: int) -> int:
-    """Returns where the last record ends if all have this alignment."""
+    """Returns the end offset of the last record if all records have this alignment."""
     offset = 0
     for name, content in records:
         full_name = f"{ARCHIVE}/{name}".encode()
@@ -148,7 +148,9 @@ def _choose_alignment(records: Sequence[tuple[str, Any]], sizes: Sequence[int]) 
 
 
 def layout(captured: Capture) -> Image:
-    """Lays the records out as torch.save does. Pure: equal captures give equal images."""
+    """Lays out the records like torch.save. The function is pure: equal captures give equal
+    images.
+    """
     sizes = [nbytes_of(content) for _, content in captured.records]
     alignment = _choose_alignment(captured.records, sizes)
     builder = _Builder(alignment)
@@ -163,11 +165,11 @@ def layout(captured: Capture) -> Image:
 
 
 def layout_shared(arrangement: RecordDivision) -> tuple[Image, int]:
-    """Lays records out as one torch zip that several ranks write.
+    """Lays out records as one torch zip that several ranks write.
 
     Returns:
-        The image, whose tail counts on the first rank only, and how many bytes at the body's
-            beginning the first rank has to write.
+        The image, whose tail is valid on the first rank only, and how many bytes at the body's
+            beginning the first rank must write.
     """
     builder = _Builder(PAGE_BYTES)
     for name, content in arrangement.front:
@@ -233,7 +235,9 @@ class _Builder(ImageBuilder):
 
 
 class _Tail:
-    """The bytes behind the body: checksum record, torch's closing records, zip directory."""
+    """The bytes after the body: the checksum record, torch's closing records, and the zip
+    directory.
+    """
 
     def __init__(
         self,
@@ -251,7 +255,7 @@ class _Tail:
         self._nbytes = 0
 
     def nbytes(self, directory_nbytes: int) -> int:
-        """Returns its size, of which the rows' entries in the directory have so many bytes."""
+        """Returns the tail's size, given the size of the rows' entries in the directory."""
         blocks = block_count(self.body_nbytes, BLOCK_BYTES)
         self._nbytes = len(self._joined([0] * blocks, bytes(directory_nbytes))) + _COMMENT.nbytes
         return self._nbytes
@@ -267,7 +271,7 @@ class _Tail:
         return tail
 
     def _opening(self, block_crcs: Sequence[int]) -> tuple[bytes, bytes]:
-        """Returns the checksum record from its data on, and its entry in the directory."""
+        """Returns the checksum record without its header, and its entry in the directory."""
         checksums = {
             "version": VERSION,
             "body_bytes": self.body_nbytes,
@@ -281,7 +285,7 @@ class _Tail:
         return content + zip_records.descriptor(self.record_offset, len(content), crc), entry
 
     def _joined(self, block_crcs: Sequence[int], directory: bytes) -> bytes:
-        """Returns the tail without the comment; the directory begins with the rows' entries."""
+        """Returns the tail without the comment; `directory` is the rows' entries."""
         opening, entry = self._opening(block_crcs)
         parts, entries = [opening], [directory, entry]
         offset = self.body_nbytes + len(opening)
@@ -294,7 +298,7 @@ class _Tail:
         return b"".join(parts)
 
     def _closing(self, entries: Sequence[bytes], identity: bytes, offset: int) -> bytes:
-        """Returns the bytes behind the other records: the id, the directory, the end records."""
+        """Returns the bytes after the other records: the id, the directory and the end records."""
         identity, identity_entry = whole_record(b".data/serialization_id", identity, offset)
         entries = [*entries, identity_entry]
         directory, count = b"".join(entries), len(self.rows) + len(entries) - 1
@@ -304,7 +308,7 @@ class _Tail:
 
 
 def whole_record(short: bytes, data: bytes | bytearray, offset: int) -> tuple[bytes, bytes]:
-    """Returns a record for this offset, and its entry in the directory."""
+    """Returns a complete record for this offset, and its entry in the directory."""
     name, crc = ARCHIVE.encode() + b"/" + short, zlib.crc32(data)
     header = zip_records.local_header(name, offset, len(data), TORCH_ALIGNMENT)
     entry = zip_records.central_header(name, offset, len(data), crc)
@@ -312,12 +316,14 @@ def whole_record(short: bytes, data: bytes | bytearray, offset: int) -> tuple[by
 
 
 def _identity(crc: int) -> bytes:
-    """Returns 40 digits as torch's serialization id; they depend on the content's checksums."""
+    """Returns 40 digits for torch's serialization id, computed from the content's checksums."""
     return f"{zlib.crc32(RECORD.encode()):020d}{crc:020d}".encode()
 
 
 def validate(checksums: Any, body_nbytes: int) -> None:
-    """Raises ValueError unless this is a checksum record: the one check of writers and readers."""
+    """Raises ValueError unless this is a checksum record; both writers and readers use this
+    check.
+    """
     if not isinstance(checksums, dict):
         raise ValueError("the checksum record is not an object")
     expected = {"version": int, "body_bytes": int, "block_bytes": int, "crc32": str}
@@ -328,17 +334,19 @@ def validate(checksums: Any, body_nbytes: int) -> None:
 
 
 def ends_body(before: bytes) -> bool:
-    """Tells whether the HEADER_BYTES_MAX bytes before a tail hold the checksum record's header."""
+    """Returns whether the HEADER_BYTES_MAX bytes before a tail contain the checksum record's
+    header.
+    """
     return f"{ARCHIVE}/{RECORD}".encode() in before
 
 
 def is_marked(head: bytes) -> bool:
-    """Tells whether fastckpt made the file with this head, of HEAD_BYTES or more."""
+    """Returns whether fastckpt wrote the file with this head, of at least HEAD_BYTES."""
     return zip_records.opening_padding(head).startswith(MARK)
 
 
 def parse(tail: bytes, body_nbytes: int) -> BlockChecksums:
-    """Verifies a file's tail, which begins at body_nbytes, and returns how to verify the body.
+    """Verifies a file's tail, which begins at body_nbytes, and returns the checksums of the body.
 
     Raises:
         CorruptCheckpoint: the tail is damaged.
@@ -361,7 +369,7 @@ def parse(tail: bytes, body_nbytes: int) -> BlockChecksums:
 
 
 def closing_crc(tail: bytes | bytearray) -> int:
-    """Returns the CRC-32 in a tail's comment, which with the size tells one file from another."""
+    """Returns the CRC-32 in a tail's comment, which together with the size identifies a file."""
     return int(tail[-CRC_DIGITS:], 16)
 
 

@@ -1,4 +1,4 @@
-"""The names of a checkpoint's values: the keys that lead to them, as one text."""
+"""The names of a checkpoint's values, which consist of the keys that lead to them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def items_in(nest: Any) -> Iterable[tuple[Any, Any]]:
-    """Returns the keys and values of a dict; of a list, tuple or set, numbers and values."""
+    """Returns the keys and values of a dict, or the numbers and values of a list, tuple or set."""
     return nest.items() if isinstance(nest, dict) else enumerate(nest)
 
 
@@ -17,23 +17,23 @@ def joined(path: Sequence[str]) -> str:
 
 
 def below(name: str | None, key: str) -> str:
-    """Returns the name of a value that stands under a key of a named one; None is the state."""
+    """Returns the name of the value under a key of a named value; None stands for the state."""
     key = escaped(key)
     return key if name is None else f"{name}/{key}"
 
 
 def escaped(key: str) -> str:
-    """Returns a key as it stands in a name."""
+    """Returns a key in the escaped form that names contain."""
     if "~" not in key and "/" not in key:
         return key
     return key.replace("~", "~0").replace("/", "~1")
 
 
 def keys_of(name: str) -> list[str]:
-    """Returns the keys of which joined() has made a name."""
+    """Returns the keys of a name that joined() has made."""
     return [part.replace("~1", "/").replace("~0", "~") for part in name.split("/")]
 
 
 def dotted(name: str) -> str:
-    """Returns a name with its keys joined by ".", as Hugging Face has them."""
+    """Returns a name with its keys joined by ".", like in Hugging Face."""
     return ".".join(keys_of(name))

@@ -1,7 +1,8 @@
-"""Zip records as torch writes them: stored, aligned by padding, sizes in a descriptor behind.
+"""Zip records in torch's form: uncompressed, aligned by padding, with sizes in a descriptor after
+the data.
 
 Responsible for the structures of the zip format (PKWARE's APPNOTE, sections 4.3 and 4.5). zip64
-fields are there only if a value needs them, since torch's readers compute offsets from that.
+fields are used only if a value needs them, since torch's readers compute offsets from this rule.
 """
 
 from __future__ import annotations
@@ -37,9 +38,10 @@ _OPENING, _OPENING_EMPTY = (
 
 
 class Directory(NamedTuple):
-    """The records of a zip's central directory, a column for each of their attributes.
+    """The records of a zip's central directory, as one column per attribute.
 
-    `offsets` are those of the local headers; `methods` of compression, of which torch uses 0.
+    `offsets` are those of the local headers; `methods` are the compression methods, 0 in files of
+    torch.
     """
 
     names: list[str]
@@ -65,7 +67,7 @@ def _zip64_extra(offset: int, nbytes: int, stored_nbytes: int) -> bytes:
 
 
 def local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: bytes = b"") -> bytes:
-    """Returns a local header as torch writes it, padded so that the record's data is aligned."""
+    """Returns a local header like torch's, padded so that the record's data is aligned."""
     # torch writes the header before it knows the stored size, and leaves it zero.
     zip64 = _zip64_extra(offset, nbytes, 0)
     padding = _padding(offset, len(name), len(zip64), alignment)
@@ -78,7 +80,7 @@ def local_header(name: bytes, offset: int, nbytes: int, alignment: int, mark: by
 
 
 def descriptor(offset: int, nbytes: int, crc: int) -> bytes:
-    """Returns a record's descriptor; torch computes the next record's offset from its size."""
+    """Returns a record's descriptor, from whose size torch computes the next record's offset."""
     if not nbytes:
         return b""
     form = _WIDE_DESCRIPTOR if offset >= _U32 or nbytes >= _U32 else _DESCRIPTOR
@@ -127,7 +129,9 @@ def central_nbytes(name: bytes, offset: int, nbytes: int) -> int:
 
 
 def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
-    """Returns where a record that begins at offset ends: header, data and descriptor."""
+    """Returns the end offset of a record that begins at `offset`, with header, data and
+    descriptor.
+    """
     zip64_nbytes = len(_zip64_extra(offset, nbytes, nbytes))
     header_nbytes = _LOCAL.size + len(name) + zip64_nbytes + 4
     header_nbytes += _padding(offset, len(name), zip64_nbytes, alignment)
@@ -139,7 +143,7 @@ def crc_of(central: bytes) -> int:
 
 
 def end_records(offset: int, nbytes: int, entries: int, comment_nbytes: int) -> bytes:
-    """Returns the end records of a zip whose directory is at offset; the comment follows them."""
+    """Returns the end records of a zip whose directory is at `offset`; the comment follows them."""
     end = offset + nbytes
     end64 = _END64.pack(0x06064B50, 44, 0x031E, 45, 0, 0, entries, entries, nbytes, offset)
     locator = _LOCATOR64.pack(0x07064B50, 0, end, 1)
@@ -154,10 +158,10 @@ def end_records(offset: int, nbytes: int, entries: int, comment_nbytes: int) -> 
 
 
 def directory(data: bytes, end: int) -> Directory:
-    """Reads the central directory in verified bytes; the end record begins at `end`.
+    """Parses the central directory in verified bytes; the end record begins at `end`.
 
     Raises:
-        CorruptCheckpoint: the directory is malformed, although its checksum is right.
+        CorruptCheckpoint: the directory is malformed, although its checksum is correct.
     """
     try:
         row = _END64.unpack_from(data, end - _LOCATOR64.size - _END64.size)
@@ -168,7 +172,7 @@ def directory(data: bytes, end: int) -> Directory:
 
 
 def _entries(data: bytes, count: int) -> Directory:
-    """Returns the first records of a directory, at most `count`, and fewer if it has fewer."""
+    """Returns the first `count` records of a directory, or all if it has fewer."""
     directory = Directory([], [], [], [], [])
     names, offsets, sizes, crcs, methods = directory
     at = 0
@@ -193,8 +197,8 @@ def _entries(data: bytes, count: int) -> Directory:
 
 
 def _widened(nbytes: int, stored_nbytes: int, offset: int, extra: bytes) -> tuple[int, int]:
-    """Returns a record's size and offset, those of 64 bits if it has them. Raises struct.error if
-    such a one is cut.
+    """Returns a record's size and offset, from zip64 fields if it has them. Raises struct.error if
+    such a field is truncated.
     """
     at = 0
     while at + 4 <= len(extra):
@@ -213,11 +217,11 @@ def directory_of(read_at: Callable[[int, int], bytes], nbytes: int) -> Directory
     """Reads the central directory of any zip file.
 
     Args:
-        read_at: (nbytes, offset) -> that much of the file, unverified.
-        nbytes: of the file.
+        read_at: (nbytes, offset) -> bytes of the file, unverified.
+        nbytes: the size of the file.
 
     Raises:
-        CorruptCheckpoint: it is none, or its directory is damaged.
+        CorruptCheckpoint: the file is not a zip file, or its directory is damaged.
     """
     begin = max(0, nbytes - _END.size - _U16)
     last = read_at(nbytes - begin, begin)
@@ -242,7 +246,7 @@ def directory_of(read_at: Callable[[int, int], bytes], nbytes: int) -> Directory
 
 
 def opening_padding(head: bytes) -> bytes:
-    """Returns the padding in a file's first local header, as far as head holds it."""
+    """Returns the padding in a file's first local header, as far as `head` contains it."""
     if len(head) < _LOCAL.size or head[:4] != b"PK\x03\x04":
         return b""
     fields = _LOCAL.unpack_from(head)
@@ -257,7 +261,9 @@ def opening_padding(head: bytes) -> bytes:
 
 
 def data_offset(header: bytes, offset: int) -> int | None:
-    """Returns where the data of the record with this local header begins; None if that is cut."""
+    """Returns the offset of the data of the record with this local header; None if the header is
+    truncated.
+    """
     if len(header) < _LOCAL.size:
         return None
     fields = _LOCAL.unpack(header)
