@@ -117,7 +117,7 @@ class CheckpointError(RuntimeError):
         super().__init__(*(as_url(each) if isinstance(each, str) else each for each in args))
 
     def reword(self, text: str) -> None:
-        """Gives this error another message and keeps its attributes."""
+        """Replaces the message of this error and keeps its attributes."""
         self.args = (as_url(text),)
 
 

@@ -251,7 +251,7 @@ def check_path(
         raise ValueError(f'{name} is {path!r}, must be a path ("." for the working directory)')
     if _URL.match(path) or _COLLAPSED_URL.match(path):
         raise ValueError(
-            f"{name} is {shown(path)}, but a URL is not accepted here: give {instead}, and copy "
+            f"{name} is {shown(path)}, must not be a URL: pass {instead}, and copy "
             "from or to the URL by other means"
         )
     if "\0" in path:

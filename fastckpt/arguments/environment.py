@@ -132,8 +132,8 @@ def staging_bytes(least: int) -> int | None:
         if (nbytes := check_size(STAGING_VARIABLE, value)) >= least:
             return nbytes
     raise ValueError(
-        f"{STAGING_VARIABLE}={value!r} is not a size of at least {least} bytes: give a number of "
-        "bytes or a string such as 1GiB"
+        f"{STAGING_VARIABLE}={value!r} must be a size of at least {least} bytes: a number of bytes "
+        "or a string such as 1GiB"
     )
 
 

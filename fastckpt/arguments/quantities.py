@@ -64,7 +64,7 @@ def _read(
     factor = units.get(match[2].lower()) if match else None
     if match is None or factor is None or not isfinite(float(match[1]) * factor):
         shown = text if told is None else told
-        raise NotAQuantity(f"{shown!r} is not {what} such as {example}")
+        raise NotAQuantity(f"{shown!r} must be {what} such as {example}")
     return float(match[1]) * factor
 
 

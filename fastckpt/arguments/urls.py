@@ -145,4 +145,4 @@ def _mount(scheme: str, options: dict[str, Any]) -> str:
             named = f"{mount}-{number}" if number else mount
             if _mounts.setdefault(named, options) == options:
                 return named
-    raise AssertionError("one of so many names is free")
+    raise AssertionError("one of the numbered names must be free")

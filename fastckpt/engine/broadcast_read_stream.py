@@ -124,7 +124,7 @@ class BroadcastReadStream(ReadStream):
         return self._fault or next((fault for fault in of_own if fault is not None), None)
 
     def abandon(self) -> None:
-        ensure(self._next == 0, "no broadcast has begun")
+        ensure(self._next == 0, "abandon() must precede the first broadcast")
         self._stream.close()
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class BroadcastReadStream(ReadStream):
             work.wait()
         except RuntimeError as error:  # of torch.distributed: a connection broke, or timed out
             reason = str(error).partition("\n")[0]
-            self._fault = Fault(PEERS, text=f"a rank is gone ({reason})")
+            self._fault = Fault(PEERS, text=f"a rank has ended or cannot be reached ({reason})")
             self._under_way.clear()  # the others would fail too, each after a time-out
             return False
         if self._buffer.numel():
@@ -203,9 +203,7 @@ class BroadcastReadStream(ReadStream):
 def _unpacked(status: memoryview) -> Fault | None:
     rank, op, at, number = _STATUS.unpack(status)
     if _OPS[op] == PEERS:
-        return Fault(
-            PEERS, text=f"rank {rank} failed; the error raised there says why", ranks=(rank,)
-        )
+        return Fault(PEERS, text=f"rank {rank} failed: see the error that it raised", ranks=(rank,))
     return Fault(_OPS[op], at, number) if op else None
 
 

@@ -155,7 +155,7 @@ def _plane(stored: memoryview, count: int) -> memoryview | bytes:
         return stored
     # Checked first, so that a forged size allocates no more than a block.
     if zstandard.frame_content_size(stored) != count:
-        raise ValueError("a frame of the wrong size")
+        raise ValueError("a frame must have the size of its plane")
     return zstandard.ZstdDecompressor().decompress(stored, max_output_size=count)
 
 
@@ -169,21 +169,21 @@ def _header(stored: memoryview | bytes, nbytes: int) -> tuple[list[_StoredRun], 
     """Returns the runs of a block of nbytes, and the size of the header."""
     magic, count = _HEAD.unpack_from(stored)
     if magic != _MAGIC or count > RUNS_MAX:
-        raise ValueError("this is not a header")
+        raise ValueError("the block must begin with a header")
     runs, at, end = list[_StoredRun](), _HEAD.size, 0
     for _ in range(count):
         size, kind = _HEAD.unpack_from(stored, at)
         width = _WIDTHS.get(kind, 0)
         if not size or not width or size % width:
-            raise ValueError("a run is empty or of an unknown kind")
+            raise ValueError("a run must have bytes and a known kind")
         words = struct.unpack_from(f"<{width}I", stored, at + _HEAD.size)
         runs.append((size, kind, words))
         at += _HEAD.size + 4 * width
         end += sum(words)
     if sum(size for size, _kind, _words in runs) != nbytes:
-        raise ValueError("the sizes of the runs do not add up to that of the block")
+        raise ValueError("the sizes of the runs must add up to the size of the block")
     if at + end > len(stored):
-        raise ValueError("a plane is cut off")
+        raise ValueError("a plane is truncated")
     return runs, at
 
 
@@ -229,7 +229,7 @@ class _Blocks:
     """The blocks of an image of nbytes; only the last may be shorter than block_bytes."""
 
     def __init__(self, nbytes: int, block_bytes: int) -> None:
-        ensure(nbytes > 0 and block_bytes > 0, "an image that is coded has blocks")
+        ensure(nbytes > 0 and block_bytes > 0, "a compressed image must have blocks")
         self.nbytes = nbytes
         self.block_bytes = block_bytes
         self.count = -(-nbytes // block_bytes)
@@ -241,7 +241,7 @@ class _Blocks:
         """Returns the number of a transfer's block; each transfer is of one complete block."""
         index, inside = divmod(offset, self.block_bytes)
         is_whole = inside == 0 and index < self.count and len(memory) == self.size(index)
-        ensure(is_whole, f"{len(memory)} bytes at {offset} are not a whole block")
+        ensure(is_whole, f"{len(memory)} bytes at {offset} must be a complete block")
         return index
 
 
@@ -298,7 +298,7 @@ class _Workspace:
         nbytes = self.encoder.encode(block, offset, target)
         padding = _padding(nbytes)
         end = nbytes + len(padding)
-        ensure(end <= stored_nbytes_max(len(block)), "the frame is longer than it can be")
+        ensure(end <= stored_nbytes_max(len(block)), "the frame exceeds its maximal size")
         target[nbytes:end] = padding
         return target[:end]
 
@@ -357,7 +357,7 @@ class FrameWriter:
             StorageError: this or another block could not be written, or this block's turn did not
                 come within TURN_WAIT_S.
         """
-        ensure(kind == "write" and fd == self._file.fd, "a transfer of another file")
+        ensure(kind == "write" and fd == self._file.fd, "the transfer must be of this file")
         index = self._blocks.index_of(memory, offset)
         try:
             workspace = self._take_workspace()
@@ -400,7 +400,7 @@ class FrameWriter:
     def _take_offset(self, index: int, nbytes: int) -> int:
         """Waits until all earlier blocks have their offsets; returns this block's offset."""
         with self._changed:
-            ensure(index >= len(self._frames), "a block was given twice")
+            ensure(index >= len(self._frames), "each block must be passed once")
             # The blocks before this one were begun earlier, and none of them waits for this one.
             self._changed.wait_for(
                 lambda: self._failure is not None or len(self._frames) >= index, TURN_WAIT_S
@@ -469,16 +469,15 @@ class FrameReader:
         self._blocks = _Blocks(nbytes, block_bytes)
         if len(frames) != self._blocks.count:
             raise CorruptCheckpoint(
-                f"{path!r} should have {self._blocks.count} frames for {nbytes} bytes, but its "
+                f"{path!r} must have {self._blocks.count} frames for {nbytes} bytes, but its "
                 f"index lists {len(frames)}: load another checkpoint"
             )
         for index, stored in enumerate(frames):
             limit = stored_nbytes_max(self._blocks.size(index))
             if not 0 < stored <= limit or stored % PAGE_BYTES:
                 raise CorruptCheckpoint(
-                    f"the index of {path!r} says that frame {index} has {stored} bytes, but a "
-                    f"frame has a multiple of {PAGE_BYTES}, at most {limit}: load another "
-                    "checkpoint"
+                    f"frame {index} of {path!r} has {stored} bytes in the index, must have a "
+                    f"multiple of {PAGE_BYTES}, at most {limit}: load another checkpoint"
                 )
         self._offsets = list(accumulate(frames, initial=0))
         self._codec = codec
@@ -497,7 +496,7 @@ class FrameReader:
         Raises:
             StorageError: the file could not be read, or ends before the frame does (ENODATA).
         """
-        ensure(kind == "read" and fd == self._file.fd, "a transfer of another file")
+        ensure(kind == "read" and fd == self._file.fd, "the transfer must be of this file")
         index = self._blocks.index_of(memory, offset)
         is_planes = self._codec == "planes"
         stored = self._stored(index)

@@ -103,7 +103,7 @@ class Gds:
                     self._direct[id(queue)] = GdsDevice(self._library, queue)
                 return self._direct[id(queue)], ""
             except (_engine.CufileUnavailable, _engine.DeviceUnavailable) as error:
-                self._refusal = f"no GPUDirect Storage: {error}"
+                self._refusal = f"GPUDirect Storage is unavailable: {error}"
                 return None, self._refusal
             except (_engine.DeviceError, MemoryError) as error:  # a later save may find room
                 return None, f"no GPUDirect Storage: {str(error) or 'memory is short'}"
@@ -121,7 +121,11 @@ class Gds:
         freed.
         """
         objects: list[object] = [self._library, *self._direct.values()]
-        self._library, self._direct, self._refusal = None, {}, "the process has forked, or ends"
+        self._library, self._direct, self._refusal = (
+            None,
+            {},
+            "the process was forked or is exiting",
+        )
         return objects
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Slot: a memory-mapped file on a tmpfs in which an image is staged, each block at its final
 offset.
 
-All pages of the file already exist, since new pages cost several times as much as the copy.
+The file's pages are allocated in advance, since a new page costs several times as much as the copy
+into it.
 """
 
 from __future__ import annotations

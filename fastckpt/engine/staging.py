@@ -158,7 +158,7 @@ class _Held:
 
 
 class HungTransfers:
-    """The hung transfers of one process. The staging budget does not get their blocks back."""
+    """The hung transfers of one process. Their blocks remain taken from the staging budget."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -196,7 +196,7 @@ class HungTransfers:
             is_empty = not self._held
         for held in done.values():
             if held.files is not None:
-                error = CheckpointError("its save was abandoned")
+                error = CheckpointError("the save of this file was abandoned")
                 with suppress(OSError, CheckpointError):  # what stays is removed as debris
                     held.files.__exit__(CheckpointError, error, None)
         return is_empty
@@ -286,7 +286,7 @@ class Staging:
         with self._lock:
             if self._abandoned:
                 raise CheckpointError(
-                    "the interpreter is exiting or was forked: nothing can be staged"
+                    "nothing can be staged, because the interpreter is exiting or was forked"
                 )
             if self._engine is None:
                 self._engine = self._new_engine()
@@ -346,7 +346,7 @@ class Staging:
         patience_s = PATIENCE_S if policy.remote else 0.0
         choice = policy.backend if requested == "auto" else requested
         if requested != "auto":
-            why = f"{why}; backend {requested!r} was asked for"
+            why = f"{why}; backend {requested!r} was requested"
         if requested == "auto" and not direct:
             choice = "threads"  # io_uring hands buffered transfers to kernel workers anyway
         if choice == "io_uring":

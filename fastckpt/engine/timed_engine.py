@@ -116,7 +116,8 @@ class TimedEngine:
             self._check(stream.failure())
             if not done:
                 raise CheckpointError(
-                    f"{self._path!r}: block {stream.corrupt_block()} does not read back as written"
+                    f"{self._path!r}: block {stream.corrupt_block()} differs from the block "
+                    "that was written"
                 )
         finally:
             stream.close()

@@ -28,7 +28,7 @@ from fastckpt.storage.file_system import Storage, reported, room_text, scratch
 
 log = logging.getLogger("fastckpt")
 
-_ON_HOST = "nothing lies on a GPU"
+_ON_HOST = "no tensor is on a GPU"
 
 
 class MemoryCopy:
@@ -186,8 +186,8 @@ class ImageTransfer:
             if not self._has_returned(LOOK_S):
                 assert self._fd is not None
                 log.warning(
-                    "a write of %r at offset %d was abandoned and has not returned: its staging "
-                    "memory and its file are kept until it does",
+                    "a write of %r at offset %d was abandoned, but has not returned; its "
+                    "staging memory and its file stay in use until it returns",
                     self._path,
                     self._job.standstill()[2],
                 )
@@ -222,8 +222,8 @@ class ImageTransfer:
         if writing:
             return f"a write of {self._path!r} at offset {offset} has not ended for {seconds:.0f} s"
         return (
-            f"{self._path!r} has waited {seconds:.0f} s for staging memory that other transfers "
-            "hold"
+            f"the transfer of {self._path!r} has waited {seconds:.0f} s for staging memory that "
+            "other transfers hold"
         )
 
     def _raise_if_ended(self) -> None:
@@ -232,7 +232,7 @@ class ImageTransfer:
             return
         seconds, _writing, offset = self._job.standstill()
         if self._bound.is_over(seconds, self._awaited):
-            detail = f"{self._awaited()}: abandoned, since nothing progressed for timeout_s"
+            detail = f"{self._awaited()}; it was abandoned after timeout_s without progress"
             raise StorageError("write", self._path, errno.ETIMEDOUT, offset, detail)
 
     def write_to(self, fd: int, offset: int, route: Route, path: str = "") -> None:

@@ -220,7 +220,7 @@ class _Builder(ImageBuilder):
         self.items.append(Item(begin, nbytes, begin, nbytes, "", zlib.crc32(content)))
 
     def add_tensor(self, tensor: torch.Tensor) -> None:
-        ensure(tensor.is_contiguous(), "the elements lie in their order")
+        ensure(tensor.is_contiguous(), "the elements must be in their order")
         begin, nbytes = self._align(ITEM_ALIGNMENT), tensor.numel() * tensor.element_size()
         shell = _shell(tensor.dtype, tuple(tensor.shape), self._small)
         data = begin + len(shell.front)
@@ -270,7 +270,7 @@ class _Tail:
         for item, slot in self._slot_of.items():
             crcs[item] = slot_crcs[slot]
         tail = _CLOSING.closed(self._content(block_crcs, crcs), self._body_nbytes)
-        ensure(len(tail) == self.nbytes, f"the tail has {len(tail)} bytes, not {self.nbytes}")
+        ensure(len(tail) == self.nbytes, f"the tail has {len(tail)} bytes, must have {self.nbytes}")
         return tail
 
 
@@ -282,12 +282,14 @@ def validate(described: Any, body_nbytes: int) -> None:
     check_digits("item_crc32", described["item_crc32"], len(items))
     for item in items:
         if type(item) is not list or [type(value) for value in item] != [int] * 4 + [str]:
-            raise ValueError("an item is not four numbers and a type")
+            raise ValueError("an item must be four numbers and a type")
         offset, nbytes, data, data_nbytes, dtype = item
         if not end <= offset <= data <= data + data_nbytes <= offset + nbytes <= body_nbytes:
-            raise ValueError(f"an item at {offset} is outside the body or overlaps another one")
+            raise ValueError(
+                f"the item at {offset} must be inside the body and overlap no other item"
+            )
         if dtype and (dtype not in DTYPES or data_nbytes % DTYPES[dtype].itemsize):
-            raise ValueError(f"an item at {offset} cannot be of the type {dtype!r}")
+            raise ValueError(f"the item at {offset} cannot have the type {dtype!r}")
         end = offset + nbytes
 
 

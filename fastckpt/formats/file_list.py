@@ -66,7 +66,7 @@ def from_bytes(content: bytes) -> dict[str, File]:
     assert isinstance(value, dict)
     files = {name: File(**members) for name, members in value["files"].items()}
     if to_bytes(files) != content:
-        raise CorruptCheckpoint(f"{NAME} is damaged: its bytes are not those that were written")
+        raise CorruptCheckpoint(f"{NAME} is damaged: its bytes differ from those that were written")
     return files
 
 
@@ -86,12 +86,12 @@ def validate(value: object) -> None:
     check_members(value, {"fastckpt": int, "files": dict}, "the list")
     assert isinstance(value, dict)
     if value["fastckpt"] != VERSION:
-        raise ValueError(f"its version is {value['fastckpt']}, not {VERSION}")
+        raise ValueError(f"its version is {value['fastckpt']}, must be {VERSION}")
     for name, members in value["files"].items():
         check_text(name)
         parts = name.split("/")
         if name == NAME or "\0" in name or any(part in ("", ".", "..") for part in parts):
-            raise ValueError(f"{shown(name)} cannot be the name of a file in the directory")
+            raise ValueError(f"{shown(name)} must be the name of a file in the directory")
         check_members(members, {"nbytes": int, "crc32": int}, shown(name))
         if members["crc32"] >= _CRC_END:
             raise ValueError(f"the crc32 of {shown(name)} has more than 32 bits")

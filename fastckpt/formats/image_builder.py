@@ -39,7 +39,7 @@ class ImageBuilder:
 
     def put_memory(self, source: object, address: int, nbytes: int) -> None:
         """Adds the bytes at an address, at least one, which must be valid while `source` exists."""
-        ensure(nbytes > 0 and address != 0, "a segment has bytes and an address")
+        ensure(nbytes > 0 and address != 0, "a segment must have bytes and an address")
         self._close_header()
         self._sources.append(source)
         self._segments += (self.offset, nbytes, address)
@@ -75,7 +75,9 @@ class ImageBuilder:
     def image(self, nbytes: int, tail: Callable[[Sequence[int], Sequence[int]], bytes]) -> Image:
         """Returns the image with a tail of nbytes; the body ends at the end of a page."""
         self._close_header()
-        ensure(self.offset % PAGE_BYTES == 0, f"the tail begins at {self.offset}, within a page")
+        ensure(
+            self.offset % PAGE_BYTES == 0, f"the tail begins at {self.offset}, must begin at a page"
+        )
         begin = address_of(self._headers)
         for place in self._own:
             self._segments[place] += begin
@@ -130,7 +132,7 @@ def crcs_in(digits: str) -> tuple[int, ...]:
 def check_digits(key: str, digits: str, count: int) -> None:
     """Raises ValueError unless this is a valid result of digits_of() for `count` checksums."""
     if len(digits) != CRC_DIGITS * count or re.fullmatch("[0-9a-f]*", digits) is None:
-        raise ValueError(f"{key} is not {count} CRC-32s in hex digits")
+        raise ValueError(f"{key} must be {count} CRC-32s in hex digits")
 
 
 def check_body(described: Mapping[str, Any], body_nbytes: int, version: int) -> None:
@@ -138,9 +140,9 @@ def check_body(described: Mapping[str, Any], body_nbytes: int, version: int) -> 
     version and fit a body of this size. Their types must have been checked.
     """
     if described["version"] != version:
-        raise ValueError(f"version is {described['version']}, not {version}")
+        raise ValueError(f"version is {described['version']}, must be {version}")
     check_block_bytes(described["block_bytes"])
     if described["body_bytes"] != body_nbytes or body_nbytes <= 0 or body_nbytes % PAGE_BYTES:
-        raise ValueError(f"body_bytes is {described['body_bytes']}, the body has {body_nbytes}")
+        raise ValueError(f"body_bytes is {described['body_bytes']}, but the body has {body_nbytes}")
     blocks = block_count(body_nbytes, described["block_bytes"])
     check_digits("crc32", described["crc32"], blocks)

@@ -95,7 +95,7 @@ class Writer:
         written = self._written()
         _validate_writer(written)
         content = encode(written).encode()
-        ensure(len(content) <= WRITER_BYTES_MAX, "a reader would refuse the entry")
+        ensure(len(content) <= WRITER_BYTES_MAX, "the record must not exceed the readers' limit")
         return content
 
     @classmethod
@@ -122,14 +122,16 @@ class Writer:
             IncompatibleCheckpoint: it has another version.
         """
         if len(content) != self.index_nbytes:
-            raise CorruptCheckpoint(f"the index has {len(content)} bytes, not {self.index_nbytes}")
+            raise CorruptCheckpoint(
+                f"the index has {len(content)} bytes, must have {self.index_nbytes}"
+            )
         if hashlib.sha256(content).hexdigest() != self.index_sha256:
             raise CorruptCheckpoint("the index is damaged: its SHA-256 does not match the manifest")
         index = ShardIndex.from_bytes(content)
         identity = (index.nonce, index.rank, index.file, index.file_nbytes)
         if identity != (nonce, self.rank, self.file, self.nbytes):
             raise CorruptCheckpoint(
-                "the index belongs to another save or writer than the manifest says: it names "
+                "the index belongs to another save or writer than the manifest: it has "
                 f"nonce {index.nonce}, rank {index.rank} and {index.file} of {index.file_nbytes} "
                 "bytes"
             )
@@ -220,7 +222,7 @@ class Manifest:
         closing = _CLOSING.fullmatch(content, max(0, len(content) - _CLOSING_BYTES))
         if closing is None:
             raise CorruptCheckpoint(
-                "the manifest is cut off or damaged: it does not end in a digest"
+                "the manifest is truncated or damaged: it does not end in a digest"
             )
         if hashlib.sha256(content[: closing.start()]).hexdigest().encode() != closing[1]:
             raise CorruptCheckpoint(
@@ -267,12 +269,12 @@ def validate(manifest: Any) -> None:
     check_members(objects, {"file": str, "nbytes": int, "crc32": str}, "objects")
     check_file_name(objects["file"])
     if _CRC.fullmatch(objects["crc32"]) is None:
-        raise ValueError(f"crc32 of objects is {shown(objects['crc32'])}, not 8 hex digits")
+        raise ValueError(f"crc32 of objects is {shown(objects['crc32'])}, must be 8 hex digits")
     names, rank = {MANIFEST, objects["file"]}, -1
     for writer in manifest["writers"]:
         _validate_writer(writer)
         if not rank < writer["rank"] < manifest["world_size"]:
-            raise ValueError(f"rank {writer['rank']} is out of order or not below the world size")
+            raise ValueError(f"rank {writer['rank']} must be ascending and below the world size")
         rank = writer["rank"]
         names |= {writer["file"], writer["index"]}
     if len(names) != 2 + 2 * len(manifest["writers"]):
@@ -286,7 +288,7 @@ def validate_metrics(metrics: Mapping[str, object]) -> None:
     for name, value in metrics.items():
         if type(value) not in (float, str) or (type(value) is float and not isfinite(value)):
             raise ValueError(
-                f"the metric {shown(name)} is {shown(value)}, neither a number nor a string"
+                f"the metric {shown(name)} is {shown(value)}, must be a number or a string"
             )
         texts = [name, value] if isinstance(value, str) else [name]
         if max(map(len, texts)) > METRIC_CHARS_MAX:
@@ -312,10 +314,10 @@ def _validate_writer(writer: Any) -> None:
     if writer["index_nbytes"] > INDEX_BYTES_MAX:
         raise ValueError(f"{writer['index_nbytes']} bytes are too many for an index")
     if _SHA256.fullmatch(writer["index_sha256"]) is None:
-        raise ValueError(f"an index has the SHA-256 {shown(writer['index_sha256'])}")
+        raise ValueError(f"index_sha256 is {shown(writer['index_sha256'])}, must be 64 hex digits")
     bounds = writer["span"]
     if [type(bound) for bound in bounds] != [float, float] or not 0 <= bounds[0] <= bounds[1] <= 1:
-        raise ValueError("span is not two numbers from 0.0 to 1.0, ascending")
+        raise ValueError("span must be two ascending numbers from 0.0 to 1.0")
     if writer["keys"] is not None:
         keys = _unpacked(writer["keys"])
         if len(keys) > KEYS_MAX or any(a >= b for a, b in pairwise(keys)):
@@ -327,14 +329,16 @@ def _validate_writer(writer: Any) -> None:
 def _unpacked(keys: str) -> tuple[int, ...]:
     packed = base64.b64decode(keys)  # raises ValueError; what it skips is noticed below
     if len(packed) % 4 or base64.b64encode(packed).decode() != keys:
-        raise ValueError("keys are not 32-bit numbers in base64")
+        raise ValueError("keys must be 32-bit numbers in base64")
     return struct.unpack(f"<{len(packed) // 4}I", packed)
 
 
 def _check_time(created: str) -> None:
     match = _CREATED.fullmatch(created)
     if match is None:
-        raise ValueError(f"created is {shown(created)}, not a time such as 2026-01-31T12:00:00Z")
+        raise ValueError(
+            f"created is {shown(created)}, must be a time such as 2026-01-31T12:00:00Z"
+        )
     datetime.fromisoformat(match[1])
 
 

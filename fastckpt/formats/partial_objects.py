@@ -38,7 +38,9 @@ _NUMBER_END = 1 << 63
 
 
 class NumpyRefused(Exception):
-    """A pickle needs a value of NumPy that is not supported; the text names its maker."""
+    """A pickle needs a value of NumPy that is not supported; the text names the class or function
+    that makes it.
+    """
 
 
 def numpy_maker(module: str, name: str) -> Any:
@@ -57,7 +59,7 @@ def numpy_maker(module: str, name: str) -> Any:
 
 
 def takes_numpy_state(value: object) -> bool:
-    """Returns whether set_numpy_state() is for this value."""
+    """Returns whether set_numpy_state() supports this value."""
     return _is(value, "dtype") or _is(value, "ndarray")
 
 
@@ -433,7 +435,7 @@ class _Unpickler:
         """Records the object made from a read value, and the maker of a part that was left out."""
         _read, seen, told = self._done.get(id(read), (read, made, maker))
         if id(read) in self._used and (seen is not made or told is not maker):
-            raise pickle.UnpicklingError("a part of an object that was referred to is refused")
+            raise pickle.UnpicklingError("a refused object and an allowed one contain each other")
         self._open.discard(id(read))
         self._done[id(read)] = read, made, maker
         return made, maker

@@ -194,12 +194,12 @@ class _Machine:
 
     def op_proto(self, at: int) -> int:
         if self.content[at] > _PROTOCOL_MAX:
-            raise ValueError(f"protocol {self.content[at]} is not known")
+            raise ValueError(f"protocol {self.content[at]} is not supported")
         return at + 1
 
     def op_frame(self, at: int) -> int:
         if int.from_bytes(self.content[at : at + 8], "little") > len(self.content) - at - 8:
-            raise ValueError("a frame is longer than the bytes that follow")
+            raise ValueError("a frame exceeds the bytes that follow")
         return at + 8
 
     def op_pop(self, at: int) -> int:
@@ -247,7 +247,7 @@ class _Machine:
         elif isinstance(target, Ignored):
             target.got("append", values)
         else:
-            raise ValueError("it appends to a value that is not a list")
+            raise ValueError("it appends to a value that must be a list")
         return at
 
     def op_setitem(self, at: int) -> int:
@@ -269,7 +269,7 @@ class _Machine:
                 self._check_keys(values[::2], has_others=True)
             target.got("set", [*zip(values[::2], values[1::2], strict=True)])
         else:
-            raise ValueError("it puts items into a value that is not a dict")
+            raise ValueError("it puts items into a value that must be a dict")
         return at
 
     def op_additems(self, at: int) -> int:
@@ -281,7 +281,7 @@ class _Machine:
         elif isinstance(target, Ignored):
             target.got("add", values)
         else:
-            raise ValueError("it adds items to a value that is not a set")
+            raise ValueError("it adds items to a value that must be a set")
         return at
 
     def op_reduce(self, at: int) -> int:
@@ -292,7 +292,7 @@ class _Machine:
         elif type(called) not in (Callee, Kept):
             raise Refused("a call of an object that may not be called")
         elif type(arguments) is not tuple:
-            raise ValueError("the arguments of a call are not a tuple")
+            raise ValueError("the arguments of a call must be a tuple")
         elif type(called) is Kept:
             self._check_parts(arguments)
             stack[-1] = called.made("reduce", arguments)
@@ -387,7 +387,7 @@ class _Machine:
     def op_stack_global(self, at: int) -> int:
         module, name = self._last(2)
         if type(module) is not str or type(name) is not str:
-            raise ValueError("the name of a global is not text")
+            raise ValueError("the name of a global must be text")
         self._name(module, name)
         return at
 
@@ -420,7 +420,7 @@ class _Machine:
             elif has_others:
                 continue
             elif kind.__hash__ is None:
-                raise ValueError("a key is a list, a dict or a set")
+                raise ValueError("a key must not be a list, a dict or a set")
             elif kind is int and value.bit_length() > _KEY_BITS_MAX:
                 raise ValueError(f"a key is a number of {value.bit_length()} bits")
             else:

@@ -196,7 +196,7 @@ def parse(head: bytes, nbytes: int) -> dict[str, tuple[Kind, int]]:
     size = header_nbytes(head, nbytes)
     try:
         if len(head) < size:
-            raise ValueError(f"only {len(head)} of its {size} bytes are there")
+            raise ValueError(f"it has only {len(head)} of its {size} bytes")
         return validate(decode(head[LENGTH_BYTES:size]), size, nbytes)
     except UnknownDtype as error:
         raise IncompatibleCheckpoint(f"its safetensors header: {error}") from None
@@ -217,7 +217,7 @@ def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, in
     """
     _check_header_nbytes(size, nbytes)
     if type(header) is not dict:
-        raise ValueError("it is not an object")
+        raise ValueError("it must be an object")
     tensors = {**header}
     _check_metadata(tensors.pop(METADATA, {}))
     check_texts(tensors)
@@ -232,17 +232,17 @@ def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, in
     if wrong is None and {*map(len, offsets)} - {2}:
         wrong = next(at for at, pair in enumerate(offsets) if len(pair) != 2)
     if wrong is not None:
-        raise ValueError(f"data_offsets of {shown(names[wrong])} are not two numbers")
+        raise ValueError(f"data_offsets of {shown(names[wrong])} must be two numbers")
     entries: dict[str, tuple[Kind, int]] = {}
     kinds = kinds_of(dtypes, shapes, names)
     for name, kind, (begin, end) in zip(names, kinds, offsets, strict=True):
         if end - begin != kind.nbytes:
-            raise ValueError(f"data_offsets of {shown(name)} do not span its {kind.nbytes} bytes")
+            raise ValueError(f"data_offsets of {shown(name)} must span its {kind.nbytes} bytes")
         entries[name] = kind, size + begin
     end = 0
     for (begin, following), name in sorted(zip(offsets, names, strict=True)):
         if begin != end:
-            what = "leaves a hole before" if begin > end else "overlaps the data before"
+            what = "leaves a gap before" if begin > end else "overlaps the data before"
             raise ValueError(f"{shown(name)} begins at {begin}, which {what} it")
         end = following
     if size + end != nbytes:
@@ -259,10 +259,10 @@ def _check_header_nbytes(size: int, nbytes: int) -> None:
 
 def _check_metadata(metadata: object) -> None:
     if type(metadata) is not dict:
-        raise ValueError(f"{METADATA} is not an object")
+        raise ValueError(f"{METADATA} must be an object")
     for key, value in metadata.items():
         if type(value) is not str:
-            raise ValueError(f"{METADATA} has a value that is not a string")
+            raise ValueError(f"all values of {METADATA} must be strings")
         check_text(key)
         check_text(value)
 
@@ -276,12 +276,12 @@ def kind_of(dtype: Any, shape: Any, name: str) -> Kind:
             also fit).
     """
     if type(dtype) is not str or dtype not in DTYPES:
-        raise UnknownDtype(f"dtype of {shown(name)} is {shown(dtype)}, which is not known")
+        raise UnknownDtype(f"dtype of {shown(name)} is {shown(dtype)}, which is not supported")
     if not is_numbers(shape):
-        raise ValueError(f"shape of {shown(name)} is not a list of numbers from 0 to 2^63")
+        raise ValueError(f"shape of {shown(name)} must be a list of numbers from 0 to 2^63")
     kind = _kind(dtype, tuple(shape))
     if kind is None:
-        raise ValueError(f"shape of {shown(name)} has 2^63 bytes or more")
+        raise ValueError(f"shape of {shown(name)} must have fewer than 2^63 bytes")
     return kind
 
 

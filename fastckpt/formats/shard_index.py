@@ -147,7 +147,9 @@ class ShardIndex:
         validate(written)
         content = lines(written) + b"}\n"
         if len(content) > INDEX_BYTES_MAX:
-            raise ValueError(f"an index of {len(content)} bytes is more than {INDEX_BYTES_MAX}")
+            raise ValueError(
+                f"an index has {len(content)} bytes, must be at most {INDEX_BYTES_MAX}"
+            )
         return content
 
     @classmethod
@@ -204,7 +206,7 @@ def validate(index: Any) -> tuple[Piece, ...]:
     blocks = block_count(index["nbytes"], block_bytes)
     digits = index["crc32"]
     if blocks == 0 or len(digits) != _CRC_DIGITS * blocks or _HEX.fullmatch(digits) is None:
-        raise ValueError(f"crc32 is not one CRC-32 of 8 hex digits for each of {blocks} blocks")
+        raise ValueError(f"crc32 must be one CRC-32 of 8 hex digits for each of {blocks} blocks")
     _check_frames(index, blocks)
     return _check_pieces(index)
 
@@ -213,14 +215,14 @@ def _check_frames(index: Any, blocks: int) -> None:
     codec, frames, file_nbytes = index["codec"], index["frames"], index["file_nbytes"]
     if codec is None:
         if frames or file_nbytes != index["nbytes"]:
-            raise ValueError("it has frames or a different stored size, but no codec")
+            raise ValueError("frames or a different stored size need a codec")
         return
     if codec not in _SUFFIXES:
-        raise ValueError(f"codec is {shown(codec)}, not null, zstd or planes")
+        raise ValueError(f"codec is {shown(codec)}, must be null, zstd or planes")
     if not is_numbers(frames) or len(frames) != blocks:
-        raise ValueError(f"frames are not {blocks} numbers, one for each block")
+        raise ValueError(f"frames must be {blocks} numbers, one for each block")
     if any(not frame or frame % PAGE_BYTES for frame in frames) or sum(frames) != file_nbytes:
-        raise ValueError(f"frames are not multiples of {PAGE_BYTES} with the sum {file_nbytes}")
+        raise ValueError(f"frames must be multiples of {PAGE_BYTES} with the sum {file_nbytes}")
 
 
 _PIECE_KINDS: dict[str, type | tuple[type, ...]] = {
@@ -258,9 +260,9 @@ def _check_pieces(index: Any) -> tuple[Piece, ...]:
     extents = [*zip(begins, nbytes, keys, strict=True)]
     if index["per_rank"] is not None:
         if not is_numbers(index["per_rank"]) or len(index["per_rank"]) != 2:
-            raise ValueError("per_rank is not a list of two numbers")
+            raise ValueError("per_rank must be a list of two numbers")
         if index["per_rank"][1] == 0:
-            raise ValueError("per_rank is an entry without bytes")
+            raise ValueError("per_rank must be an entry with bytes")
         extents.append((*index["per_rank"], PER_RANK))
     _check_extents(extents, index["nbytes"])
     return pieces
@@ -283,9 +285,9 @@ def _check_piece(key: str, dtype: Any, shape: Any, offset: Any, size: Any) -> in
     kind_of(dtype, shape, key)
     nbytes = kind_of(dtype, size, key).nbytes
     if not is_numbers(offset) or not len(offset) == len(size) == len(shape):
-        raise ValueError(f"a piece of {shown(key)} and the tensor differ in their dimensions")
+        raise ValueError(f"a piece of {shown(key)} must have the tensor's dimensions")
     if any(o + s > end for o, s, end in zip(offset, size, shape, strict=True)):
-        raise ValueError(f"a piece of {shown(key)} is not inside its tensor")
+        raise ValueError(f"a piece of {shown(key)} must be inside its tensor")
     return nbytes
 
 
@@ -297,7 +299,7 @@ def check_version(written: object, form: str, version: int) -> None:
 
 def check_nonce(nonce: str) -> None:
     if _NONCE.fullmatch(nonce) is None:
-        raise ValueError(f"nonce {shown(nonce)} is not 16 to 64 hex digits")
+        raise ValueError(f"nonce {shown(nonce)} must be 16 to 64 hex digits")
 
 
 def check_file_name(name: str) -> None:

@@ -39,7 +39,7 @@ def decode(text: bytes) -> Any:
 def _members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
-        raise ValueError("an object has a name twice")
+        raise ValueError("an object has a duplicate name")
     return members
 
 
@@ -80,7 +80,7 @@ def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what
     2^63).
     """
     if type(value) is not dict:
-        raise ValueError(f"{what} is not an object")
+        raise ValueError(f"{what} must be an object")
     if value.keys() != kinds.keys():
         wrong = ", ".join(map(shown, sorted(value.keys() ^ kinds.keys())[:9]))
         raise ValueError(f"{what} lacks members, or has unknown ones: {wrong}")
@@ -105,7 +105,7 @@ def columns_of(
                 return columns
     for value in values:
         check_members(value, kinds, what)
-    raise AssertionError(f"{what} fits, but not in its column")
+    raise AssertionError(f"{what} is valid, but its column is not")
 
 
 def _fits(column: list[Any], kind: type | tuple[type, ...]) -> bool:
@@ -147,7 +147,7 @@ def without_numbers(lists: Sequence[Any]) -> int | None:
 def check_block_bytes(block_bytes: int) -> None:
     """Raises ValueError unless this is a permitted size of blocks."""
     if not PAGE_BYTES <= block_bytes <= BLOCK_BYTES_MAX or block_bytes % PAGE_BYTES:
-        raise ValueError(f"block_bytes is {block_bytes}, not a multiple of 4096 up to 64 MiB")
+        raise ValueError(f"block_bytes is {block_bytes}, must be a multiple of 4096 up to 64 MiB")
 
 
 def check_texts(texts: Iterable[str]) -> None:
@@ -168,7 +168,7 @@ def check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError(f"{shown(text)} is not Unicode text") from None
+        raise ValueError(f"{shown(text)} must be Unicode text") from None
 
 
 def shown(value: object) -> str:

@@ -472,6 +472,4 @@ def unpickled(
         # Without weights_only, code that the file names may have failed: that is not damage.
         if (not weights_only and "PytorchStreamReader" not in str(error)) or is_shortage(error):
             raise
-        raise CorruptCheckpoint(
-            f"{what}: these bytes were not written by torch.save: {error}"
-        ) from None
+        raise CorruptCheckpoint(f"{what}: torch.save did not write these bytes: {error}") from None

@@ -261,13 +261,15 @@ class _Tail:
         return self._nbytes
 
     def build(self, block_crcs: Sequence[int], slot_crcs: Sequence[int]) -> bytes:
-        ensure(len(slot_crcs) == len(self.awaiting), "each slot has a checksum")
+        ensure(len(slot_crcs) == len(self.awaiting), "each slot must have a checksum")
         rows = list(self.rows)
         for number, crc in zip(self.awaiting, slot_crcs, strict=True):
             rows[number] = (*rows[number][:3], crc)
         directory = b"".join(zip_records.central_header(*row) for row in rows)
         tail = _COMMENT.closed(self._joined(block_crcs, directory), self.body_nbytes)
-        ensure(len(tail) == self._nbytes, f"the tail has {len(tail)} bytes, not {self._nbytes}")
+        ensure(
+            len(tail) == self._nbytes, f"the tail has {len(tail)} bytes, must have {self._nbytes}"
+        )
         return tail
 
     def _opening(self, block_crcs: Sequence[int]) -> tuple[bytes, bytes]:
@@ -325,11 +327,11 @@ def validate(checksums: Any, body_nbytes: int) -> None:
     check.
     """
     if not isinstance(checksums, dict):
-        raise ValueError("the checksum record is not an object")
+        raise ValueError("the checksum record must be an object")
     expected = {"version": int, "body_bytes": int, "block_bytes": int, "crc32": str}
     for key, kind in expected.items():
         if type(checksums.get(key)) is not kind:
-            raise ValueError(f"the checksum record has no {kind.__name__} {key!r}")
+            raise ValueError(f"the checksum record must have the {kind.__name__} {key!r}")
     check_body(checksums, body_nbytes, VERSION)
 
 

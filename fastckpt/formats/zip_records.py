@@ -184,7 +184,7 @@ def _entries(data: bytes, count: int) -> Directory:
         extra = at + _CENTRAL.size + row[10]
         comment = extra + row[11]
         if comment + row[12] > len(data):
-            raise ValueError("a record ends beyond the directory")
+            raise ValueError("a record must end before the directory")
         if nbytes == _U32 or offset == _U32:
             nbytes, offset = _widened(nbytes, row[8], offset, data[extra:comment])
         names.append(data[at + _CENTRAL.size : extra].decode(errors="replace"))

@@ -115,7 +115,9 @@ def load_into(
     fit = Fit(missing, unexpected, dtype, rename, only)
     if not isinstance(state, dict | list | tuple | torch.Tensor) and not is_stateful(state):
         kind = type(state).__name__
-        raise TypeError(f"state is {kind}, must be a dict, list, tuple or tensor, or stateful")
+        raise TypeError(
+            f"state is {kind}, must be a dict, list, tuple or tensor, or have state_dict()"
+        )
     current, checked = pipeline.current(), path_of("path", path, storage_options)
     current.wait_for(os.path.realpath(checked))
     where, source = opened(current.storage, current.staging, checked)

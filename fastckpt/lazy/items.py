@@ -61,7 +61,7 @@ class ItemsSource:
             for chunk in stored.chunks:
                 info = metadata.storage_data.get(MetadataIndex(name, chunk.offsets))
                 if info is None:
-                    raise CorruptCheckpoint(f"{path!r} does not say where {name!r} is stored")
+                    raise CorruptCheckpoint(f"{path!r} lacks the file and offset of {name!r}")
                 if getattr(info, "transform_descriptors", None):
                     raise IncompatibleCheckpoint(
                         f"{path!r} stores {name!r} compressed, which is not supported"

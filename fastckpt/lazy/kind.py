@@ -178,7 +178,7 @@ def bounded(path: str, names: list[str]) -> tuple[list[str], list[Part]]:
 
     def pass_over() -> int:
         raise WithoutChecksums(
-            f"{rest} more names beside the steps were not examined, since each takes requests: "
+            f"{rest} more names next to the steps were not examined, since each takes requests: "
             "verify the checkpoints among them by URL"
         )
 

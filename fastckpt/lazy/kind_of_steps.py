@@ -399,7 +399,8 @@ def _verify_writer(copies: StepCopies, manifest: Manifest, writer: Writer) -> in
             first, path = min(unpadded), body.path
             end = sum(index.frames[: first + 1])
             raise CorruptCheckpoint(
-                f"{path!r} is damaged: the padding of block {first}, before byte {end}, is not "
-                "what was written; every tensor in it is whole, but `zstd -d` may refuse the file"
+                f"{path!r} is damaged: the padding of block {first}, before byte {end}, "
+                "differs from the written one; all tensors are intact, but `zstd -d` may refuse "
+                "the file"
             )
     return writer.index_nbytes + writer.nbytes

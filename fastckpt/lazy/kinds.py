@@ -399,7 +399,7 @@ class MegatronRun(Kind):
 
         choices = iterations.candidates(place.path)
         if not choices:
-            raise CorruptCheckpoint(f"{place.path!r} holds no complete iteration of Megatron's")
+            raise CorruptCheckpoint(f"{place.path!r} holds no complete iteration of Megatron")
         return _DCP.open(Place(place.storage, place.staging, choices[0][1]))
 
 

@@ -41,7 +41,7 @@ class RenamedSource:
         self.has_paths, self.is_verified = source.has_paths, source.is_verified
         names, useless = fit.new_names([*source.tensors])
         if useless:
-            raise IncompatibleCheckpoint(f"{path!r} does not fit: {useless[0]}")
+            raise IncompatibleCheckpoint(f"{path!r} does not fit `rename`: {useless[0]}")
         self.olds: dict[str, str] = {}
         for old, name in zip(source.tensors, names, strict=True):
             if name in self.olds:

@@ -84,10 +84,10 @@ def _weight_map(content: bytes) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) for name in weight_map.values()
     ):
-        raise CorruptCheckpoint("the index has no weight_map of file names")
+        raise CorruptCheckpoint("the index must have a weight_map of file names")
     for name in set(weight_map.values()):
         if not _is_file_name(name):
-            raise CorruptCheckpoint(f"{shown(name)} is not a name of a file in the directory")
+            raise CorruptCheckpoint(f"{shown(name)} must be the name of a file in the directory")
     return weight_map
 
 

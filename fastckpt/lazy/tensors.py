@@ -46,7 +46,7 @@ def selected(index: Any, shape: Sequence[int]) -> Selection:
         raise IndexError(f"{used} indices for a tensor of {len(shape)} dimensions")
     dots = [number for number, item in enumerate(items) if item is Ellipsis]
     if len(dots) > 1:
-        raise IndexError('an index has at most one "..."')
+        raise IndexError('an index must have at most one "..."')
     at = dots[0] if dots else len(items)
     fill = (slice(None),) * (len(shape) - used)
     offsets: list[int] = []
@@ -369,7 +369,7 @@ class LazyTensor:
 
     def __len__(self) -> int:
         if not self.shape:
-            raise TypeError("len() of a tensor without dimensions")
+            raise TypeError("a tensor without dimensions has no len()")
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -380,7 +380,7 @@ class LazyTensor:
         LazyTensors.read().
 
         Raises:
-            IndexError, ValueError, TypeError: the index is out of range, or cannot be read.
+            IndexError, ValueError, TypeError: the index is out of range or unsupported.
             CorruptCheckpoint: the part is damaged.
             StorageError: the part cannot be read, or there is not enough memory for it (ENOMEM).
         """

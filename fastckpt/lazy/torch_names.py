@@ -222,10 +222,10 @@ def _key_name(key: Any) -> str:
 def _storage(named: Any) -> _Storage:
     """Returns the storage of a persistent id."""
     if type(named) is not tuple or len(named) != 5 or named[0] != "storage":
-        raise ValueError("a persistent id is not that of a storage")
+        raise ValueError("a persistent id must be that of a storage")
     _word, kind, key, _location, size = named
     if type(key) is not str or len(key) > _KEY_CHARACTERS_MAX or not are_numbers((size,)):
-        raise ValueError("a storage has no name or size")
+        raise ValueError("a storage must have a name and a size")
     if type(kind) is not torch.dtype:
         return _Storage(f"data/{key}", None, size)
     return _Storage(f"data/{key}", kind, size * kind.itemsize)
@@ -241,7 +241,7 @@ def _form(
 ) -> tuple[Form, int]:
     """Returns a form, and the number of bytes from the first element to the last."""
     if prod(size or 1 for size in shape) >= NUMBER_END:
-        raise ValueError("a tensor has 2^63 elements or more")
+        raise ValueError("a tensor must have fewer than 2^63 elements")
     if is_neg and not dtype.is_complex and dtype not in _NEGATED:
         raise ValueError(f"a tensor of {dtype} has the attribute neg")
     span = 1 + sum((size - 1) * step for size, step in zip(shape, strides, strict=True))
@@ -264,12 +264,12 @@ def _rebuilt_v2(
     if type(storage) is not _Storage or type(dtype := dtype or storage.dtype) is not torch.dtype:
         raise ValueError("a tensor has no storage, or no dtype")
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
-        raise ValueError("a tensor has more or fewer strides than dimensions")
+        raise ValueError("a tensor must have one stride for each dimension")
     if len(shape) > _DIMS_MAX:
-        raise ValueError(f"a tensor has {len(shape)} dimensions")
+        raise ValueError(f"a tensor has {len(shape)} dimensions, must be at most {_DIMS_MAX}")
     # Looked at before they are hashed, which takes the longer, the more digits a number has.
     if not are_numbers((offset, *shape, *strides)):
-        raise ValueError("the place of a tensor is not a number")
+        raise ValueError("offset, shape and strides of a tensor must be numbers")
     bits = bits or {}
     # Of torch.Tensor.is_conj() and is_neg().
     if type(bits) is not dict or not bits.keys() <= {"conj", "neg"}:
@@ -278,7 +278,7 @@ def _rebuilt_v2(
     begin = offset * dtype.itemsize
     nbytes = begin + span if span else 0
     if nbytes > storage.nbytes or nbytes >= NUMBER_END:
-        raise ValueError("a tensor reaches beyond its storage")
+        raise ValueError("a tensor must lie inside its storage")
     return StoredView(form, storage.record, begin, nbytes)
 
 
@@ -329,14 +329,14 @@ def _ordered() -> OrderedDict[Any, Any]:
 
 def _size(sizes: Any) -> tuple[Any, ...]:
     if not isinstance(sizes, tuple | list):
-        raise ValueError("sizes are not a tuple")
+        raise ValueError("sizes must be a tuple")
     return tuple(sizes)
 
 
 def _items(items: Any = ()) -> tuple[Any, ...]:
     """Returns the elements of a set, which may be tensors."""
     if type(items) is not list:
-        raise ValueError("a set is not made of a list")
+        raise ValueError("a set must be made from a list")
     return tuple(items)
 
 
@@ -357,7 +357,7 @@ class _Plain:
 def _encoded(text: Any, encoding: Any = "latin1") -> Any:
     """Returns bytes that protocol 2 stores as text."""
     if type(text) is not str or encoding != "latin1":
-        raise ValueError("bytes are not made of text")
+        raise ValueError("bytes must be made from text")
     return text.encode("latin1")
 
 

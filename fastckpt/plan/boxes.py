@@ -178,7 +178,7 @@ def mesh_holders(
     _check_coordinate(mesh_shape, coordinate, placements)
     strides = row_major(mesh_shape)
     if len(mesh) != prod(mesh_shape):
-        raise ValueError(f"{len(mesh)} ranks do not make a mesh of shape {tuple(mesh_shape)}")
+        raise ValueError(f"a mesh of shape {tuple(mesh_shape)} cannot have {len(mesh)} ranks")
     places = [0]
     for ranks, stride, position, dim in zip(
         mesh_shape, strides, coordinate, placements, strict=True
@@ -210,7 +210,7 @@ def plan(held: Sequence[Held], rank: int) -> list[Piece]:
             pieces, a tensor without dimensions at most one, an empty box none.
 
     Raises:
-        ValueError: `rank` is not among the holders of a tensor.
+        ValueError: `rank` must be among the holders of a tensor.
     """
     lines: dict[tuple[int, ...], list[int]] = {}
     line_of: dict[int, list[int]] = {}  # by identity: the hash of a tuple is computed each time
@@ -346,11 +346,11 @@ def _check_coordinate(
 ) -> None:
     if not len(mesh_shape) == len(coordinate) == len(placements):
         raise ValueError(
-            f"a mesh of shape {tuple(mesh_shape)} needs as many coordinates and placements as it"
-            f" has dimensions, not {tuple(coordinate)} and {tuple(placements)}"
+            f"a mesh of shape {tuple(mesh_shape)} must have one coordinate and one "
+            f"placement per dimension; found {tuple(coordinate)} and {tuple(placements)}"
         )
     if not all(0 <= at < ranks for at, ranks in zip(coordinate, mesh_shape, strict=True)):
-        raise ValueError(f"{tuple(coordinate)} is not in a mesh of shape {tuple(mesh_shape)}")
+        raise ValueError(f"{tuple(coordinate)} is outside of a mesh of shape {tuple(mesh_shape)}")
 
 
 def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -383,7 +383,7 @@ def _share(
     number = bisect_left(holders, rank)
     first_key = held[line[0]].key
     if number == len(holders) or holders[number] != rank:
-        raise ValueError(f"rank {rank} is not among the holders of {first_key!r}")
+        raise ValueError(f"rank {rank} must be among the holders of {first_key!r}")
     if len(line) < len(holders):
         number = (number + crc32(first_key.encode())) % len(holders)
     nbytes = (held[index].box.numel * held[index].itemsize for index in line)

@@ -91,7 +91,7 @@ class Image:
 
     def append(self, address: int, nbytes: int) -> int:
         """Adds a segment at the end of the body and returns its number."""
-        ensure(nbytes > 0 and address != 0, "a segment has bytes and an address")
+        ensure(nbytes > 0 and address != 0, "a segment must have bytes and an address")
         number = len(self.segments) // 3
         self.segments.extend((self.body_nbytes, nbytes, address))
         self.body_nbytes += nbytes

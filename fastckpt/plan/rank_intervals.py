@@ -45,7 +45,7 @@ def bounds(
     Returns:
         ranks + 1 offsets; rank r writes [result[r], result[r + 1]).
     """
-    ensure(grain > 0 and grain % BLOCK_BYTES == 0, "intervals have whole blocks")
+    ensure(grain > 0 and grain % BLOCK_BYTES == 0, "intervals must have complete blocks")
     if ranks == 1:
         return [0, body_nbytes]
     share = (body_nbytes + elsewhere) / ranks - elsewhere

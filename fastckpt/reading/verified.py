@@ -434,7 +434,7 @@ def body_of(
             if not marked or not verify:
                 return None
             raise CorruptCheckpoint(
-                f"{path!r} is truncated or damaged: it begins as a file of fastckpt, but its "
+                f"{path!r} is truncated or damaged: it begins like a file of fastckpt, but its "
                 f"{nbytes} bytes do not end in the closing record; {advice}"
             )
         tail = file.read_at(nbytes - offset, offset)

@@ -208,7 +208,7 @@ class ImageFile:
             except _Full as full:
                 layout = full.layout
                 log.warning(
-                    "no room for %r: it is created again with %s", self._path, layout.text()
+                    "no room for %r: the file is created again with %s", self._path, layout.text()
                 )
                 purpose = purpose._replace(instead=layout)
 

@@ -40,10 +40,10 @@ class MutationCheck:
     """The verdict whether the watched tensors stayed unchanged until they had been copied. It is
     given once, by the thread that is about to change them or by the save.
 
-    torch increments a tensor's version counter at the end of an operation. So after everything has
-    been copied, the current calls of all threads are recorded, and the counters are compared after
-    all these calls have ended. Every operation that began before the end of the copies is either in
-    one of these calls or already counted.
+    torch increments a tensor's version counter at the end of an in-place operation. So after
+    everything has been copied, the current calls of all threads are recorded, and the counters are
+    compared after all these calls have ended. Every operation that began before the end of the
+    copies is either in one of these calls or already counted.
     """
 
     def __init__(self, watched: Sequence[WatchedTensors]) -> None:

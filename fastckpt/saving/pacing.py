@@ -108,7 +108,8 @@ class Pace:
             raise CheckpointError(
                 f"drain_rate is {pacing.rate:g} bytes/s, and the share of this rank is "
                 f"{self._rate:g} bytes/s: its {nbytes} bytes would take {seconds:.0f} s, but ranks "
-                f"wait for each other at most timeout_s ({self.timeout_s:g} s): raise one of them"
+                f"wait for each other at most timeout_s ({self.timeout_s:g} s): raise drain_rate "
+                "or timeout_s"
             )
         self._stats.pacing += f"; {self._rate / 1e6:g} MB/s on this rank"
 

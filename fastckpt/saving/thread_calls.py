@@ -1,6 +1,6 @@
 """The calls that Python threads execute at one moment, and whether all of them have ended.
 
-torch increments a version counter at the end of an operation in place. So version counters show all
+torch increments a version counter at the end of an in-place operation. So version counters show all
 changes that began before a moment only after all calls of that moment have ended. If a save checked
 only counters and samples, it could commit a tensor that a long operation was changing during the
 copy. There is no other method to detect this, which justifies the length of this module. The

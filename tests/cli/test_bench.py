@@ -121,7 +121,7 @@ def test_a_trial_tells_damage(disk: Path) -> None:
         trial.read(file.fileno(), crcs, target.data_ptr())
         assert torch.equal(source, target)
         os.pwrite(file.fileno(), b"\xff", MIB // 2 + 7)
-        with pytest.raises(CheckpointError, match="block 2 does not read back as written"):
+        with pytest.raises(CheckpointError, match="block 2 differs from the block"):
             trial.read(file.fileno(), crcs, target.data_ptr())
 
 
@@ -289,7 +289,7 @@ def test_too_little_memory_is_told(
         ((), "the following arguments are required: WHAT"),
         (("speed",), "invalid choice: 'speed'"),
         (("save", "--size", "1kB"), "'1kB' is less than 1MiB"),
-        (("save", "--size", "much"), "'much' is not a size"),
+        (("save", "--size", "much"), "'much' must be a size"),
         (("load", "--rounds", "0"), "0 is not at least 1"),
         (("io", "--device", "cpu"), "unrecognized arguments"),
         (("save", "s3://bucket/run"), "a URL"),

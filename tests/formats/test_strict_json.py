@@ -28,7 +28,7 @@ def test_what_is_nested_too_deeply_is_refused(opening: str) -> None:
         (b"[1] 2", "Extra data"),
         (b"\xff", "can't decode byte"),
         (b"\xef\xbb\xbf1", "Expecting value"),
-        (b'{"a": 1, "b": 2, "a": 3}', "an object has a name twice"),
+        (b'{"a": 1, "b": 2, "a": 3}', "an object has a duplicate name"),
         (b"[" + b"9" * 33 + b"]", "the number 9{9}... is too long: it has 33 digits"),
         (b"[NaN]", "the number NaN is too large, or is not a number"),
         (b"[-Infinity]", "the number -Infinity is too large"),

@@ -55,7 +55,7 @@ def test_an_index_names_files_that_can_be(name: str, disk: Path) -> None:
     """JSON can escape half of a surrogate pair, which no file's name has."""
     index = disk / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(CorruptCheckpoint, match=r"index\.json'.* is not a name of a file in"):
+    with pytest.raises(CorruptCheckpoint, match=r"index\.json'.* must be the name of a file in"):
         fastckpt.open(disk)
 
 
