@@ -1,6 +1,6 @@
-"""Frameworks that save through fastckpt, one module for each; this one imports none of them.
+"""Integrations with frameworks, one module for each framework; this module imports none of them.
 
-Responsible for refusing versions of a framework that a module was not made for.
+Responsible for refusing framework versions that an integration does not support.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from torch.torch_version import TorchVersion
 
 
 def require(package: str, at_least: str, below: str, module: str) -> str:
-    """Returns the installed version of a framework.
+    """Returns the installed version of a framework, after checking that it is supported.
 
     Args:
-        package: the distribution's name, as pip has it.
+        package: the distribution's name on PyPI.
         at_least, below: the versions supported: at_least <= version < below.
-        module: who asks, for the message: "fastckpt.integrations.lightning".
+        module: the integration's name for the message, such as "fastckpt.integrations.lightning".
 
     Raises:
         ImportError: the framework is missing, too old or too new.

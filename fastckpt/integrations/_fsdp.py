@@ -1,7 +1,7 @@
-"""Sharded states of FSDP as Accelerate saves them: directories of torch.distributed.checkpoint.
+"""Adds the sharded FSDP states that Accelerate saves, as torch.distributed.checkpoint directories.
 
-Responsible for leading Accelerate's own save of these, which decides what they hold, into a draft:
-each rank writes its shards, and nothing is gathered.
+Responsible for redirecting Accelerate's own save of these states, which decides their contents,
+into a draft. Each rank writes its shards, and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ import torch.distributed.checkpoint as torch_dcp
 
 from fastckpt.directories.draft import Draft
 
-# ---- Functions of a framework that write files, replaced for the calls of one thread. Responsible
-# for a replacement that ends with a block and that other threads never see.
+# ---- Replacement of a framework's functions that write files, for the calls of one thread. The
+# replacement ends with its block, and other threads never see it.
 
-_lock = threading.RLock()  # two blocks that overlap would put back what the other had replaced
+_lock = threading.RLock()  # two overlapping blocks would restore each other's replacement
 
 
 @contextmanager
 def replaced(module: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
     """Replaces module.name for the calls of this thread while the body runs.
 
-    Frameworks have no other place to say who writes a file.
+    The frameworks have no other hook to redirect a file.
 
     Args:
         module, name: the function to replace.
-        by: called with the function that it replaces, then the arguments of the call.
+        by: the replacement; called with the replaced function, then the arguments of the call.
     """
     caller = threading.get_ident()
 
@@ -53,21 +53,20 @@ SHARDED = "SHARDED_STATE_DICT"
 
 
 def gathers(plugin: Any) -> str:
-    """Returns why states under this FSDP plugin of Accelerate are not saved; "" if they are."""
+    """Returns why states under this Accelerate FSDP plugin cannot be saved; "" if they can."""
     kind = plugin.state_dict_type.name
     if kind == SHARDED:
         return ""
-    return (
-        f"FSDP and state_dict_type {kind}, where ranks do not save their shards: choose {SHARDED}"
-    )
+    return f"FSDP and state_dict_type {kind}, which gathers the ranks' shards: choose {SHARDED}"
 
 
 @contextmanager
 def sharded_states(draft: Draft) -> Iterator[None]:
-    """Adds the sharded states to the draft that Accelerate saves in the body, after that: ranks may
-    wait for each other's plans, and must not while others are in a collective of Accelerate's.
+    """Adds the sharded states that Accelerate saves in the body to the draft, after the body ends:
+    adding them may wait for other ranks' plans, which must not happen while those ranks are in one
+    of Accelerate's collectives.
     """
-    from fastckpt.integrations import dcp  # which not every caller needs
+    from fastckpt.integrations import dcp  # not needed by every caller
 
     states: list[Callable[[], None]] = []
 

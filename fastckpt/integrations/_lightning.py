@@ -1,8 +1,8 @@
-"""A Lightning CheckpointIO's work with files, and with directories of shards for a strategy, for
-both packages that Lightning comes in.
+"""The CheckpointIO and strategy methods of both Lightning packages, for files and sharded
+directories.
 
-Responsible for saving in the background, for removing a checkpoint only once a newer one has
-committed, and for telling errors. It must import neither package, nor know how a file is written.
+Responsible for saving in the background, for removing a checkpoint only when a newer one is
+committed, and for reporting errors. It must import neither package, nor know how a file is written.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _NO_STEP_FENCE = "callbacks may change the state between two optimizer steps"
 
 
 class BackgroundCheckpointIO:
-    """The methods of a CheckpointIO, put before the stock one among the bases of a class.
+    """The methods of a CheckpointIO: a base class that is listed before the stock CheckpointIO.
 
-    The stock one, `_stock`, loads and removes what lies on no file system (a URL).
+    The stock CheckpointIO, `_stock`, loads and removes checkpoints at URLs.
     """
 
     _stock: ClassVar[Any]
@@ -58,12 +58,12 @@ class BackgroundCheckpointIO:
     def _begin_anew(self) -> None:
         self._saves = InFlight(newest=2)
         self._removals: dict[str, _Removal] = {}
-        self._kept: list[str] = []  # to be removed when there is something newer
+        self._kept: list[str] = []  # to be removed when a newer one is committed
         self.is_saving = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the settings alone: saves in flight stay with this object, which waits for them
-        and tells their errors.
+        """Returns only the settings: saves in flight stay with this object, which waits for them
+        and reports their errors.
         """
         return {name: value for name, value in vars(self).items() if name not in _OF_SAVES}
 
@@ -74,18 +74,19 @@ class BackgroundCheckpointIO:
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
-        """Saves to a file; returns when everything is copied or, where it has to, committed.
+        """Saves to a file; returns when everything is copied or, where required, committed.
 
         Raises:
-            CheckpointError: with on_error="raise": an earlier save failed, and this one is not
-                begun; or this one's directory cannot be made, or it failed and was waited for.
-            TypeError: there are storage_options. ValueError: path is not on a file system.
-            Exception: whatever torch.save raises for an object that cannot be pickled.
+            CheckpointError: with on_error="raise": an earlier save failed, so this save was not
+                begun; or the directory of this save cannot be made; or this save was waited for and
+                failed.
+            TypeError: storage_options is not None. ValueError: path is not on a file system.
+            Exception: any error that torch.save raises for an object that cannot be pickled.
         """
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__} does not take storage_options: pass None")
         local = _on_file_system(path)
-        if self.is_saving:  # a signal handler calls this: the save it interrupts holds locks
+        if self.is_saving:  # called by a signal handler: the interrupted save holds locks
             self._stock.save_checkpoint(self, checkpoint, path)
             return
 
@@ -104,13 +105,13 @@ class BackgroundCheckpointIO:
     def save_shards(
         self, shards: dict[str, Any], others: dict[str, Any], path: str | os.PathLike[str]
     ) -> None:
-        """Saves a directory, to which each rank adds its shards; all ranks call it. It returns, and
-        raises, as save_checkpoint() does.
+        """Saves a directory to which each rank adds its shards. All ranks must call it. It returns
+        and raises like save_checkpoint().
 
         Args:
             shards: a state dict with DTensors.
-            others: what else belongs to the checkpoint; that of the first rank counts.
-            path: of the directory; what is there is replaced as a whole.
+            others: the rest of the checkpoint; only the first rank's is saved.
+            path: the directory's path; an existing directory is replaced completely.
         """
         local = _on_file_system(path)
         from fastckpt.integrations import dcp  # which files do not need
@@ -126,13 +127,14 @@ class BackgroundCheckpointIO:
             has_links = list[bool]()
 
             def fill(draft: Draft) -> None:
-                if problem is not None:  # it is raised here, so that all ranks hear of it
+                if problem is not None:  # raised here, so that all ranks receive it
                     raise problem
                 agreement = draft.agreement
                 if agreement.rank == 0:  # which makes the links
                     draft.add(others, _OTHERS)
                     there = _has_links(os.path.dirname(local))
-                    # Before it may wait for other ranks' plans: they wait for this in their calls.
+                    # Called before this rank waits for other ranks' plans, because they wait for it
+                    # in their calls.
                     agreement.put("links", b"there are some" if there else b"")
                 dcp.add_to(draft, os.curdir, shards)
                 has_links.append(bool(agreement.get("links")))
@@ -143,8 +145,8 @@ class BackgroundCheckpointIO:
         self._save(local, begin)
 
     def _save(self, path: str, begin: Callable[[], tuple[SaveHandle, bool]]) -> None:
-        """Begins a save, and waits for it where it has to: `begin` also returns whether there are
-        links to files beside this one.
+        """Begins a save, and waits for it where required. `begin` also returns whether the
+        directory has links to files in it.
         """
         self.is_saving = True
         try:
@@ -185,14 +187,15 @@ class BackgroundCheckpointIO:
         map_location: Any = "cpu",
         weights_only: bool | None = None,
     ) -> Any:
-        """Loads what fastckpt, Lightning or torch saved; waits for a save to path in this process.
+        """Loads a checkpoint of fastckpt, Lightning or torch, after waiting for this process's save
+        to path.
 
         Args:
-            path: of a file, or a URL, from which Lightning itself loads.
-            map_location, weights_only: as torch.load's.
+            path: a file's path, or a URL, which Lightning itself loads.
+            map_location, weights_only: torch.load's arguments.
 
         Raises:
-            CorruptCheckpoint: the file is damaged. FileNotFoundError: there is none.
+            CorruptCheckpoint: the file is damaged. FileNotFoundError: it does not exist.
         """
         local = _local(path)
         if local is None:
@@ -200,7 +203,9 @@ class BackgroundCheckpointIO:
         return fastckpt.load(local, map_location, weights_only=weights_only)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Removes a checkpoint once the newest save to another path, or a later one, commits."""
+        """Removes a checkpoint when the newest save to another path, or a later save, is
+        committed.
+        """
         local = _local(path)
         if local is None:
             self._stock.remove_checkpoint(self, path)
@@ -217,7 +222,7 @@ class BackgroundCheckpointIO:
                 return
             try:
                 if newest is not None and newest.failure() is not None:
-                    self._kept.append(local)  # before `ended`: the next save may then come at once
+                    self._kept.append(local)  # before `ended`: the next save may then begin at once
                     return
                 self._stock.remove_checkpoint(self, local)
             except Exception as error:
@@ -250,8 +255,8 @@ class BackgroundCheckpointIO:
 
 
 class ShardedStrategy:
-    """The methods of a strategy, put before the stock one among the bases of a class, that save
-    sharded checkpoints by its BackgroundCheckpointIO.
+    """The methods of a strategy that saves sharded checkpoints with its BackgroundCheckpointIO: a
+    base class that is listed before the stock strategy.
     """
 
     checkpoint_io: Any
@@ -259,19 +264,19 @@ class ShardedStrategy:
     _save_distributed_checkpoint: bool
 
     def _saves_shards(self) -> bool:
-        """Whether the CheckpointIO saves shards, and so copies them from where they are."""
+        """Whether the CheckpointIO saves shards, which it copies from the device itself."""
         is_ours = isinstance(self.checkpoint_io, BackgroundCheckpointIO)
         return is_ours and self._save_distributed_checkpoint
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Returns the model's state, of which the stock method would make a copy on the host."""
+        """Returns the model's state itself; the stock method would copy it to the host."""
         if not self._saves_shards():
             stock: dict[str, Any] = cast(Any, super()).lightning_module_state_dict()
             return stock
         return get_model_state_dict(self.model)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Returns an optimizer's state, of which the stock method would make a copy on the host."""
+        """Returns an optimizer's state itself; the stock method would copy it to the host."""
         if not self._saves_shards():
             stock: dict[str, Any] = cast(Any, super()).optimizer_state(optimizer)
             return stock
@@ -285,15 +290,15 @@ class ShardedStrategy:
         filepath: str | os.PathLike[str],
         storage_options: Any = None,
     ) -> None:
-        """Saves as the CheckpointIO does; all ranks call it.
+        """Saves with the CheckpointIO. All ranks must call it.
 
         Raises:
-            ValueError: the Trainer has no FastckptCheckpointIO among its plugins.
+            ValueError: the Trainer has no FastckptCheckpointIO in its plugins.
         """
         stock: Any = super()
         if not isinstance(self.checkpoint_io, BackgroundCheckpointIO):
             raise ValueError(
-                f"the CheckpointIO is a {type(self.checkpoint_io).__name__}: a "
+                f"the CheckpointIO is a {type(self.checkpoint_io).__name__}, but a "
                 f"{type(self).__name__} needs Trainer(plugins=[FastckptCheckpointIO()])"
             )
         by_stock = self.checkpoint_io.is_saving or storage_options is not None
@@ -309,7 +314,7 @@ class ShardedStrategy:
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> Any:
-        """Waits for a save to the path in this process, verifies a sharded checkpoint, and loads.
+        """Waits for this process's save to the path, verifies a sharded checkpoint, and loads it.
 
         Raises:
             CorruptCheckpoint: a file is damaged or missing.
@@ -321,7 +326,7 @@ class ShardedStrategy:
         return cast(Any, super()).load_checkpoint(checkpoint_path, **_given(weights_only))
 
     def teardown(self) -> None:
-        """Waits for all saves, while the ranks can still hear each other."""
+        """Waits for all saves, while the ranks can still communicate."""
         try:
             self.checkpoint_io.teardown()
         finally:
@@ -333,10 +338,10 @@ _OF_SAVES = ("_saves", "_removals", "_kept", "is_saving")
 
 
 class _Removal:
-    """A file to be removed: whoever claims it first removes it, or keeps it.
+    """A file to be removed. The first thread that claims it removes or keeps it.
 
     Attributes:
-        ended: set when that is done.
+        ended: set when the file is removed or kept.
     """
 
     def __init__(self) -> None:
@@ -352,7 +357,7 @@ class _Removal:
         return True
 
     def cancel(self) -> bool:
-        """Keeps the file, unless somebody has claimed it."""
+        """Keeps the file, unless it is already claimed."""
         claimed = self.claim()
         if claimed:
             self.ended.set()
@@ -360,12 +365,14 @@ class _Removal:
 
 
 def _given(weights_only: bool | None) -> dict[str, bool]:
-    """Returns the argument for a stock method, which Lightning 2.5 has not: None leaves it out."""
+    """Returns the keyword argument for a stock method. None omits it, for Lightning 2.5 lacks
+    it.
+    """
     return {} if weights_only is None else {"weights_only": weights_only}
 
 
 def _local(path: str | os.PathLike[str]) -> str | None:
-    """Returns the absolute path in a file system; None: it is a URL of something else."""
+    """Returns the absolute path in a file system; None for a URL of other storage."""
     text = os.fspath(path)
     scheme, separator, rest = text.partition("://")
     if separator and scheme not in ("file", "local"):
@@ -374,16 +381,17 @@ def _local(path: str | os.PathLike[str]) -> str | None:
 
 
 def _on_file_system(path: str | os.PathLike[str]) -> str:
-    """Returns the absolute path; raises ValueError for a URL of something else."""
+    """Returns the absolute path; raises ValueError for a URL of other storage."""
     local = _local(path)
     if local is None:
-        raise ValueError(f"{path!r} is not on a file system: give the path of a mounted one")
+        raise ValueError(f"path is {path!r}, must be on a mounted file system")
     return local
 
 
 def _has_links(directory: str) -> bool:
-    """Whether a symbolic link names a file beside it: ModelCheckpoint(save_last="link") makes one
-    right after the save, whose file has to exist by then.
+    """Whether a symbolic link in the directory names a file in it.
+    ModelCheckpoint(save_last="link") makes such a link right after the save, and the saved file
+    must exist then.
     """
     if not os.path.isdir(directory):  # the save makes it
         return False
@@ -393,13 +401,15 @@ def _has_links(directory: str) -> bool:
 
 
 def _unlink_softly(path: str) -> None:
-    """Replaces a symbolic link by a hard one: a save through it would replace what it names."""
+    """Replaces a symbolic link by a hard link, because a save through it would replace its
+    target.
+    """
     if os.path.islink(path):
         storage = pipeline.current().storage
-        spare = temporary_path(path)  # which the next save removes, should this process end here
+        spare = temporary_path(path)  # the next save removes it if this process ends here
         try:
             storage.link(os.path.realpath(path), spare)
             storage.rename(spare, path)
         except OSError:
             with suppress(FileNotFoundError):
-                storage.remove(path)  # it names nothing, or a file that can have one name only
+                storage.remove(path)  # its target is missing, or cannot have a second name

@@ -1,7 +1,7 @@
-"""Pipeline stages: ranks of a job that hold different parts of one model, under different names.
+"""Pipeline stages: groups of ranks that hold different parts of a model, under different names.
 
-Responsible for making the same state of all stages' names on every rank, as a Checkpointer needs
-it: each rank hears from the other stages what they have, over the job's store.
+Responsible for building the same state, with the names of all stages, on every rank, as a
+Checkpointer requires. The stages exchange their names over the job's store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stages:
     """The stages of a job's model.
 
     Attributes:
-        ranks: those of each stage, ascending, in the order of the stages' first ranks.
+        ranks: the ascending ranks of each stage; stages are ordered by their first ranks.
     """
 
     def __init__(self, coordinator: Coordinator, ranks: list[list[int]], timeout_s: float) -> None:
@@ -36,8 +36,8 @@ class Stages:
 
     @classmethod
     def found(cls, names: Iterable[str], timeout_s: float) -> Stages | None:
-        """Returns the stages, given the names that this rank's part of the model has; None if all
-        ranks have the same names. All ranks call it, and wait for each other.
+        """Returns the stages, given the names in this rank's part of the model; None if all ranks
+        have the same names. All ranks must call it, and wait for each other.
         """
         coordinator = together(group_of_job()).coordinator
         agreement = coordinator.begin("pipeline stages", timeout_s, "nothing was saved or loaded")
@@ -53,12 +53,12 @@ class Stages:
         return cls(coordinator, ranks, timeout_s) if len(ranks) > 1 else None
 
     def union(self, what: str, own: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the states of all stages as one, given this rank's; all ranks call it, and wait
-        for the first rank of each stage.
+        """Returns the merged state of all stages, given this rank's state. All ranks must call it,
+        and wait for the first rank of each stage.
 
         Args:
-            what: is saved, such as "optimizer".
-            own: tensors, and values that can be pickled, by names that no other stage has.
+            what: the state's name for messages, such as "optimizer".
+            own: this rank's tensors and picklable values, by names that no other stage has.
 
         Raises:
             CheckpointError: two stages have the same name. PeerFailed: another rank failed.
@@ -78,7 +78,9 @@ class Stages:
                 values = [its for its in mine.values() if type(its) is not OfSomeRanks]
                 agreement.put("values", packed((_digest(facts), values)))
                 agreement.put("facts", packed(facts))
-            if agreement.rank == 0:  # passes them on: others' records are gone when they leave
+            if (
+                agreement.rank == 0
+            ):  # passes them on, because a rank's records are gone when it leaves
                 for key in ("values", "facts"):
                     records = [agreement.get(key, ranks[0]) for ranks in self.ranks]
                     agreement.put(f"all {key}", packed(records))
@@ -99,8 +101,8 @@ class Stages:
                     }
                 if shared := union.keys() & part.keys():
                     raise CheckpointError(
-                        f"two pipeline stages have {min(shared)!r} in their {what}: it is "
-                        "ambiguous which of them to save"
+                        f"two pipeline stages have {min(shared)!r} in their {what}, so it is "
+                        "ambiguous which one to save"
                     )
                 union |= part
         agreement.close(0.0)

@@ -1,4 +1,4 @@
-"""A tag: files of all ranks that take their names together, and the file that names the latest."""
+"""A tag: the files of all ranks, committed together, and the `latest` file that names the tag."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ class Tag:
 
     Args:
         path: the tag's directory, without symbolic links.
-        latest: the path of the file that is to have `content` when the tag is saved; "": none.
-        options: how the files are written, and what becomes of an error; with the call fence.
-        lease: the directory to which no other job may save; "": there is none.
+        latest: the path of the file that gets `content` when the tag is committed; "": no such
+            file.
+        options: how files are written and errors handled; the fence must be "call".
+        lease: the directory that no other job may save to; "": no lease is taken.
 
     Attributes:
-        handle: the SaveHandle of the whole tag; its path is the tag's directory.
-        content: as given.
+        handle: the SaveHandle of the tag; its path is the tag's directory.
+        content: the new content of `latest`.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class Tag:
         self._error: BaseException | None = None
 
     def add(self, obj: object, name: str) -> None:
-        """Adds the file that torch.save would write of an object. Keeps an error; after one, does
-        nothing. The object's memory must not change until conclude() returns.
+        """Adds a file with the bytes that torch.save would write for an object. Stores an error
+        instead of raising it, and does nothing after an error. The object's memory must not change
+        until conclude() returns.
         """
         if self._error is None:
             with self.keeping():
@@ -63,8 +65,8 @@ class Tag:
                 self._files.append(Zip(name, captured))
 
     def keeping(self) -> AbstractContextManager[object]:
-        """Keeps an error of the body as the tag's: raised on this rank alone, it would leave the
-        others waiting for it.
+        """Stores an error of the body as the tag's error, because an error raised on one rank alone
+        would leave the other ranks waiting.
         """
 
         def kept(_kind: object, error: BaseException | None, _traceback: object) -> bool:
@@ -77,17 +79,17 @@ class Tag:
         return keeping
 
     def raise_mistake(self) -> None:
-        """Raises an error that is the caller's, as torch.save does: an object is not picklable."""
+        """Raises an error that the caller made, such as an object that cannot be pickled."""
         if self._error is not None and not isinstance(self._error, CheckpointError | OSError):
             raise self._error
 
     def conclude(self, agreement: Round, error: BaseException | None) -> None:
-        """Begins to save the files, and returns when they are copied; with an error, the tag fails
+        """Begins to save the files, and returns when they are copied. After an error the tag fails
         on all ranks.
 
         Args:
-            agreement: the round of this tag, in which no rank has said a word yet.
-            error: that of this rank, if it has one.
+            agreement: the round of this tag, in which no rank has sent a message yet.
+            error: this rank's error, if any.
         """
         handle, options, current = self.handle, self._options, pipeline.current()
         devices, error = current.staging.devices, error or self._error

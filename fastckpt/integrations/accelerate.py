@@ -1,10 +1,10 @@
-"""Accelerate's save_state(), written in the background and committed atomically.
+"""Saves what Accelerate's save_state() saves, in the background and with an atomic commit.
 
     from fastckpt.integrations.accelerate import load_state, save_state
     handle = save_state(accelerator, "run/step-100")  # as accelerator.save_state("run/step-100")
     load_state(accelerator, "run/step-100")  # accelerator.load_state(), after verifying it
 
-Responsible for leading an Accelerator's own save, which decides what a checkpoint holds, into a
+Responsible for redirecting an Accelerator's own save, which decides a checkpoint's contents, into a
 draft, and for verifying before its own load. Stock accelerator.load_state() reads the directories.
 """
 
@@ -34,7 +34,7 @@ require("accelerate", "1.7", "2", __name__)
 from accelerate import Accelerator, checkpointing  # noqa: E402
 from accelerate.utils import clean_state_dict_for_safetensors  # noqa: E402
 
-# Distributed types whose files are not written by Accelerate, and by whom they are.
+# Distributed types whose files Accelerate does not write itself, and the libraries that do.
 _WRITTEN_BY_OTHERS = {
     "DEEPSPEED": "DeepSpeed",
     "MEGATRON_LM": "Megatron",
@@ -50,33 +50,35 @@ def save_state(
     safe_serialization: bool = True,
     options: SaveOptions = SaveOptions(),
 ) -> SaveHandle:
-    """Saves what accelerator.save_state() does, in the background; every process calls it.
+    """Saves the state that accelerator.save_state() saves, in the background. Every process must
+    call it.
 
     Models, optimizers, schedulers, samplers and objects registered for checkpointing are captured
-    now and written later; generators, stateful dataloaders, the scaler and what
-    save_state_pre_hooks write are small and written at once. With FSDP each rank writes its shards
-    of models and optimizers; ranks plan together over the job's store, in this call only if a plan
-    is new. The directory gets its name when every file of every rank is durable; what it held
-    before stays until then.
+    now and written later. Generators, stateful dataloaders, the scaler and files of
+    save_state_pre_hooks are small and written at once. With FSDP, each rank writes its shards of
+    models and optimizers, and ranks exchange plans over the job's store; this call waits for that
+    only if a plan is new. The directory is committed when every rank's files are durable; until
+    then an older directory at the path stays intact.
 
     Args:
-        accelerator: an Accelerator without DeepSpeed, Megatron-LM and XLA, with SHARDED_STATE_DICT
-            if it has FSDP.
-        output_dir: the directory. None with automatic_checkpoint_naming, which names it
-            `checkpoints/checkpoint_N` in the project's directory and keeps the last total_limit.
-        safe_serialization: True: models are saved as safetensors (where Accelerate keeps one name
-            of each shared tensor). False: as torch zips.
-        options: the fence, what becomes of errors, and how files are written (see SaveOptions); not
-            staging="gds". A failed save leaves the directory as it was.
+        accelerator: an Accelerator without DeepSpeed, Megatron-LM and XLA; with FSDP its
+            state_dict_type must be SHARDED_STATE_DICT.
+        output_dir: the directory. None with automatic_checkpoint_naming: `checkpoints/checkpoint_N`
+            in the project's directory, of which the last total_limit are kept.
+        safe_serialization: True: models are saved as safetensors files (Accelerate then keeps one
+            name of each shared tensor). False: as torch.save files.
+        options: the fence, how errors are handled, and how files are written (see SaveOptions);
+            staging="gds" is not supported. A failed save leaves the directory unchanged.
 
     Returns:
-        A SaveHandle; result() returns its SaveStats when the directory is committed.
+        A SaveHandle; its result() returns the SaveStats when the directory is committed.
 
     Raises:
-        ValueError: the accelerator is of another kind, gathers FSDP's states, or saves on each node
-            with several processes; output_dir is missing, or the automatic one exists; an option is
-            refused.
-        CheckpointError: with on_error="raise", an earlier save failed, and nobody asked for why.
+        ValueError: the accelerator is not supported, gathers FSDP's states, or saves on each node
+            with several processes; output_dir is missing, or the automatic directory exists; or an
+            option is not supported.
+        CheckpointError: with on_error="raise", an earlier save failed and its error was not raised
+            yet.
     """
     _refuse_others(accelerator)
     plugin = _fsdp_plugin(accelerator)
@@ -86,10 +88,11 @@ def save_state(
     path, beside = _place(accelerator, output_dir)
 
     def fill(draft: Draft) -> None:
-        # The first rank has the say: others may see the directories late, or older ones longer.
+        # The first rank decides, because other ranks may see new directories late and removed ones
+        # longer.
         if beside is not None and draft.agreement.rank == 0 and os.path.exists(path):
             raise ValueError(
-                f"{path!r} exists already: set project_configuration.iteration to the next free "
+                f"{path!r} already exists: set project_configuration.iteration to the next free "
                 "number"
             )
         automatic, project.automatic_checkpoint_naming = project.automatic_checkpoint_naming, False
@@ -125,21 +128,23 @@ def load_state(
     timeout_s: float = TIMEOUT_S,
     **arguments: Any,
 ) -> None:
-    """Verifies the whole directory, then calls accelerator.load_state(). Every process calls this.
+    """Verifies the whole directory, then calls accelerator.load_state(). Every process must call
+    it.
 
-    Waits for saves of this process to the directory. Accelerate unpickles objects registered for
-    checkpointing, which may run code from the file.
+    It first waits for this process's saves to the directory. Accelerate unpickles objects
+    registered for checkpointing, which may run code from the file.
 
     Args:
-        accelerator: as save_state's.
-        input_dir: the directory. None with automatic_checkpoint_naming: the newest undamaged one,
-            with a warning for each newer one that is damaged.
-        timeout_s: the longest that processes wait for each other, in seconds.
+        accelerator: like save_state's.
+        input_dir: the directory. None with automatic_checkpoint_naming: the newest undamaged
+            directory; each damaged one that is newer is logged as a warning.
+        timeout_s: the longest time that processes wait for each other, in seconds.
         arguments: further arguments of accelerator.load_state.
 
     Raises:
-        CorruptCheckpoint: it is damaged, or all are. PeerFailed: another process cannot read it.
-        ValueError, FileNotFoundError: as accelerator.load_state's, if there is no checkpoint.
+        CorruptCheckpoint: the directory is damaged, or all are. PeerFailed: another process cannot
+            read it.
+        ValueError, FileNotFoundError: there is no checkpoint.
     """
     _refuse_others(accelerator)
     given = None if input_dir is None else os.path.realpath(check_path("input_dir", input_dir))
@@ -161,11 +166,13 @@ def _refuse_others(accelerator: Accelerator) -> None:
     kind = accelerator.distributed_type.value
     if kind in _WRITTEN_BY_OTHERS:
         raise ValueError(
-            f"with {kind} a state is written by {_WRITTEN_BY_OTHERS[kind]}; "
+            f"with {kind} a state is written by {_WRITTEN_BY_OTHERS[kind]}, so "
             f"{__name__} can neither save nor load it"
         )
     if accelerator.project_configuration.save_on_each_node and accelerator.num_processes > 1:
-        raise ValueError(f"{__name__} cannot save with save_on_each_node: all ranks see one file")
+        raise ValueError(
+            f"{__name__} cannot save with save_on_each_node, because all ranks share one directory"
+        )
 
 
 def _fsdp_plugin(accelerator: Accelerator) -> Any:
@@ -175,23 +182,23 @@ def _fsdp_plugin(accelerator: Accelerator) -> Any:
 def _place(
     accelerator: Accelerator, output_dir: str | os.PathLike[str] | None
 ) -> tuple[str, str | None]:
-    """Returns the path of the directory to save, and where its draft lies; None: beside it."""
+    """Returns the path of the directory to save, and its draft's directory; None: next to it."""
     project = accelerator.project_configuration
     if not project.automatic_checkpoint_naming:
         if output_dir is None:
             raise ValueError(
-                "output_dir is None, and the project has no automatic naming: give a directory"
+                "output_dir is None, and the project has no automatic naming: pass a directory"
             )
         return check_path("output_dir", output_dir), None
     directory = _automatic(accelerator)
     path = os.path.join(directory, f"checkpoint_{project.iteration}")
-    return path, os.path.dirname(directory)  # not where Accelerate looks for the newest one
+    return path, os.path.dirname(directory)  # Accelerate does not look there
 
 
 def _automatic(accelerator: Accelerator) -> str:
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError(
-            "input_dir is None, and the project has no automatic naming: give a directory"
+            "input_dir is None, and the project has no automatic naming: pass a directory"
         )
     return os.path.realpath(os.path.join(accelerator.project_dir, "checkpoints"))
 
@@ -205,12 +212,12 @@ def _into(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Takes the place of accelerate.utils.save(): adds a file in the draft to the draft."""
+    """Replaces accelerate.utils.save(): a file in the draft's directory is added to the draft."""
     name = os.path.relpath(f, draft.directory)
     if name.startswith(os.pardir):
         by_itself(obj, f, save_on_each_node, safe_serialization)
     elif not accelerator.is_main_process:
-        pass  # as by_itself(): its file is the same
+        pass  # like by_itself(), which writes the same file
     elif not safe_serialization:
         draft.add(obj, name)
     else:

@@ -1,7 +1,8 @@
-"""DeepSpeed's checkpoints, written in the background; `latest` moves when all files are durable.
+"""Writes DeepSpeed's checkpoints in the background, and updates `latest` when all files are
+durable.
 
-Responsible for DeepSpeed's CheckpointEngine protocol, and for knowing where a checkpoint begins and
-ends.
+Responsible for DeepSpeed's CheckpointEngine protocol, and for detecting where a checkpoint begins
+and ends.
 """
 
 from __future__ import annotations
@@ -38,13 +39,15 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (  # noq
     TorchCheckpointEngine,
 )
 
-_NO_STEP_FENCE = "DeepSpeed also changes states outside of optimizer steps, unseen by torch"
-# Older versions tell a checkpoint engine nothing but the tag; see _ByTagAlone.
+_NO_STEP_FENCE = (
+    "DeepSpeed also changes states outside of optimizer steps, where torch does not notice it"
+)
+# Older versions pass a checkpoint engine only the tag's name; see _ByTagAlone.
 _TELLS_DIRECTORY = hasattr(checkpoint_engine, "CheckpointCommitInfo")
 
 
 class CheckpointCommitInfo(NamedTuple):
-    """The facts of a checkpoint, as in DeepSpeed's own class of that name."""
+    """A checkpoint's tag and directory, like DeepSpeed's own class of that name."""
 
     tag: str
     save_dir: str
@@ -56,33 +59,33 @@ def install(
     *,
     options: SaveOptions = SaveOptions(),
 ) -> FastckptCheckpointEngine:
-    """Makes a DeepSpeed engine save and load through fastckpt; all ranks call it.
+    """Makes a DeepSpeed engine save and load through fastckpt. All ranks must call it.
 
-    engine.save_checkpoint() returns when this rank's state is copied. The files are those that
-    stock DeepSpeed writes and reads. In the background, once every rank's files are durable, they
-    take their names and `latest` is moved; nobody has to call anything for that. The next
-    save_checkpoint() and engine.load_checkpoint() wait until it is done.
+    engine.save_checkpoint() returns when this rank's state is copied. The files have stock
+    DeepSpeed's names and formats. Once every rank's files are durable, they are committed and
+    `latest` is updated in the background, without another call. The next save_checkpoint() or
+    engine.load_checkpoint() waits for this.
 
     Args:
         engine: the engine that deepspeed.initialize() returned, of any ZeRO stage, configured with
             neither `checkpoint.writer` nor `datastates_ckpt`.
-        options: what becomes of errors, and how files are written (see SaveOptions); without the
-            step fence. A tag that cannot be saved is logged, and `latest` stays; with
-            on_error="raise" the next save_checkpoint(), which then does not begin, or
-            engine.destroy() raises the error on all ranks.
+        options: how errors are handled and files are written (see SaveOptions); the step fence is
+            not supported. If a tag cannot be saved, the error is logged and `latest` does not
+            change. With on_error="raise", the next save_checkpoint() or engine.destroy() raises the
+            error on all ranks, and that save does not begin.
 
     Returns:
-        The checkpoint engine; its wait() returns when the last tag is committed.
+        The checkpoint engine. Its wait() returns when the last tag is committed.
 
     Raises:
-        ValueError, TypeError: options have the step fence, or are none; the engine does not save by
-            torch.save, or saves by fastckpt already.
+        ValueError, TypeError: options has the step fence or is not a SaveOptions; or the engine
+            does not save with torch.save, or already saves with fastckpt.
     """
     saves_by = getattr(engine, "checkpoint_engine", None)
     if type(saves_by) is not TorchCheckpointEngine:
         raise ValueError(
-            f"engine saves with {type(saves_by).__name__}, not with DeepSpeed's default: call "
-            "install() once, with neither checkpoint.writer nor datastates_ckpt in the "
+            f"engine saves with {type(saves_by).__name__}, must save with DeepSpeed's default: "
+            "call install() once, with neither checkpoint.writer nor datastates_ckpt in the "
             "configuration"
         )
     kind = FastckptCheckpointEngine if _TELLS_DIRECTORY else _ByTagAlone
@@ -92,19 +95,20 @@ def install(
     save, load = engine.save_checkpoint, engine.load_checkpoint
     copy = engine._copy_recovery_script
 
-    # The protocol does not tell where a checkpoint ends, or that DeepSpeed failed in its midst.
+    # The protocol does not report the end of a checkpoint, or a failure of DeepSpeed before it.
     @functools.wraps(save)
     def save_checkpoint(*args: Any, **options: Any) -> Any:
         with saving.whole_tag():
             return save(*args, **options)
 
-    # DeepSpeed first reads `latest` and files of other ranks, which may still be on their way.
+    # DeepSpeed first reads `latest` and other ranks' files, which may still be being written.
     @functools.wraps(load)
     def load_checkpoint(*args: Any, **options: Any) -> Any:
         saving.drain()
         return load(*args, **options)
 
-    # Rank 0 alone copies it: if it raised, of a full disk, the others would wait for ever.
+    # Only rank 0 copies it. If rank 0 raised, as on a full disk, the other ranks would wait
+    # forever.
     @functools.wraps(copy)
     def copy_recovery_script(*args: Any) -> None:
         with saving.keeping():
@@ -117,15 +121,17 @@ def install(
 
 
 class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
-    """DeepSpeed's CheckpointEngine over fastckpt; install() plugs it in.
+    """A DeepSpeed CheckpointEngine that saves and loads with fastckpt. Use install() to set it up.
 
-    There is no step fence: ZenFlow, SuperOffload and NVMe swapping change states outside of
-    optimizer steps, and DeepSpeed writes through `.data`, which version counters do not see. A view
-    is saved with its whole storage, as by torch.save, so DeepSpeed clones where it has to.
+    The step fence is not supported, because ZenFlow, SuperOffload and NVMe swapping change states
+    outside of optimizer steps, and because DeepSpeed writes through `.data`, which does not
+    increment version counters. A view is saved with its whole storage, like torch.save does;
+    DeepSpeed clones views where this matters.
 
     Attributes:
-        handle: the SaveHandle of the tag saved last, or None. result() returns its SaveStats when
-            `latest` names the tag or, with save_latest=False, when all its files are there.
+        handle: the SaveHandle of the last tag, or None. Its result() returns the SaveStats when
+            `latest` names the tag or, with save_latest=False, when all the tag's files are
+            committed.
     """
 
     def __init__(self, options: SaveOptions = SaveOptions()) -> None:
@@ -135,22 +141,24 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._saves = InFlight()
         self._coordinator: Coordinator | None = None
         self._open: Tag | None = None
-        self._root = ""  # the directory of the tag saved last
-        self._unmade: StorageError | None = None  # of a directory whose tag is not created yet
-        self._earlier: CheckpointError | None = None  # of the tag before, for which this one fails
+        self._root = ""  # the directory that holds the last tag
+        self._unmade: StorageError | None = None  # from makedirs() before create()
+        self._earlier: CheckpointError | None = (
+            None  # the previous tag's error, which fails this tag
+        )
 
     @property
     def handle(self) -> InnerHandle | None:
         return self._saves.last
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Begins a tag, after waiting for the one before; DeepSpeed calls it on all ranks.
+        """Begins a tag after waiting for the previous one. DeepSpeed calls it on all ranks.
 
-        Errors fail the tag when it is concluded: DeepSpeed's collectives come between, in which
-        the other ranks would wait for one that raises here.
+        An error is not raised here but fails the tag when it is concluded, because the other ranks
+        would wait for this rank in the collectives that DeepSpeed runs first.
         """
         unmade, self._unmade = self._unmade, None
-        self._seal(CheckpointError(f"abandoned: tag {info.tag!r} began before it ended"))
+        self._seal(CheckpointError(f"abandoned, because tag {info.tag!r} began before it ended"))
         self.drain()
         directory = os.path.realpath(check_path("save_dir", info.save_dir))
         path = os.path.realpath(os.path.join(directory, info.tag))
@@ -167,12 +175,12 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 raise unmade
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Makes a directory. A failure is not raised but fails the tag that is open or is created
-        next: rank 0 calls this alone, and the others would wait at a barrier for ever.
+        """Makes a directory. A failure is not raised but fails the open tag or the next one,
+        because only rank 0 calls this and the others would wait at a barrier forever.
         """
         storage, directory = pipeline.current().storage, os.path.realpath(path)
         if self._open is not None and self._open.handle.path == directory:
-            directory = os.path.dirname(directory)  # the tag gives its directory the name
+            directory = os.path.dirname(directory)  # the commit creates the tag's directory
         try:
             with reported("make directory", path):
                 if storage.status(directory) is None:
@@ -186,8 +194,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
                 raise
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Adds a file to the open tag, which is copied when the tag is concluded; saves one that
-        belongs elsewhere, and returns when that is durable and committed.
+        """Adds a file to the open tag; its data is copied when the tag is concluded. A file outside
+        the tag's directory is saved at once: save() then returns when it is durable and committed.
         """
         tag, path = self._open, os.path.realpath(path)
         if tag is not None and path.startswith(os.path.join(tag.handle.path, "")):
@@ -197,24 +205,24 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             fastckpt.save(state_dict, path, options=self._options).result()
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Loads a file that fastckpt or torch wrote; every byte that fastckpt wrote is checked.
+        """Loads a file that fastckpt or torch wrote, and verifies every byte that fastckpt wrote.
 
-        Like DeepSpeed's own loads, this unpickles whatever the file holds (weights_only=False),
-        since its states hold objects: load only files that you trust.
+        Like DeepSpeed's own loads, this unpickles any object (weights_only=False), because
+        DeepSpeed's states contain objects. Load only files that you trust.
 
         Raises:
-            CorruptCheckpoint: the file is damaged. FileNotFoundError: there is none.
+            CorruptCheckpoint: the file is damaged. FileNotFoundError: it does not exist.
         """
         return fastckpt.load(path, map_location, weights_only=False)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
         """Waits until the tag begun by create() is committed on all ranks.
 
-        DeepSpeed calls it for save_16bit_model(), which is therefore synchronous, and never for a
-        checkpoint, which is committed in the background.
+        DeepSpeed calls it only for save_16bit_model(), which is therefore synchronous. Checkpoints
+        are committed in the background.
 
         Returns:
-            Whether it was committed. With on_error="raise" a failure is raised instead.
+            Whether the tag was committed. With on_error="raise" a failure is raised instead.
         """
         with self.whole_tag():
             pass  # it is complete
@@ -225,21 +233,21 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         return handle is None or handle.failure() is None
 
     def is_decoupled(self) -> bool:
-        """Returns True: save_checkpoint() is not to commit or to move `latest`."""
+        """Returns True, so that save_checkpoint() neither commits nor updates `latest`."""
         return True
 
     def get_commit_info(self) -> None:
-        """Returns None: nothing is left for engine.step() to commit."""
+        """Returns None, because engine.step() has nothing to commit."""
         return None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until the tag saved last is committed on all ranks.
+        """Waits until the last tag is committed on all ranks.
 
         Args:
-            timeout: in seconds; None: for ever.
+            timeout: the longest wait in seconds; None: no limit.
 
         Raises:
-            CheckpointError: the tag could not be saved; PeerFailed: because of another rank.
+            CheckpointError: the tag could not be saved; PeerFailed: another rank failed.
             TimeoutError: it was not committed within `timeout`.
         """
         if self.handle is not None:
@@ -250,14 +258,15 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._saves.wait()
 
     def cleanup(self) -> None:
-        """Waits for the last tag and closes the connection to the store, which a later save opens
-        again; engine.destroy() calls it. Idempotent.
+        """Waits for the last tag and closes the connection to the store. engine.destroy() calls it.
+        A later save opens the connection again. Idempotent.
 
         Raises:
-            CheckpointError: with on_error="raise", the last tag failed, and nobody asked for why.
+            CheckpointError: with on_error="raise", the last tag failed and its error was not raised
+                yet.
         """
-        self._seal(CheckpointError("abandoned: the engine is being destroyed"))
-        self._saves.wait(FREEING_S)  # the round is closed in the end
+        self._seal(CheckpointError("abandoned, because the engine is being destroyed"))
+        self._saves.wait(FREEING_S)  # the round is closed at the end
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
             coordinator.close()
@@ -266,8 +275,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     @contextmanager
     def whole_tag(self) -> Iterator[None]:
-        """Concludes the tag that the body, one save_checkpoint(), has begun; fails it if the body
-        raises.
+        """Concludes the tag that the body (one save_checkpoint() call) began, or fails the tag if
+        the body raises.
         """
         try:
             yield
@@ -284,7 +293,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
         self._seal()
 
     def keeping(self) -> AbstractContextManager[object]:
-        """Keeps an error of the body as the open tag's, if there is one."""
+        """Stores an error of the body as the open tag's error, if a tag is open."""
         return nullcontext() if self._open is None else self._open.keeping()
 
     def _seal(self, error: BaseException | None = None) -> None:
@@ -298,8 +307,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
 
 class _ByTagAlone(FastckptCheckpointEngine):
-    """The checkpoint engine for an older DeepSpeed, which tells it the tag alone, commits a
-    checkpoint and moves `latest` before save_checkpoint() returns, and never calls cleanup().
+    """The checkpoint engine for older DeepSpeed versions, which pass only the tag's name to
+    create(), commit and update `latest` before save_checkpoint() returns, and never call cleanup().
     """
 
     _save_dir = ""
@@ -307,7 +316,9 @@ class _ByTagAlone(FastckptCheckpointEngine):
     _in_background = False  # while DeepSpeed's save_checkpoint() runs
 
     def wrap(self, engine: Any) -> None:
-        """Has the engine's saves say where they save to, and its destroy() wait for the last."""
+        """Wraps the engine's saves to record their directories, and its destroy() to wait for the
+        last save.
+        """
         engine.save_checkpoint = self._saying(engine.save_checkpoint)
         engine.save_16bit_model = self._saying(engine.save_16bit_model)
         destroy = engine.destroy
@@ -331,7 +342,7 @@ class _ByTagAlone(FastckptCheckpointEngine):
             self._in_background = "save_latest" in given
             self._save_latest = self._in_background and given["save_latest"]
             if self._in_background:
-                given["save_latest"] = False  # `latest` is moved when all is durable
+                given["save_latest"] = False  # `latest` is updated when all files are durable
             try:
                 return save(*call.args, **call.kwargs)
             finally:

@@ -1,7 +1,7 @@
-"""OpenTelemetry: the spans of a save's phases, and counters of saves, bytes, stalls and failures.
+"""Reports saves to OpenTelemetry: spans of their phases, and metrics of saves, bytes and stalls.
 
-Responsible for what is measured and how it is named. Where it goes is the business of the program's
-own OpenTelemetry SDK.
+Responsible for the measurements and their names. The program's own OpenTelemetry SDK decides where
+they are sent.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ _SCOPE = "fastckpt"
 
 
 class Telemetry:
-    """A callback for saves, which reports each one when it has ended:
+    """A callback for save handles that reports each save when it has ended:
 
         telemetry = Telemetry()
         checkpointer.save(step, state).add_done_callback(telemetry)
 
-    Each process reports its own part: in a job, give each resource an attribute with the rank. A
-    save is reported when it has ended, on the thread of the save.
+    Each process reports its own part, so in a job give each resource an attribute with the rank.
+    The report is made on the thread of the save.
 
     A span "fastckpt.save" lasts from the call of save() to the commit. Its children are the phases
     "capture" and "copy" (until the object may change), "write", "sync", "commit" (the agreement of
-    ranks and the rename) and, with a local tier, "drain" (from the commit on the nodes to that in
-    the root); copies and writes overlap. A failed save has the error as its event and status.
+    ranks and the rename) and, with a local tier, "drain" (from the commit on the nodes to the
+    commit in the root). Copies and writes overlap. The span of a failed save has the error as its
+    event and status.
 
     The metrics:
 
@@ -44,11 +45,11 @@ class Telemetry:
     | fastckpt.save.size | counter, By | bytes that this process wrote for committed saves |
     | fastckpt.save.stall | histogram, s | how long the caller was blocked |
     | fastckpt.save.durable | histogram, s | from the call of save() to the commit |
-    | fastckpt.save.drain | histogram, s | from the commit on the nodes to that in the root |
+    | fastckpt.save.drain | histogram, s | from the commit on the nodes to the commit in the root |
 
     Args:
-        meter_provider, tracer_provider: where metrics and spans go; default: the global ones of the
-            program, as OpenTelemetry has them.
+        meter_provider, tracer_provider: the providers that receive metrics and spans; default:
+            OpenTelemetry's global providers.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Telemetry:
         )
 
     def __call__(self, handle: SaveHandle) -> None:
-        """Reports a save that has ended: a callback of its handle."""
+        """Reports a save that has ended; called by its handle."""
         assert isinstance(handle, InnerHandle), "a callback of a save"
         stats, error = handle.stats, handle.failure()
         outcome = "committed"

@@ -1,6 +1,7 @@
 """The CheckpointIO of fastckpt.integrations.lightning, for the package `pytorch_lightning`.
 
-Responsible for the class that this package accepts: its base class is another than `lightning`'s.
+Responsible for the classes that this package accepts, because its base classes are not
+`lightning`'s.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from pytorch_lightning.strategies import ModelParallelStrategy  # noqa: E402
 
 
 class FastckptCheckpointIO(BackgroundCheckpointIO, TorchCheckpointIO):  # type: ignore[misc]
-    """Saves for pytorch_lightning.Trainer(plugins=[...]), as fastckpt.integrations.lightning's."""
+    """The CheckpointIO for pytorch_lightning.Trainer(plugins=[...]); see
+    fastckpt.integrations.lightning.
+    """
 
     _stock = TorchCheckpointIO
 
 
 class FastckptModelParallelStrategy(ShardedStrategy, ModelParallelStrategy):
-    """As fastckpt.integrations.lightning's, for the Trainer of pytorch_lightning."""
+    """The strategy for pytorch_lightning's Trainer; see fastckpt.integrations.lightning."""

@@ -1,10 +1,10 @@
-"""torchtitan's checkpoints, written by a fastckpt.Checkpointer.
+"""Saves and loads torchtitan's checkpoints with a fastckpt.Checkpointer.
 
     from fastckpt.integrations.torchtitan import FastckptCheckpointer
     config.checkpoint = FastckptCheckpointer.Config(enable=True, interval=500)  # of a Trainer
 
-Responsible for torchtitan's contract of a checkpoint manager and for the policies of its config:
-when it saves what, and where it loads from.
+Responsible for torchtitan's checkpoint manager interface and for its config's policies: when to
+save, what to save, and where to load from.
 """
 
 from __future__ import annotations
@@ -46,44 +46,46 @@ from torchtitan.tools import filesystem  # noqa: E402
 from torchtitan.tools.logging import logger  # noqa: E402
 
 EXPORTS = "hf"  # the directory in the checkpoint folder that has the models for Hugging Face
-# Files beside the weights for from_pretrained, which torchtitan's hf_assets_path may have.
+# Files that from_pretrained needs besides the weights, which torchtitan's hf_assets_path may have.
 _ASSETS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 
 
-# The beginning of a load: its kind, path, number of the step and whether it has the model alone.
+# The checkpoint to load: its kind, path, step number and whether to load only the model.
 _Choice = tuple[str, str, int | None, bool]
 _NOTHING, _STEP, _FOLDER, _DCP, _HUGGING_FACE = "nothing", "step", "folder", "DCP", "Hugging Face"
 
 
 class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
-    """A checkpoint manager of torchtitan whose steps are those of a fastckpt.Checkpointer.
+    """A checkpoint manager for torchtitan that saves its steps with a fastckpt.Checkpointer.
 
     The checkpoint folder is the Checkpointer's root, with directories such as step-00000500. All
-    ranks call all methods. A Trainer's state is saved as {"model", "optimizer", "lr_scheduler",
-    "dataloader", "train_state"}; each rank has its dataloader's state to itself.
+    ranks must call all methods. A Trainer's state is saved as {"model", "optimizer",
+    "lr_scheduler", "dataloader", "train_state"}. The dataloader's state is saved separately for
+    each rank.
 
     Args:
-        config: a Config, made by the user; its build() calls this.
-        dataloader, model_parts, optimizers, lr_schedulers, states, sd_adapter, base_folder: what
-            torchtitan's Trainer gives to each manager.
+        config: the user's Config, whose build() makes the manager.
+        dataloader, model_parts, optimizers, lr_schedulers, states, sd_adapter, base_folder: the
+            arguments that torchtitan's Trainer passes to each manager.
 
     Attributes:
-        save_future: the SaveHandle of the save that was begun last, until it has been waited for.
+        save_future: the SaveHandle of the last save, until it has been waited for.
 
     Raises:
-        ValueError: last_save_in_hf is set, and the model has no sd_adapter, or pipeline stages.
+        ValueError: last_save_in_hf is set, but the model has no sd_adapter or has pipeline stages.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
-        """torchtitan's policies, and how fastckpt follows them."""
+        """torchtitan's checkpoint config, with fastckpt's options."""
 
         options: SaveOptions = SaveOptions(fence="step")
-        """The fence, what becomes of errors, and how files are written (see SaveOptions). Exports
-        go through the host."""
+        """The fence, how errors are handled, and how files are written (see SaveOptions). Exports
+        are staged in host memory.
+        """
 
         codec: Codec | None = None
-        """How shards are stored, as fastckpt.Checkpointer takes it: "planes" or "zstd"."""
+        """How shards are compressed: "planes" or "zstd", like fastckpt.Checkpointer's `codec`."""
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
@@ -148,13 +150,13 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
     @torch.no_grad()
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Begins to save a step if the config asks for it; the last one is waited for."""
+        """Begins to save a step if the config requires it, and waits for the last step's save."""
         config = self._config
         is_due = last_step or curr_step % config.interval == 0
         is_due = is_due or (curr_step == 1 and config.enable_first_step_checkpoint)
         if config.load_only or not is_due:
             return False
-        self._maybe_wait_for_staging()  # state_dict() changes what hooks of the model have made
+        self._maybe_wait_for_staging()  # state_dict() changes tensors that the model's hooks made
         state = self._state()
         if last_step and config.last_save_model_only:
             model = self.states[MODEL].state_dict()
@@ -172,7 +174,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         return True
 
     def _export(self, step: int, model: dict[str, Any]) -> None:
-        """Writes the model as a directory for from_pretrained, and waits for it."""
+        """Exports the model to a directory for from_pretrained, and waits for the commit."""
         assets = getattr(self._adapter, "hf_assets_path", None) or ""
         paths = [os.path.join(assets, name) for name in _ASSETS] if assets else []
         export(
@@ -186,7 +188,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
     @torch.no_grad()
     def _load(self, step: int = -1) -> bool:
-        """Restores a step of the folder, or what the config names as the beginning."""
+        """Restores a step of the folder, or the config's initial checkpoint."""
         kind, path, number, model_only = _told_by_first(
             lambda: self._choice(step), self._config.options.timeout_s
         )
@@ -204,7 +206,9 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         return kind != _NOTHING
 
     def _choice(self, step: int) -> _Choice:
-        """Returns what is to be loaded, as the first rank finds it: others may see it later."""
+        """Returns the checkpoint to load. Only the first rank calls it, because others may see it
+        later.
+        """
         steps = self._checkpointer.steps()
         if step == -1 and not steps:
             return self._initial_choice()
@@ -214,7 +218,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
                 f"{f'the steps {steps}' if steps else 'no steps'}"
             )
         if step == -1 and steps == [0]:
-            step = 0  # a seed, which holds the model alone
+            step = 0  # a seed checkpoint, which holds only the model
         return _STEP, self.folder, None if step == -1 else step, step == 0
 
     def _initial_choice(self) -> _Choice:
@@ -233,7 +237,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         elif path is None:
             return _NOTHING, "", None, False
         if not path or not (filesystem.is_remote(path) or os.path.isdir(path)):
-            raise ValueError(f"{what} is {path!r}, which is not the directory of a checkpoint")
+            raise ValueError(f"{what} is {path!r}, must be the directory of a checkpoint")
         logger.info("Loading the initial checkpoint from %s.", path)
         kind = _DCP if os.path.isfile(os.path.join(path, METADATA)) else _FOLDER
         kind = _HUGGING_FACE if config.initial_load_in_hf else kind
@@ -248,13 +252,15 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             step,
             required=True,
             only=only,
-            unexpected=None if self._stages is None else "ignore",  # what other stages have
+            unexpected=None if self._stages is None else "ignore",  # the other stages' names
         )
         for key in state.keys() & {MODEL, OPTIMIZER}:
             self.states[key].load_state_dict(state[key])
 
     def _load_dcp(self, path: str, model_only: bool) -> None:
-        """Loads what torchtitan's DCP manager saved, in which the model's names have no prefix."""
+        """Loads a checkpoint of torchtitan's DCP manager, where the model's names have no
+        prefix.
+        """
         others = {} if model_only else self._not_excluded(self.states)
         others.pop(MODEL, None)
         flat = {**others, **self.states[MODEL].state_dict()}
@@ -275,8 +281,8 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
         self.states[MODEL].load_state_dict(self._adapter.from_hf(tensors))
 
     def _state(self) -> dict[str, Any]:
-        """Returns what is saved and restored; of model and optimizers the dicts with their tensors,
-        which have names of their own in each pipeline stage.
+        """Returns the state to save or restore. The model and optimizers are state dicts, whose
+        names differ between pipeline stages.
         """
         dicts = {key: self.states[key].state_dict() for key in (MODEL, OPTIMIZER)}
         return {**self.states, **dicts, DATALOADER: self._own_data}
@@ -287,23 +293,25 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
             if key not in states:
                 raise ValueError(
                     f"checkpoint.exclude_from_loading has {key!r}, which is not found in the "
-                    f"state: {sorted(states)}"
+                    f"state, whose keys are {sorted(states)}"
                 )
         return {key: value for key, value in states.items() if key not in excluded}
 
     def _maybe_wait_for_staging(self) -> None:
-        """Waits until the state may change; a GPU's stream waits rather than this thread."""
+        """Waits until the state may change. If possible, the GPU's stream waits instead of this
+        thread.
+        """
         if self.save_future is not None:
             self.save_future.pass_fence()
 
     def _wait_for_saving(self) -> None:
-        """Waits until the save that was begun last is committed."""
+        """Waits until the last save is committed."""
         if self.save_future is not None:
             saving, self.save_future = self.save_future, None
             saving.result()
 
     def _close(self) -> None:
-        """Waits for all saves. Raises the first error that nobody asked for."""
+        """Waits for all saves. Raises the first error that was not raised yet."""
         self._checkpointer.close()
 
 
@@ -314,11 +322,11 @@ _ADVICE = (
 
 
 class _OwnData:
-    """The state of this rank's dataloader, which takes no other data-parallel rank's: torchtitan's
-    dataloaders would begin anew without an error.
+    """The state of this rank's dataloader. It refuses another data-parallel rank's state, with
+    which torchtitan's dataloaders would silently start from the beginning.
 
     Attributes:
-        per_rank: this, as a state of fastckpt.
+        per_rank: this object as a PerRank, to be saved in a state.
     """
 
     def __init__(self, dataloader: Any) -> None:
@@ -330,18 +338,18 @@ class _OwnData:
 
     def load_state_dict(self, saved: Any) -> None:
         own = self._dataloader.state_dict()
-        if saved and own.keys() - saved.keys():  # ranks may be in another order
+        if saved and own.keys() - saved.keys():  # the order of ranks may have changed
             saved = _of_all(self.per_rank.saved)
         if saved and (lacking := sorted(own.keys() - saved.keys())):
-            raise IncompatibleCheckpoint(f"it has no {lacking}: {_ADVICE}")
+            raise IncompatibleCheckpoint(f"the saved state has no {lacking}: {_ADVICE}")
         try:
             self._dataloader.load_state_dict(saved)
-        except AssertionError as error:  # torchtitan's, about another number of ranks
+        except AssertionError as error:  # from torchtitan, if the number of ranks differs
             raise IncompatibleCheckpoint(f"{str(error).rstrip('.')}: {_ADVICE}") from error
 
 
 def _of_all(values: list[Any], _rank: int = 0, _ranks: int = 1) -> dict[str, Any]:
-    """Returns the states of all dataloaders in one, whose keys name the data-parallel rank."""
+    """Returns the merged states of all dataloaders, whose keys name the data-parallel rank."""
     result: dict[str, Any] = {}
     for key, value in chain.from_iterable(each.items() for each in values):
         if pickle.dumps(result.setdefault(key, value)) != pickle.dumps(value):
@@ -350,7 +358,7 @@ def _of_all(values: list[Any], _rank: int = 0, _ranks: int = 1) -> dict[str, Any
 
 
 def _told_by_first(choose: Callable[[], _Choice], timeout_s: float) -> _Choice:
-    """Returns on all ranks what `choose` returns on the first one. Its error fails all."""
+    """Returns the first rank's `choose()` on all ranks. If it raises, all ranks fail."""
     agreement = together(group_of_job()).coordinator.begin(
         "choice of a checkpoint", timeout_s, "nothing was loaded"
     )
@@ -368,7 +376,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _steps_of_dcp(folder: str) -> list[int]:
-    """Returns the steps that torchtitan's DCP manager has saved to a folder, ascending."""
+    """Returns the numbers of the steps that torchtitan's DCP manager saved to a folder,
+    ascending.
+    """
     if not os.path.isdir(folder):
         return []
     names = [name for name in os.listdir(folder) if name.startswith("step-")]

@@ -1,12 +1,12 @@
-"""Checkpoints of transformers' Trainer, written in the background and committed atomically.
+"""Writes the checkpoints of transformers' Trainer in the background, with an atomic commit.
 
     from fastckpt.integrations.transformers import AsyncTrainer
     trainer = AsyncTrainer(model=..., args=..., train_dataset=...)  # as Trainer
     trainer.train(resume_from_checkpoint=True)
 
-Responsible for leading a Trainer's own save, which decides what a checkpoint holds, into a draft,
-and for verifying before it resumes. The stock Trainer resumes from the directories. It must not
-know how a directory is written or committed.
+Responsible for redirecting a Trainer's own save, which decides a checkpoint's contents, into a
+draft, and for verifying before training resumes. The stock Trainer can resume from the directories.
+It must not know how a directory is written or committed.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
 
     To extend another subclass of Trainer: `class Mine(AsyncTrainer, SFTTrainer): pass`.
 
-    A checkpoint holds what the Trainer would write, in the same formats. It gets its name,
-    `checkpoint-N`, once every file of every rank is durable; until then it is a hidden directory
-    beside. After that `save_total_limit` removes older ones. Before training resumes, the files are
-    verified by their list, `fastckpt.json`: resume_from_checkpoint=True passes over a damaged
-    checkpoint, with a warning, for the one before; a damaged one that was named is refused.
+    A checkpoint has the same files and formats as the stock Trainer's. It is a hidden directory
+    until every rank's files are durable, and then gets its name, `checkpoint-N`. After that,
+    `save_total_limit` removes older checkpoints. Before training resumes, the files are verified
+    against their list, `fastckpt.json`. resume_from_checkpoint=True skips a damaged checkpoint,
+    with a warning, and resumes from the previous one; a damaged checkpoint that is named explicitly
+    is refused.
 
-    train() returns when all checkpoints are committed. Callbacks' `on_save` is called by the first
-    step, save or end of training after `checkpoint-N` has its name (with several ranks, save or
-    end), with the state that the Trainer had at the save; not for a save that failed. With a
-    callback that has an `on_save`, a save waits for the one before it; without one, none does.
+    train() returns when all checkpoints are committed. After `checkpoint-N` is committed,
+    callbacks' `on_save` is called at the next step, save or end of training (with several ranks, at
+    the next save or end), with the Trainer's state of that save. It is not called for a failed
+    save. If a callback has an `on_save`, each save waits for the previous one.
 
     Args:
-        args, kwargs: as Trainer's.
-        options: the fence, what becomes of errors, and how files are written (see SaveOptions); not
-            staging="gds". With on_error="raise" the error of a failed save ends training, at the
-            next save or at the end. Loads use `timeout_s`.
-        verify: whether a checkpoint is read as a whole before training resumes from it, or before
-            the best one is loaded at the end.
+        args, kwargs: Trainer's arguments.
+        options: the fence, how errors are handled, and how files are written (see SaveOptions);
+            staging="gds" is not supported. With on_error="raise", a failed save's error ends
+            training at the next save or at the end. Loads use `timeout_s`.
+        verify: whether a checkpoint is read completely and verified before training resumes from
+            it, and before the best checkpoint is loaded at the end.
 
     Raises:
-        ValueError: an option is refused; or files would be written in other ways: by DeepSpeed,
-            FSDP without SHARDED_STATE_DICT, XLA, SageMaker, models that transformers has sharded,
-            pushing checkpoints to the Hub, enable_jit_checkpoint, or save_on_each_node with several
-            ranks.
+        ValueError: an option is not supported; or training uses DeepSpeed, FSDP without
+            SHARDED_STATE_DICT, XLA, SageMaker, a model that transformers has sharded, pushing of
+            checkpoints to the Hub, enable_jit_checkpoint, or save_on_each_node with several ranks.
     """
 
     control: Any  # Trainer's
@@ -93,15 +93,16 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         self._options = check_options(options, staging=FROM_THE_HOST)
         self._draft: Draft | None = None
         self._saves = InFlight()
-        self._begun: InnerHandle | None = None  # a save of which callbacks are not told yet
+        self._begun: InnerHandle | None = None  # a save that callbacks have not been told of
         self._best: InnerHandle | None = None  # the save of the best checkpoint
-        # The save for which on_save is to be called when it is committed, and the state for that.
+        # The save to call on_save for when it is committed, and the state to pass.
         self._announced: tuple[InnerHandle, Any] | None = None
         self._verify = verify
         self._leased = ""  # the directory that no other job may save to
         super().__init__(*args, **kwargs)
         self._refuse_others()
-        # Trainer calls this right after _save_checkpoint(), and there is no method of its own.
+        # Trainer calls the handler right after _save_checkpoint(); no method can be overridden for
+        # it.
         self.callback_handler.on_save = self._on_save
 
     def _refuse_others(self) -> None:
@@ -129,7 +130,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             )
 
     def wait_for_checkpoints(self) -> None:
-        """Waits until every save has ended, and the checkpoints that it replaces are removed.
+        """Waits until every save has ended and the checkpoints that it replaces are removed.
 
         Raises:
             CheckpointError: with on_error="raise", the first failure that was not raised before.
@@ -141,7 +142,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             path = self.state.best_model_checkpoint
             if path is not None and os.path.realpath(path) == best.path:
                 log.warning(
-                    "%r, the best checkpoint, could not be saved: no best checkpoint exists now",
+                    "%r, the best checkpoint, could not be saved, so no best checkpoint exists now",
                     path,
                 )
                 self.state.best_model_checkpoint = None
@@ -153,10 +154,10 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Trains as Trainer.train() does; returns when all checkpoints are committed.
+        """Trains like Trainer.train(), and returns when all checkpoints are committed.
 
         Raises:
-            CorruptCheckpoint: no checkpoint to resume from is whole.
+            CorruptCheckpoint: every checkpoint to resume from is damaged.
             CheckpointError: with on_error="raise", a checkpoint could not be saved.
         """
         self.wait_for_checkpoints()  # training may resume from one of them,
@@ -170,12 +171,14 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         return output
 
     def _parents(self, resume_from: str | bool | None) -> list[str]:
-        """Returns the directories with checkpoints from which training may resume."""
+        """Returns the directories whose checkpoints training may resume from."""
         directories = [os.path.dirname(resume_from)] if isinstance(resume_from, str) else []
         return [str(self.args.output_dir), *filter(None, directories)]
 
     def _whole(self, resume_from: str | bool) -> str | bool:
-        """Returns the checkpoint to resume from, verified; if there is none, the argument."""
+        """Returns the verified checkpoint to resume from; if there is none, returns the
+        argument.
+        """
 
         def listed() -> list[str]:
             if resume_from is True:
@@ -186,7 +189,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         if self.hp_search_backend is None and trial is None:
-            self.store_flos()  # now, as it is a collective: what follows may fail on one rank alone
+            self.store_flos()  # a collective; the code below may fail on one rank alone
         run_dir = super()._get_output_dir(trial)
         path = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         state = self.state
@@ -195,7 +198,8 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         def fill(draft: Draft) -> None:
             nonlocal best
             best_step = state.best_global_step
-            # Trainer would have all ranks meet at a barrier, to look for the best step's directory.
+            # Otherwise Trainer would run a barrier of all ranks to look for the best step's
+            # directory.
             self._draft, state.best_global_step = draft, None
             try:
                 super(AsyncTrainer, self)._save_checkpoint(model, trial)
@@ -231,12 +235,12 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             self._best = handle
 
     def _on_save(self, args: Any, state: Any, control: Any) -> Any:
-        """Takes the place of the callback handler's on_save(): keeps the call until the checkpoint
-        that has just begun is committed.
+        """Replaces the callback handler's on_save(): defers the call until the checkpoint that was
+        just begun is committed.
         """
         control.should_save = False
         begun, self._begun = self._begun, None
-        if begun is None:  # a subclass has saved by itself
+        if begun is None:  # a subclass saves without AsyncTrainer
             return self.callback_handler.call_event("on_save", args, state, control)
         stock = TrainerCallback.on_save
         if any(type(each).on_save is not stock for each in self.callback_handler.callbacks):
@@ -246,7 +250,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         return control
 
     def _call_on_save(self, wait: bool = False) -> None:
-        """Calls on_save for a checkpoint that is committed; `wait`: for one that has been begun."""
+        """Calls on_save for a committed checkpoint; with `wait`, first waits for the commit."""
         if self._announced is None:
             return
         handle, state = self._announced
@@ -259,12 +263,12 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
             self.control = handler.call_event("on_save", self.args, state, self.control)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.args.world_size == 1:  # several ranks hear of a commit in different steps
+        if self.args.world_size == 1:  # several ranks may see a commit in different steps
             self._call_on_save()
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _get_output_dir(self, trial: Any) -> str:
-        # While fill() runs, Trainer asks here for the directory to save to.
+        # While fill() runs, Trainer calls this for the directory to save to.
         directory: str = super()._get_output_dir(trial)
         return directory if self._draft is None else self._draft.root
 
@@ -318,22 +322,23 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
 
 
 def _into(draft: Draft, by_itself: Any, tensors: Any, filename: Any, metadata: Any = None) -> None:
-    """Takes the place of safetensors' save_file(): adds a file in the draft to the draft."""
+    """Replaces safetensors' save_file(): a file in the draft's directory is added to the draft."""
     name = os.path.relpath(filename, draft.directory)
     if name.startswith(os.pardir) or not draft.add_tensors(tensors, name, metadata or {}):
         by_itself(tensors, filename, metadata=metadata)
 
 
 def _rotate(committed: str, limit: int | None, best: str | None) -> None:
-    """Removes what Trainer would remove after a save, but not what was just saved: Trainer may take
-    checkpoints in the order of their steps. Each vanishes as a whole.
+    """Removes the checkpoints that Trainer would remove after a save, each atomically. Never
+    removes the checkpoint that was just saved, unlike Trainer, which may order checkpoints by their
+    steps.
     """
     if limit is None or limit <= 0:
         return
     run_dir = os.path.realpath(os.path.dirname(committed))
     directories = [path for _number, path in numbered(run_dir, _NAME)]
     times = {path: os.path.getmtime(path) for path in directories}
-    if times and max(times.values()) - min(times.values()) >= 1:  # else clocks may be coarse
+    if times and max(times.values()) - min(times.values()) >= 1:  # clocks may be coarse
         directories.sort(key=times.__getitem__, reverse=True)
     best_path = None if best is None else os.path.realpath(best)
     retain(committed_first(os.path.realpath(committed), directories), limit, best=best_path)

@@ -373,7 +373,7 @@ def test_an_empty_state(tmp_path: Path) -> None:
 
 
 def test_arguments_that_are_wrong(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="checkpoint_id is needed"):
+    with pytest.raises(ValueError, match="checkpoint_id must be given"):
         save({})
     with pytest.raises(TypeError, match="storage_writer is a FileSystemWriter"):
         save({}, storage_writer=dcp.FileSystemWriter(tmp_path))

@@ -291,11 +291,13 @@ def test_nothing_whole_is_an_error_and_nothing_at_all_is_none(run: Run, three: P
     shutil.copytree(three, run.root, dirs_exist_ok=True)
     for number in run.iterations():
         damage_data(run.root / f"iter_000000{number}")
-    with pytest.raises(CorruptCheckpoint, match=r"no checkpoint in .* is whole: .*iter_0000003"):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"all checkpoints in .* are damaged: .*iter_0000003"
+    ):
         run.loads()
     for number in run.iterations():
         shutil.rmtree(run.root / f"iter_000000{number}")
-    with pytest.raises(CorruptCheckpoint, match="names iter_0000003, but neither that iteration"):
+    with pytest.raises(CorruptCheckpoint, match="names iter_0000003, but neither this iteration"):
         run.loads()
 
 
@@ -423,5 +425,5 @@ def test_the_megatron_that_is_installed_has_all_names(monkeypatch: pytest.Monkey
 
 @pytest.mark.skipif(HAS_TRAINING, reason="megatron.training is installed")
 def test_without_megatron_training_there_is_nothing_to_install() -> None:
-    with pytest.raises(ImportError, match=r"needs megatron\.training\.checkpointing: before 0\.17"):
+    with pytest.raises(ImportError, match=r"needs megatron\.training\.\w+\. Before 0\.17"):
         megatron.install()

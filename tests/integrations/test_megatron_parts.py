@@ -503,7 +503,7 @@ def test_the_state_of_modelopt_is_not_left_out(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
     begun(tmp_path, 1, 1.0).result(WAIT_S)
     (tmp_path / iterations.directory_name(1) / "modelopt_state").mkdir()
-    with pytest.raises(IncompatibleCheckpoint, match="only Megatron's load_checkpoint restores"):
+    with pytest.raises(IncompatibleCheckpoint, match="load it with Megatron's load_checkpoint"):
         megatron.load_checkpoint(torch.nn.Linear(2, 2), load=str(tmp_path))
 
 

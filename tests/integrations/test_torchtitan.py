@@ -202,7 +202,9 @@ def test_an_initial_step_is_loaded_as_a_whole_if_the_folder_has_none(
 
 
 def test_an_initial_path_that_is_no_directory_is_refused(run: Runs, disk: Path) -> None:
-    with pytest.raises(ValueError, match=r"checkpoint.initial_load_path is .*not the directory"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint.initial_load_path is .*must be the directory"
+    ):
         run(initial_load_path=str(disk / "nothing")).checkpointer.load()
     with pytest.raises(ValueError, match="hf_assets_path is None"):
         run(initial_load_in_hf=True, adapter=Adapter()).checkpointer.load()

@@ -1,8 +1,8 @@
-"""torch.distributed.checkpoint on fastckpt's engine: save and async_save, and the Writer and Reader
-that torch's own save, async_save and load take.
+"""torch.distributed.checkpoint (DCP) on fastckpt's engine: save and async_save, and a Writer and a
+Reader for torch's own save, async_save and load.
 
-Responsible for DCP's signatures and contracts, and for planning a save by DCP's planners. It must
-not know the bytes of the files, how a block moves, or how ranks talk.
+Responsible for DCP's signatures and contracts, and for planning a save with DCP's planners. It must
+not know the bytes of the files, how a block moves, or how ranks communicate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from fastckpt.integrations import require
 
-require("torch", "2.6", "3", __name__)  # first: an older one lacks names that are imported below
+require("torch", "2.6", "3", __name__)  # before the imports that need it
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_saver
@@ -52,23 +52,24 @@ __all__ = ["Reader", "Saving", "Writer", "async_save", "save"]
 
 
 class Saving(SaveHandle):
-    """A fastckpt.SaveHandle that is a Future of the Metadata, as torch's async_save returns one.
+    """A fastckpt.SaveHandle that is also a Future of the Metadata, like the result of torch's
+    async_save.
 
-    Its callbacks run, on a thread of fastckpt, as soon as the checkpoint has committed or failed.
+    Its callbacks run on a fastckpt thread as soon as the checkpoint is committed or has failed.
     """
 
     _metadata: Metadata | None = None
     _file = ""
 
     def result(self, timeout: float | None = None) -> Metadata:  # type: ignore[override]
-        """Waits for the commit, `timeout` seconds at most, and returns the Metadata.
+        """Waits at most `timeout` seconds for the commit, and returns the Metadata.
 
-        On other ranks than the first its members are read from the checkpoint when one of them is
-        first used. That raises CheckpointError if the checkpoint was removed or replaced meanwhile,
-        or cannot be read, and what a Reader raises if it holds what that refuses.
+        On all ranks but the first, its members are read from the checkpoint when one of them is
+        first used. This raises CheckpointError if the checkpoint was removed or replaced after the
+        save or cannot be read, or a Reader's error if a Reader refuses the contents.
 
         Raises:
-            CheckpointError: the checkpoint was not committed. TimeoutError: not within `timeout`.
+            CheckpointError: the save failed. TimeoutError: it was not committed within `timeout`.
         """
         super().result(timeout)
         if self._metadata is None:
@@ -77,14 +78,15 @@ class Saving(SaveHandle):
 
 
 class _UnreadMetadata(Metadata):
-    """The Metadata of a checkpoint that another rank has committed.
+    """The Metadata of a checkpoint that another rank committed, read when it is first used.
 
-    Few callers look at the result of a save, and on thousands of ranks it is a file of many
-    megabytes: it is read at the first use of a member, after which this is a plain Metadata.
+    Few callers read the result of a save, and for thousands of ranks it is a file of many
+    megabytes. The file is read when a member is first used; then this object becomes a plain
+    Metadata.
 
     Args:
         path: the checkpoint's directory.
-        own_file: the name of this rank's file in it, "" if it has none.
+        own_file: the name of this rank's file in the directory; "": it has no file.
     """
 
     def __init__(self, path: str, own_file: str) -> None:
@@ -94,14 +96,14 @@ class _UnreadMetadata(Metadata):
         if name in _MEMBERS:
             own = object.__getattribute__(self, "__dict__")
             source = own.get("_source")
-            if source is not None:  # else another thread has just read it
+            if source is not None:  # otherwise another thread has just read it
                 own.update(vars(_metadata_of(*source)))
                 own.pop("_source", None)
                 self.__class__ = Metadata  # type: ignore[assignment]
         return object.__getattribute__(self, name)
 
     def __eq__(self, other: object) -> bool:
-        _ = self.storage_data  # makes it a plain one
+        _ = self.storage_data  # becomes a plain Metadata
         return self == other
 
     __hash__ = None  # type: ignore[assignment]
@@ -125,11 +127,11 @@ def _metadata_of(path: str, own_file: str) -> Metadata:
 
 
 class _Saving(Saving, InnerHandle):
-    """A Saving as the library sees it."""
+    """The implementation of Saving."""
 
 
 class _Staged(SignalSafeFuture[None]):
-    """A future that is done when the state may change: AsyncSaveResponse's staging_completion."""
+    """A future that is done when the state may change; for AsyncSaveResponse.staging_completion."""
 
     def __init__(self, handle: InnerHandle) -> None:
         super().__init__()
@@ -144,7 +146,7 @@ class _Staged(SignalSafeFuture[None]):
 
 
 class _Shared:
-    """Things that a process keeps from one save of a group of ranks to the next."""
+    """The objects that a process keeps between saves of a group of ranks."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
@@ -167,33 +169,34 @@ def async_save(
     use_collectives: bool = True,
     options: SaveOptions | None = None,
 ) -> Any:
-    """Saves a state as torch.distributed.checkpoint.async_save does, with fastckpt's staging and in
-    one pass from the tensors to the file.
+    """Saves a state like torch.distributed.checkpoint.async_save, with fastckpt's staging, in one
+    pass from the tensors to the file.
 
-    Ranks agree over the job's store: no collective runs on any process group. Plans are exchanged
-    only when one of them has changed. A rank whose own plan is new to it waits for this in the
-    call; the others do not wait for any rank, and agree in the background. When every rank has
-    written, the first one commits, in the background: no rank has to call anything for it.
+    Ranks agree over the job's store, and no collective runs on any process group. Plans are
+    exchanged only if a plan has changed. A rank whose own plan has changed waits for this exchange
+    in the call; the other ranks return without waiting and agree in the background. When every rank
+    has written its file, the first rank commits in the background, without another call.
 
     Args:
-        state_dict, checkpoint_id, planner, process_group, no_dist, use_collectives: as torch's.
+        state_dict, checkpoint_id, planner, process_group, no_dist, use_collectives: torch's
+            arguments.
         storage_writer: a Writer; default: Writer(checkpoint_id).
         async_checkpointer_type: not used: fastckpt's threads need neither a process nor the GIL.
-        async_stager: not used, but with one that stages asynchronously the result is an
-            AsyncSaveResponse, as torch's is since torch 2.9.
-        options: for this save, in the place of the Writer's (see SaveOptions); None: those. With
-            on_error="warn", a CheckpointError met within this call is the result's.
+        async_stager: not used. If it stages asynchronously, the result is an AsyncSaveResponse,
+            like torch's since torch 2.9.
+        options: how this save is made (see SaveOptions); None: the Writer's options. With
+            on_error="warn", a CheckpointError in this call is raised by result() instead.
 
     Returns:
         A Saving: a Future whose result is the Metadata.
 
     Raises:
-        CheckpointError: an earlier save failed; or this rank's plan is new, and another rank failed
-            to plan (PeerFailed).
-        Exception: whatever the planner raises in the call; what create_global_plan raises in the
-            background is raised by result().
-        TypeError, ValueError: storage_writer is of another kind, or is missing as is checkpoint_id;
-            another argument is unknown.
+        CheckpointError: an earlier save failed; or this rank's plan has changed, and another rank
+            failed to plan (PeerFailed).
+        Exception: any error that the planner raises in the call. If create_global_plan raises in
+            the background, result() raises the error.
+        TypeError, ValueError: storage_writer is not a Writer, or storage_writer and checkpoint_id
+            are both missing; or another argument is invalid.
     """
     started = time.perf_counter()
     writer = _writer(storage_writer, checkpoint_id, options)
@@ -204,7 +207,7 @@ def async_save(
     shared = _shared.of(group if use_collectives else None)
     handle = _Saving(writer.path, started, kind="dcp", on_error=on_error)
     handled = sys.exc_info()[1]
-    state = _stated(state_dict)  # first: it may gather, and what follows may fail on one rank alone
+    state = _stated(state_dict)  # may gather, so it precedes all that may fail on one rank
     try:
         agreement = shared.coordinator.begin(f"dcp save to {writer.path!r}", timeout_s)
         with agreement.failing():
@@ -239,7 +242,7 @@ def save(
     use_collectives: bool = True,
     options: SaveOptions | None = None,
 ) -> Metadata:
-    """Saves as torch.distributed.checkpoint.save does; the same as async_save(...).result(), so
+    """Saves like torch.distributed.checkpoint.save. It is the same as async_save(...).result(), so
     the fence of `options` has no effect.
     """
     saving = async_save(
@@ -259,7 +262,7 @@ def save(
 def _writer(storage_writer: Any, checkpoint_id: Any, options: SaveOptions | None) -> Writer:
     if storage_writer is None:
         if not checkpoint_id:
-            raise ValueError("checkpoint_id is needed where no storage_writer is given")
+            raise ValueError("checkpoint_id must be given if storage_writer is None")
         return Writer(checkpoint_id, options=SaveOptions() if options is None else options)
     if not isinstance(storage_writer, Writer):
         raise TypeError(
@@ -268,7 +271,7 @@ def _writer(storage_writer: Any, checkpoint_id: Any, options: SaveOptions | None
         )
     if checkpoint_id is None:
         checkpoint_id = storage_writer.path
-    # Another one, since it may be used again while this save runs.
+    # A copy, because the caller may use the writer again while this save runs.
     writer = storage_writer.with_options(storage_writer.options if options is None else options)
     writer.reset(checkpoint_id)
     storage_writer.path, storage_writer.save_id = writer.path, writer.save_id
@@ -276,7 +279,9 @@ def _writer(storage_writer: Any, checkpoint_id: Any, options: SaveOptions | None
 
 
 def _group(process_group: Any, no_dist: bool) -> tuple[Any, int]:
-    """Returns the group that saves together, None for this process alone, and the rank in it."""
+    """Returns the process group that saves (None: this process alone) and this process's rank in
+    it.
+    """
     if no_dist or not dist.is_available() or not dist.is_initialized():
         return None, 0
     group = dist.group.WORLD if process_group is None else process_group
@@ -289,13 +294,13 @@ def add_to(
     state_dict: dict[str, Any],
     planner: SavePlanner | None = None,
 ) -> None:
-    """Adds a checkpoint of torch.distributed.checkpoint to the draft of a directory that all ranks
-    of the job save; it is planned and captured now, as by async_save(), and commits with that.
+    """Adds a DCP checkpoint to the draft of a directory that all ranks of the job save. It is
+    planned and captured now, like by async_save(), and committed with that directory.
 
     Args:
-        name: of the checkpoint's directory in that one. All ranks add the same ones in the same
-            order.
-        state_dict, planner: as async_save's.
+        name: the name of the checkpoint's subdirectory. All ranks must add the same names in the
+            same order.
+        state_dict, planner: like async_save's.
     """
     group, rank = _group(None, draft.agreement.world_size == 1)
     agreement = Apart(draft.agreement, name)
@@ -320,7 +325,7 @@ def add_to(
 
 
 def _stated(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns a state dict with what its objects say their states are."""
+    """Returns a state dict in which each Stateful object is replaced by its state_dict()."""
     return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
 
 
@@ -332,11 +337,11 @@ def _planned(
     state: dict[str, Any],
     agree_before: Callable[[], None] = lambda: None,
 ) -> _Planning:
-    """Returns the planning of a save, once this rank knows what it copies.
+    """Returns the planning of a save, when this rank's list of items to copy is known.
 
     Args:
-        agree_before: called before this waits for other ranks, to agree with them on all that comes
-            before it: one of them may be waiting for that.
+        agree_before: called before this waits for other ranks, to agree with them on all earlier
+            items, because another rank may be waiting for that.
     """
     writer.by_torch = False
     settings = dcp_plans.settings_of(planner)
@@ -349,13 +354,13 @@ def _planned(
 
 
 class _Planning:
-    """The planning of one save with the other ranks: before anything is copied, if this rank's plan
-    is new to it; else by agree(), meanwhile or afterwards.
+    """The planning of one save with the other ranks. If this rank's plan has changed, ranks plan
+    before anything is copied; otherwise agree() plans during or after the copy.
 
     Attributes:
-        staged: what this rank copies.
-        final: the part of that which the checkpoint takes from this rank, once ranks have agreed.
-        metadata: of the checkpoint, on the first rank.
+        staged: the plan of the items that this rank copies.
+        final: the part of `staged` that this rank adds to the checkpoint, once ranks have agreed.
+        metadata: the checkpoint's metadata, on the first rank.
     """
 
     def __init__(
@@ -375,7 +380,7 @@ class _Planning:
         self.staged: SavePlan = offer.staged or self.agree()
 
     def agree(self) -> SavePlan:
-        """Waits, once, for the plans of the other ranks; returns `final`."""
+        """Waits for the other ranks' plans in the first call; returns `final`."""
         if self.final is None:
             offer = self._offer
             central, self.metadata = self._plans.central(self._agreement, offer, self._plan_all)
@@ -402,8 +407,8 @@ class _Planning:
 
 
 class _Conclusion:
-    """The commit by async_save(): results of all ranks come to the first one in their records.
-    `publish` is DirectoryPlace's; `handle` is told of the outcome, if there is one.
+    """The commit by async_save(): the first rank receives all ranks' results in their records.
+    `publish` is DirectoryPlace's; `handle`, if given, receives the metadata.
     """
 
     def __init__(
@@ -429,7 +434,7 @@ class _Conclusion:
         return dcp_plans.packed(results)
 
     def publish(self, records: list[bytes]) -> None:
-        metadata = copy.copy(self._planning.metadata)  # kept as it is: it may serve later saves too
+        metadata = copy.copy(self._planning.metadata)  # later saves may use the original
         assert metadata is not None
         results = [dcp_plans.unpacked(record) for record in records]
         storage = pipeline.current().storage

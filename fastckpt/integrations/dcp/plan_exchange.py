@@ -1,7 +1,7 @@
-"""PlanExchange of torch.distributed.checkpoint, made by several ranks over the job's store.
+"""The exchange of torch.distributed.checkpoint plans between ranks, over the job's store.
 
-Responsible for exchanging local plans for central ones, unless nothing has changed since an earlier
-save.
+Responsible for exchanging local plans for central plans, unless no plan has changed since an
+earlier save.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fastckpt.ranks.same_state import Records
 
 
 class StorageBase:
-    """A reader or writer of the checkpoint in one directory, which each reset() may change."""
+    """A reader or writer of a checkpoint directory; each reset() may change the directory."""
 
     path: str  # absolute
 
@@ -40,22 +40,22 @@ class StorageBase:
         return bool(FileSystem.validate_checkpoint_id(checkpoint_id))
 
     def _go_to(self, checkpoint_id: str | os.PathLike[str] | None) -> None:
-        """Takes another directory, if one is named."""
+        """Changes the directory, if `checkpoint_id` is given."""
         if checkpoint_id:
             self.path = os.path.abspath(check_path("path", checkpoint_id))
 
 
-_KNOWN_MAX = 4  # kinds of state that are saved in turn
+_KNOWN_MAX = 4  # different states that are saved in turn
 _ASK = b"?"  # rank 0 needs every plan
 
 
 def packed(value: object) -> bytes:
-    """Returns a value as a record for other ranks of this job."""
+    """Packs a value into a record for other ranks of this job."""
     return zlib.compress(pickle.dumps(value), 1)
 
 
 def unpacked(record: bytes) -> Any:
-    """Returns the value that another rank of this job has packed."""
+    """Unpacks a value that another rank of this job has packed."""
     return pickle.loads(zlib.decompress(record))
 
 
@@ -72,10 +72,10 @@ class _Known:
 
 @dataclass
 class Offer:
-    """The plan of one rank, and what it may become by earlier plannings that it fits.
+    """The local plan of one rank, and the earlier plannings that it matches.
 
     Attributes:
-        staged: the finished plan of what is copied before the ranks agree: that of `guess`.
+        staged: the finished plan of `guess`, if its items are copied before the ranks agree.
     """
 
     settings: object
@@ -85,24 +85,26 @@ class Offer:
 
     @property
     def guess(self) -> SavePlan | None:
-        """This rank's part of the central plan, unless another rank's plan has changed."""
+        """This rank's part of the latest matching central plan, which holds unless another rank's
+        plan has changed; None if no planning matches.
+        """
         return self.same[-1].central if self.same else None
 
 
 class PlanExchange:
-    """The plans that the ranks of one group have made so far. Saves of several threads use it: a
-    planning that one of them forgets is made again.
+    """The latest plans of the ranks of one group. Several threads may save with it; if one thread
+    drops a planning, the next save plans again.
     """
 
     def __init__(self) -> None:
         self._known: list[_Known] = []  # newest last
-        self.exchanges = 0  # of plans, so far
+        self.exchanges = 0  # number of exchanges so far
 
     def offer(self, settings: object, local: SavePlan) -> Offer:
-        """Returns what this rank brings to central(). Waits for nobody.
+        """Returns this rank's offer for central(). Waits for no other rank.
 
         Args:
-            settings: of the planner: plans made with other settings are not used again.
+            settings: the planner's settings; plans made with other settings are not used again.
             local: this rank's plan.
         """
         return Offer(settings, local, [it for it in self._known if _equal(it, settings, local)])
@@ -113,20 +115,20 @@ class PlanExchange:
         offer: Offer,
         plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
     ) -> tuple[SavePlan, Metadata | None]:
-        """Returns this rank's part of the central plan, and on rank 0 the metadata. All ranks call
-        it: an earlier planning that fits the offers of all is used again. A rank that has staged is
-        given only what it has staged.
+        """Returns this rank's part of the central plan, and on rank 0 the metadata. All ranks must
+        call it. An earlier planning that matches all ranks' offers is used again. A rank that has
+        staged its items is assigned only staged items.
 
         Args:
-            plan_all: called on rank 0, with the plans of all ranks, if any of them has changed.
+            plan_all: called on rank 0 with the plans of all ranks, if any plan has changed.
 
         Raises:
             PeerFailed: another rank failed or is missing. CheckpointError: a rank would have to
-                write what it has not staged. Whatever plan_all raises.
+                write an item that it has not staged. Any error of plan_all.
         """
         try:
             agreed = self._agreed(agreement, offer, plan_all)
-        except BaseException:  # the next save of this plan is to plan anew, whatever went wrong
+        except BaseException:  # after any error the next save of this plan must plan again
             self._known = [it for it in self._known if it not in offer.same]
             raise
         self._known = [*[it for it in self._known if it is not agreed][1 - _KNOWN_MAX :], agreed]
@@ -164,7 +166,7 @@ class PlanExchange:
         same: dict[str, _Known],
         plan_all: Callable[[list[SavePlan]], tuple[list[SavePlan], Metadata]],
     ) -> _Known:
-        """On rank 0: chooses a plan, and tells the others."""
+        """Chooses a plan on rank 0, and sends it to the other ranks."""
         records = agreement.gather("plan")
         offers = [json.loads(record[1:]) for record in records if record.startswith(b"=")]
         if len(offers) == len(records):
@@ -196,20 +198,20 @@ class PlanExchange:
 
 
 def with_member(plan: SavePlan, name: str, value: object) -> SavePlan:
-    """Returns a plan with another value of one member; it keeps those that a subclass added."""
+    """Returns a copy of a plan with one member replaced; members that a subclass added are kept."""
     plan = copy.copy(plan)
     object.__setattr__(plan, name, value)
     return plan
 
 
 def unstaged(plan: SavePlan, staged: SavePlan) -> list[WriteItem]:
-    """Returns the items of a plan that have not been staged as they are there."""
+    """Returns the items of a plan that are not in `staged`, or differ there."""
     items = {item.index: item for item in staged.items}
     return [item for item in plan.items if items.get(item.index) != item]
 
 
 def _unstaged(central: SavePlan, offer: Offer) -> list[WriteItem]:
-    if offer.staged is None or central is offer.guess:  # which a planner may have finished
+    if offer.staged is None or central is offer.guess:  # finish_plan() may change items
         return []
     return unstaged(central, offer.staged)
 
@@ -217,8 +219,8 @@ def _unstaged(central: SavePlan, offer: Offer) -> list[WriteItem]:
 def _moved(
     label: str, central: list[SavePlan], local: list[SavePlan], staged: list[SavePlan | None]
 ) -> list[SavePlan]:
-    """Returns a central plan in which no rank that has staged is to write anything else: ranks that
-    have staged such an item, or still wait and so may stage any that they hold, write it instead.
+    """Returns a central plan in which ranks that have staged write only staged items. Another item
+    is assigned to a rank that has staged it, or to a rank that has not staged yet and holds it.
     """
     if not any(staged):
         return central
@@ -238,8 +240,8 @@ def _moved(
             if to < 0:
                 raise CheckpointError(
                     f"{label}: rank {rank} must write {item.index.fqn!r}, but had not copied it "
-                    "when async_save returned: the parts of the state changed on some ranks "
-                    "only; nothing was committed, and the next save makes a new plan"
+                    "when async_save returned, because the plans of only some ranks changed. "
+                    "Nothing was committed; the next save makes a new plan"
                 )
             parts[to].append(item)
     return [with_member(plan, "items", items) for plan, items in zip(central, parts, strict=True)]
@@ -248,19 +250,19 @@ def _moved(
 def _equal(known: _Known, settings: object, local: SavePlan) -> bool:
     try:
         return bool(known.settings == settings and known.local == local)
-    except Exception:  # plans hold whatever a planner puts there
+    except Exception:  # a planner may put any object into a plan
         return False
 
 
 def settings_of(planner: SavePlanner) -> object:
-    """Returns the class and plain members of a planner that is not set up yet."""
+    """Returns the class and plain members of a planner before set_up()."""
     plain = (bool, int, float, str, bytes, type(None))
     members = getattr(planner, "__dict__", {}).items()
     return type(planner), {name: value for name, value in members if isinstance(value, plain)}
 
 
 def set_up(planner: SavePlanner, state: Any, storage_meta: Any, is_coordinator: bool) -> None:
-    """Calls set_up_planner, which in planners older than torch 2.3 takes no storage_meta."""
+    """Calls set_up_planner, which lacks storage_meta in planners written before torch 2.3."""
     if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
         planner.set_up_planner(
             state_dict=state, storage_meta=storage_meta, is_coordinator=is_coordinator

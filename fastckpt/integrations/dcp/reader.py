@@ -1,7 +1,7 @@
-"""Reading checkpoints of torch.distributed.checkpoint, fastckpt's and torch's: the StorageReader.
+"""The StorageReader for torch.distributed.checkpoint checkpoints of fastckpt and torch.
 
-Responsible for turning the items of a load plan into reads of files, and for handing their contents
-to the planner.
+Responsible for turning the items of a load plan into file reads, and for passing the contents to
+the planner.
 """
 
 from __future__ import annotations
@@ -37,28 +37,29 @@ _streams_lock = threading.Lock()
 
 
 class _Source(NamedTuple):
-    """The storage_data of a rank's plan while it goes to the first rank."""
+    """The storage_data of a rank's plan while it is sent to the first rank."""
 
-    given: Any  # the plan's own
-    save_id: str | None  # of the save that the rank is about to read
+    given: Any  # the plan's original storage_data
+    save_id: str | None  # identifies the save that the rank will read
 
 
 class Reader(StorageBase, StorageReader):
-    """Reads checkpoints of torch.distributed.checkpoint, whether fastckpt or torch wrote them: for
-    torch's load().
+    """Reads torch.distributed.checkpoint checkpoints of fastckpt or torch; pass it to torch's
+    load().
 
-    Only the blocks that hold wanted elements are read, in the order of the file, many at a time. In
-    files of fastckpt every byte read is verified. torch's load() raises an error as
-    CheckpointException on all ranks, with fastckpt's error for the rank concerned. A directory that
-    is overwritten meanwhile is either read as it was or such an error.
+    Only the blocks with requested elements are read, in file order and many at a time. In files of
+    fastckpt every byte read is verified. torch's load() raises an error as CheckpointException on
+    all ranks; the exception holds fastckpt's error for each failed rank. If the directory is
+    overwritten during the load, either the old checkpoint is loaded or the load fails.
 
     Args:
         path: the checkpoint's directory.
-        _extension_registry: as torch's FileSystemReader takes it, which reads items that went
-            through extensions.
-        weights_only: True: `.metadata` may name only the classes that it needs, and objects only
-            what torch.load(weights_only=True) takes (torch.serialization.safe_globals extends that)
-            and io.BytesIO. False: everything is unpickled, which runs code that the files name.
+        _extension_registry: the argument of torch's FileSystemReader, which reads items that were
+            written with extensions.
+        weights_only: True: `.metadata` may contain only the classes that it needs, and objects only
+            io.BytesIO and the classes that torch.load(weights_only=True) accepts
+            (torch.serialization.safe_globals extends these). False: everything is unpickled, which
+            runs code that the files name.
         follow_links: whether a file of the checkpoint may be a symbolic link to one outside of its
             directory; the directory itself may always be one.
     """
@@ -81,15 +82,15 @@ class Reader(StorageBase, StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         self._go_to(checkpoint_id)
         self._metadata = None
-        self._failure: Exception | None = None  # of reading `.metadata`, which all ranks share
+        self._failure: Exception | None = None  # the error of reading the shared `.metadata`
         self._name = dcp_metadata.NAME
-        # Versions of files when they were first looked at, by path. torch's files may be written
-        # anew in place; ours have names that no other save gives, and checksums.
+        # The versions of files when they were first examined, by path. torch may overwrite its
+        # files in place; our files have checksums, and names that no other save uses.
         self._seen: dict[str, tuple[int, ...]] = {}
         self.load_id = str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Returns what `.metadata` says, or with `rank` that rank's own.
+        """Returns the metadata in `.metadata`, or with `rank` that rank's own metadata.
 
         Raises:
             FileNotFoundError, CorruptCheckpoint, IncompatibleCheckpoint, StorageError.
@@ -97,7 +98,8 @@ class Reader(StorageBase, StorageReader):
         """
         rank = kwargs.get("rank")
         if rank is not None and self._failure is not None:
-            # torch asks for a rank's own after any failure; it would be of another checkpoint.
+            # torch reads the rank's own metadata after any failure; that would be another
+            # checkpoint's.
             raise self._failure
         self._failure = None
         name = dcp_metadata.NAME if rank is None else f"__{rank}{dcp_metadata.NAME}"
@@ -123,22 +125,22 @@ class Reader(StorageBase, StorageReader):
         self._metadata = metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Notes which save this rank is about to read."""
+        """Adds the identity of the save that this rank will read to the plan."""
         self._look_at_files(plan)
         return dataclasses.replace(plan, storage_data=_Source(plan.storage_data, self._save_id()))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Checks that all ranks are about to read the same save.
+        """Checks that all ranks will read the same save.
 
         Raises:
-            CheckpointError: they are not; torch raises it on all ranks.
+            CheckpointError: the ranks found different saves; torch raises it on all ranks.
         """
         sources = [plan.storage_data for plan in plans]
         save_ids = {source.save_id for source in sources if isinstance(source, _Source)}
         if len(save_ids) > 1:
             raise CheckpointError(
-                f"{self.path!r} was overwritten while ranks began to load it: they found the saves "
-                f"{sorted(map(str, save_ids))}; nothing was loaded, load it again"
+                f"{self.path!r} was overwritten while ranks began to load it, so they found the "
+                f"different saves {sorted(map(str, save_ids))}. Nothing was loaded: load it again"
             )
         return [
             dataclasses.replace(plan, storage_data=source.given)
@@ -158,13 +160,15 @@ class Reader(StorageBase, StorageReader):
                 self._seen[path] = self._version(path)
 
     def _version(self, path: str) -> tuple[int, ...]:
-        """Returns marks of a file that change when it is written anew; none if there is no file."""
+        """Returns attributes of a file that change when it is rewritten; empty if there is no
+        file.
+        """
         with reported("stat", path):
             status = pipeline.current().storage.status(path)
         return () if status is None else (status.st_ino, status.st_size, status.st_mtime_ns)
 
     def _tell_if_overwritten(self, error: BaseException) -> None:
-        """Raises another error if the directory was overwritten while this one was met."""
+        """Raises a clearer error if the directory was overwritten when `error` occurred."""
         metadata = self._path(self._name)
         if not isinstance(error, CorruptCheckpoint | AssertionError):
             return
@@ -173,23 +177,24 @@ class Reader(StorageBase, StorageReader):
 
     def _check_versions(self) -> None:
         """Raises if the directory was overwritten while it was read."""
-        if self._seen.keys() - {self._path(self._name)}:  # else no file read can be overwritten
+        if self._seen.keys() - {self._path(self._name)}:  # others are never overwritten
             for path, version in self._seen.items():
                 if version != self._version(path):
                     raise self._overwritten()
 
     def _overwritten(self) -> CheckpointError:
         return CheckpointError(
-            f"{self.path!r} was overwritten while it was loaded: load it again; the state may have "
-            "been partly overwritten"
+            f"{self.path!r} was overwritten while it was loaded, and the state may be partly "
+            "overwritten: load it again"
         )
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Reads what a plan asks for, before it returns.
+        """Reads the items of a plan; returns when all are read.
 
         Raises:
-            CorruptCheckpoint: naming the file, and the tensors or objects that are damaged.
-            CheckpointError: the directory was overwritten meanwhile.
+            CorruptCheckpoint: a file is damaged; the message names it, and the damaged tensors or
+                objects.
+            CheckpointError: the directory was overwritten during the load.
             pickle.UnpicklingError: an object needs weights_only=False.
             StorageError, DeviceError, IncompatibleCheckpoint.
         """
@@ -220,13 +225,14 @@ class Reader(StorageBase, StorageReader):
         pairs = [(self._request(item), item) for item in items]
         pairs.sort(key=lambda pair: pair[0].offset)
         requests = [request for request, _ in pairs]
-        # A planner with a commit_tensor() of its own looks at the tensor, which must have arrived.
+        # A planner that overrides commit_tensor() may read the tensor, so the data must have
+        # arrived.
         looks = type(planner).commit_tensor is not DefaultLoadPlanner.commit_tensor
         with ItemsFile(
             current.storage, current.staging, path, requests, lambda: self._names(name)
         ) as file:
-            # Each tensor is asked for in its turn, for planners expect resolve_tensor() and
-            # commit_tensor() in pairs; reading ahead needs the requests alone.
+            # resolve_tensor() is called for each tensor in its turn, because planners expect pairs
+            # of resolve_tensor() and commit_tensor(); reading ahead needs only the requests.
             for request, item in pairs:
                 if item.type == LoadItemType.BYTE_IO:
                     content = file.content(request)
@@ -247,7 +253,7 @@ class Reader(StorageBase, StorageReader):
             file.arrive()
 
     def _path(self, name: str) -> str:
-        """Returns the path of a file of the checkpoint, if it may be read."""
+        """Returns the path of a file of the checkpoint; raises an error if it may not be read."""
         path = os.path.join(self.path, name)
         if not dcp_metadata.is_within(name):
             raise CorruptCheckpoint(
@@ -258,7 +264,7 @@ class Reader(StorageBase, StorageReader):
         if target:
             raise IncompatibleCheckpoint(
                 f"{path!r} is a link to {target!r}, which is outside the checkpoint: if you "
-                "trust whoever made it, read it with Reader(path, follow_links=True)"
+                "trust its author, read it with Reader(path, follow_links=True)"
             )
         return path
 
@@ -289,11 +295,13 @@ class Reader(StorageBase, StorageReader):
         return {info.offset: key.fqn for key, info in stored if info.relative_path == file}
 
     def _read_transformed(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """Has torch read the items that went through its extensions for streams."""
+        """Reads the items that were written with torch's stream extensions, by torch's own
+        reader.
+        """
         if self.weights_only and any(item.type == LoadItemType.BYTE_IO for item in plan.items):
             raise pickle.UnpicklingError(
-                f"{self.path!r} holds objects that were written with an extension of torch: only "
-                "torch can load them, and that runs code that they name; to allow it, pass "
+                f"{self.path!r} holds objects that were written with a torch extension. Only torch "
+                "can load them, which runs code that they name: to allow this, pass "
                 "weights_only=False to Reader"
             )
         for item in plan.items:
@@ -318,7 +326,7 @@ def _chunk_sizes(chunks: list[Any], index: MetadataIndex) -> tuple[int, ...]:
 
 
 def _check_weights_only(content: bytes, what: str) -> None:
-    """Raises if unpickling an object, as planners do, would run code that it names."""
+    """Raises an error if unpickling an object, like planners do, would run code that it names."""
     with _streams_allowed() if b"BytesIO" in content else nullcontext():
         torch_pickle.unpickled(
             io.BytesIO(content), True, what, "read it with Reader(path, weights_only=False)"
@@ -327,10 +335,11 @@ def _check_weights_only(content: bytes, what: str) -> None:
 
 @contextmanager
 def _streams_allowed() -> Iterator[None]:
-    """Lets torch.load take io.BytesIO, which holds bytes and runs nothing: states such as
-    torchtitan's keep in it what they have pickled themselves.
+    """Allows io.BytesIO in torch.load, because states such as torchtitan's contain it for data that
+    they pickled themselves. It holds bytes and runs no code.
     """
-    # torch's list is that of all threads: one that left earlier would take the entry from others.
+    # All threads share torch's list: the first thread to leave would remove the entry for the
+    # others.
     with _streams_lock, ExitStack() as told:
         if io.BytesIO not in torch.serialization.get_safe_globals():
             told.enter_context(torch.serialization.safe_globals([io.BytesIO]))

@@ -1,7 +1,6 @@
-"""Writing checkpoints of torch.distributed.checkpoint: the StorageWriter.
+"""The StorageWriter for torch.distributed.checkpoint checkpoints.
 
-Responsible for taking the items of a plan out of a state, and for the order of a commit that DCP
-asks for.
+Responsible for capturing a plan's items from a state, and for the order of a DCP commit.
 """
 
 from __future__ import annotations
@@ -45,33 +44,35 @@ _COPY_AHEAD_BYTES = 10_000_000  # torch's default
 
 
 class Writer(StorageBase, StorageWriter):
-    """Writes checkpoints that torch.distributed.checkpoint reads: for save() and async_save() of
-    fastckpt.integrations.dcp, and for torch's own.
+    """Writes checkpoints that torch.distributed.checkpoint reads. Pass it to save() and
+    async_save() of fastckpt.integrations.dcp or of torch.
 
-    Each rank writes one file, `__RANK_TOKEN.distcp`, under a new name and with a checksum for each
-    block; the first rank then replaces `.metadata`. Until that moment, and if anything fails, an
-    older checkpoint in the same directory stays loadable; afterwards its data files
-    (`__*_*.distcp`, of fastckpt or torch) are removed, and those of saves that are surely over.
-    A save to a directory to which another job saves raises RootInUse.
+    Each rank writes one file, `__RANK_TOKEN.distcp`, with a new name and a checksum for each block;
+    then the first rank replaces `.metadata`. Until then, and if anything fails, an older checkpoint
+    in the same directory stays loadable. Afterwards the older checkpoint's data files
+    (`__*_*.distcp`, of fastckpt or torch) are removed, and so are those of saves that have
+    certainly ended. A save to a directory that another job saves to raises RootInUse.
 
-    The positional arguments are those of torch's FileSystemWriter, in its order.
+    The positional arguments are those of torch's FileSystemWriter, in the same order.
 
     Args:
-        path: the checkpoint's directory, made if it is missing; a checkpoint_id replaces it.
+        path: the checkpoint's directory, created if it is missing; a checkpoint_id overrides it.
         sync_files: False is the same as durable=False in the options.
-        overwrite: False: a save to a directory that holds a checkpoint fails, and changes nothing.
-        single_file_per_rank, thread_count, per_thread_copy_ahead, cache_staged_state_dict: not
-            used, which is logged: each rank writes one file, by fastckpt's threads, block by block.
-        _extensions, serialization_format: must be empty and TORCH_SAVE: nothing else is supported.
-        options: of its saves (see SaveOptions). For torch's own save and async_save, neither
-            `fence` nor `on_error` has an effect.
+        overwrite: False: a save to a directory that holds a checkpoint fails and changes nothing.
+        single_file_per_rank, thread_count, per_thread_copy_ahead, cache_staged_state_dict: ignored,
+            because each rank writes one file block by block, with fastckpt's threads; a log message
+            names them.
+        _extensions, serialization_format: must be empty and TORCH_SAVE; no other values are
+            supported.
+        options: how its saves are made (see SaveOptions). With torch's own save and async_save,
+            `fence` and `on_error` have no effect.
 
     Attributes:
-        save_id: of the last save that was begun with this writer; also in the storage_meta of the
-            first rank's metadata.
+        save_id: the identifier of this writer's last save; also in the storage_meta of the first
+            rank's metadata.
 
     Raises:
-        ValueError, TypeError: an argument is unknown or out of range, or path is no path.
+        ValueError, TypeError: an argument is unknown or out of range, or path is not a path.
     """
 
     def __init__(
@@ -94,9 +95,9 @@ class Writer(StorageBase, StorageWriter):
         self.overwrite = overwrite
         self.rank: int | None = None
         self.use_collectives = True
-        self.queue: str | None = None  # saves of one queue commit in order; None: those to one path
-        self._commits = True  # whether this rank does
-        self.by_torch = True  # who leads this rank through a save
+        self.queue: str | None = None  # its saves commit in order; None: one queue per path
+        self._commits = True  # whether this rank commits
+        self.by_torch = True  # whether torch coordinates the save
         if _extensions:
             raise ValueError(
                 f"_extensions is {_extensions}, must be empty: extensions are not supported"
@@ -114,7 +115,7 @@ class Writer(StorageBase, StorageWriter):
         self.reset(check_path("path", path))
 
     def with_options(self, options: SaveOptions) -> Writer:
-        """Returns a writer that differs in its options."""
+        """Returns a copy of the writer with other options."""
         other = copy.copy(self)
         other.options = WriteOptions.of(check_options(options))
         return other
@@ -142,12 +143,12 @@ class Writer(StorageBase, StorageWriter):
                 atomic.make_directory(storage, self.path, self.options.durable)
             lease = lease_of(storage, self.path, alone=True)
             lease.take()
-            lease.renew()  # torch removes no data file, should the commit be refused
+            lease.renew()  # torch removes no data file if the commit is refused
         return plan
 
     @property
     def leases(self) -> str:
-        """The directory of which this rank takes the lease; "" if another rank does."""
+        """The directory whose lease this rank takes; "" if another rank takes it."""
         return self.path if self._commits and not self.rank else ""
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -185,7 +186,7 @@ class Writer(StorageBase, StorageWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commits, on the first rank."""
+        """Commits the checkpoint; called on the first rank."""
         storage = pipeline.current().storage
         if self.leases:
             lease_of(storage, self.path, alone=True).renew()
@@ -201,36 +202,38 @@ class Writer(StorageBase, StorageWriter):
         results: list[list[WriteResult]],
         directory: str,
     ) -> tuple[int | None, list[str]]:
-        """Completes the metadata and writes it to a directory: the writer's own, where that is the
-        commit, or another one, which then takes its place. Returns what the caller is to free: a
-        descriptor of the replaced `.metadata` to close, or None, and files to remove.
+        """Completes the metadata and writes it to a directory. In the writer's own directory this
+        is the commit; another directory then replaces the writer's. Returns a descriptor of the
+        replaced `.metadata` (or None), which the caller must close, and the files that it must
+        remove.
         """
         version = getattr(torch_filesystem, "CURRENT_DCP_VERSION", None)
-        if version is not None:  # as each torch itself writes it
+        if version is not None:  # like the installed torch
             metadata.version = version
         metadata.storage_data = {
             its.index: its.storage_data for of_rank in results for its in of_rank
         }
         metadata.storage_meta = self.storage_meta()
         rank, durable = self._metadata_rank(), self.options.durable
-        self._check_may_commit(storage)  # again: another save may have committed meanwhile
-        if directory != self.path:  # of a draft, for which no rank may have had anything to write
+        self._check_may_commit(storage)  # again, because another save may have committed since
+        if directory != self.path:  # in a draft, where it may be missing
             with reported("make directory", directory):
                 storage.make_directory(directory, parents=True)
         content = dcp_metadata.encode(metadata)
         path, commits = self._metadata_path(directory), directory == self.path
         before = dcp_metadata.files_named_by(storage, path)
         replaced = atomic.replace_file(storage, path, content, durable, commits=commits)
-        # Listed before the other ranks hear of the commit: they may then make files of a next save.
+        # Listed before the other ranks see the commit, because they may then create the next save's
+        # files.
         return replaced, dcp_metadata.unneeded(storage, directory, metadata, rank, before)
 
     def committed(self) -> None:
-        """Called on the first rank, in the background, after the commit of a save by async_save();
-        it must not raise.
+        """Called on the first rank, in the background, after async_save()'s commit. It must not
+        raise.
         """
 
     def _metadata_rank(self) -> int | None:
-        """Returns this rank if it has metadata of its own; None if all ranks share one."""
+        """Returns this rank if it writes its own metadata; None if all ranks share one file."""
         return None if self.use_collectives else self.rank
 
     def _metadata_path(self, directory: str) -> str:
@@ -241,8 +244,8 @@ class Writer(StorageBase, StorageWriter):
     def _check_may_commit(self, storage: Storage) -> None:
         if not self.overwrite and storage.status(self._metadata_path(self.path)) is not None:
             raise CheckpointError(
-                f"Checkpoint already exists in {self.path!r}, and overwrite=False: it stays as it "
-                "is, and the new one was not committed"
+                f"Checkpoint already exists in {self.path!r}, and overwrite=False: the old one is "
+                "unchanged, and the new one was not committed"
             )
 
     def save(
@@ -267,7 +270,7 @@ class Writer(StorageBase, StorageWriter):
         directory: str,
         made: MakeItems,
     ) -> ItemsPlan:
-        """Returns the file of this rank, with the items of a plan as they are now."""
+        """Returns this rank's file, with the current contents of a plan's items."""
         devices = pipeline.current().staging.devices
         content = captured_items(plan, planner, devices, self.options.fence == "step")
         prefix = getattr(plan.storage_data, "prefix", f"__{self.rank or 0}_")
@@ -275,7 +278,7 @@ class Writer(StorageBase, StorageWriter):
         return ItemsPlan(*content, rank, directory, made, self.options, conclusion)
 
     def place(self, agreement: Round, **options: Any) -> DirectoryPlace:
-        """Returns the directory; options are DirectoryPlace's."""
+        """Returns the DirectoryPlace of the checkpoint, with further options."""
         storage, durable = pipeline.current().storage, self.options.durable
         options = {"record": (dcp_metadata.NAME,), **options}
         if not self.by_torch:
@@ -284,20 +287,20 @@ class Writer(StorageBase, StorageWriter):
 
 
 class _Kept:
-    """The conclusion of write_data(): keeps the results of one rank, which torch then gathers."""
+    """The conclusion of write_data(): keeps this rank's results for torch to gather."""
 
     def __init__(self, plan: SavePlan, results: list[WriteResult]) -> None:
         self._plan, self._results = plan, results
 
     def agree(self) -> None:
-        """Torch has planned with the other ranks."""
+        """Does nothing, because torch has planned with the other ranks."""
 
     def record(self, name: str, places: Places) -> bytes:
         self._results += results_of(self._plan, name, places)
         return b""
 
     def publish(self, records: list[bytes]) -> None:
-        """Leaves the commit to finish()."""
+        """Does nothing, because finish() commits."""
 
 
 def results_of(plan: SavePlan, name: str, places: Places) -> list[WriteResult]:

@@ -1,7 +1,7 @@
-"""Megatron-core: its checkpoints, in its own torch_dist format, saved and loaded by fastckpt.
+"""Saves and loads Megatron-core's checkpoints in Megatron's own torch_dist format.
 
-Responsible for the versions supported and the public names. Stock Megatron loads what fastckpt has
-saved, and fastckpt what stock Megatron has saved.
+Responsible for the supported versions and the public names. Stock Megatron loads checkpoints that
+fastckpt saved, and fastckpt loads those of stock Megatron.
 """
 
 import logging
@@ -16,7 +16,7 @@ TRIED = "0.19.2"
 _version = require("megatron-core", "0.16.1", "1", __name__)
 if TorchVersion(_version) > TRIED:
     logging.getLogger("fastckpt").warning(
-        "%s was tried with megatron-core 0.16.1 to %s, not with %s", __name__, TRIED, _version
+        "%s was tested with megatron-core 0.16.1 to %s, not with %s", __name__, TRIED, _version
     )
 
 try:
@@ -27,7 +27,7 @@ try:
     from fastckpt.integrations.megatron.training import install
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"{__name__} does not fit megatron-core {_version} (tried: 0.16.1 to {TRIED}): {error}"
+        f"{__name__} does not support megatron-core {_version} (tested: 0.16.1 to {TRIED}): {error}"
     ) from error
 
 __all__ = [

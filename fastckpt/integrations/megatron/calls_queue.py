@@ -1,7 +1,7 @@
-"""Megatron's queue of asynchronous saves, for saves that commit by themselves.
+"""A replacement for Megatron's queue of asynchronous saves, for saves that commit by themselves.
 
-Responsible for the call of maybe_finalize_async_calls() in which a save is finalized, the same one
-on all ranks, since Megatron's functions run collectives there. It must not know what they do.
+Responsible for finalizing a save in the same call of maybe_finalize_async_calls() on all ranks,
+because Megatron's functions run collectives there. It must not know what these functions do.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fastckpt.saving.handle import InnerHandle
 
 log = logging.getLogger("fastckpt")
 
-# Calls that a rank makes after it has told the others how many it had made, and before it needs
-# their answer: a training step gives that time to arrive.
+# The number of calls that a rank makes between sending its count of calls and reading the answer.
+# The training steps between give the answer time to arrive.
 _CALLS_AHEAD = 1
 _coordinators = PerGroup[Coordinator]("megatron saves", lambda coordinator: coordinator)
 
 
 class Awaited:
-    """The first of the functions that finalize a request for a save of ours: it waits for that."""
+    """The first function that finalizes a request of fastckpt: it waits for the save."""
 
     def __init__(self, handle: InnerHandle) -> None:
         self.handle = handle
@@ -42,14 +42,15 @@ class Awaited:
 class _Call:
     """A save in the queue.
 
-    When it has ended on a rank, that rank tells how many calls it has made until then, in the
-    background. The save is finalized in the first call that no rank can have made before it knows
-    the answers of all: until its own part in that, a rank goes on without a word.
+    When the save has ended on a rank, that rank sends the others, in the background, the number of
+    calls that it has made. All ranks then finalize in the same call, the first one that no rank can
+    have made before it has the answers of all ranks. Until then a rank's calls continue without
+    waiting.
 
     Attributes:
-        number: as schedule_async_request() returns it.
-        functions: what finalizes it.
-        made: how many calls this rank had made when the save had ended here; None before that.
+        number: the save's number, which schedule_async_request() returned.
+        functions: the functions that finalize the save.
+        made: the number of calls that this rank had made when the save ended on it; None before.
     """
 
     def __init__(
@@ -63,11 +64,11 @@ class _Call:
         self._failure: BaseException | None = None
 
     def agree(self, calls_made: Callable[[_Call], int]) -> None:
-        """Finds out, in the background, in which call to finalize; `calls_made` sets `made`."""
+        """Agrees, in the background, on the call in which to finalize; `calls_made` sets `made`."""
         agreement = self._agreement
         try:
             with agreement.failing():
-                agreement.put("begun", b"")  # so that nobody takes this rank for one that strayed
+                agreement.put("begun", b"")  # shows that this rank made the call
                 self.handle.wait_quietly()
                 error = self.handle.failure()
                 told = [
@@ -88,8 +89,8 @@ class _Call:
         agreement.close()
 
     def is_due(self, call: int) -> bool:
-        """Returns whether all ranks finalize in this call at the latest. Waits only for answers
-        that other ranks can give without their training thread.
+        """Returns whether all ranks finalize in this call or an earlier one. Waits only for answers
+        that other ranks send without their training thread.
         """
         if self.made is None or call <= self.made + _CALLS_AHEAD:
             return False
@@ -97,10 +98,10 @@ class _Call:
         return self._turn <= call
 
     def finalize(self, on_error: str) -> bool:
-        """Finalizes a save that is due, or waits for it to be; returns whether it has committed.
+        """Finalizes a save, after waiting until it is due; returns whether it was committed.
 
         Raises:
-            CheckpointError: with on_error="raise", it has not; or ranks cannot agree any more.
+            CheckpointError: with on_error="raise", the save failed; or the ranks could not agree.
         """
         self._wait()
         if not self._problem:
@@ -108,10 +109,10 @@ class _Call:
                 function()
             return True
         if on_error == "raise":
-            self.handle.result()  # raises, as a rule
+            self.handle.result()  # raises if it failed on this rank
             raise PeerFailed(f"{self.handle.path!r} was not saved: {self._problem}")
-        if self.handle.failure() is None:  # else that was logged
-            log.warning("%r is not finalized: %s", self.handle.path, self._problem)
+        if self.handle.failure() is None:  # otherwise the handle logged it
+            log.warning("the save to %r is not finalized: %s", self.handle.path, self._problem)
         return False
 
     def _wait(self) -> None:
@@ -124,13 +125,14 @@ class _Call:
 
 
 class Queue:
-    """An AsyncCallsQueue for our saves. Requests of others go to one of Megatron's own.
+    """An AsyncCallsQueue for fastckpt's saves; other requests are passed to one of Megatron's
+    queues.
 
     Args:
-        others: makes the queue for requests of others, when the first of them comes.
-        options: of the saves. With on_error="warn", a save that has failed is not finalized, and
-            training goes on; with "raise" the call that would finalize it raises its error, on all
-            ranks.
+        others: makes the queue for other requests when the first one is scheduled.
+        options: the saves' options. With on_error="warn", a failed save is not finalized, and
+            training continues; with "raise", the call that would finalize the save raises its error
+            on all ranks.
     """
 
     def __init__(self, others: Callable[[], Any], options: SaveOptions) -> None:
@@ -138,12 +140,12 @@ class Queue:
         self._others: Any = None
         self._options = options
         self._lock = threading.Lock()
-        self._made = self._scheduled = 0  # calls that have begun, guarded by the lock; requests
+        self._made = self._scheduled = 0  # begun calls (guarded by the lock); requests
         self._calls: deque[_Call] = deque()
         self._threads: list[threading.Thread] = []
 
     def schedule_async_request(self, async_request: Any) -> int:
-        """Takes a request, on all ranks; returns its number."""
+        """Adds a request to the queue, on all ranks; returns its number."""
         functions = list(async_request.finalize_fns)
         awaited = next((each for each in functions if isinstance(each, Awaited)), None)
         if awaited is None or async_request.async_fn is not None:
@@ -167,8 +169,8 @@ class Queue:
     def maybe_finalize_async_calls(
         self, blocking: bool = False, no_dist: bool = False
     ) -> list[int]:
-        """Finalizes, in order, the saves that all ranks finalize in this call: with `blocking` all
-        of them. Called on all ranks, equally often. Returns their numbers.
+        """Finalizes in order the saves that are due in this call, or with `blocking` all saves.
+        Returns their numbers. All ranks must call it the same number of times.
         """
         with self._lock:
             self._made += 1
@@ -183,12 +185,14 @@ class Queue:
         return ended
 
     def get_num_unfinalized_calls(self) -> int:
-        """Returns how many saves are yet to be finalized, the same on all ranks."""
+        """Returns the number of saves that are not finalized yet, the same on all ranks."""
         others = 0 if self._others is None else self._others.get_num_unfinalized_calls()
         return len(self._calls) + int(others)
 
     def close(self, abort: bool = False) -> None:
-        """Finalizes all, or with `abort` none; saves that were begun commit all the same."""
+        """Finalizes all saves, or none with `abort`. Saves that were begun are committed in either
+        case.
+        """
         if not abort and self._calls:
             self.maybe_finalize_async_calls(blocking=True)
         self._calls.clear()
@@ -200,10 +204,10 @@ class Queue:
 
     @staticmethod
     def warmup_persistent_caller(rank: int, *, cpu_shm_mode: Any = None, **others: Any) -> None:
-        """Does nothing: there is no process that would be started."""
+        """Does nothing, because no process has to be started."""
 
     def _note(self, call: _Call) -> int:
-        """Notes that a save has ended on this rank; returns how many calls were made before."""
+        """Records that a save has ended on this rank; returns the number of calls made so far."""
         with self._lock:
             call.made = self._made
             return self._made

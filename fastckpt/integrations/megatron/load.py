@@ -1,7 +1,7 @@
-"""load_checkpoint, shaped like Megatron's own.
+"""load_checkpoint, with the interface of Megatron's own function.
 
-Responsible for choosing the iteration, the same on all ranks, and for giving model, optimizer and
-schedule what it holds.
+Responsible for choosing the same iteration on all ranks, and for loading it into the model, the
+optimizer and the schedule.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ T = TypeVar("T")
 _DAMAGE = (CorruptCheckpoint, FileNotFoundError, EOFError, pickle.UnpicklingError)
 _OF_MODELOPT = "modelopt_state"
 _MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-# Keys of the optimizer that load_buckets() reads.
+# The optimizer's keys that load_buckets() reads.
 _BUCKETS = re.compile(r"(chained_\d+\.)?optimizer\.distributed\.")
 
 
 def telling_damage(act: Callable[[], T]) -> T:
-    """Returns what a function returns; raises CorruptCheckpoint for any error that shows damage."""
+    """Calls a function and returns its result; raises CorruptCheckpoint for any error that shows
+    damage.
+    """
     try:
         return act()
     except Exception as error:
@@ -66,18 +68,19 @@ def telling_damage(act: Callable[[], T]) -> T:
 
 
 def whole(path: str, weights_only: bool) -> tuple[Metadata, dict[str, Any]]:
-    """Returns metadata and common state of an iteration that looks whole, without a collective.
+    """Returns the metadata and common state of an iteration that appears undamaged, without a
+    collective.
 
     Raises:
-        CorruptCheckpoint: it is not. Other errors may say so: see telling_damage().
+        CorruptCheckpoint: it is damaged. Other errors may also mean damage: see telling_damage().
         IncompatibleCheckpoint: it is in another format, or needs weights_only=False.
     """
     metadata = stored_metadata(path)
     if not os.path.isfile(os.path.join(path, iterations.CONFIG)):
         if any(key.startswith("model.") for key in metadata.state_dict_metadata):
             raise IncompatibleCheckpoint(
-                f"{path!r} is in the format fsdp_dtensor or torch_dcp, which is loaded by "
-                "torch.distributed.checkpoint.load with a fastckpt.integrations.dcp.Reader"
+                f"{path!r} is in the format fsdp_dtensor or torch_dcp: load it with "
+                "torch.distributed.checkpoint.load and a fastckpt.integrations.dcp.Reader"
             )
         raise CorruptCheckpoint(f"{iterations.CONFIG!r} is missing")
     return metadata, stored_common(path, metadata, weights_only)
@@ -96,30 +99,29 @@ def load_checkpoint(
     weights_only: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[int, int]:
-    """Loads the iteration that was committed last, in place. All ranks call it.
+    """Loads the iteration that was committed last, in place. All ranks must call it.
 
-    That is the one which the tracker names; a later non-persistent one is preferred. Stock Megatron
-    may have saved it, on other tensor, pipeline and data parallel sizes. If an iteration is
-    damaged, all ranks take the one committed before it, with a warning.
+    This is the iteration that the tracker names, or a later non-persistent iteration. Stock
+    Megatron may have saved it, and the tensor, pipeline and data parallel sizes may have changed
+    since. If an iteration is damaged, all ranks load the one committed before it, with a warning.
 
     Args:
-        model, optimizer, opt_param_scheduler: as save_checkpoint's; what is None is not loaded.
+        model, optimizer, opt_param_scheduler: like save_checkpoint's; None: not loaded.
         load: the run's directory.
-        iteration: load this one, and no other.
-        strict: whether the model must know all that was saved of it.
-        load_rng: whether random number generators get their saved states; on another parallelism
-            they are left alone.
-        weights_only: as torch.load's; False runs code from the files.
-        timeout_s: the longest that ranks wait for each other, in seconds.
+        iteration: load only this iteration.
+        strict: whether every key that was saved for the model must be in the model.
+        load_rng: whether the states of random number generators are restored; they stay unchanged
+            if the parallel sizes have changed.
+        weights_only: like torch.load's; False runs code from the files.
+        timeout_s: the longest time that ranks wait for each other, in seconds.
 
     Returns:
         (iteration, num_floating_point_operations_so_far); (0, 0) if there is no checkpoint.
 
     Raises:
-        CorruptCheckpoint: there are checkpoints, but none is whole. The model may have been partly
-            overwritten.
-        IncompatibleCheckpoint, CheckpointingException: the checkpoint lacks what is asked for.
-        CheckpointError: there is no such iteration, or another rank failed.
+        CorruptCheckpoint: all checkpoints are damaged. The model may have been partly overwritten.
+        IncompatibleCheckpoint, CheckpointingException: the checkpoint lacks requested state.
+        CheckpointError: `iteration` does not exist, or another rank failed.
     """
     how = _How(strict, load_rng, weights_only)
 
@@ -132,7 +134,7 @@ def load_checkpoint(
         def is_gone() -> bool:
             return not (is_release or iterations.is_complete(path))
 
-        # The second one runs collectives, so no rank begins it unless all do.
+        # read() runs collectives, so it begins only when all ranks can begin it.
         return Trial(
             path, [partial(_acted, loading, act) for act in (loading.look, loading.read)], is_gone
         )
@@ -147,7 +149,7 @@ def load_checkpoint(
     if loading is None:
         if search.damaged:
             damage = "; ".join(f"{path}: {what}" for (_, path), what in search.damaged.items())
-            raise CorruptCheckpoint(f"no checkpoint in {load!r} is whole: {damage}")
+            raise CorruptCheckpoint(f"all checkpoints in {load!r} are damaged: {damage}")
         return 0, 0
     loading.put()
     if dist.get_rank() == 0:
@@ -156,13 +158,15 @@ def load_checkpoint(
 
 
 def _acted(loading: _Loading, act: Callable[[], None]) -> _Loading:
-    """Calls a method of `loading`, which it returns; raises CorruptCheckpoint for all damage."""
+    """Calls a method of `loading`, and returns `loading`; raises CorruptCheckpoint for all
+    damage.
+    """
     telling_damage(act)
     return loading
 
 
 def _found(load: str, iteration: int | None, warns: bool) -> list[Candidate]:
-    """Returns the (iteration, directory) pairs that may be loaded, best first."""
+    """Returns the (iteration, directory) pairs that can be loaded, the preferred one first."""
     root = os.path.realpath(check_path("load", load))
     roots = [root, os.path.realpath(os.path.join(load, iterations.NON_PERSISTENT))]
     for each in roots:  # this process may be saving there
@@ -183,7 +187,7 @@ def _found(load: str, iteration: int | None, warns: bool) -> list[Candidate]:
 
 
 def nothing_complete(root: str, latest: int | str) -> CheckpointError:
-    """Returns the error for a tracker that names an iteration where none is complete."""
+    """Returns the error for a tracker that names an iteration when no iteration is complete."""
     name = latest if isinstance(latest, str) else iterations.directory_name(latest)
     path = os.path.join(root, name)
     if iterations.is_legacy(path):
@@ -192,14 +196,14 @@ def nothing_complete(root: str, latest: int | str) -> CheckpointError:
             "with Megatron's --ckpt-convert-format torch_dist, without fastckpt"
         )
     return CorruptCheckpoint(
-        f"{iterations.TRACKER} of {root!r} names {name}, but neither that iteration nor any "
-        "other is complete; to start from the beginning, pass an empty directory"
+        f"{iterations.TRACKER} in {root!r} names {name}, but neither this iteration nor any "
+        "other is complete. To start from the beginning, pass an empty directory"
     )
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Whether an error shows that an iteration is not whole. One that could not be read may be
-    whole: to load an older one instead would be a step back that nobody asked for.
+    """Whether an error shows that an iteration is damaged. A read error does not, because the
+    iteration may be intact, and loading an older iteration would silently lose training steps.
     """
     return isinstance(error, _DAMAGE) or (isinstance(error, OSError) and error.errno in _MISSING)
 
@@ -209,7 +213,7 @@ def _is_by_fsdp(model: Any) -> bool:
 
 
 class _How(NamedTuple):
-    """load_checkpoint's arguments of these names."""
+    """Some of load_checkpoint's arguments."""
 
     strict: bool
     load_rng: bool
@@ -217,7 +221,7 @@ class _How(NamedTuple):
 
 
 class _Loading:
-    """One attempt to load one directory."""
+    """An attempt to load a directory."""
 
     def __init__(
         self, iteration: int, path: str, model: Any, optimizer: Any, scheduler: Any, how: _How
@@ -234,14 +238,14 @@ class _Loading:
         has_state = os.path.isdir(os.path.join(self.path, _OF_MODELOPT))
         if has_state and not is_by_modelopt(self._models):
             raise IncompatibleCheckpoint(
-                f"{self.path!r} has a directory {_OF_MODELOPT!r}, the state of NVIDIA ModelOpt, "
-                "which only Megatron's load_checkpoint restores, also under install()"
+                f"{self.path!r} has a directory {_OF_MODELOPT!r} with NVIDIA ModelOpt's state: "
+                "load it with Megatron's load_checkpoint, which also works after install()"
             )
         self._metadata, self.common = whole(self.path, self._weights_only)
         if any(_is_by_fsdp(model) for model in self._models):
             raise IncompatibleCheckpoint(
-                f"{self.path!r} is in the format torch_dist, which a model in Megatron-FSDP does "
-                "not load"
+                f"{self.path!r} is in the format torch_dist, which a model in Megatron-FSDP cannot "
+                "load"
             )
 
     def read(self) -> None:
@@ -281,7 +285,7 @@ class _Loading:
             )
 
     def put(self) -> None:
-        """Gives model, optimizer, schedule and generators what was read."""
+        """Loads the data that was read into the model, optimizer, schedule and generators."""
         for name, model in named(self._models):
             model.load_state_dict(self._state[name], strict=self._how.strict)
         if self._by_megatron:
@@ -291,7 +295,7 @@ class _Loading:
             optimizers.part_steps(self._optimizer)
         if self._scheduler is not None and "opt_param_scheduler" in self._state:
             if hasattr(self._scheduler, "num_steps"):
-                self._scheduler.num_steps = 0  # Megatron's adds the number saved to this
+                self._scheduler.num_steps = 0  # Megatron's method adds the saved number to this
             self._scheduler.load_state_dict(self._state["opt_param_scheduler"])
         states = self._state.get(OWN_RNG) or self._state.get(RNG)
         load_rng = self._how.load_rng and os.path.basename(self.path) != iterations.RELEASE
@@ -301,7 +305,7 @@ class _Loading:
             set_rng_state(states[own if own < len(states) else 0])
         elif load_rng:
             log.warning(
-                "random number generators are unchanged: %r has no state for this rank, since it "
-                "was saved without it or with another parallelism",
+                "random number generators are unchanged, because %r has no random state for this "
+                "rank: it was saved without random state or with other parallel sizes",
                 self.path,
             )

@@ -1,8 +1,8 @@
 """Additions to Megatron's own loads by install(): damaged iterations are skipped, and optimizers'
-buckets are loaded onto other parallel sizes.
+buckets are loaded when parallel sizes have changed.
 
-Responsible for choosing the iteration, the same on all ranks. Megatron's functions read it, print,
-and give model and optimizer what they have read.
+Responsible for choosing the same iteration on all ranks. Megatron's functions read it, print
+messages, and load the state into the model and optimizer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SAME = (*_SIZES, "world_size", "data_parallel_size", "no_save_optim", "no_save_
 
 
 class _Look(NamedTuple):
-    """The parts of an iteration that are read before anything is loaded."""
+    """The parts of an iteration that are read before any state is loaded."""
 
     path: str
     metadata: Metadata
@@ -49,10 +49,10 @@ class _Look(NamedTuple):
 
 
 def agreed(label: str, act: Callable[[], Any], timeout_s: float) -> Any:
-    """Calls a function on all ranks; if it meets damage on one of them, all raise it.
+    """Calls a function on all ranks; if it finds damage on one rank, all ranks raise the error.
 
     Raises:
-        CorruptCheckpoint: a rank met damage. PeerFailed: another rank failed otherwise.
+        CorruptCheckpoint: a rank found damage. PeerFailed: another rank failed for another reason.
     """
     agreement = together(group_of_job()).coordinator.begin(label, timeout_s, "nothing was loaded")
     with agreement.failing():
@@ -74,8 +74,8 @@ def agreed(label: str, act: Callable[[], Any], timeout_s: float) -> Any:
 
 
 class AgreeingLoadStrategy(LoadStrategy):
-    """A LoadStrategy that all ranks call: damage that one of them meets is met by all, before any
-    begins a collective that follows.
+    """A LoadStrategy for all ranks: if one rank finds damage, all ranks raise the error before any
+    of them begins the next collective.
     """
 
     def __init__(self, *, weights_only: bool = True, timeout_s: float = 600.0) -> None:
@@ -96,12 +96,12 @@ def _is_map(key: str) -> bool:
 
 
 class MegatronLoads:
-    """The two functions that take the place of Megatron's `_load_base_checkpoint`, which reads an
-    iteration, and `generate_state_dict`, which says what is saved or loaded. Both call Megatron's.
+    """Replacements for Megatron's `_load_base_checkpoint`, which reads an iteration, and
+    `generate_state_dict`, which returns the state to save or load. Both call Megatron's function.
 
     Args:
         checkpointing: the module megatron.training.checkpointing, before anything is replaced.
-        weights_only, timeout_s: install()'s.
+        weights_only, timeout_s: like install()'s.
     """
 
     def __init__(self, checkpointing: Any, weights_only: bool, timeout_s: float) -> None:
@@ -111,13 +111,13 @@ class MegatronLoads:
         self._stock_read = checkpointing._load_global_dist_base_checkpoint
         self._weights_only, self._timeout_s = weights_only, timeout_s
         self._damaged: dict[Candidate, str] = {}
-        self._look: _Look | None = None  # of the iteration that the first of two calls has read
-        self._is_other = False  # whether that is not the one which Megatron would read
+        self._look: _Look | None = None  # the iteration that the first call has read
+        self._is_other = False  # whether Megatron would read another one
         self._is_resharded = False
         self._resharded: tuple[Any, list[Any]] | None = None  # the optimizer to load, the model
         self._has_warned = False
 
-    # ---- Which iteration.
+    # ---- The choice of an iteration.
 
     def load_base_checkpoint(
         self,
@@ -128,8 +128,9 @@ class MegatronLoads:
         checkpointing_context: Any = None,
         **others: Any,
     ) -> Any:
-        """Reads the iteration that the tracker names, or the one committed before it if that is
-        damaged. Megatron calls it twice: with `rank0` for the common state, then for everything.
+        """Reads the iteration that the tracker names, or if it is damaged the one committed before
+        it. Megatron calls this twice: with `rank0` for the common state, then for the complete
+        state.
         """
         state = sharded_state_dict
         named = {"checkpointing_context": checkpointing_context, **others}
@@ -155,7 +156,7 @@ class MegatronLoads:
                 self._look = look = chosen
 
     def _read(self, load_dir: Any, args: Any, rank0: bool, state: Any, **named: Any) -> Any:
-        """Calls Megatron's own function, for the iteration that was chosen."""
+        """Calls Megatron's own function for the chosen iteration."""
         if self._look is None or not self._is_other:
             return self._stock_load(load_dir, args, rank0, state, **named)
         root, name = os.path.split(self._look.path)
@@ -166,7 +167,9 @@ class MegatronLoads:
         return self._stock_read(root, args, rank0, state, number, False, **named)
 
     def _chosen(self, load_dir: Any, args: Any) -> _Look | None:
-        """Returns the best iteration that looks whole; None: it is left to Megatron alone."""
+        """Returns the preferred iteration that appears undamaged; None if Megatron alone must
+        load.
+        """
         self._is_other = False
         kind = getattr(args, "non_persistent_ckpt_type", None)
         if load_dir is None or "://" in str(load_dir) or kind not in (None, "global"):
@@ -213,7 +216,7 @@ class MegatronLoads:
         with agreement.failing():
             search = Search(agreement, listed, trial_of)
             found = listed_anew(search.look)
-            # Ranks may read the tracker at different times: what the first one has read counts.
+            # Ranks may read the tracker at different times, so the first rank's value is used.
             if agreement.rank == 0:
                 agreement.put("named", os.fsencode(named))
             named = os.fsdecode(agreement.get("named"))
@@ -221,7 +224,7 @@ class MegatronLoads:
         damaged = self._damaged | search.damaged
         if found is None and damaged:
             told = "; ".join(f"{path}: {what}" for (_, path), what in damaged.items())
-            raise CorruptCheckpoint(f"no checkpoint in {load_dir!r} is whole: {told}")
+            raise CorruptCheckpoint(f"all checkpoints in {load_dir!r} are damaged: {told}")
         self._is_other = found is not None and found.path != named
         return found
 
@@ -230,8 +233,8 @@ class MegatronLoads:
     def generate_state_dict(
         self, args: Any, model: Any, optimizer: Any, *given: Any, **named: Any
     ) -> Any:
-        """Adds to a state that is saved the map of the optimizer's buckets; leaves the optimizer
-        out of what is asked for, if it is to be loaded by that map.
+        """Adds the map of the optimizer's buckets to a state that is saved. Omits the optimizer
+        from a state that is loaded, if the map is used to load the optimizer.
         """
         how = named.get("optim_sd_kwargs") or {}
         is_dist = optimizer is not None and not getattr(optimizer, "is_stub_optimizer", False)
@@ -256,8 +259,9 @@ class MegatronLoads:
         return state
 
     def _presented(self, found: Any, args: Any) -> Any:
-        """Returns the common state as Megatron is to see it: where the sizes have changed, it takes
-        buckets that have a map for state that can be resharded.
+        """Returns the common state for Megatron. If the parallel sizes have changed and the buckets
+        have a map, the state declares the optimizer "fully_reshardable", so that Megatron accepts
+        it.
         """
         if self._look is None or not found[0]:
             return found
@@ -273,8 +277,8 @@ class MegatronLoads:
         return (state, *found[1:])
 
     def _with_buckets(self, found: Any) -> Any:
-        """Loads the optimizer by the map, if it was left out of what Megatron has read, and keeps
-        Megatron from loading it again.
+        """Loads the optimizer with the map if Megatron has not read it, and keeps Megatron from
+        loading it again.
         """
         if self._resharded is None or self._look is None:
             return found
@@ -298,7 +302,7 @@ class MegatronLoads:
 
 
 def _named(roots: Sequence[str], asked: int | None) -> str:
-    """Returns the directory that Megatron would read; "" if there is none that it knows of."""
+    """Returns the directory that Megatron would read; "" if the trackers name none."""
     root, *others = roots
     number = iterations.tracked(root) if asked is None else asked
     for other in others:
@@ -311,7 +315,7 @@ def _named(roots: Sequence[str], asked: int | None) -> str:
 
 
 def _is_left_to_megatron(path: str) -> bool:
-    """Whether a directory holds a release, or a checkpoint in another format than torch_dist."""
+    """Whether a directory holds a release, or a checkpoint in a format other than torch_dist."""
     if os.path.basename(path) == iterations.RELEASE or iterations.is_legacy(path):
         return True
     is_config = os.path.isfile(os.path.join(path, iterations.CONFIG))
@@ -319,8 +323,8 @@ def _is_left_to_megatron(path: str) -> bool:
 
 
 def _check_alike(first: _Look, then: _Look) -> None:
-    """Raises CorruptCheckpoint unless Megatron, which has read the common state of one iteration,
-    can go on with another one.
+    """Raises CorruptCheckpoint if Megatron, which has read one iteration's common state, cannot
+    continue with another iteration.
     """
     saved = [look.common.get("args") for look in (first, then)]
     settings = [[getattr(each, name, None) for name in _SAME] for each in saved]
@@ -329,5 +333,5 @@ def _check_alike(first: _Look, then: _Look) -> None:
         number = int(os.path.basename(then.path).rpartition("_")[2])
         raise CorruptCheckpoint(
             f"{first.path!r} is damaged, and {then.path!r} was saved with other parallel sizes "
-            f"or flags: to load it, restart with --ckpt-step {number}"
+            f"or flags: to load the latter, restart with --ckpt-step {number}"
         )

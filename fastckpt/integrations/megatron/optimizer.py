@@ -1,7 +1,8 @@
-"""The state of Megatron's distributed optimizer: saved by bucket, loaded onto any parallelism.
+"""The state of Megatron's distributed optimizer, saved by bucket and loaded onto any parallel
+sizes.
 
-Responsible for the map that is saved with the buckets and says which parameter lies where in them,
-and for loading by it what each rank needs when parallel sizes have changed.
+Responsible for the map that is saved with the buckets, which locates each parameter in them, and
+for loading each rank's part with the map when parallel sizes have changed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ CONTENT, SHARDING = "content_metadata", "distrib_optim_sharding_type"
 
 
 def distributed(optimizer: Any) -> list[tuple[str, DistributedOptimizer]]:
-    """Returns the distributed optimizers in an optimizer, each with its prefix of saved keys."""
+    """Returns the distributed optimizers in an optimizer, each with the prefix of its saved
+    keys.
+    """
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     prefixes = [f"chained_{n}." for n in range(len(chained))] if len(chained) > 1 else [""]
     return [
@@ -51,11 +54,11 @@ def distributed(optimizer: Any) -> list[tuple[str, DistributedOptimizer]]:
 
 
 def saved_maps(optimizer: Any, model_state: ShardedStateDict) -> list[ShardedObject]:
-    """Returns the maps to save beside the buckets, so that they can be resharded; model_state is
-    the model's sharded state dict before its factories are applied.
+    """Returns the maps to save with the buckets, so that the buckets can be resharded. model_state
+    is the model's sharded state dict before its factories are applied.
 
     Raises:
-        IncompatibleCheckpoint: a factory does more to a parameter than cut it.
+        IncompatibleCheckpoint: a factory does more than split a parameter.
     """
     sharded = _sharded_of(model_state)
     return [
@@ -77,9 +80,9 @@ def has_maps(metadata: Metadata) -> bool:
 
 
 def allocate(optimizer: Any) -> None:
-    """Gives torch's Adam, if it has none, state for loading to overwrite.
+    """Allocates the state of torch's Adam, if it has none, for loading to overwrite.
 
-    Megatron does so itself for other optimizers; without Adam's "step" it would fail.
+    Megatron itself does this for other optimizers, but would fail without Adam's "step".
     """
     for _group, each in distributed(optimizer):
         if not HAVE_APEX_OR_TE and not each.optimizer.state:
@@ -87,8 +90,8 @@ def allocate(optimizer: Any) -> None:
 
 
 def part_steps(optimizer: Any) -> None:
-    """Gives each state a "step" of its own: Megatron's load_state_dict puts one tensor into all of
-    them, which torch's Adam would then count up once for each.
+    """Gives each state its own "step" tensor. Megatron's load_state_dict shares one tensor between
+    all states, and torch's Adam would then increment it once for each state.
     """
     for _group, each in distributed(optimizer):
         for state in each.optimizer.state.values():
@@ -100,8 +103,8 @@ def part_steps(optimizer: Any) -> None:
 def steps_known(optimizer: Any) -> Iterator[None]:
     """Makes Megatron's own loading work with torch's Adam in the body.
 
-    Adam's state has a "step", which checkpoints keep in the parameter groups alone. Megatron misses
-    it in fully_reshardable state, and in dp_reshardable state takes the one from before the load.
+    Adam's state has a "step", which checkpoints store only in the parameter groups. Megatron does
+    not find it in fully_reshardable state, and in dp_reshardable state keeps the old "step".
     """
     patched = [each for _group, each in distributed(optimizer) if not HAVE_APEX_OR_TE]
     for each in patched:
@@ -120,7 +123,7 @@ def steps_known(optimizer: Any) -> Iterator[None]:
 
 
 def prepare_load(optimizer: Any) -> None:
-    """Makes the next load of an optimizer by Megatron work with torch's Adam."""
+    """Makes Megatron's next load of an optimizer work with torch's Adam."""
     if HAVE_APEX_OR_TE or not distributed(optimizer):
         return
     allocate(optimizer)
@@ -141,12 +144,13 @@ def load_buckets(
     metadata: Metadata,
     weights_only: bool = True,
 ) -> int:
-    """Loads what this rank needs of dp_reshardable state that was saved with its maps, into the
-    optimizer's tensors (see allocate()). Returns how many bytes of its state were asked for.
+    """Loads this rank's part of dp_reshardable state that was saved with its maps, into the
+    optimizer's tensors (see allocate()). Returns the number of bytes of state that were requested.
 
     Raises:
-        IncompatibleCheckpoint: the checkpoint lacks state of parameters, which are named.
-        CorruptCheckpoint: bytes are not those that were written.
+        IncompatibleCheckpoint: the checkpoint lacks the state of some parameters, which the message
+            names.
+        CorruptCheckpoint: bytes differ from those that were written.
     """
     stored = StoredBuckets(directory, metadata, weights_only)
     sharded = _sharded_of(model_state)
@@ -168,7 +172,7 @@ def load_buckets(
                 if state != "step":
                     copies += [BucketCopy(f"{name}.{state}", tensor, r) for name, r in runs.items()]
                     if sum(r.size for r in runs.values()) < tensor.numel():
-                        tensor.zero_()  # the vocabulary is padded further here
+                        tensor.zero_()  # the vocabulary has more padding than the saved one
     stored.read(copies)
     for each, param, tensors in loads:
         each._set_main_param_and_optimizer_states(param, tensors)
@@ -176,8 +180,8 @@ def load_buckets(
 
 
 def _load_groups(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None:
-    """Gives an optimizer the stored parameter groups; where a kind of group is not stored, it keeps
-    its own, with the stored step.
+    """Loads the stored parameter groups into an optimizer. A group that is not stored is kept, with
+    the stored step.
     """
     groups = state["optimizer"]["param_groups"]
     identities = {identity(values) for values in groups}
@@ -189,7 +193,7 @@ def _load_groups(optimizer: DistributedOptimizer, state: dict[str, Any]) -> None
 
 
 def _own_ranges(optimizer: DistributedOptimizer) -> Iterator[tuple[Any, Any]]:
-    """Yields each parameter of which this rank has a range, and the range."""
+    """Yields each parameter that this rank holds a range of, with the range."""
     for by_dtype in optimizer.gbuf_ranges:
         for buckets in by_dtype.values():
             for bucket in buckets:
@@ -206,7 +210,7 @@ def _sharded_of(model_state: ShardedStateDict) -> dict[Any, Any]:
 def _arrays(
     group: str, optimizer: DistributedOptimizer, sharded: Mapping[Any, Any]
 ) -> dict[str, list[Piece]]:
-    """Returns the pieces in each bucket of a group of ranks, by the name it is saved under."""
+    """Returns the pieces in each bucket of a group of ranks, by the bucket's saved name."""
     arrays: dict[str, list[Piece]] = {}
     for number, buffer in enumerate(optimizer.buffers):
         (dtype,) = optimizer.gbuf_ranges[number]
@@ -222,14 +226,14 @@ def _arrays(
 
 
 def _pieces(param: torch.Tensor, sharded: Mapping[Any, Any]) -> list[Piece]:
-    """Returns the boxes of global tensors that a flat parameter is made of."""
+    """Returns the boxes of global tensors that make up a flat parameter."""
     how = sharded.get(param)
     if how is None:
         raise IncompatibleCheckpoint(
             f"a parameter of shape {tuple(param.shape)} is not in the model's sharded state dict"
         )
-    # A factory is given a tensor without memory: if it only cuts, its parts are views of it, whose
-    # offsets and strides tell which elements they are.
+    # The factory is called with a tensor without memory. If it only splits, its parts are views of
+    # the tensor, whose offsets and strides identify their elements.
     probe = torch.empty(param.shape, dtype=param.dtype, device="meta")
     if isinstance(how, ShardedTensorFactory):
         parts = list(nested_values([how.build_fn(how.key, probe, how.replica_id, None)]))
@@ -240,8 +244,8 @@ def _pieces(param: torch.Tensor, sharded: Mapping[Any, Any]) -> list[Piece]:
         part.data.untyped_storage()._cdata != storage for part in parts
     ):
         raise IncompatibleCheckpoint(
-            f"{how.key!r} is saved by a factory that does more than split it: its optimizer "
-            "state cannot be resharded; save with distrib_optim_sharding_type='fully_reshardable'"
+            f"{how.key!r} is saved by a factory that does more than split it, so its optimizer "
+            "state cannot be resharded: save with distrib_optim_sharding_type='fully_reshardable'"
         )
     return [
         Piece(

@@ -1,6 +1,6 @@
-"""Reads of chosen parts of a DCP directory: boxes of stored chunks, and the bytes of objects.
+"""Reads selected parts of a DCP directory: boxes of stored chunks, and the bytes of objects.
 
-Responsible for asking a reader for exactly these, without a collective.
+Responsible for reading exactly these parts with a Reader, without a collective.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fastckpt import IncompatibleCheckpoint
 from fastckpt.formats.torch_pickle import torch_load
 from fastckpt.integrations import dcp
 
-# Classes that Megatron allows in common.pt; numpy 2 moved the function that makes its arrays. With
-# CUDA graphs, states of random numbers are generators.
+# The classes that Megatron allows in common.pt. numpy 2 moved the function that makes its arrays.
+# If CUDA graphs are used, states of random number generators are stored as generators.
 _ALLOWED: list[Any] = [
     *SAFE_GLOBALS,
     torch.Generator,
@@ -37,7 +37,9 @@ def box_item(
     at: Sequence[int],
     lengths: Sequence[int],
 ) -> ReadItem:
-    """Returns a read of one box, from `at` in a stored chunk of `key` to `to` in `target`."""
+    """Returns a ReadItem for one box, from offset `at` in a stored chunk of `key` to offset `to` in
+    `target`.
+    """
     return ReadItem(
         LoadItemType.TENSOR,
         MetadataIndex(target),
@@ -74,7 +76,7 @@ def read_objects(
 def read(
     directory: str, planner: LoadPlanner, state: dict[str, Any], *, weights_only: bool = True
 ) -> None:
-    """Reads what a planner asks for, as torch.distributed.checkpoint.load does on one rank.
+    """Reads the items of a planner's plan, like torch.distributed.checkpoint.load on one rank.
 
     Raises:
         CorruptCheckpoint: bytes are not those that were written. KeyError: a key is missing.
@@ -93,8 +95,9 @@ def read(
 
 
 def _allowed() -> Any:
-    """Allows in its body the classes that Megatron allows."""
-    # At its end, a context takes away only what it has added: classes others have allowed stay.
+    """Allows the classes that Megatron allows, within the context."""
+    # The context removes only the classes that it added, so classes that others allowed stay
+    # allowed.
     allowed = torch.serialization.get_safe_globals()
     return torch.serialization.safe_globals([each for each in _ALLOWED if each not in allowed])
 

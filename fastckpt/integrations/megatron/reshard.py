@@ -1,7 +1,7 @@
-"""Finding ranges of parameters in stored 1-D arrays: pure arithmetic on boxes.
+"""Finds ranges of parameters in stored 1-D arrays, by arithmetic on boxes alone.
 
-Megatron's distributed optimizer keeps the state of many parameters in 1-D buckets. From the pieces
-that were stored in such arrays and the pieces of a parameter here, this module computes the runs of
+Megatron's distributed optimizer keeps the state of many parameters in 1-D buckets. This module
+compares the stored pieces with the pieces of a parameter on this rank, and computes the runs of
 elements to copy, for any change of tensor, pipeline and data parallel sizes.
 """
 
@@ -20,13 +20,13 @@ Indices = NDArray[np.int64]
 
 
 class Piece(NamedTuple):
-    """A box of a global tensor, as it lies in a 1-D array.
+    """A box of a global tensor that is stored in a 1-D array.
 
     Attributes:
         key: name of the global tensor.
         offset, shape: the box, in elements of the global tensor.
-        start: where the box's first element lies in the array.
-        strides: distance in the array between neighbours along each axis.
+        start: the index of the box's first element in the array.
+        strides: the distance in the array between neighbouring elements along each axis.
     """
 
     key: str
@@ -40,22 +40,26 @@ class Piece(NamedTuple):
         return math.prod(self.shape)
 
     def moved(self, by: int) -> Piece:
-        """Returns the same box, `by` elements further on in the array."""
+        """Returns the same box, moved by `by` elements in the array."""
         return self._replace(start=self.start + by)
 
     @classmethod
     def of(cls, record: Sequence[Any]) -> Piece:
-        """Makes a piece from a record of a file: (key, offset, shape, start, strides)."""
+        """Makes a piece from a stored record: (key, offset, shape, start, strides)."""
         key, offset, shape, start, strides = record
         piece = cls(str(key), tuple(offset), tuple(shape), int(start), tuple(strides))
         if not len(piece.offset) == len(piece.shape) == len(piece.strides):
-            raise ValueError(f"a piece of {key!r} has axes without an offset, a size or a stride")
+            raise ValueError(
+                f"a piece of {key!r} must have an offset, a size and a stride for each axis"
+            )
         return piece
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of elements to copy: run i has length[i] elements, from source[i] on to target[i] on."""
+    """Runs of elements to copy: run i copies length[i] elements from index source[i] to index
+    target[i].
+    """
 
     source: Indices
     target: Indices
@@ -71,8 +75,8 @@ class Runs:
         return int(self.length.sum())
 
     def spans(self) -> list[Runs]:
-        """Groups runs, in order of the source, that have small gaps between them: each group is
-        read at once, with its gaps, into at most five times the memory.
+        """Groups runs that have small gaps between them, in order of the source. Each group is read
+        at once with its gaps, which takes at most five times the memory of its elements.
         """
         if not len(self.length):
             return []
@@ -85,7 +89,9 @@ class Runs:
         ]
 
     def steps(self) -> tuple[int, int] | None:
-        """Returns the (source, target) distances of equal runs, equally far apart; else None."""
+        """Returns the (source, target) distances if the runs have equal lengths and distances; else
+        None.
+        """
         if not len(self.length) or (self.length != self.length[0]).any():
             return None
         differences = [np.unique(np.diff(starts)) for starts in (self.source, self.target)]
@@ -105,7 +111,9 @@ class Runs:
         )
 
     def joined(self) -> Runs:
-        """Returns the same copies in order of the source; neighbours on both sides become one."""
+        """Returns the same copies in order of the source; runs adjacent in both arrays are
+        merged.
+        """
         if not len(self.length):
             return self
         order = np.argsort(self.source, kind="stable")
@@ -118,9 +126,10 @@ class Runs:
 
 
 def common_runs(source: Piece, target: Piece) -> Runs | None:
-    """Returns the copies, from one array to the other, of elements that both boxes have, or None.
+    """Returns the runs that copy the elements common to both boxes from one array to the other, or
+    None.
 
-    Each run is as long as elements lie side by side in both arrays.
+    Each run extends as far as its elements are contiguous in both arrays.
     """
     if source.key != target.key or len(source.shape) != len(target.shape):
         return None
@@ -163,8 +172,8 @@ class Uncovered(ValueError):
 
 
 class Catalog:
-    """The pieces of all stored arrays, by the global tensor they belong to. Of arrays that hold
-    the same box, as replicas do, the first one counts.
+    """The pieces of all stored arrays, by their global tensor. If several arrays hold the same box,
+    like replicas, the first array is used.
     """
 
     def __init__(self, arrays: Mapping[str, Iterable[Piece]]) -> None:
@@ -177,12 +186,12 @@ class Catalog:
     def runs(
         self, pieces: Sequence[Piece], start: int, stop: int, *, partial: bool = False
     ) -> dict[str, Runs]:
-        """Returns, for each stored array, the runs that make up elements start <= i < stop.
+        """Returns, for each stored array, the runs that hold elements start <= i < stop.
 
         Args:
-            pieces: boxes that together are all of a flat parameter.
+            pieces: boxes that together cover a flat parameter.
             start, stop: the range of its elements; targets are counted from `start`.
-            partial: whether elements may be stored nowhere.
+            partial: whether elements may be missing in the stored arrays.
 
         Raises:
             Uncovered: elements are stored nowhere, or more than once.
@@ -208,8 +217,8 @@ def _one(parts: list[Runs]) -> Runs:
 
 
 def split_at(runs: Runs, starts: Indices, sizes: Indices) -> list[tuple[int, int, int, int]]:
-    """Cuts runs, which are in order of the source, where the array's stored fragments end; these
-    ascend without overlap. Returns (fragment, offset in it, target, length) for each copy.
+    """Splits runs, which are in order of the source, at the ends of the array's stored fragments,
+    which ascend without overlap. Returns (fragment, offset in it, target, length) for each copy.
 
     Raises:
         Uncovered: an element lies in no fragment.

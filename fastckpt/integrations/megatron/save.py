@@ -1,6 +1,6 @@
-"""save_checkpoint, shaped like Megatron's own.
+"""save_checkpoint, with the interface of Megatron's own function.
 
-Responsible for what a checkpoint holds.
+Responsible for the contents of a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ from fastckpt.integrations.megatron.saves import Saves
 from fastckpt.integrations.megatron.strategies import Afterwards, SaveStrategy, serialized
 from fastckpt.saving.handle import InnerHandle, SaveHandle
 
-# ---- The state of a training run beside the optimizer's: model chunks, random number generators.
-# Responsible for the names under which Megatron saves them.
+# ---- The state of a training run except the optimizer's: model chunks, random number generators.
+# Responsible for the names that Megatron saves them under.
 
-_MODELOPT = "_modelopt_state"  # an attribute of a model that ModelOpt has changed
+_MODELOPT = "_modelopt_state"  # an attribute of models that ModelOpt has changed
 RNG, OWN_RNG = "rng_state", "fastckpt.rng_state"
 
 
 def content_metadata(sharding_type: str, mem_efficient: bool = False) -> dict[str, Any]:
-    """Returns how Megatron is to shard what it saves; the checkpoint keeps this but the group."""
+    """Returns Megatron's sharding settings for a save; the checkpoint stores them without the
+    group.
+    """
     of_type: dict[str, Any] = {}
     if sharding_type == "fully_reshardable":
         of_type["distrib_optim_fully_reshardable_mem_efficient"] = mem_efficient
@@ -52,17 +54,21 @@ def chunks(model: Any) -> list[Any]:
 
 
 def is_by_modelopt(models: Sequence[Any]) -> bool:
-    """Whether NVIDIA ModelOpt has changed a model, such as by quantizing it: it marks that."""
+    """Whether NVIDIA ModelOpt has changed a model, such as by quantizing it; ModelOpt marks the
+    model.
+    """
     return any(hasattr(part, _MODELOPT) for model in models for part in model.modules())
 
 
 def refuse_modelopt(models: Sequence[Any]) -> None:
-    """Raises NotImplementedError for models that have more state than what is saved of them."""
+    """Raises NotImplementedError for models that ModelOpt has changed, whose extra state is not
+    saved.
+    """
     if is_by_modelopt(models):
         raise NotImplementedError(
             "NVIDIA ModelOpt changed the model, but this save_checkpoint does not save "
-            "ModelOpt's state, and the weights cannot be loaded correctly without it; use "
-            "Megatron's save_checkpoint, also under install()"
+            "ModelOpt's state, and the weights cannot be loaded correctly without it: use "
+            "Megatron's save_checkpoint, which also works after install()"
         )
 
 
@@ -77,7 +83,7 @@ def model_state(models: Sequence[Any], metadata: dict[str, Any]) -> dict[str, An
 
 
 def rng_objects(states: list[Any] | None) -> list[ShardedObject]:
-    """Returns Megatron's rng_state, of each model parallel rank, and fastckpt's, of each rank."""
+    """Returns Megatron's rng_state for each model parallel rank, and fastckpt's for each rank."""
     ps = parallel_state
     pp, tp = ps.get_pipeline_model_parallel_world_size(), ps.get_tensor_model_parallel_world_size()
     at = (ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank())
@@ -100,8 +106,8 @@ def rng_state() -> dict[str, Any]:
 
 
 def _rng_states(args: Any) -> list[Any]:
-    """Returns the states that stock Megatron looks for: of all data parallel ranks, if those began
-    with random numbers of their own, else of this one.
+    """Returns the states that stock Megatron expects: those of all data parallel ranks, if these
+    were initialized with different random numbers; otherwise this rank's.
     """
     states: list[Any] = [rng_state()]
     ranks = parallel_state.get_data_parallel_world_size()
@@ -143,49 +149,54 @@ def save_checkpoint(
     keep_every: int | None = None,
     options: SaveOptions = SaveOptions(),
 ) -> SaveHandle:
-    """Begins to save an iteration, and returns when the model may change. All ranks call it.
+    """Begins to save an iteration, and returns when the model may change. All ranks must call it.
 
     The checkpoint is `<save>/iter_0001000` in Megatron's torch_dist format, which stock Megatron
     loads. It is written and committed in the background; then the tracker
-    `latest_checkpointed_iteration.txt` is moved, and old iterations are removed.
+    `latest_checkpointed_iteration.txt` is updated, and old iterations are removed.
 
-    Ranks talk over the job's store. Collectives run only in the first save of `saves` to a
+    Ranks communicate over the job's store. Collectives run only in the first save of `saves` to a
     directory, where Megatron checks that the ranks' shards fit together, and in "fully_reshardable"
-    saves, which gather.
+    saves, which gather state.
 
     Args:
-        iteration: its number, 0 or more.
-        model: a GPTModel or the like, wrapped or not, or the list of a stage's model chunks.
+        iteration: the iteration's number, 0 or more.
+        model: a model such as GPTModel, wrapped or not, or the list of a stage's model chunks.
         optimizer, opt_param_scheduler: Megatron's; None: not saved.
-        num_floating_point_operations_so_far: kept for load_checkpoint to return.
-        save: the run's directory, the same on all ranks; made if it is missing.
-        saves: the Saves of the run, the same object each time. None: a new one, so that Megatron
-            checks the shards, and result() is to be waited for before the next save.
-        non_persistent_ckpt: save to `<save>/non_persistent` instead, where only the last is kept.
-        preprocess_common_state_dict_fn: as Megatron's: makes of the common state what the first
-            save compares among ranks.
-        args: Megatron's arguments, which stock Megatron's load wants; None: not saved. With its
-            data_parallel_random_init, the ranks' random states are gathered, as by Megatron.
-        save_rng: whether random number generators are saved: Python's, numpy's, torch's, the GPU's.
+        num_floating_point_operations_so_far: a number that load_checkpoint will return.
+        save: the run's directory, the same on all ranks; created if it is missing.
+        saves: the run's Saves, the same object each time. None: a new object, so that Megatron
+            checks the shards in each save; then wait for result() before the next save.
+        non_persistent_ckpt: save to `<save>/non_persistent` instead, where only the last iteration
+            is kept.
+        preprocess_common_state_dict_fn: like Megatron's: transforms the common state before the
+            first save compares it between ranks.
+        args: Megatron's arguments, which stock Megatron's load requires; None: not saved. If
+            args.data_parallel_random_init is set, the ranks' random states are gathered, like by
+            Megatron.
+        save_rng: whether the states of random number generators are saved: Python's, numpy's,
+            torch's and the GPU's.
         distrib_optim_sharding_type: "dp_reshardable" saves the distributed optimizer's buckets
-            without communication, and a map with which load_checkpoint, but not stock Megatron,
-            loads them on other tensor and pipeline parallel sizes. "fully_reshardable" gathers the
-            state first, so that stock Megatron can do so too.
-        distrib_optim_fully_reshardable_mem_efficient: as Megatron's flag: gather over gloo, on one
-            rank alone.
-        keep_last: how many iterations are kept, at least 1, with room for one more; None: all.
-        keep_every: with keep_last, multiples of this are kept too.
-        options: the fence, what becomes of errors, and how files are written (see SaveOptions). An
+            without communication, with a map for load_checkpoint to load them onto other tensor and
+            pipeline parallel sizes, which stock Megatron cannot do. "fully_reshardable" gathers the
+            state first; then stock Megatron can also load it onto other sizes.
+        distrib_optim_fully_reshardable_mem_efficient: like Megatron's flag: gather with gloo, on
+            one rank only.
+        keep_last: the number of iterations to keep, at least 1 (one more needs space during a
+            save); None: all.
+        keep_every: with keep_last, iterations that are multiples of this number are also kept.
+        options: the fence, how errors are handled, and how files are written (see SaveOptions). An
             earlier save's failure is raised on all ranks.
 
     Returns:
-        A SaveHandle; result() returns when the iteration is committed and the tracker moved.
+        A SaveHandle; its result() returns when the iteration is committed and the tracker updated.
 
     Raises:
         ValueError: an argument is unknown or out of range.
-        NotImplementedError: NVIDIA ModelOpt has changed the model; its state would be lost.
+        NotImplementedError: NVIDIA ModelOpt has changed the model, and ModelOpt's state would be
+            lost.
         CheckpointError: with on_error="raise", an earlier save failed.
-        megatron's CheckpointingException: at the first save, the ranks' shards do not fit together.
+        megatron's CheckpointingException: in the first save, the ranks' shards do not fit together.
     """
     if distrib_optim_sharding_type not in LAYOUTS:
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The planner that divides a save among the ranks of a job, for torch's DCP.
+"""The DCP planner that divides a save among the ranks of a job.
 
-Responsible for each element being written once, by a rank that holds it: tensors that data parallel
-replicas hold alike are cut into bands of rows, one for each of them, so that all write as many
+Responsible for writing each element once, by a rank that holds it. A tensor that data parallel
+replicas hold is split into bands of rows, one per replica, so that all write the same number of
 bytes.
 """
 
@@ -35,26 +35,27 @@ from torch.distributed.checkpoint.planner import (
 from fastckpt import IncompatibleCheckpoint
 from fastckpt.directories.dcp_metadata import check_cover
 
-# A smaller shard is written whole: cutting it gains less than another item costs.
+# Smaller shards are not split, because splitting gains less than another item costs.
 CUT_BYTES_MIN = 1 << 20
-# The states of a parameter are written in turns: the bytes of one in a turn, which are more where a
-# rank would have more turns than this.
+# The states of a parameter are written in turns: the bytes of each state per turn, which are more
+# if a rank would have more than TURNS_MAX turns.
 TURN_BYTES_MIN, TURNS_MAX = 512 << 10, 256
 
-# The part of a checkpoint that a rank holds, in the order in which it is best written: shards by
-# key and offset, and the bytes of objects by unique key.
+# The part of a checkpoint that a rank holds, in the preferred order of writing: shards by key and
+# offset, and the bytes of objects by unique key.
 Holdings = Mapping[Any, "ShardedTensor | io.BytesIO"]
 
 
 def may_write(replica_id: int | tuple[int, ...]) -> bool:
-    """Whether a replica surely holds the bytes of the main one, which Megatron would save: only its
-    last coordinate, the data parallel one, differs. Replicas of other kinds are equal in theory.
+    """Whether a replica certainly has the same bytes as the main replica, which Megatron would
+    save. This holds if only its last coordinate, the data parallel one, differs; other replicas may
+    differ in practice.
     """
     return isinstance(replica_id, int) or all(number == 0 for number in replica_id[:-1])
 
 
 class DividingSavePlanner(SavePlanner):
-    """Plans a save of Holdings; every rank offers all that it may write."""
+    """Plans a save of Holdings; every rank offers all items that it may write."""
 
     def set_up_planner(
         self,
@@ -94,10 +95,10 @@ class DividingSavePlanner(SavePlanner):
 
 
 def divide(offers: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Decides who writes what each rank offers to write; returns their plans, and the metadata.
+    """Assigns the offered items to ranks; returns the ranks' plans and the metadata.
 
     Raises:
-        IncompatibleCheckpoint: shards overlap or leave holes, or ranks offer one tensor in
+        IncompatibleCheckpoint: shards overlap or leave gaps, or ranks offer one tensor with
             different shapes or dtypes.
     """
     holders: dict[MetadataIndex, list[int]] = {}
@@ -107,8 +108,8 @@ def divide(offers: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
             holders.setdefault(item.index, []).append(rank)
             offered.setdefault(item.index, item)
     loads = [0] * len(offers)
-    # The largest are assigned first, so that small ones even out the loads. They are written in the
-    # order of the offer, since what lies side by side in memory will be wanted together.
+    # The largest items are assigned first, so that small items even out the loads. Items are
+    # written in the order of the offer, because items adjacent in memory will be read together.
     places = [{item.index: at for at, item in enumerate(plan.items)} for plan in offers]
     parts: list[list[tuple[int, WriteItem]]] = [[] for _ in offers]
     for index in sorted(offered, key=lambda index: -_nbytes(offered[index])):
@@ -147,7 +148,9 @@ def _item(shard: ShardedTensor) -> WriteItem:
 def _assigned(
     item: WriteItem, ranks: list[int], loads: list[int]
 ) -> Iterator[tuple[int, WriteItem]]:
-    """Yields (rank, part): a band of rows for each rank, or the whole item for the least loaded."""
+    """Yields (rank, part): a band of rows for each rank, or the whole item for the least loaded
+    rank.
+    """
     if item.tensor_data is None or _nbytes(item) < CUT_BYTES_MIN:
         yield min(ranks, key=lambda rank: loads[rank]), item
         return
@@ -162,8 +165,9 @@ def _assigned(
 
 
 def _in_turns(items: list[WriteItem]) -> Iterator[WriteItem]:
-    """Yields items in the order they are written in. Of 1-D ones that are alike, as the states of a
-    parameter in a bucket are, a band of each comes in turn: who reads a range reads it of all.
+    """Yields items in the order of writing. 1-D items of the same chunk, such as a parameter's
+    states in a bucket, are interleaved in bands, because a reader of a range reads it from all of
+    them.
     """
     band_bytes = max(TURN_BYTES_MIN, sum(map(_nbytes, items)) // TURNS_MAX)
     for place, alike in itertools.groupby(items, _flat_place):
@@ -179,7 +183,7 @@ def _in_turns(items: list[WriteItem]) -> Iterator[WriteItem]:
 
 
 def _flat_place(item: WriteItem) -> Any:
-    """Returns where in its tensor a 1-D item lies; None for other items."""
+    """Returns a 1-D item's chunk in its tensor; None for other items."""
     data = item.tensor_data
     return data.chunk if data is not None and len(data.chunk.sizes) == 1 else None
 
@@ -201,7 +205,7 @@ def _band(item: WriteItem, axis: int, begin: int, end: int) -> WriteItem:
 def _noted(
     item: WriteItem, described: dict[str, TensorStorageMetadata | BytesStorageMetadata]
 ) -> WriteItem:
-    """Adds an item to the metadata; returns it with its place there."""
+    """Adds an item to the metadata; returns the item with its index there."""
     key, data = item.index.fqn, item.tensor_data
     if data is None:
         if key in described:
@@ -230,8 +234,8 @@ def _nbytes(item: WriteItem) -> int:
 
 
 def _part(shards: list[ShardedTensor], chunk: ChunkStorageMetadata) -> torch.Tensor:
-    """Returns the elements of a chunk, from the shard that has them all."""
-    for shard in shards:  # of a bucket there are many, each of which holds few of its chunks
+    """Returns the elements of a chunk, from the shard that contains it."""
+    for shard in shards:  # a bucket has many shards with few chunks each
         shape = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
         begins = [at - base for at, base in zip(chunk.offsets, shard.global_offset, strict=True)]
         if all(

@@ -1,6 +1,6 @@
-"""The saves of a run, and what becomes of an iteration after its commit: tracker and retention.
+"""The saves of a run, and the work after a commit: the tracker and retention.
 
-Responsible for what has been begun, and for waiting.
+Responsible for keeping track of the run's saves and for waiting for them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from fastckpt.saving.lease import give_up
 
 
 class Saves:
-    """The saves of a run; each save_checkpoint() of the run is given the same object.
+    """The saves of a run; pass the same object to each save_checkpoint() of the run.
 
-    Those to one directory commit in the order of their calls. Leaving it as a context waits for
-    them; after an exception, without raising their errors.
+    Saves to one directory commit in the order of their calls. Used as a context manager, it waits
+    for the saves at the end; after an exception in the body it does not raise their errors.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class Saves:
         process group is destroyed.
 
         Raises:
-            CheckpointError: a save failed with on_error="raise", and nobody asked for why.
+            CheckpointError: with on_error="raise", a save failed and its error was not raised yet.
         """
         self._wait()
         self._saves.raise_first()
@@ -65,7 +65,7 @@ class Saves:
         retention: Retention,
         save: Callable[[Afterwards], InnerHandle],
     ) -> InnerHandle:
-        """Begins a save: `save` is given what is to be done after its commit."""
+        """Begins a save with `save`, whose argument is the work after the commit."""
         run = self._runs.setdefault(root, _Run(root))
         retain = partial(run.retain, iteration, retention)
         handle = save(Afterwards(root, partial(run.committed, iteration), retain))
@@ -74,20 +74,20 @@ class Saves:
 
 
 class _Run:
-    """The iterations under one directory, as the first rank moves its tracker. Saves commit there
-    in order, but one may still be removing old iterations when the next one commits.
+    """The tracker and retention of one directory, on the first rank. Saves commit there in order,
+    but one save may still be removing old iterations when the next one commits.
     """
 
     def __init__(self, root: str) -> None:
         self._root = root
-        self._named: int | None = None  # by the tracker, durably
+        self._named: int | None = None  # the iteration that the tracker durably names
 
     def committed(self, iteration: int) -> None:
-        """Moves the tracker.
+        """Updates the tracker.
 
         Raises:
-            StorageError: a restart may begin with the iteration that the tracker named before. It
-                is `visible`, since this one is committed.
+            StorageError: a restart may load the iteration that the tracker named before. The error
+                is `visible`, because this iteration is committed.
         """
         self._named = None
         try:
@@ -100,8 +100,9 @@ class _Run:
         self._named = iteration
 
     def retain(self, iteration: int, retention: Retention) -> None:
-        """Removes old iterations, when the result of a save that has committed was told: unless the
-        tracker may name another one after a crash, or the save of that has still to do so.
+        """Removes old iterations, after a committed save has reported its result. Removes nothing
+        if the tracker may name another iteration after a crash, or if the retention of a later save
+        follows.
         """
         if self._named != iteration:
             return

@@ -1,6 +1,6 @@
-"""Stored buckets of Megatron's distributed optimizer, and the objects saved beside them.
+"""The stored buckets of Megatron's distributed optimizer, and the objects saved with them.
 
-Responsible for reading ranges of them, in few reads.
+Responsible for reading ranges of buckets with few reads.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fastckpt.integrations.megatron.reshard import Indices, Piece, Runs, Uncover
 from fastckpt.integrations.megatron.strategies import object_keys
 
 MAP, ONE_OF_ONE = "fastckpt_map", "/shard_0_1"
-GROUPS_APART = "optimizer.distributed."  # what comes before it tells chained optimizers apart
+GROUPS_APART = "optimizer.distributed."  # the part before it identifies a chained optimizer
 
 
 @dataclass(frozen=True)
 class BucketCopy:
-    """A copy of runs of a stored array to a 1-D tensor."""
+    """A copy of runs from a stored array to a 1-D tensor."""
 
     array: str
     tensor: torch.Tensor
@@ -42,19 +42,20 @@ class StoredBuckets:
     """The buckets of a checkpoint.
 
     Attributes:
-        groups: prefixes, as distributed() returns them, of ranks that saved buckets with a map.
+        groups: the prefixes (see distributed()) of groups of ranks that saved buckets with a map.
     """
 
     def __init__(self, directory: str, metadata: Metadata, weights_only: bool = True) -> None:
         self._directory, self._metadata = directory, metadata
         self._weights_only = weights_only
-        self._objects: dict[str, Any] = {}  # what was read of groups
+        self._objects: dict[str, Any] = {}  # the objects read so far, by group
         ending = f".{MAP}{ONE_OF_ONE}"
         keys = object_keys(metadata)
         self.groups = sorted(key.removesuffix(ending) for key in keys if key.endswith(ending))
 
     def arrays(self, own: str, expected: dict[str, list[Piece]]) -> dict[str, list[Piece]]:
-        """Returns the pieces that are stored in each array, by its name without the state's.
+        """Returns the pieces that are stored in each array, by the array's name without the state's
+        name.
 
         Args:
             own: the group whose arrays come first.
@@ -72,7 +73,9 @@ class StoredBuckets:
         return pieces
 
     def load_state(self, groups: list[str]) -> dict[str, Any]:
-        """Returns parameter groups and gradient scaler of groups of ranks, for load_state_dict."""
+        """Returns the parameter groups and gradient scaler of groups of ranks, for
+        load_state_dict.
+        """
         self._fetch(groups)
         state_of: dict[tuple[Any, ...], Any] = {}
         for group in groups:
@@ -97,7 +100,7 @@ class StoredBuckets:
             chunks, starts, sizes = chunks_in_order(tensor)
             for span in copy.runs.spans():
                 one, tensor_of = span, copy.tensor
-                if len(span.length) > 1:  # one read, then small copies in memory
+                if len(span.length) > 1:  # one read, then copies in memory
                     base = int(span.source[0])
                     one = Runs.one(base, 0, int(span.source[-1] + span.length[-1]) - base)
                     tensor_of = torch.empty(
@@ -127,7 +130,7 @@ class StoredBuckets:
             raise IncompatibleCheckpoint(f"{group!r} has no map of buckets: {error}") from error
 
     def _fetch(self, groups: list[str]) -> None:
-        """Reads the objects of groups, all at once, since they are small and lie together."""
+        """Reads the objects of all groups at once, because they are small and stored together."""
         names = self._metadata.state_dict_metadata
         wanted = {
             f"{group}.{name}": f"{group}.{name}{ONE_OF_ONE}"
@@ -149,14 +152,14 @@ def chunks_in_order(tensor: Any) -> tuple[list[Any], Indices, Indices]:
 
 
 def identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns the values by which Megatron tells parameter groups apart."""
+    """Returns the values that identify a parameter group in Megatron."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys)
 
 
 def _scatter(content: torch.Tensor, runs: Runs, tensor: torch.Tensor) -> None:
-    """Copies the runs of a span that was read to where they belong."""
+    """Copies runs from a span that was read to their targets."""
     base = int(runs.source[0])
-    # Usually all but the first and the last, which may be shorter, are rows of one matrix.
+    # Usually all runs but the first and last, which may be shorter, are rows of a matrix.
     rows = Runs(runs.source[1:-1], runs.target[1:-1], runs.length[1:-1])
     steps = rows.steps()
     if steps is None:

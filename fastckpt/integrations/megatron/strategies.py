@@ -1,8 +1,8 @@
 """Megatron's save and load strategies for the torch_dist format, on fastckpt's engine.
 
-Responsible for the translation: a sharded state dict to what ranks hold, a save in flight to an
-AsyncRequest, and stored shards back to tensors and objects. The directory is what stock Megatron
-writes and reads.
+Responsible for translating a sharded state dict to the ranks' items, a save in flight to an
+AsyncRequest, and stored shards back to tensors and objects. Stock Megatron can read the directory,
+and the LoadStrategy reads stock Megatron's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fastckpt.storage import atomic
 from fastckpt.storage.file_system import Storage, reported
 
 BACKEND, VERSION = "torch_dist", 1
-_COMMON_KEY = "common_state/shard_0_1"  # what was common.pt before Megatron 0.19
+_COMMON_KEY = "common_state/shard_0_1"  # replaces common.pt since Megatron 0.19
 _CONFIG = {
     "sharded_backend": BACKEND,
     "sharded_backend_version": VERSION,
@@ -56,12 +56,12 @@ _CONFIG = {
 
 
 class Afterwards(NamedTuple):
-    """The acts after the commit of a save, on the first rank.
+    """The work after the commit of a save, on the first rank.
 
     Attributes:
-        queue: saves of one queue commit in the order of their beginning.
-        committed: called before the result is told; its errors are `visible`.
-        retain: removes what is old, after that.
+        queue: the queue's name; saves of one queue commit in the order in which they began.
+        committed: called after the commit, before the result is reported; its errors are `visible`.
+        retain: called after that; removes old iterations.
     """
 
     queue: str
@@ -70,16 +70,15 @@ class Afterwards(NamedTuple):
 
 
 class Writer(dcp.Writer):
-    """Adds, before the commit, the files that make a DCP directory one of Megatron's. A checkpoint
-    that is there already is replaced as a whole, with them.
+    """A DCP Writer that adds Megatron's files to the directory before the commit. An existing
+    checkpoint and its files are replaced atomically.
 
     Args:
-        common: bytes of common.pt. None: Megatron has written it, or has an object in its place.
-            Their checksum in `.metadata` tells when the two are of different saves.
-        is_common_new: whether Megatron has written common.pt, and so has broken a checkpoint that
-            was there.
-        afterwards: what is to be done after the commit.
-        options: as dcp.Writer's.
+        common: the bytes of common.pt. None: Megatron has written the file, or stores an object
+            instead. The file's checksum in `.metadata` shows if the two are from different saves.
+        is_common_new: whether Megatron has written common.pt, which breaks an existing checkpoint.
+        afterwards: the work after the commit.
+        options: like dcp.Writer's.
     """
 
     def __init__(
@@ -106,13 +105,13 @@ class Writer(dcp.Writer):
         )
 
     def commit(self, storage: Storage, metadata: Metadata, results: Any, directory: str) -> Any:
-        """Commits, on the first rank in the background, when all data is durable."""
+        """Commits the checkpoint, on the first rank in the background, when all data is durable."""
         written, common = os.path.join(self.path, COMMON), self._common
         if _COMMON_KEY in metadata.state_dict_metadata:
             with reported("remove", directory), contextlib.suppress(FileNotFoundError):
-                storage.remove(os.path.join(directory, COMMON))  # would be taken for this save's
+                storage.remove(os.path.join(directory, COMMON))  # from another save
         elif common is None:
-            # It is missing if the caller of a strategy saves no common state.
+            # The file is missing if the caller of the strategy saves no common state.
             with reported("read", written), contextlib.suppress(FileNotFoundError):
                 common = storage.read_file(written, sys.maxsize)
         if common is not None:
@@ -126,21 +125,21 @@ class Writer(dcp.Writer):
             self._afterwards.committed()
 
     def _write(self, storage: Storage, path: str, content: bytes) -> None:
-        """Writes a file that counts only once `.metadata`, which comes last, is written."""
+        """Writes a file, which takes effect only when `.metadata` is written at the end."""
         replaced = atomic.replace_file(storage, path, content, self.options.durable, commits=False)
         if replaced is not None:
             atomic.close_quietly(storage, replaced)
 
 
 class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Saves for megatron.core.dist_checkpointing.save.
+    """The save strategy for megatron.core.dist_checkpointing.save.
 
-    The save begins in async_save() and commits in the background, whether or not the request is
-    ever finalized; finalizing waits for the commit. No process is started, and the training thread
-    runs no collective. Data parallel replicas each write a part of what they all hold.
+    The save begins in async_save() and commits in the background, even if the request is never
+    finalized; finalizing waits for the commit. No process is started, and the training thread runs
+    no collective. Each data parallel replica writes a part of the state that all replicas hold.
 
     Args:
-        options: the fence, what becomes of errors, and how files are written (see SaveOptions).
+        options: the fence, how errors are handled, and how files are written (see SaveOptions).
     """
 
     def __init__(self, *, options: SaveOptions = SaveOptions()) -> None:
@@ -157,7 +156,7 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         checkpoint_dir: str | Path,
         async_strategy: str = "mcore",
     ) -> Any:
-        """Begins the save; returns a request that the queue of `async_strategy` takes."""
+        """Begins the save; returns a request for the queue of `async_strategy`."""
         handle = self.begin(sharded_state_dict, os.fspath(checkpoint_dir))
         return _request_class(async_strategy)(None, (), [Awaited(handle)], {})
 
@@ -172,8 +171,8 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
         common: bytes | None = None,
         afterwards: Afterwards | None = None,
     ) -> InnerHandle:
-        """Begins to save a state dict without its common state and with its factories applied;
-        `common` and `afterwards` are Writer's.
+        """Begins to save a state dict, without its common state and with its factories applied.
+        `common` and `afterwards` are passed to Writer.
         """
         holders_of = dict(holdings(nested_values(sharded_state_dict)))
         is_common_new = (
@@ -190,16 +189,17 @@ class SaveStrategy(stock.TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
-    """Loads for megatron.core.dist_checkpointing.load, what fastckpt or stock Megatron has saved.
+    """The load strategy for megatron.core.dist_checkpointing.load, for checkpoints of fastckpt or
+    stock Megatron.
 
-    Reads are ranged and verified, and run no collective.
+    It reads only the needed ranges, verifies them, and runs no collective.
 
     Args:
-        weights_only: whether sharded objects are loaded as by torch.load(weights_only=True), with
-            the classes allowed that Megatron allows for common.pt. False runs code from the file,
-            as Megatron's own strategy does.
-        apart: whether a key is read by other means, and Megatron, which may be strict about keys
-            that were not asked for, is not to be told of it.
+        weights_only: whether sharded objects are loaded like by torch.load(weights_only=True),
+            allowing also the classes that Megatron allows in common.pt. False runs code from the
+            file, like Megatron's own strategy.
+        apart: a function that returns whether a key is read by other code. Such keys are hidden
+            from Megatron, which may refuse a checkpoint with keys that are not requested.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         self._apart = apart
-        self.stream_ckpt_dequant = False  # Megatron is to dequantize targets before it calls load()
+        self.stream_ckpt_dequant = False  # makes Megatron dequantize targets before it calls load()
         self._weights_only = weights_only
 
     def load(
@@ -216,11 +216,13 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
         checkpoint_dir: str | Path,
         async_strategy: str = "mcore",
     ) -> Any:
-        """Reads into the tensors of a state dict, or new ones; returns them in its structure.
+        """Reads into the tensors of a state dict, or into new tensors; returns them in its
+        structure.
 
         Raises:
             CorruptCheckpoint: bytes are not those that were written.
-            KeyError, CheckpointingException: the checkpoint lacks what the state dict asks for.
+            KeyError, CheckpointingException: the checkpoint lacks state that the state dict
+                requests.
             IncompatibleCheckpoint: an object needs weights_only=False.
         """
         tensors = [v for v in nested_values(sharded_state_dict) if isinstance(v, ShardedTensor)]
@@ -260,7 +262,7 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
 
 
 class _Planner(stock.MCoreLoadPlanner):  # type: ignore[misc]
-    """Megatron's planner, but that it runs no code from files unless asked to."""
+    """Megatron's load planner, which by default runs no code from files."""
 
     def __init__(self, weights_only: bool, **options: Any) -> None:
         super().__init__(flatten_state_dict=False, **options)
@@ -271,11 +273,13 @@ class _Planner(stock.MCoreLoadPlanner):  # type: ignore[misc]
         self.original_state_dict[key] = unpickled(value, key, self._weights_only)
 
     if not stock.HAVE_TE:
-        commit_tensor = DefaultLoadPlanner.commit_tensor  # reads need not arrive one by one
+        commit_tensor = DefaultLoadPlanner.commit_tensor  # the order of reads does not matter
 
 
 def _request_class(async_strategy: str) -> Any:
-    """Returns the AsyncRequest of NVRx's queue, if asked for and installed, or of Megatron's."""
+    """Returns the AsyncRequest class of NVRx's queue, if requested and installed, or of
+    Megatron's.
+    """
     if async_strategy != "nvrx" or not getattr(stock, "HAVE_NVRX", False):
         return AsyncRequest
     return stock.get_async_strategy(async_strategy, "AsyncRequest")[1]
@@ -287,7 +291,7 @@ def holdings(values: Iterable[Any]) -> Holdings:
     objects: dict[str, list[Any]] = {}
     for value in values:
         if isinstance(value, ShardedTensor):
-            if may_write(value.replica_id):  # one tensor may be in a state dict twice
+            if may_write(value.replica_id):  # a tensor may be in a state dict twice
                 holders.setdefault((value.key, tuple(value.global_offset)), value)
         elif is_main_replica(value.replica_id):
             objects.setdefault(value.unique_key, []).append(value.data)
@@ -295,7 +299,7 @@ def holdings(values: Iterable[Any]) -> Holdings:
 
 
 def serialized(value: Any) -> io.BytesIO:
-    """Returns what torch.save writes."""
+    """Returns the bytes that torch.save writes for a value."""
     content = io.BytesIO()
     torch_save(value, content)
     content.seek(0)
@@ -303,12 +307,12 @@ def serialized(value: Any) -> io.BytesIO:
 
 
 def stored_metadata(directory: str | Path) -> Metadata:
-    """Reads `.metadata` of a directory, without running code from it."""
+    """Reads the `.metadata` of a directory, without running code from it."""
     return dcp.Reader(os.fspath(directory)).read_metadata()
 
 
 def object_keys(metadata: Metadata) -> list[str]:
-    """Returns the keys of all objects but the common state."""
+    """Returns the keys of all objects except the common state."""
     return [
         key
         for key, value in metadata.state_dict_metadata.items()
@@ -317,10 +321,10 @@ def object_keys(metadata: Metadata) -> list[str]:
 
 
 def stored_common(directory: str, metadata: Metadata, weights_only: bool = True) -> dict[str, Any]:
-    """Returns the common state: common.pt, or from Megatron 0.19 on an object in its place.
+    """Returns the common state, from common.pt or, since Megatron 0.19, from an object.
 
     Raises:
-        CorruptCheckpoint: it is missing or damaged, or of another save than `.metadata`.
+        CorruptCheckpoint: it is missing or damaged, or from another save than `.metadata`.
         IncompatibleCheckpoint: it needs weights_only=False.
     """
     path = os.path.join(directory, COMMON)

@@ -1,7 +1,7 @@
-"""install(), which makes Megatron's own training loop save and load by fastckpt.
+"""install(), which makes Megatron's own training loop save and load with fastckpt.
 
-Responsible for the names in megatron.training that are put in place. All else, such as flags, the
-tracker, retention, prints, hooks and random numbers, is Megatron's own code.
+Responsible for the names in megatron.training that are replaced. Everything else, such as flags,
+the tracker, retention, prints, hooks and random numbers, is Megatron's own code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger("fastckpt")
 
 _CHECKPOINTING, _ASYNC = "megatron.training.checkpointing", "megatron.training.async_utils"
 _READS = ("_load_base_checkpoint", "_load_global_dist_base_checkpoint", "generate_state_dict")
-# The modules that hold the strategies and the queue: before Megatron 0.17, and since.
+# The names of the strategies and the queue, before and since Megatron 0.17.
 _STRATEGIES = (
     ("get_default_save_sharded_strategy", "get_default_load_sharded_strategy"),
     ("TorchDistSaveShardedStrategy", "TorchDistLoadShardedStrategy"),
@@ -37,23 +37,23 @@ def install(
     options: SaveOptions = SaveOptions(on_error="warn"),
     weights_only: bool = True,
 ) -> None:
-    """Makes Megatron's pretrain() save and load by fastckpt. Call it before pretrain().
+    """Makes Megatron's pretrain() save and load with fastckpt. Call it before pretrain().
 
-    Megatron's flags mean what they mean without it. With `--async-save` saves are written and
-    committed in the background, by no process and without a collective in a training step.
+    Megatron's flags keep their meaning. With `--async-save`, saves are written and committed in the
+    background, without an extra process and without a collective in a training step.
 
     Args:
-        options: the fence, what becomes of errors, and how files are written (see SaveOptions), for
-            asynchronous saves. With on_error="warn", the tracker stays as it was after a failed
-            save, and training goes on; with "raise" the failure ends training, on all ranks, as
-            that of a synchronous save always does. Loads use `timeout_s`.
-        weights_only: whether objects in checkpoints are loaded as by torch.load(weights_only=True),
-            with the classes allowed that Megatron allows. False runs code from the files, as
-            Megatron itself does.
+        options: the fence, how errors are handled, and how files are written (see SaveOptions), for
+            asynchronous saves. With on_error="warn", a failed save leaves the tracker unchanged,
+            and training continues; with "raise", the failure ends training on all ranks. A failed
+            synchronous save always ends training. Loads use `timeout_s`.
+        weights_only: whether objects in checkpoints are loaded like by
+            torch.load(weights_only=True), allowing also the classes that Megatron allows. False
+            runs code from the files, like Megatron itself.
 
     Raises:
-        ImportError: megatron.training cannot be imported or lacks a name that is put in place. The
-            message says which, and nothing was put in place.
+        ImportError: megatron.training cannot be imported or lacks a name that install() replaces.
+            The message gives the name, and nothing was replaced.
     """
     checkpointing, queues = _module(_CHECKPOINTING), _module(_ASYNC)
     strategies = next(
@@ -71,8 +71,8 @@ def install(
         missing.append(f"{_ASYNC}.({' or '.join(_QUEUES)}) or .{_QUEUE}")
     if missing or strategies is None or queue is None:
         raise ImportError(
-            f"fastckpt.integrations.megatron.install() does not fit this Megatron: it has no "
-            f"{' and no '.join(missing)}"
+            f"fastckpt.integrations.megatron.install() does not support this Megatron, which has "
+            f"no {' and no '.join(missing)}"
         )
     timeout_s = check_options(options).timeout_s
     save = partial(_save_strategy, options)
@@ -99,19 +99,21 @@ def _module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"fastckpt.integrations.megatron.install() needs {name}: before 0.17 it is not in the "
-            "megatron-core package but only in Megatron-LM's repository; put that on PYTHONPATH "
+            f"fastckpt.integrations.megatron.install() needs {name}. Before 0.17 the megatron-core "
+            "package lacks this module: add Megatron-LM's repository to PYTHONPATH "
             f"({error})"
         ) from error
 
 
 def _save_strategy(options: SaveOptions, *_given: Any, **_named: Any) -> SaveStrategy:
-    """Stands in for Megatron's class or function, whose arguments are about its own writer."""
+    """Replaces Megatron's class or function, whose arguments only configure its own writer."""
     return SaveStrategy(options=options)
 
 
 def _load_strategy(megatrons: Any, ours: Any, *given: Any, **named: Any) -> Any:
-    """Stands in for Megatron's class, or for its function, which may find another format."""
+    """Replaces Megatron's class, or its function, which may return a strategy for another
+    format.
+    """
     if inspect.isclass(megatrons):
         return ours()
     strategy = megatrons(*given, **named)
@@ -119,13 +121,13 @@ def _load_strategy(megatrons: Any, ours: Any, *given: Any, **named: Any) -> Any:
 
 
 def _queue_names(queues: Any, name: str, options: SaveOptions) -> list[tuple[ModuleType, str, Any]]:
-    """Returns what makes Megatron use our queue: its class, or from 0.17 on the function that finds
-    the class; and in place of a queue that is there already, one of ours.
+    """Returns the replacements that make Megatron use our queue: its class or, since 0.17, the
+    function that returns the class; and our queue instead of an existing one.
     """
     megatrons = getattr(queues, name)
 
     class AsyncCallsQueue(Queue):
-        """Our queue, made as Megatron makes its own."""
+        """Our queue, with the constructor of Megatron's."""
 
         def __init__(
             self, persistent: bool = False, cpu_shm_mode: Any = None, **_others: Any
@@ -158,11 +160,13 @@ def _queue_names(queues: Any, name: str, options: SaveOptions) -> list[tuple[Mod
 
 
 def _no_queue(mp_mode: str = "spawn") -> None:
-    """Stands in for the function that starts a process for what Megatron's writers tell."""
+    """Replaces the function that starts a process for the results of Megatron's writers."""
 
 
 class _Names(dict[str, Any]):
-    """Ours, and Megatron's where another name is asked for, which may lack a package."""
+    """Our names; other names are looked up in Megatron's module, which may need a missing
+    package.
+    """
 
     def __init__(self, ours: dict[str, Any], megatrons: Any) -> None:
         super().__init__(ours)
