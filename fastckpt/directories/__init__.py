@@ -1,1 +1,3 @@
-"""Directories in the formats of others, committed as a whole; it must not know the frameworks."""
+"""Saves of directories in other libraries' formats, committed atomically. It must not know the
+frameworks.
+"""

@@ -1,8 +1,8 @@
-"""The `.metadata` file of torch.distributed.checkpoint: its bytes, read without running any code.
+"""The `.metadata` file of torch.distributed.checkpoint, read without running code from it.
 
-Responsible for the classes that such a pickle may hold, for the one check of what it describes, for
-the checksum behind it, and for finding files that it no longer names. It lies outside of the
-integration because the command line reads the file, too.
+Responsible for the classes that the pickle may contain, for the check of its contents, for the
+checksum after the pickle, and for finding data files that it does not name. The module is outside
+the integration because the command line also reads the file.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from fastckpt.storage.file_system import Storage, reported
 from fastckpt.storage.owners import TOKEN, is_token_of_dead
 
 NAME = METADATA
-# This stands behind the pickle, where readers stop: a version, and the pickle's size and CRC-32.
+# This follows the pickle, after which readers stop: a version, and the pickle's size and CRC-32.
 _END = re.compile(rb"fastckpt metadata (\d{2}) ([0-9a-f]{16}) ([0-9a-f]{8})\Z")
 _END_VERSION = 1
 _END_BYTES = len(f"fastckpt metadata {_END_VERSION:02d} {0:016x} {0:08x}")
@@ -64,16 +64,16 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _PATH_PARTS_MAX = 1000
 _SHOWN_CHARS_MAX = 100
 
-_LARGE_BYTES = 64 << 20  # a file of more is looked at before it is read
-_NBYTES_MAX = 16 << 30  # bounds the memory for a file with holes, which may have any size
+_LARGE_BYTES = 64 << 20  # the end of a larger file is checked before it is read
+_NBYTES_MAX = 16 << 30  # limits the memory for a sparse file, which may have any size
 
-# pickle itself raises these for bytes that are not a pickle, or not all of one.
+# pickle raises these errors for bytes that are not a complete pickle.
 _DAMAGE = (*plain_pickle.DAMAGE, pickle.UnpicklingError, EOFError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
 class _Enumeration:
-    """A callee that returns the member of an enumeration for a number in the pickle."""
+    """A function that returns the member of an enumeration for a number in the pickle."""
 
     kind: type[enum.Enum]
 
@@ -84,7 +84,9 @@ class _Enumeration:
 
 
 def _member(named: Any, name: Any) -> enum.Enum:
-    """Returns a member of an enumeration, which some versions of Python pickle as this call."""
+    """Returns a member of an enumeration; some versions of Python pickle members as a call of
+    getattr.
+    """
     maker = named.make if isinstance(named, Callee) else None
     if isinstance(maker, _Enumeration) and name in maker.kind.__members__:
         return maker.kind[name]
@@ -106,7 +108,9 @@ def _bytearray(*values: Any) -> bytearray:
 
 
 def _of(*kinds: type, make: Callable[..., Any], count: int) -> Callee:
-    """Returns a callee that calls `make` with at most `count` arguments, each of one of `kinds`."""
+    """Returns a Callee that calls `make` with at most `count` arguments, each of a type in
+    `kinds`.
+    """
 
     def checked(*values: Any) -> Any:
         if len(values) > count or any(type(value) not in kinds for value in values):
@@ -141,7 +145,7 @@ _GLOBALS: dict[tuple[str, str], Any] = {
         (planner, "BytesIOWriteData SavePlan TensorWriteData WriteItem"),
     )
     for name in names.split()
-    if hasattr(module, name)  # older torches lack some
+    if hasattr(module, name)  # older versions of torch lack some
 }
 _GLOBALS |= {
     (metadata.__name__, "TensorProperties"): Instance(TensorProperties, _take_properties),
@@ -157,7 +161,7 @@ _GLOBALS |= {
     ("torch", "Size"): Callee(_numbers),
     ("torch", "device"): _of(str, int, make=torch.device, count=2),
     ("torch.serialization", "_get_layout"): _of(str, make=torch.serialization._get_layout, count=1),
-    # Megatron-core's own classes once were torch's with more members.
+    # Older versions of Megatron-core subclass torch's classes.
     (_MEGATRON, "MCoreMetadata"): Instance(Metadata),
     (_MEGATRON, "MCoreSavePlan"): Instance(planner.SavePlan),
 }
@@ -174,22 +178,22 @@ _GLOBALS |= {
 
 def _find(module: str, name: str) -> Any:
     try:
-        # Pickles of protocol 2 call builtins by their name in Python 2.
+        # Pickles of protocol 2 use the Python 2 names of builtins.
         return _GLOBALS["builtins" if module == "__builtin__" else module, name]
     except KeyError:
         raise Refused(f"{module[:_SHOWN_CHARS_MAX]}.{name[:_SHOWN_CHARS_MAX]}") from None
 
 
 def encode(value: Metadata) -> bytes:
-    """Returns the content of a `.metadata` file: torch's pickle, and a checksum behind it."""
+    """Returns the content of a `.metadata` file: torch's pickle and a checksum after it."""
     content = pickle.dumps(value)
     end = f"fastckpt metadata {_END_VERSION:02d} {len(content):016x} {zlib.crc32(content):08x}"
     return content + end.encode()
 
 
 def _check_end(end: bytes, path: str, nbytes: int) -> None:
-    """Raises CorruptCheckpoint unless a `.metadata` file of so many bytes may end like this: with a
-    checksum of what is before it, or as a pickle.
+    """Raises CorruptCheckpoint unless `end` is a valid end of a `.metadata` file of `nbytes` bytes:
+    a checksum of that size, or the end of a pickle.
     """
     match = _END.search(end)
     if match is None and not end.endswith(pickle.STOP):
@@ -199,9 +203,9 @@ def _check_end(end: bytes, path: str, nbytes: int) -> None:
 
 
 def check(content: bytes, path: str) -> bool:
-    """Compares the bytes of a `.metadata` file with the checksum behind them. Returns whether there
-    is one, since others write none; raises CorruptCheckpoint if it is another, and
-    IncompatibleCheckpoint if it is of an unknown version.
+    """Verifies a `.metadata` file with its checksum. Returns False if it has no checksum, because
+    only fastckpt writes one. Raises CorruptCheckpoint if the checksum differs, and
+    IncompatibleCheckpoint if its version is unknown.
     """
     match = _END.search(content[-_END_BYTES:])
     if match is None:
@@ -220,15 +224,15 @@ def check(content: bytes, path: str) -> bool:
 def named_files(content: bytes) -> set[str]:
     """Finds the names of data files in the bytes of a `.metadata` file, without unpickling."""
     names = set[bytes]()
-    for begin in range(0, len(content), _SEARCH_BYTES):  # in parts: a search keeps the GIL
+    for begin in range(0, len(content), _SEARCH_BYTES):  # in parts, because a search holds the GIL
         part = content[begin : begin + _SEARCH_BYTES + _NAME_BYTES_MAX]
         names.update(match.group() for match in _NAMED.finditer(part))
     return {name.decode() for name in names}
 
 
 def files_named_by(storage: Storage, path: str) -> set[str]:
-    """Returns the names of data files in the `.metadata` file at a path; none if there is none, or
-    if what is there cannot be read.
+    """Returns the names of data files in the `.metadata` file at a path; empty if the file is
+    missing or cannot be read.
     """
     try:
         return named_files(content_of(storage, path))
@@ -237,11 +241,11 @@ def files_named_by(storage: Storage, path: str) -> set[str]:
 
 
 def unnamed(storage: Storage, directory: str) -> list[str]:
-    """Returns the names of our data files in a directory that no `.metadata` file there names: of a
-    save that was killed, or has not committed yet. There are none while a `.metadata` file is
-    damaged, since it may have named any of them. Raises as content_of().
+    """Returns the names of fastckpt's data files in a directory that no `.metadata` file there
+    names. They belong to killed saves, or to saves not yet committed. Returns none if a `.metadata`
+    file is damaged, because it may have named any of them. Raises content_of()'s errors.
     """
-    names = storage.names(directory)  # first: what is committed after that is named below
+    names = storage.names(directory)  # first, because later commits are then read below
     files = [name for name in sorted(names) if OURS.fullmatch(name)]
     named = set[str]()
     for name in storage.names(directory) if files else ():
@@ -255,8 +259,8 @@ def unnamed(storage: Storage, directory: str) -> list[str]:
 
 
 def _is_whole(content: bytes, path: str) -> bool:
-    """Returns whether the bytes of a `.metadata` file have their checksum or, as torch writes them,
-    describe a checkpoint without one.
+    """Returns whether the bytes of a `.metadata` file match their checksum, or describe a
+    checkpoint without a checksum, like torch writes them.
     """
     try:
         return check(content, path) or bool(described(content, path, weights_only=True))
@@ -268,8 +272,8 @@ def content_of(storage: Storage, path: str) -> bytes:
     """Returns the bytes of a `.metadata` file.
 
     Raises:
-        CorruptCheckpoint: it is no regular file, or larger than any.
-        StorageError: it cannot be read, or there is too little memory for it (ENOMEM).
+        CorruptCheckpoint: it is not a regular file, or has an impossible size.
+        StorageError: it cannot be read, or memory is short (ENOMEM).
     """
     with opened_regular(storage, path) as file, reported("read", path):
         nbytes = file.nbytes()
@@ -277,7 +281,7 @@ def content_of(storage: Storage, path: str) -> bytes:
             raise CorruptCheckpoint(
                 f"{path!r} has {nbytes} bytes, an impossible size for a .metadata file"
             )
-        if nbytes > _LARGE_BYTES:  # a file with a hole at its end may have any size
+        if nbytes > _LARGE_BYTES:  # a sparse file may have any size
             _check_end(file.read_at(_END_BYTES, nbytes - _END_BYTES), path, nbytes)
         try:
             return file.read_at(nbytes, 0)
@@ -286,17 +290,17 @@ def content_of(storage: Storage, path: str) -> bytes:
 
 
 def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
-    """Returns the metadata that a `.metadata` file holds.
+    """Reads and checks a `.metadata` file, and returns the metadata.
 
     Args:
-        weights_only: refuses all classes but those that such a file needs. Time and memory are then
-            in proportion to the size of the file, whatever it holds.
+        weights_only: allows only the classes that such a file needs. Time and memory are then
+            proportional to the file's size for any content.
 
     Raises:
-        FileNotFoundError: there is no such file. StorageError: it cannot be read.
-        CorruptCheckpoint: it is damaged, no regular file, or describes no checkpoint.
+        FileNotFoundError: it does not exist. StorageError: it cannot be read.
+        CorruptCheckpoint: it is damaged, is not a regular file, or does not describe a checkpoint.
         IncompatibleCheckpoint: it describes a checkpoint in another format.
-        pickle.UnpicklingError: it needs another class or function, and weights_only is set.
+        pickle.UnpicklingError: weights_only is set, and it needs another class or function.
     """
     if storage.status(path) is None:
         raise FileNotFoundError(f"{path!r} does not exist: no checkpoint was committed there")
@@ -304,11 +308,11 @@ def read(storage: Storage, path: str, weights_only: bool) -> Metadata:
 
 
 def described(content: bytes, path: str, weights_only: bool) -> Metadata:
-    """Returns the metadata that the bytes of a `.metadata` file hold. Raises as read()."""
+    """Returns the metadata in the bytes of a `.metadata` file; raises read()'s errors."""
     if not content:
         raise CorruptCheckpoint(f"{path!r} is empty")
     has_checksum = check(content, path)
-    # Unpickling makes millions of objects and no garbage; collecting meanwhile doubles the time.
+    # Unpickling makes millions of objects and no garbage, so collection would only double the time.
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -322,7 +326,7 @@ def described(content: bytes, path: str, weights_only: bool) -> Metadata:
         raise CorruptCheckpoint(f"{path!r} holds a {type(value).__name__}, must be Metadata")
     try:
         validate(value)
-    except (ValueError, AttributeError) as error:  # attributes that were not pickled are missing
+    except (ValueError, AttributeError) as error:  # some attributes were not pickled
         raise CorruptCheckpoint(f"{path!r} does not describe a checkpoint: {error}") from None
     except IncompatibleCheckpoint as error:
         raise IncompatibleCheckpoint(f"{path!r}: {error}") from None
@@ -330,7 +334,7 @@ def described(content: bytes, path: str, weights_only: bool) -> Metadata:
 
 
 def _unpickled(content: bytes, path: str, weights_only: bool) -> tuple[Any, int]:
-    """Returns the object that a pickle holds, and where the pickle ends."""
+    """Returns the unpickled object and the offset of the pickle's end."""
     try:
         if weights_only:
             return plain_pickle.loads(content, _find)
@@ -352,11 +356,11 @@ def _unpickled(content: bytes, path: str, weights_only: bool) -> tuple[Any, int]
 
 
 def validate(value: Metadata) -> None:
-    """Checks what a `.metadata` file describes, once, before torch's planners rely on it.
+    """Checks the contents of a `.metadata` file once, before torch's planners use them.
 
     Raises:
-        ValueError, AttributeError: something is wrong; the text says what.
-        IncompatibleCheckpoint: a writer of another format has written it.
+        ValueError, AttributeError: the contents are invalid; the message describes the fault.
+        IncompatibleCheckpoint: it was written in another format.
     """
     if not isinstance(value.state_dict_metadata, dict):
         raise ValueError("its state_dict_metadata is not a dict")
@@ -420,7 +424,7 @@ def _check_info(name: str, info: Any) -> None:
 
 
 def check_cover(key: str, tensor: TensorStorageMetadata) -> None:
-    """Raises unless every element of the tensor lies in exactly one chunk."""
+    """Raises IncompatibleCheckpoint unless every element of the tensor is in exactly one chunk."""
     for chunk in tensor.chunks:
         ends = [at + size for at, size in zip(chunk.offsets, chunk.sizes, strict=True)]
         if any(end > size for end, size in zip(ends, tensor.size, strict=True)):
@@ -436,9 +440,9 @@ def check_cover(key: str, tensor: TensorStorageMetadata) -> None:
         )
 
 
-@lru_cache(256)  # there may be 100,000 tensors, but they lie in few files
+@lru_cache(256)  # 100,000 tensors may share a few files
 def is_within(name: str) -> bool:
-    """Returns whether a name, relative to a directory, is that of a file in it or below."""
+    """Returns whether a relative name stays within its directory and can be the name of a file."""
     parts = name.split(os.sep)
     if os.path.isabs(name) or os.pardir in parts or not parts[-1] or "\0" in name:
         return False
@@ -450,29 +454,30 @@ def is_within(name: str) -> bool:
 
 
 def leads_outside(directory: str, path: str) -> str:
-    """Returns what a path in a directory leads to by symbolic links if that lies outside, or ""."""
+    """Returns the real path of a path in a directory if symbolic links lead outside it, else ""."""
     inside, target = os.path.realpath(directory), os.path.realpath(path)
     return "" if os.path.commonpath((inside, target)) == inside else target
 
 
 def is_data_file(name: str) -> bool:
-    """Whether a file of this name holds data, of torch or of fastckpt."""
+    """Whether this is the name of a data file of torch or fastckpt."""
     return _DATA_FILE.fullmatch(name) is not None
 
 
 def unneeded(
     storage: Storage, directory: str, value: Metadata, rank: int | None, replaced: Collection[str]
 ) -> list[str]:
-    """Returns the paths of data files in a directory that nothing needs once `value` is committed
-    there: the metadata of one rank, where each has its own, or of all ranks (None).
+    """Returns the paths of data files in a directory that are not needed once `value` is committed
+    there. `value` is the metadata of all ranks (`rank` is None) or of one rank, if each has its
+    own.
 
-    A file that `value` does not name may be of another job, which is about to commit it. So only
-    those count that the metadata before named (`replaced`), and those of saves that are over.
+    Another job may be about to commit a file that `value` does not name. Therefore only files are
+    returned that the previous metadata named (`replaced`), or whose saves have certainly ended.
     """
     named = {getattr(info, "relative_path", None) for info in (value.storage_data or {}).values()}
     try:
         names = storage.names(directory)
-    except OSError:  # the directory cannot be listed, perhaps only written to: the files stay
+    except OSError:  # the directory may be write-only: the files stay
         return []
     others = [name for name in names if name.endswith(NAME) and name != NAME]
     if rank is None:
@@ -486,14 +491,14 @@ def unneeded(
 
 
 def is_of_dead(name: str) -> bool | None:
-    """Whether the process that made the data file of this name is gone; None if nobody can tell."""
+    """Whether the process that made the data file of this name has ended; None if unknown."""
     match = _DATA_FILE.fullmatch(name)
     return is_token_of_dead(match[1]) if match else None
 
 
 def is_left(storage: Storage, path: str) -> bool:
-    """Whether the save that made a data file is surely over: its process ran here and is gone, or,
-    where that is not known, the file has not changed for DEAD_AFTER_S.
+    """Whether the save that made a data file has certainly ended: its process ran on this host and
+    has ended or, if this is unknown, the file has not changed for DEAD_AFTER_S.
     """
     is_gone = is_of_dead(os.path.basename(path))
     return is_old(storage, path) if is_gone is None else is_gone

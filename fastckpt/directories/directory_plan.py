@@ -1,6 +1,5 @@
-"""The plan of a directory: one rank writes the files that fill() has left to the background, its
-part of those that ranks write together, and a list of these and of those that fill() has written by
-itself.
+"""The plan of a directory: a rank writes the pending files of its draft, its part of the shared
+files, and a list of all files, including those that fill() wrote at once.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ from fastckpt.storage.lustre_layout import Purpose
 
 log = logging.getLogger("fastckpt")
 
-_LOSSY_MAX = 100  # names that a rank tells of a file
-_lossy_told = set[str]()  # names of tensors that were warned of
+_LOSSY_MAX = 100  # names per file that a rank reports
+_lossy_told = set[str]()  # names of tensors in earlier warnings
 
 
 def tell_lossy(path: str, names: set[str]) -> None:
-    """Warns, once of each, of tensors with numbers that the files cannot hold."""
+    """Logs a warning, once per tensor, for tensors whose numbers overflow the files' dtype."""
     untold = sorted(names - _lossy_told)
     _lossy_told.update(untold)
     if untold:
@@ -54,13 +53,13 @@ def tell_lossy(path: str, names: set[str]) -> None:
 
 
 class DirectoryPlan(Plan):
-    """One rank's plan of a directory: it writes the files that are pending in the draft, and its
-    part of those that are shared.
+    """One rank's plan of a directory: the rank writes the pending files of its draft, and its part
+    of the shared files.
 
     Args:
-        handle, agreement: of the save.
-        draft: the files of this rank.
-        place, options: the directory, and how its files are written.
+        handle, agreement: the save's handle and round.
+        draft: this rank's files.
+        place, options: the directory's place, and how files are written.
     """
 
     def __init__(
@@ -79,16 +78,16 @@ class DirectoryPlan(Plan):
         self._shared = draft.shared
         self._listed = draft.listed
         self._directory = draft.directory
-        self._is_filled = draft.is_own  # by any means, at once
+        self._is_filled = draft.is_own  # fill() may have written files
         self._place = place
         self._options = options
         self._outputs: dict[str, WholeFile] = {}  # by name
         self._parts: dict[str, _SharedOutput] = {}  # by name
         self._files: dict[str, File] = {}  # of this rank
-        self._filled: list[str] = []  # names of files that were there before this rank's outputs
+        self._filled: list[str] = []  # names of files that fill() wrote
 
     def lay_out(self, pace: Pace) -> list[Output]:
-        # Listed before place.begin() tells other ranks where to bring their files.
+        # Listed before place.begin() lets other ranks move their files there.
         self._filled = self._listing() if self._is_filled else []
         striping = self._options.striping
         for pending in self._pending:
@@ -114,7 +113,7 @@ class DirectoryPlan(Plan):
         super().agree(pace, nbytes)
         for items in self._items:
             items.agree_on_items()
-        if self._shared is not None:  # before a rank writes where others' elements belong
+        if self._shared is not None:  # before a rank writes into a shared file
             self._compare("files", self._shared.structure)
 
     def compare(self) -> None:
@@ -144,13 +143,13 @@ class DirectoryPlan(Plan):
             return [*names_in(self._place.storage, self._directory)]
 
     def _list_others(self, names: Sequence[str], known: set[str]) -> None:
-        """Makes the files durable that nothing here has written, and adds them to the list."""
+        """Syncs the files that this plan has not written, and adds them to the list."""
         for name in names:
             if name not in known:
                 self._files[name] = self._settled(name)
 
     def _settled(self, name: str) -> File:
-        """Makes a file durable that was written at once, and returns its list entry."""
+        """Syncs a file that was written at once, and returns its list entry."""
         storage, path = self._place.storage, os.path.join(self._directory, name)
         with reported("open", path):
             fd = storage.open(path)
@@ -171,7 +170,7 @@ class DirectoryPlan(Plan):
             items.publish(self._agreement.gather(f"items {number}"))
         if self._items and self._is_filled:
             self._list_others(self._listing(), {*self._files}.union(*brought))
-        for found in brought[1:]:  # of files with the same name the lowest rank's counts
+        for found in brought[1:]:  # of files with the same name, the lowest rank's is used
             self._files = {**found, **self._files}
         self._place.publish_listed(self._files)
 
@@ -194,7 +193,7 @@ class DirectoryPlan(Plan):
 
 
 class _SharedOutput(Output):
-    """This rank's part of a file that the first rank makes."""
+    """This rank's part of a shared file, which the first rank creates."""
 
     def __init__(
         self,
@@ -212,8 +211,8 @@ class _SharedOutput(Output):
         self._striping = striping
 
     def lossy(self) -> set[str]:
-        """Returns the tensors of which numbers in this rank's part are not finite any more, since
-        they were converted when they were copied, or when they were written.
+        """Returns the tensors that have numbers in this rank's part which overflowed in the
+        conversion to the files' dtype.
         """
         return self.shared.names_of(self.file.transfer.lossy() | self.scatterer.lossy())
 
@@ -226,7 +225,7 @@ class _SharedOutput(Output):
             self.file.join(place.joined(shared.name), self.path, scatterer=self.scatterer)
 
     def fill_in(self) -> None:
-        pass  # the header follows from sizes, and is in the first rank's image
+        pass  # sizes alone determine the header, which the first rank writes
 
     def end(self) -> None:
         self.file.end()
@@ -234,7 +233,7 @@ class _SharedOutput(Output):
 
 
 def _listed(output: WholeFile) -> File:
-    """Returns the list entry of a file that has arrived."""
+    """Returns the list entry of a written file."""
     image, tail = output.image, output.tail
     rest, crc = image.body_nbytes, 0
     for block in output.file.transfer.block_crcs():

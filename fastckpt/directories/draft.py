@@ -1,4 +1,4 @@
-"""A hidden directory whose files are captured now, to be written later."""
+"""A hidden directory, with files that are captured now and written later."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fastckpt.storage.file_system import Storage
 
 
 class CapturedFile:
-    """A file whose content was captured, to be laid out and written later; its name is relative."""
+    """A file whose content was captured, to be laid out and written later. Its name is relative."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -38,12 +38,12 @@ class CapturedFile:
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Drops references to what was copied."""
+        """Drops the references to the captured objects."""
         raise NotImplementedError
 
 
 class Zip(CapturedFile):
-    """A file as torch.save would write it."""
+    """A file with the bytes that torch.save would write."""
 
     def __init__(self, name: str, captured: torch_pickle.Capture) -> None:
         super().__init__(name)
@@ -97,7 +97,9 @@ class _Content(CapturedFile):
 
 
 class Failure(CapturedFile):
-    """What stands for the files of a rank that could not be captured."""
+    """A placeholder for the files of a rank whose capture failed; laying it out raises the
+    error.
+    """
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(os.curdir)
@@ -115,27 +117,27 @@ class Failure(CapturedFile):
 
 
 class Draft(HiddenDirectory):
-    """A hidden directory, and the files of it that are written later.
+    """A hidden directory, with its files that are written later.
 
     Args:
-        storage, path, beside, later: as HiddenDirectory's.
+        storage, path, beside, later: like HiddenDirectory's.
         devices: the devices whose memory may be read later.
-        options: the save's. With the step fence, small tensors are copied now, and tensors that
-            change too early noticed.
+        options: the save's options. With the step fence, small tensors are copied now, and changes
+            of other tensors before their copy are detected.
         agreement: the save's round.
 
     Attributes:
         path: the path that the directory will have.
-        options, agreement: as given.
-        pending: the files that are written later.
-        items: plans of directories in this one that have a part of each rank.
-        shared: those that are written later by several ranks together; None if there are none.
-        watched: the tensors that must not change before they have been copied.
-        listed: size and CRC-32 of files that were written at once, if whoever wrote them knows
-            these; other files are read for that.
+        options, agreement: the arguments.
+        pending: this rank's files that are written later.
+        items: the plans of subdirectories to which each rank adds a file.
+        shared: the files that several ranks write together later; None if there are none.
+        watched: the tensors that must not change before they are copied.
+        listed: the size and CRC-32 of files written at once, if their writer has computed these;
+            other files are read to compute them.
 
     Raises:
-        StorageError: it cannot be made.
+        StorageError: the directory cannot be created.
     """
 
     def __init__(
@@ -162,8 +164,8 @@ class Draft(HiddenDirectory):
         self.watched: list[WatchedTensors] = []
 
     def add(self, obj: object, name: str) -> None:
-        """Adds the file that torch.save(obj, name) would write, or raises what torch.save raises;
-        obj may change when the fence allows.
+        """Adds the file that torch.save(obj, name) would write, or raises torch.save's errors. obj
+        may change when the fence allows it.
         """
         protocol = torch.serialization.DEFAULT_PROTOCOL
         on_devices = self._devices.readable()
@@ -179,17 +181,17 @@ class Draft(HiddenDirectory):
             self.watched.append(WatchedTensors(captured.tensors, obj))
 
     def fail(self, error: BaseException) -> None:
-        """Has the save fail by an error of this rank, on all ranks: raised here, it would leave the
-        others to go on to where they wait for this rank.
+        """Makes the save fail on all ranks with an error of this rank. If the error were raised
+        here, the other ranks would continue and wait for this rank.
         """
         self.pending = [Failure(error)]
 
     def add_tensors(
         self, tensors: Mapping[str, torch.Tensor], name: str, metadata: Mapping[str, str]
     ) -> bool:
-        """Adds a safetensors file; tensors that share memory are each written. Returns False, and
-        adds nothing, for tensors that only the safetensors library may be able to write:
-        subclasses, sparse ones, and those of new dtypes.
+        """Adds a safetensors file; tensors that share memory are written separately. Returns False
+        and adds nothing for tensors that only the safetensors library may be able to write:
+        subclasses, sparse tensors, and tensors of new dtypes.
         """
         for tensor in tensors.values():
             if type(tensor) not in PLAIN_TENSORS or not safetensors.supported(tensor.dtype):
@@ -206,29 +208,29 @@ class Draft(HiddenDirectory):
         self.pending.append(_Content(name, content))
 
     def add_shared(self, files: SharedFiles, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Adds the files that all ranks of the save write together, once; `tensors` are what this
-        rank holds of them, as held() returns it.
+        """Adds the files that all ranks of the save write together; called once. `tensors` are this
+        rank's parts, from held().
         """
         self.shared = files
         self._watch(tensors)
 
     def add_items(self, items: ItemsPlan) -> None:
-        """Adds a file of a directory in this one to which each rank of the save adds its own."""
+        """Adds this rank's file of a subdirectory to which each rank of the save adds a file."""
         self.items.append(items)
         self.watched += items.watched
 
     def _watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Has changes of tensors noticed that come before they are copied, as the fence asks."""
+        """Detects changes of tensors before they are copied, if the fence requires this."""
         if self._copies_small:
             versions = [(tensor, tensor._version) for tensor in tensors.values()]
             self.watched.append(WatchedTensors(versions, tensors))
 
     def held(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor, or a copy if its memory cannot be copied later, or not as it lies."""
+        """Returns a tensor, or a copy if its memory cannot be copied later in place."""
         return copied_later(tensor, self._devices.readable(), self._copies_small)
 
     def reads(self) -> DeviceSources:
-        """Returns the memory on devices that is copied, as users of the current streams see it."""
+        """Returns the device memory to copy, as of the current streams."""
         storages = [
             s for files in (self.pending, self.items) for each in files for s in each.storages()
         ]

@@ -1,6 +1,6 @@
 """export(): a model's tensors as a Hugging Face directory, written by all ranks that hold them.
 
-Responsible for which tensors a state has under which names, and for dividing them among files.
+Responsible for the names of a state's tensors, and for dividing the tensors among files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from fastckpt.storage.object_upload import Upload
 
 
 class Tensor(hugging_face.Tensor, Protocol):
-    """A tensor of a file: its name there, its dtype and its shape."""
+    """A tensor of a file: its name in the file, its dtype and its shape."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -62,12 +62,12 @@ class Tensor(hugging_face.Tensor, Protocol):
 
 
 T = TypeVar("T", bound=Tensor)
-# Yields the bytes of tensors, one after the other.
+# A function that yields the bytes of tensors, one tensor after another.
 Read = Callable[[Sequence[T]], Iterator[memoryview]]
 
 
 def add_files(draft: Draft, tensors: Sequence[T], read: Read[T], shard_bytes: int) -> None:
-    """Writes the files of an export into its directory, and adds their index."""
+    """Writes the files of an export into its directory, and adds the index file."""
     files = hugging_face.divided(tensors, shard_bytes)
     for name, its in files.items():
         path, make = os.path.join(draft.directory, name), partial(draft.made, name)
@@ -77,7 +77,7 @@ def add_files(draft: Draft, tensors: Sequence[T], read: Read[T], shard_bytes: in
 
 
 def write_file(file: int | Upload, path: str, tensors: Sequence[T], read: Read[T]) -> None:
-    """Writes one file, by its descriptor, or an object, and makes it durable; it is still empty."""
+    """Writes an empty file, given its descriptor, or an object, and makes it durable."""
     agreement = together(None).coordinator.begin(f"conversion to {path!r}")
     with agreement.failing():
         _write(path, tensors, read, agreement, lambda _purpose: nullcontext((file, path)))
@@ -91,8 +91,8 @@ def _write(
     agreement: Round,
     make: Make,
 ) -> File:
-    """Writes a file, which `make` makes as for ImageFile, and returns its size and CRC-32."""
-    # Those with larger items come first, so that each is aligned to its items.
+    """Writes a file, which `make` creates (see ImageFile), and returns its size and CRC-32."""
+    # Tensors with larger items come first, so that each tensor is aligned to its items.
     tensors = sorted(tensors, key=lambda its: -its.dtype.itemsize)
     entries = [(its.name, safetensors.NAMES[its.dtype], tuple(its.shape)) for its in tensors]
     header = safetensors.header(entries, hugging_face.METADATA, safetensors.LENGTH_BYTES)
@@ -111,7 +111,7 @@ def _write(
 
 
 def _portions(contents: Iterator[memoryview]) -> Iterator[bytearray]:
-    """Yields the bytes of some contents, one after the other, as write_portions() takes them."""
+    """Yields the bytes of contents, one after another, for write_portions()."""
     portion, other, filled = bytearray(PORTION_BYTES), bytearray(PORTION_BYTES), 0
     for content in contents:
         while content:
@@ -127,7 +127,7 @@ def _portions(contents: Iterator[memoryview]) -> Iterator[bytearray]:
 
 log = logging.getLogger("fastckpt")
 
-_FILE_BYTES_MAX = 1 << 30  # of what is copied beside the tensors
+_FILE_BYTES_MAX = 1 << 30  # of a file copied with the tensors
 
 
 def export(
@@ -142,50 +142,52 @@ def export(
     group: Any = None,
     options: SaveOptions = SaveOptions(),
 ) -> SaveHandle:
-    """Writes the tensors of a model in the background as a Hugging Face directory of safetensors
-    files, which transformers' from_pretrained opens, and commits it atomically.
+    """Writes a model's tensors in the background to a Hugging Face directory of safetensors files,
+    for transformers' from_pretrained, and commits it atomically.
 
-    Until the commit, the directory stays what it was; a crash leaves the old or the new one. Each
-    rank of `group` writes the elements that it holds straight to where they belong in the files: no
-    rank gathers the model. Tensors are converted to `dtype` when they are copied, and those of GPUs
-    when they are written. Of tensors that share all of their memory, such as tied
-    weights, the first one is written, as transformers does. What is no tensor is left out.
+    Until the commit, the directory is unchanged; a crash leaves the old or the new directory. Each
+    rank of `group` writes its own elements to their places in the files, and no rank gathers the
+    model. CPU tensors are converted to `dtype` when they are copied, GPU tensors when they are
+    written. Of tensors that share all of their memory, such as tied weights, only the first is
+    written, like in transformers. Values that are not tensors are omitted.
 
     Args:
         state: a state dict, a module, or a nest of dicts, lists, tuples and objects with
-            state_dict(). The exported name of a tensor is the keys that lead to it, joined by ".",
-            without what torch.compile() puts into them ("_orig_mod.") and, where all begin so,
-            DataParallel and DistributedDataParallel ("module.").
-        directory: the path to write. An old export there is replaced as a whole; other files there
-            stay, and the export fails if one of them has the name of a file that it needs.
-        dtype: the dtype of tensors of floating-point numbers in the files; None: their own. A
-            warning names, once, those whose finite numbers do not stay finite in it.
-        rename: gives tensors other names: as load_into()'s, applied to the keys joined by "/".
-        only: export what has names in the state like this glob, such as "model/*".
-        shard_bytes: the most bytes of tensors in a file, as a number or a text such as "5GB".
-        files: files to copy into the directory, of 1 GiB each at most: config.json, without which
-            from_pretrained opens nothing, and those of the tokenizer, say. Those that the first
-            rank names count, and are read before this returns. A config.json that names a dtype
-            names `dtype` instead in the copy. Without one, the config of a `state` that is a
-            model of transformers is written; of any other state a warning says that there is none.
+            state_dict(). A tensor's exported name consists of its keys joined by ".", without the
+            prefixes of torch.compile() ("_orig_mod.") and, if all names have it, of DataParallel
+            and DistributedDataParallel ("module.").
+        directory: the path to write. An old export there is replaced completely. Other files there
+            stay, but the export fails if it needs the name of one of them.
+        dtype: the dtype of floating-point tensors in the files; None: each tensor's own. Tensors
+            whose finite numbers overflow in this dtype are named in a warning, once.
+        rename: renames tensors, like load_into()'s `rename`; it is applied to the keys joined by
+            "/".
+        only: export only tensors whose names in the state match this glob, such as "model/*".
+        shard_bytes: the largest size of a file's tensors, in bytes or as a text such as "5GB".
+        files: files to copy into the directory, of at most 1 GiB each, such as the tokenizer's and
+            config.json, which from_pretrained needs. Only the first rank's list is used, and its
+            files are read before this returns. If config.json contains a dtype, the copy contains
+            `dtype` instead. If no config.json is given, the config of a transformers model is
+            written, and a warning is logged for any other state.
         group: a torch.distributed process group whose ranks all call this, with DTensors on these
-            ranks, and the same plain tensors on each. Ranks talk over the job's store; no
-            collective runs. None: this process alone.
-        options: the fence, what becomes of errors, and how files are written (see SaveOptions); not
-            staging="gds", since the files are put together in the host's memory.
+            ranks, and the same plain tensors on each rank. Ranks communicate over the job's store;
+            no collective runs. None: this process alone.
+        options: the fence, how errors are handled, and how files are written (see SaveOptions);
+            staging="gds" is not supported, because files are assembled in host memory.
 
     Returns:
-        A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
-        With group it may raise RanksDisagree or PeerFailed, as fastckpt.save's.
+        A SaveHandle; its result() returns the SaveStats when the directory is committed on all
+        ranks. With a group, result() may raise RanksDisagree or PeerFailed, like fastckpt.save's.
 
     Raises:
-        TypeError: tensors are none that safetensors files can hold (the message names all);
-            DTensors are spread over other ranks than the group's; or an argument has another type.
-        ValueError: two tensors get the same name, or none is left; `rename` has a pattern that fits
-            none; one of `files` has the name of another file of the export, is a directory, or has
-            more than 1 GiB; or an argument is out of range.
-        CheckpointError: an earlier save failed, and nobody asked for its error (on_error="raise").
-        StorageError: one of `files` cannot be read, or the look at `directory` has not returned for
+        TypeError: safetensors files cannot store some tensors (the message names all); DTensors are
+            on ranks outside the group; or an argument has the wrong type.
+        ValueError: two tensors get the same name, or no tensor is selected; a pattern of `rename`
+            matches no tensor; one of `files` has the name of another file of the export, is a
+            directory, or is larger than 1 GiB; or an argument is out of range.
+        CheckpointError: with on_error="raise", an earlier save failed and its error was not raised
+            yet.
+        StorageError: one of `files` cannot be read, or examining `directory` took longer than
             timeout_s. All other errors of the file system are raised by result().
     """
     _check_dtype(dtype)
@@ -196,7 +198,7 @@ def export(
     shared, rank_of = per_group.together(group), ranks_within(group)
 
     def fill(draft: Draft) -> None:
-        # Read once: an earlier export, which still runs, may add to it meanwhile.
+        # Read once, because an earlier export, which still runs, may add to it.
         unequal, held = shared.unequal(), Parts(shared.coordinator.world_size, rank_of)
         tensors = _named(state, rename, only, dtype, draft, held, unequal)
         contents = hugging_face.divided(tensors, file_bytes)
@@ -237,10 +239,10 @@ def _named(
     parts: Parts,
     unequal: frozenset[str],
 ) -> list[SharedTensor]:
-    """Returns the tensors to export as this rank holds them, captured, in the state's order; those
-    that are `unequal` are the first rank's.
+    """Captures the tensors to export, and returns this rank's parts in the state's order. Of
+    tensors in `unequal`, the first rank's copy is exported.
     """
-    # Of all, so that their memory does not become others'.
+    # All tensors are kept, so that their memory is not reused.
     tensors = [(joined(keys), tensor) for keys, tensor in tensors_in(state)]
     named = [(old, tensor.dtype) for old, tensor in tensors]
     found, taken = list[SharedTensor](), dict[str, str]()
@@ -250,7 +252,7 @@ def _named(
         old, tensor = tensors[number]
         try:
             held = _held(old, tensor, parts, old in unequal)
-        except OtherRanks:  # as all DTensors are, so one name is enough
+        except OtherRanks:  # all DTensors are alike, so one name is enough
             raise
         except TypeError as error:
             misfits.append(str(error))
@@ -279,7 +281,7 @@ class Chosen(NamedTuple):
 
 
 def names_in_model(names: Sequence[str]) -> list[str]:
-    """Returns names that were keys joined by "/" as the model has them that is to read them."""
+    """Converts names of keys joined by "/" to the names in the model that will read them."""
     return without_wrappers([dotted(name) for name in names])
 
 
@@ -291,16 +293,16 @@ def chosen(
     spelled: Callable[[Sequence[str]], list[str]] = names_in_model,
     may_be_empty: bool = False,
 ) -> list[Chosen]:
-    """Returns which tensors are exported, in their order.
+    """Returns the tensors to export, in their order.
 
     Args:
-        tensors: their names, which are keys joined by "/", and dtypes.
-        dtype, rename, only: as export()'s.
-        spelled: returns the names that the files have for those that `rename` has given.
+        tensors: the names (keys joined by "/") and dtypes of all tensors.
+        dtype, rename, only: like export()'s.
+        spelled: converts names after `rename` to names in the files.
         may_be_empty: whether a tensor in the files may have the name "".
 
     Raises:
-        ValueError, TypeError: as export().
+        ValueError, TypeError: like export().
     """
     fit = Fit(rename=rename, only=only)
     numbers = [number for number, (old, _dtype) in enumerate(tensors) if fit.asks_for(old)]
@@ -331,8 +333,8 @@ def chosen(
 def take_name(
     name: str, old: str, taken: dict[str, str], reserved: str | None = safetensors.METADATA
 ) -> None:
-    """Notes that a tensor gets a name in the files; `taken` has the old ones by such names. Raises
-    ValueError if another has it, or if the format has reserved it.
+    """Records a tensor's name in the files; `taken` maps these names to the old names. Raises
+    ValueError if another tensor has the name, or if the format has reserved it.
     """
     check_text(name)
     if name in taken or name == reserved:
@@ -345,14 +347,14 @@ def take_name(
 
 
 class _Held(NamedTuple):
-    """A tensor as this rank holds it; `identity` is that of tensors which share all memory."""
+    """This rank's part of a tensor. Tensors that share all memory have the same `identity`."""
 
     leaf: Leaf
     identity: object
 
 
 def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
-    """Returns this rank's part of a tensor; raises TypeError for what files cannot hold."""
+    """Returns this rank's part of a tensor; raises TypeError if files cannot store the tensor."""
     replicas = (0,) if is_first_ranks else parts.everybody
     if is_sharded(tensor):
         local, box, holders, placement, _spread, identity = parts.of(key, tensor)
@@ -391,11 +393,11 @@ def _add_others(
     dtype: torch.dtype | None,
     state: object,
 ) -> None:
-    """Adds the files that the first rank writes alone: the index, what is copied, and without a
-    config.json among that, the config of the model.
+    """Adds the files that the first rank writes alone: the index, the copied files and, if these
+    have no config.json, the model's config.
     """
-    # The first two are taken whether or not they are written: without an index, one that is copied
-    # would name files that are not there.
+    # The first two names are reserved even if they are not written, because a copied index would
+    # name missing files.
     names = {file_list.NAME, hugging_face.INDEX, *contents}
     if index := hugging_face.index(contents):
         draft.add_content(index, hugging_face.INDEX)
@@ -425,13 +427,13 @@ _has_warned = False  # of an export without a config.json
 
 
 def _config_of(state: object) -> bytes:
-    """Returns the config.json of a model of transformers, with its class among the architectures;
-    b"" for anything else, of which it warns once.
+    """Returns the config.json of a transformers model, with its class as the architecture; b"" for
+    any other state, with one warning per process.
     """
     global _has_warned
     model = state
     while isinstance(inner := getattr(model, "module", getattr(model, "_orig_mod", None)), Module):
-        model = inner  # of torch.compile or DistributedDataParallel
+        model = inner  # removes torch.compile's or DistributedDataParallel's wrapper
     config: Any = getattr(model, "config", None) if isinstance(model, Module) else None
     try:
         values = json.loads(config.to_json_string())
@@ -450,7 +452,7 @@ def _config_of(state: object) -> bytes:
 
 
 def _check_file(storage: Storage, path: str) -> None:
-    """Raises ValueError or StorageError unless there is a file to copy."""
+    """Raises ValueError or StorageError if the path is not a file that can be copied."""
     with reported("read", path):
         status = storage.status(path)
         if status is None:

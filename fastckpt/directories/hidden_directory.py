@@ -1,8 +1,8 @@
-"""A directory that is put together under a hidden name, and takes its name in exchange with one
-that has it.
+"""A directory that is assembled under a hidden name, and then renamed, or exchanged with an
+existing directory.
 
-Responsible for the hidden name, for the one act that gives the directory its own, and for what is
-left under the hidden name.
+Responsible for the hidden name, for the rename that commits the directory, and for removing remains
+under the hidden name.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from fastckpt.storage.file_system import Storage, is_directory, patiently, repor
 from fastckpt.storage.lustre_layout import Purpose
 from fastckpt.storage.owners import divided
 
-_REMOVALS_MAX = 3  # tries to remove a directory to which other ranks may still add files
-_COPY_BYTES = 1 << 24  # of a file that cannot be linked, at a time
+_REMOVALS_MAX = 3  # attempts to remove a directory while other ranks may add files to it
+_COPY_BYTES = 1 << 24  # copied at a time from a file that cannot be linked
 
 
 class HiddenDirectory:
-    """A directory under a hidden name, which commits or is discarded as a whole.
+    """A directory under a hidden name, which is committed or discarded as a whole.
 
     Args:
-        storage: the seam to the file system.
+        storage: access to the file system.
         path: the path that the directory will have.
-        beside: the directory to make the hidden one in; None: that of `path`.
-        name: the name of the hidden one, which another rank has chosen. All ranks that see the
-            directory put files into it; the one that was first commits or discards it.
-        later: whether make() is called later; `path` and `beside` are without symbolic links then.
+        beside: the directory to create the hidden directory in; None: the parent of `path`.
+        name: the name of the hidden directory, which another rank has chosen. All ranks that see
+            the directory put files into it; the rank that created it commits or discards it.
+        later: whether make() is called later; then `path` and `beside` must not have symbolic
+            links.
 
     Attributes:
-        directory: the directory, which has the last name of `path`. Files may be written there at
-            once, by any means.
-        root, name: the hidden directory around it, and its name.
-        beside: the directory in which that is.
-        is_own: whether this rank has made it, and so commits or discards it.
-        lock: a descriptor of the root, which claims it; None before the root could be opened.
-        grown: directories other than `beside` that got an entry because of this one.
-        is_kept: whether it holds what may be the only durable checkpoint, so that discard() leaves
-            it to a later process.
+        directory: the directory, with the base name of `path`. Any code may write files there at
+            once.
+        root, name: the hidden directory that contains it, and the hidden directory's name.
+        beside: the parent of `root`.
+        is_own: whether this rank has created it, and therefore commits or discards it.
+        lock: a descriptor of `root`, which claims it; None before `root` is opened.
+        grown: directories other than `beside` that got a new entry.
+        is_kept: whether it may hold the only durable checkpoint, so that discard() leaves it for a
+            later process.
 
     Raises:
-        StorageError: it cannot be made.
+        StorageError: the directory cannot be created.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class HiddenDirectory:
             self.make(joins=bool(name))
 
     def make(self, *, joins: bool = False) -> None:
-        """Makes the hidden directory, and what is missing above it. Raises StorageError.
+        """Makes the hidden directory and its missing parents. Raises StorageError.
 
         Args:
-            joins: whether another rank may have made it.
+            joins: whether another rank may have created it.
         """
         storage, path = self._storage, self._path
         for directory in {self.beside, os.path.dirname(path)}:
@@ -102,7 +103,7 @@ class HiddenDirectory:
                 if self.is_own:
                     self.lock = storage.open(self.root)
                     atomic.claim(storage, self.lock, self.root)
-                with suppress(FileExistsError):  # another rank was faster
+                with suppress(FileExistsError):  # another rank has created it
                     storage.make_directory(self.directory)
                     self._protect()
             except BaseException:
@@ -110,8 +111,8 @@ class HiddenDirectory:
                 raise
 
     def _protect(self) -> None:
-        """Gives the directory the permissions of the one that it will replace, before it has files
-        that others might not be meant to read.
+        """Copies the permissions of the directory that will be replaced, before there are files
+        that other users may not be allowed to read.
         """
         before = self._storage.status(self._path)
         if before is not None and stat.S_ISDIR(before.st_mode):
@@ -123,7 +124,9 @@ class HiddenDirectory:
 
     @contextmanager
     def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
-        """Makes a file of the directory, as (descriptor, path); an error removes it."""
+        """Creates a file in the directory, and yields (descriptor, path); an error removes the
+        file.
+        """
         path, storage = os.path.join(self.directory, name), self._storage
         with reported("open", path):
             make_directories_of(storage, self.directory, name)
@@ -131,16 +134,14 @@ class HiddenDirectory:
         try:
             yield fd, path
         except BaseException:
-            with suppress(OSError):  # then it is removed with the directory
+            with suppress(OSError):  # the file is then removed with the directory
                 storage.remove(path)
             raise
         finally:
             close_quietly(storage, fd)
 
     def link(self, names: Sequence[str], durable: bool) -> None:
-        """Adds files of the directory that has the name, by links; copies those that cannot be
-        linked.
-        """
+        """Links files of the existing directory into this one, or copies them if necessary."""
         storage = self._storage
         for name in names:
             old, new = os.path.join(self._path, name), os.path.join(self.directory, name)
@@ -148,58 +149,61 @@ class HiddenDirectory:
             try:
                 storage.link(old, new)
             except FileNotFoundError:
-                continue  # somebody has removed it
-            except OSError:  # some file systems give no file two names, or none in two directories
+                continue  # the file was removed
+            except OSError:  # some file systems support no hard links, or none between directories
                 _copy(storage, old, new, durable)
 
     def settle(self, durable: bool) -> None:
-        """Gives files the permissions of those that they replace, and makes all entries durable."""
+        """Copies the permissions of replaced files to their replacements, and makes all entries
+        durable.
+        """
         with reported("set mode", self.directory):
             _keep_permissions(self._storage, self._path, self.directory, durable)
-        if durable:  # before the rename, which must not name what a crash can still take
+        if durable:  # before the rename, which must only name durable files
             atomic.sync_directories(self._storage, self.directory)
 
     def take_name(self, durable: bool, *, replaces: bool = True) -> None:
-        """THE commit: gives the directory, whose content is durable by now, its name.
+        """THE commit: renames the directory, whose content is durable, to its final name.
 
         Args:
-            durable: whether the name is to outlast a crash of the machine.
-            replaces: whether a directory may have the name; if not, that is an error.
+            durable: whether the name must survive a crash of the machine.
+            replaces: whether an existing directory is replaced; if not, an existing one is an
+                error.
 
         Raises:
-            StorageError: nothing has changed, unless it is `visible`.
+            StorageError: nothing has changed, unless the error is `visible`.
         """
         storage, path, lock = self._storage, self._path, self.lock
         assert lock is not None, "it has not been discarded"
         changed = {os.path.dirname(path), self.beside, *self.grown}
         with atomic.naming_in(storage, changed if durable else (), path) as make_durable:
             with reported("rename", path):
-                # The times of directories are to be in the order of their commits.
+                # The times of directories must be in the order of their commits.
                 patiently(storage, lock, lambda: storage.touch(self.directory))
-                self.is_kept = True  # if this ends in doubt, it may hold the old directory
+                self.is_kept = True  # if the outcome is unknown, it may hold the old directory
                 try:
                     atomic.publish_directory(
                         storage, self.directory, path, self.root, lock, replaces=replaces
                     )
                 except OSError:
-                    with suppress(OSError):  # the old directory may have got its name back
+                    with suppress(OSError):  # the old directory may have its name again
                         replaced = os.path.join(self.root, atomic.REPLACED)
                         self.is_kept = is_directory(storage, replaced)
                     raise
-            # Until the new name is durable, a crash may bring back the old directory.
+            # Until the new name is durable, a crash may restore the old directory.
             make_durable()
             self.is_kept = False
 
     def discard(self) -> None:
-        """Removes what is left of it, once: everything, or after the commit what was replaced."""
+        """Removes the hidden directory, or after the commit the replaced directory; once only."""
         lock, self.lock = self.lock, None
         try:
             for _ in range(_REMOVALS_MAX if self.is_own and not self.is_kept else 0):
                 try:
                     self._storage.remove_directory(self.root, content=True)
-                except OSError as error:  # what cannot be removed is left to a later save
+                except OSError as error:  # a later save removes the rest
                     if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                        continue  # another rank, which has yet to hear of the failure, added a file
+                        continue  # another rank added a file
                 break
         finally:
             self.is_own = False
@@ -208,27 +212,27 @@ class HiddenDirectory:
 
 
 def explaining(agreement: Round) -> Telling:
-    """Raises the save's failure instead of the body's error, if the save has failed meanwhile: then
-    the hidden directory of another rank is gone.
+    """Raises the save's failure instead of the body's error if the save has failed, because another
+    rank's hidden directory is then gone.
     """
     check = agreement.check
     return Telling(lambda error: check() if isinstance(error, CheckpointError) else None)
 
 
 def make_directories_of(storage: Storage, directory: str, name: str) -> None:
-    """Makes the missing directories of a relative name. It fails if `directory` itself is missing:
-    one that was discarded must not be there again.
+    """Makes the missing directories of a relative name. It fails if `directory` itself is missing,
+    because a discarded directory must not be created again.
     """
     above = os.path.dirname(name)
     if above and storage.status(os.path.join(directory, above)) is None:
         make_directories_of(storage, directory, above)
-        with suppress(FileExistsError):  # another rank was faster
+        with suppress(FileExistsError):  # another rank has created it
             storage.make_directory(os.path.join(directory, above))
 
 
 def new_file(storage: Storage, path: str, purpose: Purpose) -> int:
-    """Makes a file, in the place of one that has the path: it was made before, where there was no
-    room for it, or by another rank, and one of them counts.
+    """Creates a file, and replaces an existing one: an earlier attempt without space, or another
+    rank's file of the same name, of which only one is used.
     """
     try:
         return storage.create(path, 0o666, purpose)
@@ -240,8 +244,8 @@ def new_file(storage: Storage, path: str, purpose: Purpose) -> int:
 def names_in(
     storage: Storage, directory: str, under: str = "", *, links: bool = False
 ) -> Iterator[str]:
-    """Yields the files of a directory and below, by relative names, but for the list, and for what
-    processes have made for a moment; with `links` symbolic links, too.
+    """Yields the relative names of the files in a directory and its subdirectories, except the list
+    and temporary files. With `links`, it also yields symbolic links.
     """
     for name in sorted(storage.names(os.path.join(directory, under))):
         relative = f"{under}/{name}" if under else name
@@ -255,7 +259,9 @@ def names_in(
 
 
 def _is_passing(name: str) -> bool:
-    """Whether a name is that of a temporary, or of what a client of NFS has yet to remove."""
+    """Whether this is the name of a temporary, or of a removed file that an NFS client still
+    keeps.
+    """
     return name.startswith(".nfs") or divided(name)[1] is not None
 
 
@@ -265,7 +271,9 @@ def _is_link(path: str) -> bool:
 
 
 def _keep_permissions(storage: Storage, before: str, directory: str, durable: bool) -> None:
-    """Gives what lies below a directory the permissions of what has the same name below another."""
+    """Copies permissions from the files below a directory to the files with the same names below
+    another.
+    """
     if not is_directory(storage, before):
         return
     for name in sorted({*storage.names(directory)}.intersection(storage.names(before))):

@@ -1,5 +1,5 @@
-"""The capture of the items of a plan of torch.distributed.checkpoint: tensors, in place where their
-memory can be copied as it lies, or bytes.
+"""The capture of the items of a torch.distributed.checkpoint plan: bytes, or tensors, which stay in
+place if their memory can be copied directly.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _ATOMS = (bool, int, float, str, type(None))
 def captured_items(
     plan: SavePlan, planner: SavePlanner, devices: Devices, watch: bool
 ) -> tuple[list[torch.Tensor | bytes], DeviceSources, list[WatchedTensors]]:
-    """Returns a plan's items, as tensors (in place where they are contiguous) or bytes; the reads
-    from devices; and, with `watch`, the tensors that must not change before they are copied.
+    """Returns a plan's items, as bytes or tensors (in place if they are contiguous); the device
+    memory to read; and, with `watch`, the tensors that must not change before they are copied.
     """
     kinds, stock = devices.readable(), type(planner)
-    # Most objects are numbers, many of them equal: each value is pickled once.
+    # Most objects are numbers, and many are equal, so each value is pickled once.
     looks_up = stock.resolve_data is DefaultSavePlanner.resolve_data
     looks_up &= getattr(stock, "transform_object", 0) is DefaultSavePlanner.transform_object
     known: dict[tuple[type, str], bytes] = {}
@@ -60,9 +60,11 @@ def _pickled(item: WriteItem, planner: Any, known: dict[tuple[type, str], bytes]
 
 
 def _readable(tensor: torch.Tensor, kinds: frozenset[str], watch: bool) -> torch.Tensor | bytes:
-    """Returns a tensor whose memory can be copied as it lies, or what torch.save makes of it."""
+    """Returns a tensor whose memory can be copied directly, or the bytes that torch.save writes for
+    it.
+    """
     if type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "wait"):
-        tensor = tensor.wait()  # for a collective that may still run
+        tensor = tensor.wait()  # a collective may still run
     plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
     if not plain or tensor.is_quantized or tensor.is_nested:
         tensor = tensor.cpu()

@@ -1,7 +1,7 @@
-"""The reading of parts of the items of one `.distcp` file: only needed blocks, in file order.
+"""Reads parts of the items of a `.distcp` file: only needed blocks, in file order.
 
 Responsible for finding the elements of a stored tensor, for moving a part of them to memory and, if
-fastckpt wrote the file, for checking every byte and naming what is damaged.
+fastckpt wrote the file, for verifying every byte and naming damaged items.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from fastckpt.storage.file_system import Storage, naming, reported
 from fastckpt.storage.input_files import InputFile, input_file
 from fastckpt.storage.owners import TOKEN
 
-# Names of files that fastckpt wrote; the shorter ones do not tell which process did.
+# Names of files that fastckpt wrote; the shorter ones do not identify the process.
 OURS = re.compile(rf"__\d+_{TOKEN}\.distcp")
 _APART_BYTES_MAX = 1 << 20  # objects within this span are read without the rest of their block
-_RUNS_MAX = 64  # more copies to a device go through the host: each takes microseconds to begin
+_RUNS_MAX = 64  # more copies go through the host: each takes microseconds to start
 
 
 class Request(NamedTuple):
-    """A part of an item that is wanted.
+    """A requested part of an item.
 
     Attributes:
-        offset, nbytes: the place of the item in its file.
-        dtype, sizes: the stored tensor's; None and () for bytes, all of which are wanted.
-        begin, lengths: the part of the tensor.
+        offset, nbytes: the item's range in its file.
+        dtype, sizes: the stored tensor's; None and () for bytes, which are read completely.
+        begin, lengths: the requested part of the tensor.
     """
 
     offset: int
@@ -54,8 +54,8 @@ class Request(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The offset and dtype of a stored tensor's elements, and in a file that torch wrote the bytes
-    that must stand before them.
+    """The offset and dtype of a stored tensor's elements and, in a file that torch wrote, the bytes
+    that must precede them.
     """
 
     data: int
@@ -64,16 +64,17 @@ class _Found(NamedTuple):
 
 
 class ItemsFile:
-    """One file, opened to read some requests, which are then asked for, best in order of offset.
+    """A file, opened to read some requests; they are read fastest in order of offset.
 
     Args:
         storage, staging: read the file.
-        path: the file's path. If its name is one of ours, the file is verified.
-        requests: all requests that will be asked for, ascending by offset.
-        names: returns the names of items for messages, by their offsets.
+        path: the file's path. A file with a name of fastckpt's is verified.
+        requests: all requests that will be read, ascending by offset.
+        names: a function that returns the names of items, by their offsets, for messages.
 
     Raises:
-        CorruptCheckpoint: it is missing, ours and damaged, or does not hold what is requested.
+        CorruptCheckpoint: it is missing, does not contain the requests, or was written by fastckpt
+            and is damaged.
         IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
     """
 
@@ -89,7 +90,7 @@ class ItemsFile:
         self._is_ours = OURS.fullmatch(os.path.basename(path)) is not None
         self._apart: dict[int, bytes] = {}  # objects read without their block, by offset
         self._stream: EngineReadStream | None = None
-        self._older: int | None = None  # the index in distcp.fronts() of what this file has
+        self._older: int | None = None  # the index in distcp.fronts() of this file's fronts
         with reported("open", path):
             try:
                 self._file = file = input_file(storage, path)
@@ -128,7 +129,9 @@ class ItemsFile:
         self._file.close()
 
     def _locate(self, request: Request) -> _Found | None:
-        """Returns the place of a tensor's elements in one run; None if only torch can tell."""
+        """Returns the location of a tensor's contiguous elements; None if only torch can find
+        them.
+        """
         if request.dtype is None:
             return None
         if not self._is_ours:
@@ -147,11 +150,11 @@ class ItemsFile:
             return None
         dtype = distcp.DTYPES[item.dtype]
         if prod(request.sizes) * dtype.itemsize != item.data_nbytes:
-            return None  # torch's own reader decides what it is
+            return None  # torch's own reader decides
         return _Found(item.data, dtype, b"")
 
     def _front(self, request: Request) -> bytes | None:
-        """Returns the bytes before the elements in a file that torch wrote; None if not known."""
+        """Returns the bytes before the elements in a file that torch wrote; None if unknown."""
         assert request.dtype is not None
         fronts = [*distcp.fronts(request.dtype, request.sizes)]
         if not fronts:
@@ -171,7 +174,7 @@ class ItemsFile:
     def _read(self, requests: Sequence[Request]) -> None:
         block_bytes = self._body.index.block_bytes
         rows: list[CopyRow] = []
-        objects: dict[int, list[distcp.Item]] = {}  # by the only block that each lies in
+        objects: dict[int, list[distcp.Item]] = {}  # by the block that contains each object
         for request in requests:
             place, item = self._found[request], self._items.get(request.offset)
             if request.dtype is None and item is not None and item.nbytes == request.nbytes > 0:
@@ -192,8 +195,8 @@ class ItemsFile:
             self._stream = self._body.stream(sorted(blocks))
 
     def _read_apart(self, items: Sequence[distcp.Item]) -> bool:
-        """Reads objects of one block without its rest, verified by checksums of their own; returns
-        False if they lie too far from each other.
+        """Reads objects of a block without the rest of the block, verified by their own checksums;
+        returns False if they are too far apart.
         """
         begin, end = items[0].offset, max(item.offset + item.nbytes for item in items)
         if end - begin > _APART_BYTES_MAX:
@@ -221,11 +224,12 @@ class ItemsFile:
         return bytes(content)
 
     def read(self, request: Request, target: torch.Tensor) -> None:
-        """Reads the part of a tensor into one of the same sizes, and converts its dtype if need be.
+        """Reads a part of a tensor into a tensor of the same sizes, and converts its dtype if
+        necessary.
 
         Raises:
             CorruptCheckpoint, StorageError, DeviceError: the target may be partly overwritten.
-            AssertionError: the stored tensor has other sizes than the request says.
+            AssertionError: the stored tensor's sizes differ from the request's.
         """
         place = self._found[request]
         if place is None or not self._is_fronted(request, place):
@@ -235,7 +239,8 @@ class ItemsFile:
             return
         if not target.numel() or not prod(request.sizes):
             return
-        # Of a whole tensor the ends of its item are read too, so that all its blocks are checked.
+        # For a whole tensor, the ends of its item are also read, so that all its blocks are
+        # verified.
         whole = request.lengths == request.sizes
         last = request.offset + request.nbytes - 1
         ends = bytearray(2)
@@ -256,12 +261,12 @@ class ItemsFile:
                 target.copy_(received)
 
     def arrive(self) -> None:
-        """Waits until everything has arrived on devices."""
+        """Waits until all data has arrived on the devices."""
         if self._stream is not None:
             self._body.check(self._stream, self._stream.arrive())
 
     def _is_fronted(self, request: Request, found: _Found) -> bool:
-        """Returns whether the bytes before the elements are those expected of torch."""
+        """Returns whether the bytes before the elements are those that torch writes."""
         if not found.front:
             return True
         front = bytearray(len(found.front))
@@ -269,7 +274,9 @@ class ItemsFile:
         return front == found.front
 
     def _unpickled(self, request: Request) -> torch.Tensor:
-        """Returns a part of a tensor, read by torch, where only torch knows how it is stored."""
+        """Returns a part of a tensor, read by torch, for storage formats that only torch
+        supports.
+        """
         if not self._is_ours:
             with reported("read", self._path, request.offset):
                 content = self._file.read_at(request.nbytes, request.offset)
@@ -303,7 +310,9 @@ def _damaged(
     begin: int,
     end: int,
 ) -> str:
-    """Names the items of a damaged range whose own checksums are wrong, or all if none are."""
+    """Returns the names of items in a damaged range whose own checksums are wrong; if none are,
+    returns all names.
+    """
     near = [item for item in items if item.offset < end and item.offset + item.nbytes > begin]
     wrong = [item for item in near if _crc(read_at, item) != item.crc]
     name_of = names()
@@ -318,15 +327,15 @@ def _crc(read_at: Callable[[int, int], bytes], item: distcp.Item) -> int:
         for at in range(item.data, item.data + item.data_nbytes, BLOCK_BYTES):
             crc = crc32(read_at(min(BLOCK_BYTES, item.data + item.data_nbytes - at), at), crc)
     except OSError as error:
-        return -(error.errno or errno.EIO)  # no CRC: what cannot be read is damaged, too
+        return -(error.errno or errno.EIO)  # not a CRC, so an unreadable item counts as damaged
     return crc
 
 
 def contents_of(file: InputFile) -> distcp.Contents | None:
-    """Returns what the end of a file says of its items; None if fastckpt did not write the file.
+    """Returns the list of items at the end of a file; None if fastckpt did not write the file.
 
     Raises:
-        CorruptCheckpoint: its name is one of ours, and it is truncated; or its end is damaged.
+        CorruptCheckpoint: it has a name of fastckpt's and is truncated, or its end is damaged.
         IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: it cannot be read.
     """
     path = file.path
@@ -350,7 +359,7 @@ def _on_the_host(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _rows(request: Request, found: _Found, address: int, strides: Sequence[int]) -> list[CopyRow]:
-    """Returns the copies of a part of a stored tensor to memory of these strides, in elements."""
+    """Returns the copies of a part of a stored tensor to memory with these strides, in elements."""
     if not prod(request.lengths):
         return []
     stored, itemsize = row_major(request.sizes), found.dtype.itemsize

@@ -1,4 +1,4 @@
-"""The plan of a directory of items: each rank writes one file with its items; another file
+"""The plan of a directory of items: each rank writes one file with its items, and a record file
 commits them.
 """
 
@@ -26,33 +26,33 @@ MakeItems = Callable[[str, Purpose], AbstractContextManager[tuple[int, str]]]
 
 
 class ItemsConclusion(Protocol):
-    """A conclusion decides what becomes of items that have been written."""
+    """The commit of items that have been written."""
 
     def agree(self) -> None:
-        """Agrees with the other ranks on which of the items count. They are being copied; no file
-        has been made.
+        """Agrees with the other ranks on the items that are used. It is called while items are
+        copied, before a file is created.
         """
 
     def record(self, name: str, places: Places) -> bytes:
-        """Returns what this rank tells the first one, given the name of its file ("" if it has no
-        items) and the places of its items there.
+        """Returns this rank's record for the first rank, given the name of its file ("" if it has
+        no items) and the offsets and sizes of its items there.
         """
 
     def publish(self, records: list[bytes]) -> None:
-        """Commits, on the first rank, with the records of all."""
+        """Commits on the first rank, with the records of all ranks."""
 
 
 class ItemsPlan(Plan):
     """One rank's plan of a directory of items.
 
     Args:
-        items: contiguous tensors, and bytes, that do not change until they have been staged;
-            without any, no file is made.
-        reads, watched: as Plan's.
+        items: contiguous tensors, and bytes, that do not change until they are staged; if empty, no
+            file is created.
+        reads, watched: like Plan's.
         rank: the number in the file's name, "__RANK_TOKEN.distcp".
-        directory: the directory that the file is in, for messages.
-        made: makes the file, given its name, as (descriptor, path).
-        options, conclusion: how the file is written, and how it commits.
+        directory: the file's directory, for messages.
+        made: creates the file, given its name; yields (descriptor, path).
+        options, conclusion: how the file is written, and how it is committed.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ItemsPlan(Plan):
         self.agree_on_items()
 
     def agree_on_items(self) -> None:
-        """Agrees with the other ranks on which of the items count."""
+        """Agrees with the other ranks on the items that are used."""
         assert self._conclusion is not None
         self._conclusion.agree()
 

@@ -1,7 +1,7 @@
-"""Iterations of a run as Megatron lays them out: iter_0001000/ and the tracker that names the last.
+"""The iterations of a run in Megatron's layout: iter_0001000/ and the tracker that names the last.
 
-Responsible for names, for which iterations are complete, for moving the tracker atomically, and for
-removing old ones.
+Responsible for names, for finding complete iterations, for updating the tracker atomically, and for
+removing old iterations.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ RELEASE = "release"
 NON_PERSISTENT = "non_persistent"
 CONFIG = "metadata.json"
 _TRACKER_BYTES_MAX = 64
-LEGACY_PREFIX = "mp_rank_"  # of the directories that the format "torch" has
+LEGACY_PREFIX = "mp_rank_"  # directories of the format "torch"
 _TORCH_TEMPORARY = ".metadata.tmp"  # torch renames it to `.metadata`
 _NAME = re.compile(r"iter_(\d{7,})\Z")
 
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule of which old iterations stay when a newer one has committed.
+    """The rule that selects the iterations to keep after a commit.
 
     Attributes:
-        keep_last: how many complete ones stay, the newest included; at least 1. None: all.
-        keep_every: multiples of this stay too.
+        keep_last: the number of complete iterations to keep, including the newest; at least 1.
+            None: all.
+        keep_every: iterations that are multiples of this number are also kept.
     """
 
     keep_last: int | None = None
@@ -55,8 +56,8 @@ def directory_name(iteration: int) -> str:
 
 
 def root_of(directory: str) -> str:
-    """Returns the directory of the run that an iteration's directory is of; that itself if it has
-    another name.
+    """Returns the run's directory for an iteration's directory; a directory with another name is
+    returned itself.
     """
     return os.path.dirname(directory) if _NAME.match(os.path.basename(directory)) else directory
 
@@ -67,26 +68,26 @@ def is_complete(directory: str) -> bool:
 
 
 def is_part(name: str) -> bool:
-    """Whether a file of this name in an iteration's directory is of a save of torch_dist kind."""
+    """Whether a file of this name in an iteration's directory belongs to a torch_dist save."""
     return name in (COMMON, CONFIG, METADATA) or dcp_metadata.is_data_file(name)
 
 
 def _is_debris(directory: str) -> bool:
-    """Whether a directory without `.metadata` holds only what an aborted save leaves, and none of
-    another job's that may go on. Others may be whole: Megatron's formats "torch" and "zarr" have no
-    such file.
+    """Whether a directory without `.metadata` holds only the remains of an aborted save, and no
+    files of a job that may still run. Other directories may be intact checkpoints, because
+    Megatron's formats "torch" and "zarr" have no `.metadata`.
     """
     try:
         with os.scandir(directory) as entries:
             return all(
                 entry.is_file(follow_symlinks=False) and _is_left(entry.path) for entry in entries
             )
-    except OSError:  # it cannot be listed, or is no directory
+    except OSError:  # it cannot be listed, or is not a directory
         return False
 
 
 def _is_left(path: str) -> bool:
-    """Whether an aborted save may have left a file, and none that lives has made it."""
+    """Whether a file may be left by an aborted save, and belongs to no live process."""
     storage, name = pipeline.current().storage, os.path.basename(path)
     if dcp_metadata.is_data_file(name):
         return dcp_metadata.is_left(storage, path)
@@ -97,7 +98,9 @@ def _is_left(path: str) -> bool:
 
 
 def tracked(root: str) -> int | str | None:
-    """Returns what the tracker names: a number or "release"; None if it is missing or garbage."""
+    """Returns the iteration in the tracker: a number or "release"; None if it is missing or
+    invalid.
+    """
     text = _tracker_text(root)
     if text == RELEASE:
         return text
@@ -105,8 +108,8 @@ def tracked(root: str) -> int | str | None:
 
 
 def _tracker_text(root: str) -> str | None:
-    """Returns the tracker's text; None if it is missing. Raises StorageError, also if it is no
-    regular file.
+    """Returns the tracker's text; None if it is missing. Raises StorageError if it cannot be read
+    or is not a regular file.
     """
     storage, tracker = pipeline.current().storage, os.path.join(root, TRACKER)
     try:
@@ -120,18 +123,17 @@ def _tracker_text(root: str) -> str | None:
 
 
 def candidates(root: str, *others: str) -> list[tuple[int, str]]:
-    """Returns (iteration, directory) pairs worth loading, best first: the release, if the tracker
-    names it, else the complete iterations. The one that the tracker names comes first, whatever its
-    number, then the others, from the last commit backwards. Without a tracker, the commits alone
-    count.
+    """Returns (iteration, directory) pairs that can be loaded, in order of preference. If the
+    tracker names a release, returns only the release. Otherwise returns the complete iterations:
+    first the one that the tracker names, then the others from the last commit backwards.
 
     Args:
         root: the run's directory.
-        others: directories with iterations of the same run, and a tracker of their own; of all
-            trackers, the one that was written last counts.
+        others: other directories with iterations of the same run and their own trackers; the
+            tracker that was written last is used.
 
     Raises:
-        StorageError: as numbered().
+        StorageError: like numbered().
     """
     if tracked(root) == RELEASE:
         return [(0, os.path.join(root, RELEASE))]
@@ -145,8 +147,8 @@ def candidates(root: str, *others: str) -> list[tuple[int, str]]:
 
 
 def in_order(roots: Sequence[str], first: str) -> list[tuple[int, str]]:
-    """Returns the complete iterations of these directories as (iteration, directory): `first`, then
-    the others, from the last commit backwards.
+    """Returns the (iteration, directory) pairs of all complete iterations in these directories:
+    `first`, then the others from the last commit backwards.
     """
     iterations = [each for root in roots for each in numbered(root, _NAME, is_complete)]
 
@@ -158,14 +160,14 @@ def in_order(roots: Sequence[str], first: str) -> list[tuple[int, str]]:
 
 
 def _changed_ns(path: str) -> int:
-    """Returns when a file changed last; 0 if there is none."""
+    """Returns the time of a file's last change, in ns; 0 if it is missing."""
     status = pipeline.current().storage.status(path)
     return 0 if status is None else status.st_mtime_ns
 
 
 def disagreement(root: str, number: int, damaged: Collection[str] = ()) -> str | None:
-    """Returns why this iteration is loaded; None if the tracker names it. `damaged` are directories
-    that are known to be.
+    """Returns the reason why this iteration is loaded, if the tracker does not name it; else None.
+    `damaged` are directories that are known to be damaged.
     """
     latest, text = tracked(root), _tracker_text(root)
     if latest in (number, RELEASE):
@@ -193,8 +195,8 @@ def track(root: str, iteration: int) -> None:
     """Makes the tracker name an iteration, atomically and durably.
 
     Raises:
-        StorageError: the tracker names what it named before; or, if the error is `visible`, it
-            names the iteration, but a crash may undo that.
+        StorageError: the tracker is unchanged; or, if the error is `visible`, it names the
+            iteration, but a crash may undo that.
     """
     storage, path = pipeline.current().storage, os.path.join(root, TRACKER)
     replaced = atomic.replace_file(storage, path, str(iteration).encode(), durable=True)
@@ -208,12 +210,12 @@ def retain(
     retention: Retention,
     in_flight: Collection[str] = (),
 ) -> list[int]:
-    """Removes old iterations, and what aborted saves have left of some; returns their numbers.
-    Links stay, and so, with a warning, does what cannot be removed.
+    """Removes old iterations, including the remains of aborted saves; returns their numbers.
+    Symbolic links stay. An iteration that cannot be removed stays, with a warning.
 
     Args:
         newest: the iteration committed last; neither it nor a later one is removed.
-        in_flight: directories that are being saved to, which are left alone.
+        in_flight: directories of running saves, which are not removed.
     """
     if retention.keep_last is None:
         return []

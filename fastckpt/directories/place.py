@@ -1,4 +1,6 @@
-"""DirectoryPlace: a directory whose checkpoint a save replaces as a whole; files of others stay."""
+"""DirectoryPlace: a directory whose checkpoint a save replaces atomically, while foreign files
+stay.
+"""
 
 from __future__ import annotations
 
@@ -41,38 +43,40 @@ from fastckpt.storage.lustre_layout import Purpose
 
 log = logging.getLogger("fastckpt")
 
-_LOOKS_MAX = 10  # at a directory that other processes replace meanwhile
+_LOOKS_MAX = 10  # attempts to list a directory that other processes replace
 _CLASHES_SHOWN = 5
 
 Write = Callable[[str], tuple[int | None, list[str]]]
 
 
 class DirectoryPlace(Place):
-    """The directory of a checkpoint, as one rank of a save sees it.
+    """The directory of a checkpoint, for one rank of a save.
 
-    The ranks put the checkpoint together in a hidden directory, which then takes the directory's
-    name in exchange. Files of the earlier checkpoint are replaced; all others are linked into the
-    hidden directory before, and a name that both have fails the save before anything is written.
+    The ranks assemble the checkpoint in a hidden directory, which is then exchanged with the
+    directory. Files of the earlier checkpoint are replaced. Foreign files are first linked into the
+    hidden directory; if the checkpoint needs the name of one of them, the save fails before
+    anything is written.
 
-    Where readers go by a record, a file that says which others count, and no other file of the
-    earlier checkpoint has a name that the new one needs, ranks write to the directory itself, and
+    Some formats have a record: a file that names the checkpoint's other files. If the new
+    checkpoint needs no other file name of the earlier one, ranks write to the directory itself, and
     replacing the record is the commit.
 
     Args:
-        storage, path, agreement: the seam to the file system, the directory, and the save's round.
-        durable: whether the checkpoint is to outlast a crash of the machine.
-        draft: the files of this rank; None: they are made one by one, by made().
-        record: the names that are the same in each checkpoint, the record's first; if there are
-            none, the directory has a list of its files.
-        is_part: whether a file of this name is of a checkpoint; None: the list says so.
-        is_broken: whether the checkpoint there has lost files, so that nobody may read it.
-        per_node: whether a node may have a disk of its own: one rank of each commits there.
+        storage, path, agreement: access to the file system, the directory, and the save's round.
+        durable: whether the checkpoint must survive a crash of the machine.
+        draft: this rank's files; None: made() creates them one by one.
+        record: the file names that every checkpoint has, beginning with the record's; if empty, the
+            directory has a list of its files.
+        is_part: whether a file of this name belongs to a checkpoint; None: the list names the
+            files.
+        is_broken: whether the existing checkpoint has lost files, so that it must not be read.
+        per_node: whether each node may have its own disk; then one rank of each node commits there.
         pointer: the path of a file that names the newest checkpoint, and its new content.
-        lease: the directory that one job at a time may save to; "": none.
-        retain, replaces: as save_directory's.
+        lease: the directory that only one job at a time may save to; "": no lease.
+        retain, replaces: like save_directory's.
 
     Attributes:
-        directory: the directory that the files go to.
+        directory: the directory that files are written to.
     """
 
     def __init__(
@@ -106,13 +110,13 @@ class DirectoryPlace(Place):
         self._retain, self._replaces = retain, replaces
         self._is_joined = agreement.rank == 0
         self._has_made_it = self._is_committed = False
-        self._made: list[str] = []  # files outside of a hidden directory of this rank
-        self._replaced: int | None = None  # keeps what the commit replaced, until the save ends
+        self._made: list[str] = []  # this rank's files outside a hidden directory
+        self._replaced: int | None = None  # the replaced record, until the save ends
         self._unneeded: list[str] = []
-        self._seen = set[str]()  # files in the directory that is replaced
+        self._seen = set[str]()  # files in the replaced directory
 
     def awaited(self, previous: Sequence[InnerHandle], pipeline: Pipeline) -> Sequence[InnerHandle]:
-        # Until those to the same directory end, nobody knows which files they leave.
+        # Until saves to the same directory end, the files that they leave are unknown.
         return [each for each in previous if self._record and each.path == self._given]
 
     def begin(self) -> None:
@@ -146,13 +150,13 @@ class DirectoryPlace(Place):
             self._has_made_it |= directory == self._given
 
     def _holds_one(self) -> bool:
-        """Returns whether the directory holds a checkpoint, by its record."""
+        """Returns whether the directory has a checkpoint's record."""
         record = os.path.join(self._given, self._record[0])
         with reported("open", record):
             return self.storage.status(record) is not None
 
     def _breaks(self) -> bool:
-        """Removes the record of a checkpoint that is broken; returns whether it is."""
+        """Removes the record of a broken checkpoint; returns whether the checkpoint is broken."""
         if self._is_broken:
             record = os.path.join(self._given, self._record[0])
             with reported("remove", record):
@@ -161,12 +165,12 @@ class DirectoryPlace(Place):
         return self._is_broken
 
     def _tell(self) -> None:
-        """Tells the other ranks the name of the hidden directory, "" if there is none."""
+        """Sends the other ranks the name of the hidden directory, or ""."""
         name = "" if self._hidden is None else self._hidden.name
         self._agreement.put("hidden", os.fsencode(name))
 
     def _join(self) -> None:
-        """Learns from the first rank where the files of all go to."""
+        """Receives the directory for all ranks' files from the first rank."""
         if self._is_joined:
             return
         name = os.fsdecode(self._agreement.get("hidden"))
@@ -192,11 +196,11 @@ class DirectoryPlace(Place):
             self._check_record()
         super().open(outputs, pace)
         if self._agreement.rank == 0 and self._draft is not None and not self._per_node:
-            self._tell()  # now: of files with the same name the first rank's counts
+            self._tell()  # now, so that of files with the same name the first rank's is used
 
     @contextmanager
     def made(self, name: str, purpose: Purpose) -> Iterator[tuple[int, str]]:
-        """Makes a file of the checkpoint, as (descriptor, path)."""
+        """Creates a file of the checkpoint, and yields (descriptor, path)."""
         with ExitStack() as making:
             with explaining(self._agreement):
                 if self._hidden is None:
@@ -214,7 +218,7 @@ class DirectoryPlace(Place):
             try:
                 fd = new_file(self.storage, path, purpose)
             except FileNotFoundError:
-                self._agreement.check()  # no directory is made for a save that has failed meanwhile
+                self._agreement.check()  # no directory is created for a failed save
                 if self.directory != self._given:
                     raise
                 atomic.make_directory(self.storage, self.directory, self._durable)
@@ -224,23 +228,23 @@ class DirectoryPlace(Place):
         return fd, path
 
     def joined(self, name: str) -> int:
-        """Opens a file of the first rank's to write this rank's part of it.
+        """Opens a file of the first rank for writing this rank's part.
 
         Raises:
-            PeerFailed: another rank failed, or is missing. StorageError: it cannot be opened.
+            PeerFailed: another rank failed or is missing. StorageError: it cannot be opened.
         """
         path = os.path.join(self._first(), name)
         with explaining(self._agreement), reported("open", path):
             return self.storage.open(path, "write")
 
     def _first(self) -> str:
-        """Returns the first rank's hidden directory, when that has opened its files."""
+        """Waits until the first rank has opened its files, and returns its hidden directory."""
         name = os.fsdecode(self._agreement.get("hidden"))
         return os.path.join(self._beside, name, os.path.basename(self._path))
 
     def bring(self, files: Mapping[str, File]) -> Mapping[str, File]:
-        """Moves this rank's files into the first rank's hidden directory, unless they are there;
-        returns those that count.
+        """Moves this rank's files into the first rank's hidden directory, unless they exist there.
+        Returns the files that are used.
         """
         storage, brought = self.storage, dict[str, File]()
         if self._per_node:
@@ -253,7 +257,7 @@ class DirectoryPlace(Place):
             path = os.path.join(target, name)
             with explaining(self._agreement), reported("rename", path):
                 if storage.status(path) is not None:
-                    continue  # several ranks have written this file: the first one counts
+                    continue  # several ranks have written it: the first file is used
                 make_directories_of(storage, target, name)
                 storage.rename(os.path.join(self._draft.directory, name), path)
             brought[name] = file
@@ -263,8 +267,8 @@ class DirectoryPlace(Place):
         return brought
 
     def _arrive(self, files: Mapping[str, File]) -> None:
-        """Tells the first rank that this rank's files are durable; commits those of a node that the
-        first rank does not see, when all are.
+        """Reports to the first rank that this rank's files are durable. On a node whose disk the
+        first rank does not see, commits the node's files when all ranks' files are durable.
         """
         agreement, hidden = self._agreement, self._hidden
         agreement.put("arrived", file_list.to_record(files))
@@ -283,7 +287,7 @@ class DirectoryPlace(Place):
         """Writes the list of a directory's files."""
         storage, path = self.storage, os.path.join(directory, file_list.NAME)
         with reported("write", path):
-            with suppress(FileNotFoundError):  # there is one only if fill() has copied an old list
+            with suppress(FileNotFoundError):  # exists only if fill() has copied an old list
                 storage.remove(path)
             fd = storage.create(path, 0o666)
             try:
@@ -294,8 +298,8 @@ class DirectoryPlace(Place):
                 close_quietly(storage, fd)
 
     def publish_listed(self, files: Mapping[str, File]) -> None:
-        """Commits, on the first rank, these files, which are durable by now; if there are none in a
-        draft that nobody has filled at once, the pointer alone.
+        """Commits these files, which are durable, on the first rank. If each node has its own disk
+        and this rank has no files, commits only the pointer.
         """
 
         def write(directory: str) -> tuple[None, list[str]]:
@@ -305,18 +309,18 @@ class DirectoryPlace(Place):
         self.publish(None if self._per_node and not files else write, files.keys())
 
     def publish(self, write: Write | None, names: Collection[str] = ()) -> None:
-        """Commits, on the first rank, when no rank can fail any more.
+        """Commits on the first rank, when no rank can fail any more.
 
         Args:
-            write: writes the last files to the directory that it is given. Returns a descriptor of
-                what the last one has replaced there, or None, and paths that nothing names any
-                more. None: nothing is committed but the pointer.
-            names: all names of the checkpoint's files, if it is listed.
+            write: writes the last files to its argument, a directory. Returns a descriptor of the
+                file that the last one replaced (or None), and the paths that are not needed any
+                more. None: only the pointer is committed.
+            names: all names of the checkpoint's files, if it has a list.
         """
         if self._lease is not None:
             self._lease.renew()
         if self._hidden is None and len(self._record) > 1 and self._holds_one():
-            # Files that always have the same name are another checkpoint's now.
+            # The files that every checkpoint has now belong to another checkpoint.
             raise CheckpointError(
                 f"another job saved to {self._path!r} in the meantime: its checkpoint stays, and "
                 "this one was not committed; give each job a separate directory"
@@ -330,7 +334,9 @@ class DirectoryPlace(Place):
             self._move(*self._pointer)
 
     def _replace(self, hidden: HiddenDirectory, names: Collection[str]) -> None:
-        """Gives a hidden directory the name, with the files of others that are in the old one."""
+        """Commits a hidden directory, after linking the foreign files of the old directory into
+        it.
+        """
         if self._replaces:
             with reported("list", self._path):
                 others = self._others(names)
@@ -340,10 +346,11 @@ class DirectoryPlace(Place):
         hidden.take_name(self._durable, replaces=self._replaces)
 
     def _others(self, names: Collection[str]) -> list[str]:
-        """Returns the files in the directory that are of no checkpoint. Raises as _parts_beside().
+        """Returns the foreign files in the directory. Raises _parts_beside()'s errors.
 
-        Another process may exchange the directory while it is looked at: then files of the one are
-        not in the list of the other. So it has to be the same before and after a look that counts.
+        Another process may exchange the directory while it is read, and then the files of one
+        directory are compared with the list of the other. Therefore a result is used only if the
+        directory was the same before and after.
         """
         storage, path = self.storage, self._path
         for _ in range(_LOOKS_MAX):
@@ -354,7 +361,7 @@ class DirectoryPlace(Place):
                 is_part = self._parts_beside(names)
                 self._seen = {*names_in(storage, path, links=True)}
             except FileNotFoundError:
-                continue  # a directory in the one before is gone
+                continue  # the old directory is gone
             except CheckpointError:
                 if self._version() == before:
                     raise
@@ -365,7 +372,7 @@ class DirectoryPlace(Place):
         raise StorageError("list", path, errno.EBUSY, detail=detail)
 
     def _keep_late(self, hidden: HiddenDirectory) -> None:
-        """Brings files of others that have come to the old directory since it was looked at."""
+        """Moves foreign files that were added to the old directory after it was listed."""
         storage, old = self.storage, hidden.directory
         if not is_directory(storage, old):
             old = os.path.join(hidden.root, atomic.REPLACED)
@@ -375,15 +382,16 @@ class DirectoryPlace(Place):
                 storage.rename(os.path.join(old, name), os.path.join(self._path, name))
 
     def _version(self) -> tuple[int, int, int] | None:
-        """Returns what tells directories that have had the name apart; None if none has it now."""
+        """Returns the identity of the directory that has the path; None if it is missing."""
         status = self.storage.status(self._path)
         return status and (status.st_dev, status.st_ino, status.st_ctime_ns)
 
     def _parts_beside(self, names: Collection[str]) -> Callable[[str], bool]:
-        """Returns whether a file of the directory is of a checkpoint, given its name.
+        """Returns a function that returns whether a file name in the directory belongs to a
+        checkpoint.
 
         Raises:
-            CheckpointError: the path is a file's; or a file of others has one of `names`.
+            CheckpointError: the path is a file; or a foreign file has one of `names`.
         """
         storage, path = self.storage, self._path
         if self._is_part is not None or storage.status(path, link=True) is None:
@@ -398,7 +406,7 @@ class DirectoryPlace(Place):
         try:
             parts: Collection[str] = list_of(path, storage).keys()
         except (CorruptCheckpoint, IncompatibleCheckpoint):
-            parts = names  # a damaged checkpoint is replaced like any other
+            parts = names  # a damaged checkpoint is also replaced
             if is_of_others(path, storage):
                 self._refuse([file_list.NAME])
         self._refuse([name for name in names if name not in parts and self._is_there(name)])
@@ -407,11 +415,11 @@ class DirectoryPlace(Place):
     def _is_there(self, name: str) -> bool:
         try:
             return self.storage.status(os.path.join(self._path, name), link=True) is not None
-        except NotADirectoryError:  # a file has the name of a directory that is needed
+        except NotADirectoryError:  # a file has the name of a needed directory
             return True
 
     def _check_record(self) -> None:
-        """Raises CheckpointError if what has a name of the record is no file."""
+        """Raises CheckpointError if a name in `record` exists but is not a regular file."""
         clashes = []
         for name in self._record:
             path = os.path.join(self._given, name)
@@ -431,7 +439,7 @@ class DirectoryPlace(Place):
             )
 
     def _move(self, path: str, content: str) -> None:
-        """Has the pointer name the checkpoint, whose own name is durable."""
+        """Updates the pointer to name the checkpoint, whose own name is durable."""
         try:
             replaced = atomic.replace_file(
                 self.storage, path, content.encode(), self._durable, names_are_durable=True

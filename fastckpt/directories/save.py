@@ -1,6 +1,6 @@
-"""save_directory(): saves files in formats of others, visible under one name when all are there.
+"""save_directory(): saves a directory of files in other libraries' formats with an atomic commit.
 
-The caller fills a directory under another name, partly at once and partly in the background.
+The caller fills a hidden directory, partly at once and partly in the background.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fastckpt.storage.file_system import is_directory, reported
 
 log = logging.getLogger("fastckpt")
 
-FROM_THE_HOST = "the files of a directory are put together in the host's memory"  # not of a GPU
+FROM_THE_HOST = "the files of a directory are put together in the host's memory"  # not a GPU's
 
 
 def save_directory(
@@ -47,36 +47,40 @@ def save_directory(
 ) -> InnerHandle:
     """Saves a directory in the background and commits it atomically.
 
-    Until the commit, path stays what it was; a crash leaves the old or the new directory, never a
-    part of one. Directories with the same parent commit in the order of these calls.
+    Until the commit, path is unchanged; a crash leaves the old or the new directory, never a part
+    of one. Directories with the same parent commit in the order of the calls.
 
     Args:
-        path: the path of the directory. A checkpoint there is replaced as a whole, by its list; all
-            other files stay, and one of them that has the name of a file that is saved fails the
-            save.
-        fill: called before this returns, with the Draft to put files into.
+        path: the path of the directory. An existing checkpoint, whose list names its files, is
+            replaced completely. Foreign files stay, but the save fails if it needs the name of one
+            of them.
+        fill: called before this returns, with the Draft to add files to.
         group: a torch.distributed process group whose ranks all call this with the same path, each
-            with files of its own; of files with the same name the lowest rank's counts. Ranks talk
-            over the job's store; no collective runs. None: this process alone.
-        beside: a directory of the same file system, in which the new one is put together under a
+            with its own files; of files with the same name, the lowest rank's is used. Ranks
+            communicate over the job's store; no collective runs. None: this process alone.
+        beside: a directory on the same file system, in which the new directory is assembled under a
             hidden name; None: the parent of path.
-        options: how to save, but for `staging`. With on_error="raise", an error before this returns
-            is raised here; with "warn" it is logged, and kept in the handle.
+        options: how to save, except `staging`. With on_error="raise", an error before this returns
+            is raised here; with "warn", it is logged and stored in the handle.
         retain: called in the background on the first rank, after the commit, to remove directories
             that are no longer needed.
-        replaces: whether an old directory is replaced; if not, and there is one, the save fails.
-        later: whether the directory is made in the background, since fill() writes nothing at once.
-        lease: a directory to which no other job may save from now on, as to a Checkpointer's root;
-            "": there is none.
+        replaces: whether an old directory is replaced; if False, an existing directory fails the
+            save.
+        later: whether the directory is created in the background, because fill() writes nothing at
+            once.
+        lease: a directory that no other job may save to from now on, like a Checkpointer's root;
+            "": no lease.
 
     Returns:
-        A SaveHandle; result() returns its SaveStats when the directory is committed on all ranks.
+        A SaveHandle; its result() returns the SaveStats when the directory is committed on all
+        ranks.
 
     Raises:
-        ValueError, TypeError: staging is "gds"; options are none; a group that this process is not
-            in.
-        CheckpointError: an earlier save failed, and nobody asked for its error (on_error="raise").
-        Exception: fill() raised it (on_error="raise").
+        ValueError, TypeError: staging is "gds"; options is not a SaveOptions; or this process is
+            not in group.
+        CheckpointError: with on_error="raise", an earlier save failed and its error was not raised
+            yet.
+        Exception: with on_error="raise", any error of fill().
     """
     check_options(options, staging=FROM_THE_HOST)
     on_error, timeout_s = options.on_error, options.timeout_s
@@ -116,7 +120,7 @@ def _begun(
     later: bool,
     lease: str,
 ) -> Save:
-    """Captures the state before the caller may go on to change it, and returns the save."""
+    """Captures the state before the caller may change it, and returns the save."""
     with agreement.failing():
         current = pipeline.current()
         if options.on_error == "raise":
@@ -154,17 +158,17 @@ def _begun(
 
 
 def wait_for_directories(parent: str) -> None:
-    """Waits for saves of directories in `parent`, and for what they remove afterwards."""
+    """Waits for saves of directories in `parent`, and for their removals afterwards."""
     pipeline.current().wait_for(os.path.realpath(check_path("parent", parent)), ended=True)
 
 
 def remove_directory(path: str, beside: str | None = None) -> None:
-    """Removes a directory, if it exists. A crash leaves it whole, or in `beside` (as
-    save_directory's) under a hidden name, where the next save_directory() removes it.
+    """Removes a directory, if it exists. A crash leaves it intact, or under a hidden name in
+    `beside` (see save_directory), where the next save_directory() removes it.
     """
     storage, path = pipeline.current().storage, os.path.realpath(check_path("path", path))
     beside = beside or os.path.dirname(path)
     hidden = atomic.temporary_path(os.path.join(beside, os.path.basename(path)))
-    # The retain() of an earlier save may have removed it first.
+    # An earlier save's retain() may have removed it.
     with reported("remove", path), suppress(FileNotFoundError):
         atomic.remove_directory(storage, path, hidden)

@@ -1,5 +1,5 @@
-"""Safetensors files that several ranks write together, each the elements that it holds: which bytes
-of a file are this rank's, and of which dtype they are there.
+"""Safetensors files that several ranks write together, each rank its own elements: the ranges and
+dtypes of this rank's elements in a file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Combine = Callable[[int, int, int], int]  # (crc of a, crc of b, len(b)) -> crc 
 
 @lru_cache(maxsize=1024)
 def crc_of_zeros(nbytes: int, combine: Combine) -> int:
-    """Returns the CRC-32 of so many zeros, in steps that double their number."""
+    """Returns the CRC-32 of `nbytes` zeros, by repeated doubling."""
     crc, power, length = 0, zlib.crc32(b"\0"), 1
     while length <= nbytes:
         if nbytes & length:
@@ -37,7 +37,7 @@ def crc_of_zeros(nbytes: int, combine: Combine) -> int:
 
 
 class SharedTensor(NamedTuple):
-    """A tensor of a file: its name and dtype there, and the part of it that this rank holds."""
+    """A tensor of a file: its name and dtype in the file, and this rank's part of the tensor."""
 
     name: str
     dtype: torch.dtype
@@ -45,29 +45,30 @@ class SharedTensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the whole tensor in the file."""
+        """The size of the whole tensor in the file, in bytes."""
         return prod(self.leaf.shape) * self.dtype.itemsize
 
     def text(self) -> str:
-        """Returns what all ranks must have alike of the tensor."""
+        """Returns the tensor's attributes that must be the same on all ranks."""
         dtype, stored = str(self.leaf.local.dtype)[6:], str(self.dtype)[6:]
         return f"{dtype} {[*self.leaf.shape]}, {self.leaf.placement}, as {stored}"
 
 
 class SharedFile:
-    """A file as one rank writes it.
+    """A shared file, and the part that one rank writes.
 
     Args:
         name: the file's name in its directory.
-        tensors: all that the file holds, in any order; the same on all ranks.
-        pieces: of each tensor, which elements this rank writes.
-        metadata: as safetensors.layout()'s.
-        is_first: whether this is the rank that makes the file, and writes the header.
+        tensors: all tensors of the file, in any order; the same on all ranks.
+        pieces: for each tensor, the elements that this rank writes.
+        metadata: like safetensors.layout()'s.
+        is_first: whether this rank creates the file and writes the header.
 
     Attributes:
-        name: the file's.
-        nbytes: its size.
-        image: what this rank writes: elements in the order of its memory, and the header.
+        name: the file's name.
+        nbytes: the file's size.
+        image: the bytes that this rank writes: elements in the order of its memory and, on the
+            first rank, the header.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ class SharedFile:
         metadata: Mapping[str, str],
         is_first: bool,
     ) -> None:
-        # Those that fill whole pages come first, since pages that hold parts of two tensors cost
-        # writes of their own; then those with larger items, so that each is aligned to its items.
+        # Tensors that fill whole pages come first, because a page with parts of two tensors costs
+        # an extra write; then tensors with larger items, so that each is aligned to its items.
         order = sorted(
             range(len(tensors)),
             key=lambda number: (
@@ -99,15 +100,15 @@ class SharedFile:
             self.nbytes += tensors[number].nbytes
         self.image = Image.tailless()
         self._elements: list[Elements] = []
-        self._names: list[str] = []  # of the tensors that these are of
+        self._names: list[str] = []  # the tensor's name, for each of _elements
         if is_first:
             content = torch.frombuffer(header, dtype=torch.uint8)
             self._add(content.data_ptr(), len(header), content)
             rows = [(0, 0, len(header), 1, 0, 0)]
             self._elements.append(Elements(len(header), torch.uint8, torch.uint8, 0, rows))
             self._names.append("")
-        # No element may lie across two blocks: the order is that of the file. So whole pages of the
-        # file are whole pages of the memory, too, and are written from there.
+        # No element may span two blocks, so the order is that of the file. Then whole pages of the
+        # file are also whole pages of memory, and are written directly from there.
         staged = [_staged(tensor) for tensor in tensors]
         runs = [
             (number, piece, piece.box.numel * staged[number].itemsize)
@@ -130,23 +131,25 @@ class SharedFile:
         return self.image.append(address, nbytes)
 
     def scatterer(self) -> Scatterer:
-        """Returns what writes this rank's part."""
+        """Returns the Scatterer that writes this rank's part."""
         return Scatterer(self.nbytes, self._elements)
 
     def names_of(self, numbers: set[int]) -> set[str]:
-        """Returns the tensors of these elements, which are segments of the image, too."""
+        """Returns the names of the tensors with these elements, which are also segments of the
+        image.
+        """
         return {self._names[number] for number in numbers}
 
     def joined(self, parts: Sequence[File]) -> File:
-        """Returns the size and CRC-32 of the file, given what Scatterer.written() was on each rank.
+        """Returns the size and CRC-32 of the file, given the Scatterer.written() of each rank.
 
         Raises:
-            CheckpointError: together they have not written the bytes of the file.
+            CheckpointError: the ranks together have not written every byte of the file.
         """
         whole = File(0, crc_of_zeros(self.nbytes, combine_crcs))
         for part in parts:
             whole = File(whole.nbytes + part.nbytes, whole.crc32 ^ part.crc32)
-        if whole.nbytes != self.nbytes:  # no assert, for a wrong file must never be committed
+        if whole.nbytes != self.nbytes:  # no assert: it must never be committed
             raise CheckpointError(
                 f"ranks have written {whole.nbytes} bytes of {self.name!r}, which has "
                 f"{self.nbytes}: this is a bug of fastckpt, please report it"
@@ -155,26 +158,27 @@ class SharedFile:
 
 
 def _staged(tensor: SharedTensor) -> torch.dtype:
-    """Returns the dtype in which a tensor is staged: the file's, if the host can convert it on the
-    way; what comes from a device is converted when it is written.
+    """Returns the dtype in which a tensor is staged: the file's dtype, if the host can convert it
+    during the copy. Tensors of devices are converted when they are written.
     """
     local = tensor.leaf.local
     return tensor.dtype if local.device.type == "cpu" else local.dtype
 
 
 class SharedFiles:
-    """The files of a directory that ranks write together, as this rank has captured them.
+    """The files of a directory that ranks write together, with this rank's captured tensors.
 
     Args:
-        tensors: those of each file, by its name; alike on all ranks, and in the same order.
-        metadata: as safetensors.layout()'s.
-        alike: names and values of what else all ranks must have alike.
-        first_rank: the keys of leaves of which only the first rank's copy counts.
+        tensors: the tensors of each file, by the file's name; the same on all ranks, in the same
+            order.
+        metadata: like safetensors.layout()'s.
+        alike: names and values of other settings that must be the same on all ranks.
+        first_rank: the keys of leaves of which only the first rank's copy is used.
         differing: called with the names of tensors whose contents differ between ranks.
 
     Attributes:
-        structure, contents: describe to the other ranks which tensors are where and whose they are,
-            and by samples what is in those that all ranks hold.
+        structure, contents: descriptions for the other ranks: the tensors' locations and owners,
+            and samples of the contents of tensors that all ranks hold.
     """
 
     def __init__(
@@ -194,7 +198,7 @@ class SharedFiles:
             for file, its in tensors.items()
             for tensor in its
         ]
-        # By `first_rank`, too, ranks know which elements are whose.
+        # `first_rank` also determines which rank writes which elements.
         self.structure = Description([*alike, *texts], first_rank)
         self.contents = Description([], first_rank)
 
@@ -203,8 +207,8 @@ class SharedFiles:
         return [leaf.local.untyped_storage() for leaf in self._leaves()]
 
     def lay_out(self, rank: int, world_size: int, seed: int) -> list[SharedFile]:
-        """Returns the files as this rank writes them, and chooses samples of what all ranks hold,
-        as Description.sample() does.
+        """Returns the files with this rank's parts, and chooses samples of tensors that all ranks
+        hold, like Description.sample().
         """
         leaves = self._leaves()
         pieces = iter(_pieces(leaves, rank))
@@ -226,7 +230,7 @@ class SharedFiles:
 
 
 def _pieces(leaves: Sequence[Leaf], rank: int) -> list[list[Piece]]:
-    """Returns of each leaf what this rank writes."""
+    """Returns the pieces of each leaf that this rank writes."""
     ours = [number for number, leaf in enumerate(leaves) if rank in leaf.holders]
     held = [
         Held(leaf.key, leaf.local.itemsize, leaf.shape, leaf.box, leaf.holders)

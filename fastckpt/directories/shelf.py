@@ -1,4 +1,4 @@
-"""Checkpoint directories of a run, by the numbers in their names: which there are, which may go."""
+"""The checkpoint directories of a run, by the numbers in their names: listing and retention."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from fastckpt.storage.vanishing import listed_anew
 def numbered(
     parent: str, names: re.Pattern[str], is_whole: Callable[[str], bool] = os.path.isdir
 ) -> list[tuple[int, str]]:
-    """Returns (number, path) of what `is_whole` in `parent`, the highest number first: that is the
-    first group of `names`, which they match. There are none if there is no `parent`. Raises
-    StorageError if, each time it is tried, all that is listed is gone when it is looked at.
+    """Returns the (number, path) pairs of entries in `parent` that match `names` and satisfy
+    `is_whole`, in descending order. The number is the first group of `names`. Returns none if
+    `parent` is missing. Raises StorageError if, in every attempt, the listed entries are gone when
+    they are examined.
     """
 
     def look() -> list[tuple[int, str]] | None:
@@ -27,7 +28,7 @@ def numbered(
         entries = [(int(match[1]), os.path.join(parent, match.string)) for match in matches]
         whole = [each for each in entries if is_whole(each[1])]
         vanished = [path for _number, path in entries if not os.path.lexists(path)]
-        if vanished and not whole:  # a newer one was there before they were removed
+        if vanished and not whole:  # a newer entry existed before they were removed
             raise Vanished(vanished[-1])
         return sorted(whole, reverse=True) or None
 
@@ -35,11 +36,11 @@ def numbered(
 
 
 def committed_first(committed: str, found: Sequence[str]) -> list[str]:
-    """Returns `found`, directories in the order in which they are to stay, for retain(): but first
-    the one just committed, since a run may have gone back to lower numbers. One before it that is
-    not older is left out: it was committed meanwhile. There are none if `committed` is gone.
+    """Returns `found`, directories in their order for retain(), with the directory just committed
+    moved to the front, because a run may have returned to lower numbers. A directory before it that
+    is not older is omitted, because it was committed later. Returns none if `committed` is gone.
     """
-    if committed not in found:  # somebody has removed it, and may be about to remove others
+    if committed not in found:  # another process has removed it, and may remove others
         return []
     storage, place = pipeline.current().storage, found.index(committed)
     own = storage.status(committed) if place else None
@@ -54,7 +55,7 @@ def committed_first(committed: str, found: Sequence[str]) -> list[str]:
 def retain(
     newest_first: Sequence[str], last: int, *, best: str | None = None, beside: str | None = None
 ) -> None:
-    """Removes all of these directories but the `last` ones. `best` is as Policy's, `beside` as
+    """Removes all but the first `last` directories. `best` is like Policy's, `beside` like
     remove_directory()'s.
     """
     for path in victims([Entry(path) for path in newest_first], Policy(last, best=best)):

@@ -1,6 +1,7 @@
-"""The check of a checkpoint directory: whether its files are byte by byte what its list says.
+"""Verifies a checkpoint directory: compares the bytes of its files with its list.
 
-Responsible for comparing a directory with its list, and for choosing the newest one that is whole.
+Responsible for comparing a directory with its list, and for choosing the newest undamaged
+directory.
 """
 
 from __future__ import annotations
@@ -24,21 +25,20 @@ from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import Storage, is_directory, persistently, reported
 from fastckpt.storage.vanishing import listed_anew
 
-COMMON, COMMON_CRC = "common.pt", "fastckpt.common.pt.crc32"  # of Megatron's iterations
+COMMON, COMMON_CRC = "common.pt", "fastckpt.common.pt.crc32"  # in Megatron's iterations
 
 
 def check(path: str, storage: Storage | None = None, rank: int = 0, world_size: int = 1) -> bool:
-    """Reads all of a checkpoint directory and compares it with its list. Returns whether there is a
-    list; a directory that others wrote has none.
+    """Reads a checkpoint directory completely and compares it with its list. Returns whether it has
+    a list; only fastckpt writes one.
 
     Args:
-        path, storage: the directory, and the seam to its file system.
-        rank, world_size: of this process among those that each read some of the files, together
-            all.
+        path, storage: the directory, and access to its file system.
+        rank, world_size: this process's rank, and the number of processes that share the reading.
 
     Raises:
-        CorruptCheckpoint: a file is missing, has another size, or other bytes; the message says
-            which. IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: a read failed.
+        CorruptCheckpoint: a file is missing, or its size or bytes differ; the message names it.
+            IncompatibleCheckpoint: a newer fastckpt wrote it. StorageError: a read failed.
     """
     storage = storage or pipeline.current().storage
     with reported("open", path):
@@ -62,7 +62,9 @@ def check(path: str, storage: Storage | None = None, rank: int = 0, world_size: 
 
 
 def list_of(path: str, storage: Storage) -> dict[str, file_list.File]:
-    """Returns the list of a checkpoint directory, empty if there is none; raises as check()."""
+    """Returns the list of a checkpoint directory, empty if it is missing; raises check()'s
+    errors.
+    """
     listed = os.path.join(path, file_list.NAME)
     try:
         content = read_small(storage, listed, file_list.NBYTES_MAX + 1)
@@ -74,18 +76,18 @@ def list_of(path: str, storage: Storage) -> dict[str, file_list.File]:
 
 
 def is_of_others(path: str, storage: Storage) -> bool:
-    """Returns whether what a directory has in place of a list is another program's file."""
+    """Returns whether the file with the list's name in a directory belongs to another program."""
     listed = os.path.join(path, file_list.NAME)
     return file_list.is_of_others(read_small(storage, listed, file_list.NBYTES_MAX + 1))
 
 
 def crc32_of(storage: Storage, path: str, name: str, expected: int | None = None) -> file_list.File:
-    """Reads a file, which messages call `name`, and returns its size and CRC-32. One of another
-    size than `expected` is not read: it may have holes of terabytes.
+    """Reads a file, and returns its size and CRC-32. `name` is its name in messages. A file whose
+    size is not `expected` is not read, because it may be sparse and have terabytes.
 
     Raises:
-        CorruptCheckpoint: it is missing, not a regular file, or of another size. StorageError: a
-            read failed.
+        CorruptCheckpoint: it is missing, is not a regular file, or has another size. StorageError:
+            a read failed.
     """
     missing = f"{name!r} is missing"
     with opened_regular(storage, path, missing) as file, reported("read", path):
@@ -100,8 +102,8 @@ def crc32_of(storage: Storage, path: str, name: str, expected: int | None = None
 
 
 def check_common(path: str, crc32: int, planner_data: Any) -> bool:
-    """Compares the CRC-32 of Megatron's common.pt with that in the planner_data of the `.metadata`
-    beside it. Returns whether there is one; raises CorruptCheckpoint if it is another.
+    """Compares the CRC-32 of Megatron's common.pt with the one in planner_data of the `.metadata`
+    next to it. Returns False if planner_data has none; raises CorruptCheckpoint if they differ.
     """
     expected = planner_data.get(COMMON_CRC) if isinstance(planner_data, dict) else None
     if expected not in (None, crc32):
@@ -116,9 +118,9 @@ def verified_common(path: str, storage: Storage) -> int | None:
     """Reads Megatron's common.pt and returns its size; None if no `.metadata` has its checksum.
 
     Raises:
-        CorruptCheckpoint: it is damaged, or `.metadata` is. StorageError: a read failed.
+        CorruptCheckpoint: common.pt or `.metadata` is damaged. StorageError: a read failed.
     """
-    # Imports torch.distributed.checkpoint, which nothing else here needs.
+    # Imports torch.distributed.checkpoint, which only this function needs.
     from fastckpt.directories import dcp_metadata
 
     directory, name = os.path.split(path)
@@ -133,20 +135,22 @@ def verified_common(path: str, storage: Storage) -> int | None:
 def newest_whole(
     paths: Callable[[], Sequence[str]], group: Any = None, timeout_s: float = TIMEOUT_S
 ) -> str | None:
-    """Returns the first of some directories that is not damaged, and warns of each before it;
-    returns None if there are no directories.
+    """Returns the first undamaged directory, with a warning for each damaged one before it; returns
+    None if there are no directories.
 
     Args:
-        paths: lists the directories, the newest first. It is called again if one is gone when its
-            turn comes, since a newer one was saved before. One without a list counts as whole.
-        group: a torch.distributed process group whose ranks all call this: each reads some of the
-            files, and all return the same. They talk over the job's store.
-        timeout_s: the seconds that ranks wait for each other at most.
+        paths: a function that lists the directories from the newest to the oldest. It is called
+            again if a directory is gone when it is read, because a newer one must have been saved.
+            A directory without a list counts as undamaged.
+        group: a torch.distributed process group whose ranks all call this. Each rank reads some of
+            the files, and all ranks return the same directory. They communicate over the job's
+            store.
+        timeout_s: the longest time that ranks wait for each other, in seconds.
 
     Raises:
-        CorruptCheckpoint: all are damaged; the message is about the first one. StorageError: one
-            could not be read, however often it was tried, but may be whole. PeerFailed: so it was
-            on another rank.
+        CorruptCheckpoint: all directories are damaged; the message describes the first one.
+            StorageError: one could not be read in several attempts, but may be undamaged.
+            PeerFailed: another rank failed in this way.
     """
     agreement = together(group).coordinator.begin(
         "choice of a directory", timeout_s, "nothing was loaded"
