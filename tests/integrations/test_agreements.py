@@ -4,6 +4,7 @@ saves where every collective raises, and where the disk fails one of two ranks a
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
@@ -15,13 +16,24 @@ import pytest
 from tests.crews import agreement_bodies as bodies
 from tests.crews.group_crew import Nursery
 
-RANKS_IMPORT = "tests.crews.agreement_bodies"
 pytestmark = [pytest.mark.slow, pytest.mark.multiprocess]
 NEEDS = {
     "dcp": "torch",
     "accelerate FSDP": "accelerate",
     "megatron": "megatron.core",
     "megatron strategy": "megatron.core",
+}
+# What ranks have imported before they are forked.
+IMPORTS = {
+    "dcp": "dcp_imports",
+    "megatron": "megatron_imports",
+    "megatron strategy": "megatron_imports",
+    "transformers": "trainer_imports",
+    "accelerate": "accelerate_imports",
+    "accelerate FSDP": "accelerate_imports",
+    "lightning": "lightning_imports",
+    "deepspeed": "deepspeed_bodies",
+    "torchtitan": "torchtitan_imports",
 }
 
 Save = Callable[..., list[bodies.Told]]
@@ -36,9 +48,10 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def by(kind: str, nursery: Nursery) -> Iterator[Callable[..., Any]]:
-    with nursery.crew(2) as crew:
-        yield crew
+def by(kind: str) -> Iterator[Callable[..., Any]]:
+    with contextlib.closing(Nursery(f"tests.crews.{IMPORTS[kind]}")) as nursery:
+        with nursery.crew(2) as crew:
+            yield crew
 
 
 @pytest.fixture
@@ -72,29 +85,28 @@ def test_all_ranks_fail_where_one_can_write_no_file(save: Save) -> None:
     assert "rank 1 failed" in told[0].error and told[1].error
 
 
+@pytest.mark.parametrize("kind", ["accelerate"], indirect=True)
 def test_the_first_rank_says_whether_an_automatic_directory_is_there(
-    nursery: Nursery, disk: Path
+    by: Callable[..., Any], disk: Path
 ) -> None:
-    pytest.importorskip("accelerate")
-    with nursery.crew(2) as crew:
-        assert crew(bodies.save_where_one_rank_sees_it, str(disk)) == [None, None]
-        (disk / "checkpoints" / "checkpoint_0" / "random_states_0.pkl").read_bytes()
+    assert by(bodies.save_where_one_rank_sees_it, str(disk)) == [None, None]
+    (disk / "checkpoints" / "checkpoint_0" / "random_states_0.pkl").read_bytes()
 
 
-def test_callbacks_of_all_ranks_are_called_in_the_same_steps(nursery: Nursery, disk: Path) -> None:
-    pytest.importorskip("transformers")
-    with nursery.crew(2) as crew:
-        first, second = crew(bodies.steps_of_calls, str(disk))
-        assert first == second and len(first) == 3
+@pytest.mark.parametrize("kind", ["transformers"], indirect=True)
+def test_callbacks_of_all_ranks_are_called_in_the_same_steps(
+    by: Callable[..., Any], disk: Path
+) -> None:
+    first, second = by(bodies.steps_of_calls, str(disk))
+    assert first == second and len(first) == 3
 
 
+@pytest.mark.parametrize("kind", ["transformers"], indirect=True)
 def test_a_file_that_one_rank_of_a_trainer_cannot_write_ends_training_on_all(
-    nursery: Nursery, disk: Path
+    by: Callable[..., Any], disk: Path
 ) -> None:
     """At the same point, and not on that rank alone, for which others would wait in training."""
-    pytest.importorskip("transformers")
-    with nursery.crew(2) as crew:
-        told = crew(bodies.file_that_a_trainer_cannot_write, str(disk))
+    told = by(bodies.file_that_a_trainer_cannot_write, str(disk))
     assert [saving for saving, _ in told] == ["None", "None"]
     for _, ended in told:
         assert "writes itself failed" in ended and str(disk / "checkpoint-1") in ended
