@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.interpreters import TRAINING, Program, run
+from tests.kit.interpreters import LEAVE, TRAINING, Program, run
 from tests.kit.paths import ROOT
 from tests.kit.saves import wait_until
 
@@ -34,6 +34,9 @@ _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 PRELUDE = """
 import os
+import sys
+for name in [name for name in sys.modules if name.startswith("fastckpt.integrations")]:
+    del sys.modules[name]  # examples import what they need of it
 import torch
 import torch.distributed as dist
 import fastckpt
@@ -119,11 +122,11 @@ assert optimizer.param_groups[0]["lr"] == 0.5
 assert optimizer.state[model.head.weight]["exp_avg"].full_tensor().any()
 """,
 }
-AFTER = """
+AFTER = f"""
 torch.save, torch.load  # still there
 dist.destroy_process_group()
 print("ran")
-"""
+{LEAVE}"""
 
 
 def blocks(document: Path, *, every: bool) -> Iterator[str]:
@@ -146,7 +149,7 @@ def test_examples_run(name: str, disk: Path) -> None:
     examples = [*blocks(document, every=False)]
     assert examples
     text = "\n".join([PRELUDE, BEFORE.get(name, ""), *examples, END.get(name, ""), AFTER])
-    ran = run(text, cwd=disk, timeout=120)
+    ran = run(text, cwd=disk, imports=TRAINING, timeout=120)
     assert ran.returncode == 0 and ran.stdout.endswith("ran\n"), ran.stderr
 
 
@@ -232,7 +235,7 @@ def done(line: str, disk: Path, running: list[Program]) -> str:
     words = shlex.split(line, comments=True)
     match words:
         case ["python", script, "&"]:
-            running.append(Program((disk / script).read_text(), cwd=disk))
+            running.append(Program((disk / script).read_text(), cwd=disk, imports=TRAINING))
         case ["until", "test", "-e", path, "do", "sleep", _, "done"]:
             wait_until((disk / path.rstrip(";")).exists, f"{path} was there", limit_s=200)
         case ["kill", "-9", "$!"]:
@@ -243,7 +246,7 @@ def done(line: str, disk: Path, running: list[Program]) -> str:
             text = COMMAND
             if words[0] == "python":
                 text, arguments = (disk / arguments[0]).read_text(), []
-            ran = run(text, *arguments, cwd=disk, timeout=120)
+            ran = run(text, *arguments, cwd=disk, imports=TRAINING, timeout=120)
             assert ran.returncode == 0, (line, ran.stderr)
             return ran.stdout
         case _:
