@@ -26,8 +26,8 @@ from tests.kit.paths import ROOT
 from tests.kit.tiers import local
 from tests.kit.torches import needs_dcp, needs_fsdp2
 
-STEPS, EVERY = 12, 3  # of the runs by several ranks
-SAVING = ("--every", EVERY, "--ballast", 96)  # MiB, so that a flush is long enough to be caught
+STEPS, EVERY = 8, 2  # of the runs by several ranks
+SAVING = ("--every", EVERY, "--ballast", 32)  # MiB, so that a flush is long enough to be caught
 PASSIVE: dict[str, str | None] = {"OMP_WAIT_POLICY": "passive"}
 IMPORTS = "tests.crews.training_imports"
 ATTEMPTS = 5  # jobs that may end before one is killed in mid-flush
@@ -205,15 +205,12 @@ def test_fsdp2_goes_on_with_other_ranks(disk: Path, expected: dict[int, str]) ->
     begun = disk / "interrupted"
     interrupted("train_fsdp2.py", begun, flushing_step, ())
     first = committed_steps(begun)[-1]
-    for ranks in (1, 3):
-        here = disk / f"on-{ranks}"
-        shutil.copytree(begun / "run", here / "run", copy_function=os.link)
-        job = training("train_fsdp2.py", ranks, here, *SAVING)
-        assert f"restored step {first} on {ranks} ranks" in job.finish()
-        assert_near(logged(here), expected, first)
-        assert committed_steps(here)[-1] == STEPS
-        assert not [step for step in (here / "run").iterdir() if is_debris(step)]
-    shutil.rmtree(begun)  # nobody goes on here
+    (begun / "losses").unlink()
+    job = training("train_fsdp2.py", 3, begun, *SAVING)
+    assert f"restored step {first} on 3 ranks" in job.finish()
+    assert_near(logged(begun), expected, first)
+    assert committed_steps(begun)[-1] == STEPS
+    assert not [step for step in (begun / "run").iterdir() if is_debris(step)]
 
 
 @pytest.mark.torture
@@ -242,43 +239,34 @@ def test_saves_are_told_to_tensorboard(disk: Path) -> None:
 
     training("train_fsdp2.py", 1, disk, "--every", EVERY, "--tensorboard", "told").finish()
     told = EventAccumulator(str(disk / "told")).Reload()
-    assert [its.step for its in told.Scalars("checkpoint/committed_s")] == [3, 6, 9, 12]
+    assert [its.step for its in told.Scalars("checkpoint/committed_s")] == [2, 4, 6, 8]
     assert all(its.value > 0 for its in told.Scalars("checkpoint/stall_s"))
 
 
 def test_ddp_goes_on(disk: Path, expected: dict[int, str]) -> None:
     uninterrupted = run_of("train_ddp.py", 2, disk / "whole", "--every", 0)
     assert_near(uninterrupted, expected, 0)
-    here, left = disk / "interrupted", disk / "ckpt.pt"
+    here = disk / "interrupted"
     interrupted("train_ddp.py", here, flushing_file, (1,))
-    os.link(here / "ckpt.pt", left)  # before the job goes on and replaces it
-    first = torch.load(left, mmap=True)["step"]
-    assert (
-        f"restored step {first} on 2 ranks" in training("train_ddp.py", 2, here, *SAVING).finish()
-    )
+    first = torch.load(here / "ckpt.pt", mmap=True)["step"]
+    job = training("train_ddp.py", 2, here, *SAVING)
+    assert f"restored step {first} on 2 ranks" in job.finish()
     assert_repeated(logged(here), uninterrupted, first)
     assert torch.load(here / "ckpt.pt", mmap=True)["step"] == STEPS
-    there = disk / "on-3"
-    there.mkdir()
-    os.link(left, there / "ckpt.pt")
-    job = training("train_ddp.py", 3, there, *SAVING)
-    assert f"restored step {first} on 3 ranks" in job.finish()
-    assert_near(logged(there), expected, first)
-    assert torch.load(there / "ckpt.pt", mmap=True)["step"] == STEPS
 
 
 @needs_dcp
 def test_dcp_fsdp2_goes_on_after_a_kill(tmp_path: Path) -> None:
     """With torch.distributed.checkpoint on fastckpt's engine, bit by bit on as many ranks."""
-    expected = run_of("dcp_fsdp2.py", 2, tmp_path / "whole", "--every", 3)
+    expected = run_of("dcp_fsdp2.py", 2, tmp_path / "whole", "--every", EVERY)
     killed = tmp_path / "killed"
-    with training("dcp_fsdp2.py", 2, killed, "--every", 3) as job:
+    with training("dcp_fsdp2.py", 2, killed, "--every", EVERY) as job:
         while job.poll() is None and not [*killed.glob("run/step-*/.metadata")]:
             time.sleep(0.005)
         job.kill()
     (killed / "losses").unlink()
     begins = max(int(p.parent.name[5:]) for p in killed.glob("run/step-*/.metadata"))
-    said = training("dcp_fsdp2.py", 2, killed, "--every", 3).finish()
+    said = training("dcp_fsdp2.py", 2, killed, "--every", EVERY).finish()
     if begins < STEPS:  # else it had come to its end before it was killed
         assert logged(killed) == expected[begins:]
     assert f"restored step {begins} on 2 ranks" in said
