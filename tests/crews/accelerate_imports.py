@@ -17,3 +17,5 @@ __all__ = ["accelerate", "fastckpt", "tests"]
 
 with suppress(ImportError):  # Accelerate looks whether a model is one of DeepSpeed's
     import deepspeed  # noqa: F401
+with suppress(ImportError):  # and, on several ranks, whether data are of this package
+    import datasets  # noqa: F401

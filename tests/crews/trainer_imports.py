@@ -5,6 +5,8 @@ Responsible for their quick start, as crews/training_imports.py is.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import transformers
 from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -12,3 +14,8 @@ import fastckpt.integrations.transformers
 import tests.crews.accelerate_imports
 
 __all__ = ["GPT2LMHeadModel", "Trainer", "TrainingArguments", "fastckpt", "tests", "transformers"]
+
+with suppress(ImportError):  # a table of a thousand patterns, which the first save of a model makes
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("gpt2")
