@@ -49,9 +49,9 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def by(kind: str) -> Iterator[Callable[..., Any]]:
-    with contextlib.closing(Nursery(f"tests.crews.{IMPORTS[kind]}")) as nursery:
-        with nursery.crew(2) as crew:
-            yield crew
+    nursery = Nursery(f"tests.crews.{IMPORTS[kind]}")
+    with contextlib.closing(nursery), nursery.crew(2) as crew:
+        yield crew
 
 
 @pytest.fixture
