@@ -5,11 +5,11 @@ what stock readers find in them, and what is said of a damaged one. Must not kno
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import os
 import re
 import shutil
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -56,7 +56,7 @@ from tests.kit.doubles import (
     power_cuts,
     through,
 )
-from tests.kit.storm import SUITE_SEED
+from tests.kit.storm import SUITE_SEED, Storm
 
 WAIT_S = 60.0
 T = TypeVar("T")
@@ -139,12 +139,15 @@ def test_large_files_are_written_in_blocks(disk: Path) -> None:
         assert all(torch.equal(loaded[name], large[name]) for name in large)
 
 
-def test_a_stop_at_any_operation_leaves_the_old_directory_or_the_new_one(memory: Path) -> None:
-    path, seen = memory / "a", set()
+def test_a_stop_at_any_operation_leaves_the_old_directory_or_the_new_one(
+    memory: Path, storm: Storm
+) -> None:
+    path, seen, recorder = memory / "a", set(), Recorder()
     with through(Storage()):
         save_directory(str(path), fill_with(0)).result(WAIT_S)
-    number, failed = 0, True
-    while failed:
+    with through(recorder):
+        save_directory(str(path), fill_with(0)).result(WAIT_S)
+    for number in storm.moments([operation.name for operation in recorder.log], 10):
         with through(FailAt(number, errno.EIO, lasting=True)):
             handle = save_directory(
                 str(path), fill_with(number + 1), options=fastckpt.SaveOptions(on_error="warn")
@@ -154,7 +157,6 @@ def test_a_stop_at_any_operation_leaves_the_old_directory_or_the_new_one(memory:
         assert failed or step_in(path) == number + 1
         with through(Storage()):
             save_directory(str(path), fill_with(0)).result(WAIT_S)
-        number += 1
     assert number > 30 and {(True, False), (False, True)} <= seen
     for left in memory.glob(".*.tmp"):  # of this process, which is alive
         os.rename(left, str(left).replace(f"-{os.getpid()}-", f"-{dead_pid()}-"))
@@ -165,7 +167,7 @@ def test_a_stop_at_any_operation_leaves_the_old_directory_or_the_new_one(memory:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("inside", ["a", "new/er/a"], ids=["over", "new"])
-def test_any_operation_may_be_the_last(memory: Path, inside: str) -> None:
+def test_any_operation_may_be_the_last(memory: Path, inside: str, storm: Storm) -> None:
     """Under the name is the old directory or the new one, and under that of the one that the save
     removes afterwards this one or nothing: never a part.
     """
@@ -188,7 +190,7 @@ def test_any_operation_may_be_the_last(memory: Path, inside: str) -> None:
         there = [name for name in ("older", inside) if (after / name).exists()]
         return {name: step_in(after / name) for name in there}
 
-    for cut in power_cuts(before, save, find):
+    for cut in power_cuts(before, save, find, storm=storm):
         new = cut.found in (steps | {inside: 2}, {inside: 2})
         assert new or (cut.found == steps and not cut.told), cut.text
     assert cut.count > 60
@@ -205,7 +207,7 @@ class CrashWithoutExchange(Crash):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_directory_that_was_put_aside_gets_its_name_back(memory: Path) -> None:
+def test_a_directory_that_was_put_aside_gets_its_name_back(memory: Path, storm: Storm) -> None:
     """Two renames leave a moment in which nothing has the name: who saves next finds the old one.
     (Of their names some alone may not survive: no file system does one rename without the other.)
     """
@@ -213,7 +215,13 @@ def test_a_directory_that_was_put_aside_gets_its_name_back(memory: Path) -> None
     with through(Storage()):
         save_directory(str(before / "a"), fill_with(1)).result(WAIT_S)
     owner, seen, looked_at = dead_pid(), set(), set()
-    for count in itertools.count():
+    shutil.copytree(before, live)
+    with through(CrashWithoutExchange(live, sys.maxsize)) as pipeline:
+        save_directory(str(live / "a"), fill_with(2)).result(WAIT_S)
+        pipeline.drain()
+        operations = [operation.name for operation in pipeline.storage.log]
+    shutil.rmtree(live)
+    for count in storm.moments(operations, 10):
         shutil.copytree(before, live)
         storage, told = CrashWithoutExchange(live, count), False
         with through(storage) as pipeline, suppress(PowerCut):  # what it is for
@@ -234,8 +242,6 @@ def test_a_directory_that_was_put_aside_gets_its_name_back(memory: Path) -> None
             seen.add((is_there, found))
             shutil.rmtree(after)
         shutil.rmtree(live)
-        if count > len(storage.log):
-            break
     assert seen == {(True, 1), (False, 1), (True, 2)}
 
 

@@ -39,8 +39,17 @@ from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.crews.steps_states import TENSORS, content, numbers, same_bits
 from tests.kit.accelerator import KIND
 from tests.kit.cuda_stub import CudaStub
-from tests.kit.doubles import Crash, FailAt, PowerCut, assert_old_or_new, power_cuts, through
+from tests.kit.doubles import (
+    Crash,
+    FailAt,
+    PowerCut,
+    Recorder,
+    assert_old_or_new,
+    power_cuts,
+    through,
+)
 from tests.kit.interpreters import let_go
+from tests.kit.storm import Storm
 
 RANKS_IMPORT = "tests.crews.export_bodies"
 INDEX = "model.safetensors.index.json"
@@ -442,7 +451,7 @@ def step_in(directory: Path) -> int:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("is_over", [True, False], ids=["over", "new"])
-def test_any_operation_may_be_the_last(memory: Path, is_over: bool) -> None:
+def test_any_operation_may_be_the_last(memory: Path, is_over: bool, storm: Storm) -> None:
     config = memory / "config.json"
     config.write_text("{}")
     options: dict[str, Any] = {"dtype": torch.float16, "shard_bytes": 1000, "files": [config]}
@@ -463,25 +472,32 @@ def test_any_operation_may_be_the_last(memory: Path, is_over: bool) -> None:
     def find(after: Path) -> int:
         return step_in(after / "a") if (after / "a").exists() else 0
 
-    assert_old_or_new(power_cuts(before, save, find, mixtures=4), int(is_over), 2, 40)
+    cuts = power_cuts(before, save, find, mixtures=4, storm=storm)
+    assert_old_or_new(cuts, int(is_over), 2, 40)
 
 
-def test_a_failure_at_any_operation_leaves_the_old_export(memory: Path) -> None:
-    fastckpt.export(sample(0), memory / "a", dtype=torch.float16).result(WAIT_S)
-    number, failed = 0, True
-    while failed:
+def test_a_failure_at_any_operation_leaves_the_old_export(memory: Path, storm: Storm) -> None:
+    def export(step: int) -> None:
+        fastckpt.export(sample(step), memory / "a", dtype=torch.float16).result(WAIT_S)
+
+    recorder, outcomes = Recorder(), set()
+    export(0)
+    with through(recorder) as pipeline:
+        export(0)
+        pipeline.drain()
+    for number in storm.moments([operation.name for operation in recorder.log], 8):
+        visible = True
         with through(FailAt(number, errno.EIO, lasting=True)) as pipeline:
             try:
-                fastckpt.export(sample(1), memory / "a", dtype=torch.float16).result(WAIT_S)
-                failed = False
+                export(1)
             except OSError as error:
-                found = int(loaded(memory / "a")["two"][0])
-                assert found == int(getattr(error, "visible", False))
+                visible = bool(getattr(error, "visible", False))
+            assert int(loaded(memory / "a")["two"][0]) == int(visible)
             pipeline.drain()
+        outcomes.add(visible)
         with through(Storage()):
-            fastckpt.export(sample(0), memory / "a", dtype=torch.float16).result(WAIT_S)
-        number += 1
-    assert number > 20
+            export(0)
+    assert number > 20 and outcomes == {False, True}
 
 
 # Several ranks

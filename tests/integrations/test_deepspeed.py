@@ -56,6 +56,7 @@ from tests.kit.doubles import (
     power_cuts,
     process_on,
 )
+from tests.kit.storm import Storm
 
 RANKS_IMPORT = "tests.crews.deepspeed_bodies"
 
@@ -433,13 +434,14 @@ def test_any_operation_of_the_store_may_be_a_ranks_last(
     assert count > 10
 
 
-@pytest.mark.parametrize(
-    ("tag", "every"),
-    [("a", 5), *(pytest.param(tag, 1, marks=pytest.mark.torture) for tag in ("a", "b"))],
-)
-def test_any_operation_may_fail(saved: Path, tag: str, every: int) -> None:
-    outcomes = set()
-    for number in itertools.count(0, every):
+@pytest.mark.parametrize("tag", ["a", pytest.param("b", marks=pytest.mark.torture)])
+def test_any_operation_may_fail(saved: Path, tag: str, storm: Storm) -> None:
+    recorder, outcomes = Recorder(), set()
+    shutil.copytree(saved, saved.with_name("live"))
+    with process_on(recorder):
+        assert is_saved(save_by_two(saved.with_name("live"), tag, 2))
+    shutil.rmtree(saved.with_name("live"))
+    for number in storm.moments([operation.name for operation in recorder.log], 6):
         live = saved.with_name("live")
         shutil.copytree(saved, live)
         storage = FailAt(number, errno.EIO)
@@ -452,14 +454,12 @@ def test_any_operation_may_fail(saved: Path, tag: str, every: int) -> None:
             raise AssertionError(what) from error
         outcomes.add(step_in(live / tag))
         shutil.rmtree(live)
-        if number >= len(storage.log):
-            break
     assert outcomes == {1 if tag == "a" else None, 2} and number > 50
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("tag", ["a", pytest.param("b", marks=pytest.mark.torture), "new/er/b"])
-def test_any_operation_of_a_commit_may_be_the_last(memory: Path, tag: str) -> None:
+def test_any_operation_of_a_commit_may_be_the_last(memory: Path, tag: str, storm: Storm) -> None:
     """`latest` leads to the tag before or to the new one, whole on all ranks; so does it if the tag
     is saved again, with what others keep there.
     """
@@ -475,7 +475,7 @@ def test_any_operation_of_a_commit_may_be_the_last(memory: Path, tag: str) -> No
         with process_on(storage):
             return is_saved(save_by_two(live / above, tag, 2))
 
-    cuts = power_cuts(before, save, lambda after: step_of(after / above))
+    cuts = power_cuts(before, save, lambda after: step_of(after / above), storm=storm)
     assert_old_or_new(cuts, old, 2, 50)
 
 

@@ -34,6 +34,7 @@ from tests.kit.doubles import file_size_limit
 from tests.kit.interpreters import let_go
 from tests.kit.jobs import Job
 from tests.kit.noise import flip
+from tests.kit.storm import Storm
 
 pytest.importorskip("lightning")
 
@@ -263,7 +264,7 @@ def test_whoever_waits_for_a_removal_finds_the_file_that_is_kept(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("kind", ["first", "next", "again", "over a link"])
-def test_any_operation_of_a_save_may_be_the_last(memory: Path, kind: str) -> None:
+def test_any_operation_of_a_save_may_be_the_last(memory: Path, kind: str, storm: Storm) -> None:
     """Of the checkpoints before and the new one there is one, and every one is whole, where a save
     is followed by the removal of the one before.
     """
@@ -293,7 +294,7 @@ def test_any_operation_of_a_save_may_be_the_last(memory: Path, kind: str) -> Non
         return {each: value["global_step"] for each, value in found.items()}
 
     steps = set()
-    for cut in power_cuts(before, save, find):
+    for cut in power_cuts(before, save, find, storm=storm):
         assert kind == "first" or FIRST in cut.found or cut.found.get(name) == 2, cut.text
         assert kind != "over a link" or cut.found.keys() == {FIRST, name}, cut.text
         assert cut.found.get(name) == 2 or not cut.told, cut.text

@@ -16,8 +16,9 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +38,7 @@ from fastckpt.saving.handle import InnerHandle
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.input_files import input_file
+from tests.kit import storm as storms
 from tests.kit.options import gathered
 from tests.kit.storm import SUITE_SEED
 
@@ -698,11 +700,15 @@ class Cut(NamedTuple):
     text: str
 
 
+CUTS = 10  # of the power in `make test`, beside those next to a new name
+
+
 def power_cuts(
     before: Path,
     save: Callable[[Crash, Path], bool],
     find: Callable[[Path], Any],
     mixtures: int = 8,
+    storm: storms.Storm | None = None,
 ) -> Iterator[Cut]:
     """Yields what may be found when the power is cut at each operation of a save in turn.
 
@@ -712,11 +718,19 @@ def power_cuts(
             raise PowerCut.
         find: returns what is in a directory that readers see, which has to be whole.
         mixtures: as Crash.images()'s.
+        storm: chooses operations for `make test`; None: it takes all.
     """
     live, after = before.with_name("live"), before.with_name("after")
     seen: dict[int, Any] = {}
     print(f"seed {SUITE_SEED}")
-    for count in itertools.count():
+    counts: Iterable[int] = itertools.count()
+    if storm is not None:
+        shutil.copytree(before, live, symlinks=True)
+        storage = Crash(live, sys.maxsize)
+        save(storage, live)
+        shutil.rmtree(live)
+        counts = storm.moments([operation.name for operation in storage.log], CUTS)
+    for count in counts:
         shutil.copytree(before, live, symlinks=True)
         storage, told = Crash(live, count), False
         try:
@@ -735,7 +749,7 @@ def power_cuts(
                 shutil.rmtree(after, ignore_errors=True)
             yield Cut(seen[key], told, count, text)
         shutil.rmtree(live)
-        if count > len(storage.log):
+        if storm is None and count > len(storage.log):
             return
 
 

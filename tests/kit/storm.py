@@ -60,6 +60,14 @@ class Storm:
         )
         return [items[number] for number in (0, *sorted(inner), len(items) - 1)]
 
+    def moments(self, operations: Sequence[str], suite: int) -> list[int]:
+        """How many of these operations may be done before something happens: any number of them in
+        `make torture`; in `make test` so many numbers, and those next to each new name of a file.
+        """
+        named = [at for at, name in enumerate(operations) if name in ("exchange", "link", "rename")]
+        chosen = {*self.some(range(len(operations) + 2), suite)}
+        return sorted(chosen | {each for at in named for each in (at, at + 1, at + 2)})
+
 
 class Chance:
     """How many examples a property is tried with; set once, before a test module is imported."""
