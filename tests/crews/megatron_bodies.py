@@ -408,7 +408,7 @@ def load_any(_member: Member, root: str, iteration: int | None = None) -> Outcom
 @on_the_cpu
 def bytes_of_reshard(_member: Member, root: str, save: Any, load: Any) -> tuple[int, int]:
     """(bytes that reading optimizer state took, bytes needed) on another parallelism."""
-    options = {"hidden": 1024}  # so much that blocks of 8 MiB count little
+    options = {"hidden": 640}  # so much that blocks of 8 MiB count little
     model, optimizer, scheduler = build(*save, **options)
     optimizers.allocate(optimizer)
     megatron.save_checkpoint(1, model, optimizer, scheduler, save=root).result(60)

@@ -21,8 +21,9 @@ import threading
 import time
 import tracemalloc
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -1271,13 +1272,20 @@ def test_the_commit_needs_nobody_and_is_told_at_once(
     assert crew(2)(bodies.hang_before_commit, str(tmp_path)) == [[True, True]] * 2
 
 
+@pytest.fixture(scope="module")
+def megatron_crew() -> Iterator[Crew]:
+    pytest.importorskip("megatron.core")
+    nursery = Nursery("tests.crews.megatron_imports")
+    with closing(nursery), nursery.crew(2) as crew:
+        yield crew
+
+
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("how", ["ours", "writer", "torch"])
 def test_planners_and_tensors_of_megatron_core(
-    how: str, crew: Callable[[int], Crew], tmp_path: Path
+    how: str, megatron_crew: Crew, tmp_path: Path
 ) -> None:
-    pytest.importorskip("megatron.core")
     for seed in (1, 2):
-        crew(2)(bodies.save_megatron, str(tmp_path), seed, how)
+        megatron_crew(bodies.save_megatron, str(tmp_path), seed, how)
     for reader in ("torch", "ours"):
-        assert crew(2)(bodies.load_megatron, str(tmp_path), 2, reader) == [True, True]
+        assert megatron_crew(bodies.load_megatron, str(tmp_path), 2, reader) == [True, True]
