@@ -281,12 +281,15 @@ def test_a_reader_that_has_seen_enough_is_no_fault() -> None:
 
 def test_a_closed_stdout_is_no_fault(saved: Path) -> None:
     """What is printed is for nobody; the status counts, and no file becomes descriptor 1."""
-    for arguments, status in ((("ls", "run"), 0), (("verify", "run"), 0), (("verify", "gone"), 1)):
-        shell = f"{' '.join(command(*arguments))} >&-"
-        done = subprocess.run(
-            shell, shell=True, cwd=saved, env=environment(), capture_output=True, timeout=60
-        )
-        assert (done.returncode, done.stderr) == (status, b""), arguments
+    shell = f"{' '.join(command('verify', 'run'))} >&-"
+    done = subprocess.run(
+        shell, shell=True, cwd=saved, env=environment(), capture_output=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    closed = f"import os, sys; os.close(1); sys.stdout = None; {AS_A_MODULE}"
+    for arguments, status in ((("ls", "run"), 0), (("verify", "gone"), 1)):
+        ended = interpreters.run(closed, *arguments, cwd=saved)
+        assert (ended.returncode, ended.stderr) == (status, ""), arguments
 
 
 STEERING = "\x1b[31m\x1b]0;title\x07\x9b1m\u202e"
@@ -512,11 +515,8 @@ def test_a_metadata_file_with_a_hole_at_its_end_is_not_read(
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_output_that_cannot_be_written_is_one_line(options: tuple[str, ...], saved: Path) -> None:
-    command = [sys.executable, "-m", "fastckpt", "inspect", str(saved / "root"), *options]
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
-        )
+    full = f"import os; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); {AS_A_MODULE}"
+    ended = interpreters.run(full, "inspect", saved / "run", *options)
     assert ended.returncode == 1
     assert ended.stderr.startswith("fastckpt inspect: ") and ended.stderr.count("\n") == 1
 

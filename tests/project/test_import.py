@@ -38,8 +38,12 @@ checkpointer.close()
 tell("step")
 fastckpt.export({"weight": state["weight"]}, "export").result()
 told["dcp"] = [name for name in sys.modules if name == "torch.distributed.checkpoint"]
+import fastckpt.integrations
+told["all"] = [*sys.modules]
 print(json.dumps(told))
 """
+FRAMEWORKS = {"megatron", "deepspeed", "lightning", "pytorch_lightning", "transformers"}
+FRAMEWORKS |= {"accelerate", "torch.distributed.checkpoint", "torchtitan"}
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,11 @@ def test_no_save_imports(imported: dict[str, list[str]]) -> None:
 
 def test_an_export_does_not_import_what_takes_a_second(imported: dict[str, list[str]]) -> None:
     assert not imported["dcp"]
+
+
+def test_no_framework_is_imported_before_its_integration(imported: dict[str, list[str]]) -> None:
+    assert "fastckpt.integrations" in imported["all"]
+    assert not FRAMEWORKS & {*imported["all"]}
 
 
 def test_every_public_name_is_there() -> None:
