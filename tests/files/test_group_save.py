@@ -48,6 +48,7 @@ from tests.kit.network_double import Cifs, RemembersAbsence
 from tests.kit.noise import flip, noise
 from tests.kit.options import gathered
 from tests.kit.saves import warnings_in
+from tests.kit.storm import Storm
 
 pytestmark = pytest.mark.multiprocess
 T = TypeVar("T")
@@ -176,14 +177,14 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 
 def varied(rank: int) -> Any:
-    """35 MB of everything; what is small differs from rank to rank."""
-    source = noise(MIB, 0)
+    """27 MB of everything; what is small differs from rank to rank."""
+    source = noise(MIB // 2, 0)
     base = noise(3 * MIB + 17, 1)
     parameter = torch.nn.Parameter(noise(4 * MIB, 2).view(torch.int32).float())
     generator = torch.Generator().manual_seed(rank)
     return {
         "dtypes": {str(dtype): source.to(dtype) for dtype in DTYPES},
-        "exactly a MiB": source > 100,
+        "exactly a MiB": noise(MIB, 0) > 100,
         "a byte less": noise(MIB - 1, 3),
         "aliases": [base, base, base[5:500], base[:MIB].view(1024, 1024).t()],
         "nested": OrderedDict(a=(parameter, [None, {"b": parameter[:100].detach()}]), c={}),
@@ -256,29 +257,25 @@ def test_any_number_of_ranks_writes_the_same_file(
     ids=str,
 )
 def test_options_do_not_change_the_file(crew: Crew, disk: Path, options: dict[str, Any]) -> None:
-    for ranks in (2, 4):
-        all_saved(crew(save, disk / "plain.pt", varied, ranks=ranks))
-        outcomes = crew(functools.partial(save, **options), disk / "a.pt", varied, ranks=ranks)
-        all_saved(outcomes)
-        assert sha256(disk / "a.pt") == sha256(disk / "plain.pt")
-        for outcome in outcomes:
-            stats = outcome.value
-            limit = options.get("staging_bytes", 1 << 40)
-            assert stats.staged_bytes_max <= limit
-            assert stats.backend == "threads" or options.get("backend") is None
-            assert stats.stall_s > 0 and stats.staged_s <= stats.committed_s
+    all_saved(crew(save, disk / "plain.pt", varied, ranks=1))
+    outcomes = crew(functools.partial(save, **options), disk / "a.pt", varied, ranks=3)
+    all_saved(outcomes)
+    assert sha256(disk / "a.pt") == sha256(disk / "plain.pt")
+    for outcome in outcomes:
+        stats = outcome.value
+        limit = options.get("staging_bytes", 1 << 40)
+        assert stats.staged_bytes_max <= limit
+        assert stats.backend == "threads" or options.get("backend") is None
+        assert stats.stall_s > 0 and stats.staged_s <= stats.committed_s
 
 
 def many_small(rank: int, count: int, nbytes: int) -> Any:
     return [torch.full((nbytes,), rank, dtype=torch.uint8) for _ in range(count)]
 
 
-@pytest.mark.parametrize(("count", "nbytes"), [(100, 700 << 10), (1100, 64 << 10)])
-def test_many_small_tensors(
-    crew: Crew, disk: Path, count: int, nbytes: int, assert_same: Any
-) -> None:
+def test_many_small_tensors(crew: Crew, disk: Path, assert_same: Any) -> None:
     """More of them than are kept behind the checksum record, which is read at once."""
-    state = functools.partial(many_small, count=count, nbytes=nbytes)
+    state = functools.partial(many_small, count=100, nbytes=700 << 10)
     for number, (ranks, fence) in enumerate([(1, "call"), (3, "step")]):
         path = disk / f"{number}.pt"
         all_saved(
@@ -294,19 +291,6 @@ def test_many_small_tensors(
     assert_same(fastckpt.load(path), state(0))
     raw = path.read_bytes()
     assert len(raw) - torch_zip.tail_offset(raw[-1000:], len(raw)) < 65 * MIB
-
-
-def many_tensors(rank: int) -> Any:
-    return [torch.full((64,), number, dtype=torch.int32) for number in range(10_000)]
-
-
-def save_many(member: Member, path: Path) -> Outcome:
-    """Ten thousand shared tensors without 10 GB: they count as big here."""
-    small_bytes, torch_zip.SMALL_BYTES = torch_zip.SMALL_BYTES, 64
-    try:
-        return save(member, path, many_tensors)
-    finally:
-        torch_zip.SMALL_BYTES = small_bytes
 
 
 def exotic() -> Any:
@@ -395,8 +379,7 @@ def test_secret_file_is_replaced_by_a_secret_file(disk: Path) -> None:
 # --- what counts of which rank
 
 
-@pytest.mark.parametrize("fence", ["call", "step"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(("ranks", "fence"), [(4, "call"), (2, "step")])
 def test_what_is_small_is_the_first_ranks(
     crew: Crew, disk: Path, ranks: int, fence: str, assert_same: Any
 ) -> None:
@@ -466,11 +449,12 @@ def mismatch(rank: int, name: str, differing: tuple[int, ...]) -> Any:
     return MISMATCHES[name][0](base()) if rank in differing else base()
 
 
-@pytest.mark.parametrize("name", MISMATCHES)
 @pytest.mark.parametrize(
-    ("ranks", "differing", "named"),
-    [(2, (1,), "rank 1"), (4, (1, 3), "ranks 1, 3")],
-    ids=["one of two", "two of four"],
+    ("name", "ranks", "differing", "named"),
+    [
+        *((name, 3, (1, 2), "ranks 1, 2") for name in MISMATCHES),
+        ("storage", 2, (1,), "rank 1"),
+    ],
 )
 def test_other_structure_is_refused_on_every_rank(
     crew: Crew,
@@ -508,9 +492,9 @@ def test_the_first_rank_may_be_the_odd_one_out(crew: Crew, disk: Path) -> None:
 
 def drifting(rank: int, differing: tuple[int, ...]) -> Any:
     return {
-        "steady": noise(2 * BLOCK, 0),
-        "drifted": noise(3 * BLOCK + 77, 10 + (rank in differing) * rank),
-        "also": noise(BLOCK, 20 + (rank == 3)),
+        "steady": noise(2 * MIB, 0),
+        "drifted": noise(BLOCK + 77, 10 + (rank in differing) * rank),
+        "also": noise(2 * MIB, 20 + (rank == 3)),
         "step": rank,
     }
 
@@ -616,14 +600,13 @@ def train(member: Member, disk: Path, fence: str, steps: int, one_path: bool) ->
 
 
 @pytest.mark.parametrize("fence", ["call", "step"])
-@pytest.mark.parametrize("one_path", [True, False])
+@pytest.mark.parametrize(("one_path", "ranks"), [(True, 2), (False, 4)])
 def test_training_goes_on_while_saves_are_in_flight(
-    crew: Crew, disk: Path, fence: str, one_path: bool
+    crew: Crew, disk: Path, fence: str, one_path: bool, ranks: int
 ) -> None:
-    steps = 6
-    for ranks in (2, 4):
-        for outcomes in crew(train, disk, fence, steps, one_path, ranks=ranks):
-            all_saved(outcomes)
+    steps = 5
+    for outcomes in crew(train, disk, fence, steps, one_path, ranks=ranks):
+        all_saved(outcomes)
     for path in disk.iterdir():
         loaded = torch.load(path)
         step = loaded["step"]
@@ -764,7 +747,7 @@ def leave_at_once(member: Member, path: Path) -> None:
 
 
 def test_exit_waits_for_the_save(nursery: Nursery, disk: Path) -> None:
-    with nursery.crew(3, orderly=True) as crew:
+    with nursery.crew(2, orderly=True) as crew:
         crew(leave_at_once, disk / "a.pt")
     assert names_in(disk) == ["a.pt"]
     assert fastckpt.load(disk / "a.pt")["step"] == 1
@@ -825,7 +808,7 @@ def save_with_faults(
     results = []
     recorder = Recorder()
     with saving_through(recorder):
-        save(member, path, varied)
+        save(member, path, two_blocks)
     count = len(recorder.log)
     for number in itertools.count():
         meet(member, f"{victim} before {number}")
@@ -836,7 +819,7 @@ def save_with_faults(
             return results
         storage = FailAt(number, errno.EIO) if member.rank == victim else Recorder()
         with saving_through(storage):
-            outcome = save(member, path, varied)
+            outcome = save(member, path, two_blocks)
         meet(member, f"{victim} after {number}")
         name = storage.log[number].name if member.rank == victim else ""
         results.append((name, outcome, sha256(path), names_in(path.parent)))
@@ -850,7 +833,7 @@ DISPENSABLE = {"lock", "open", "close", "look_again"}
 def test_any_operation_of_a_rank_fails(crew: Crew, disk: Path, victim: int) -> None:
     path = disk / "a.pt"
     fastckpt.save("new", path).result(WAIT_S)
-    all_saved(crew(save, path, varied, ranks=2))
+    all_saved(crew(save, path, two_blocks, ranks=2))
     new = sha256(path)
     fastckpt.save("old", path).result(WAIT_S)
     old = sha256(path)
@@ -939,26 +922,27 @@ def save_as_survivors(member: Member, path: Path, begin: int, end: int) -> Outco
 
 
 KILLS = [
+    (0, "rename"),
     (0, "allocate"),
     (0, "sync"),
-    (0, "rename"),
-    (0, "sync_directory"),
     (2, "open write"),
     (2, "sync"),
+    (0, "sync_directory"),
 ]
 
 
-def test_killed_ranks(nursery: Nursery, disk: Path) -> None:
-    """Each in a job of its own, all of them at the same time."""
+def test_killed_ranks(nursery: Nursery, disk: Path, storm: Storm) -> None:
+    """Each in a job of its own, all of them at the same time; some of them in `make test`."""
+    kills = storm.some(KILLS, 4)
     with contextlib.ExitStack() as stack:
         crews = []
-        for victim, name in KILLS:
+        for victim, name in kills:
             directory = disk / f"{victim} {name}"
             directory.mkdir()
             fastckpt.save("old", directory / "a.pt").result(WAIT_S)
             crews.append(stack.enter_context(nursery.crew(3)))
             crews[-1].begin(save_and_die, directory / "a.pt", victim, name)
-        for crew, (victim, name) in zip(crews, KILLS, strict=True):
+        for crew, (victim, name) in zip(crews, kills, strict=True):
             check_killed(crew, disk / f"{victim} {name}", victim, name)
 
 
@@ -1085,12 +1069,12 @@ def files(nursery: Nursery, real_disk: Path) -> Iterator[dict[str, Path]]:
 def test_loading_together_is_loading(crew: Crew, files: dict[str, Path], writer: str) -> None:
     path = files[writer]
     expected = digest_of(fastckpt.load(path))
-    for ranks in range(1, RANKS + 1):
+    for ranks in range(1, RANKS + 1) if writer == "together" else (3,):
         outcomes = crew(load, path, ranks=ranks)
         all_saved(outcomes)
         assert {outcome.value for outcome in outcomes} == {expected}
     for options in ({"weights_only": False}, {"verify": False}, {"map_location": "cpu"}):
-        outcomes = crew(functools.partial(load, **options), path)
+        outcomes = crew(functools.partial(load, **options), path, ranks=2)
         all_saved(outcomes)
         assert {outcome.value for outcome in outcomes} == {expected}
 
@@ -1108,17 +1092,18 @@ def test_ranks_may_need_different_bytes(crew: Crew, files: dict[str, Path]) -> N
     assert {device for device, _ in second} == {"meta"}
 
 
-@pytest.mark.parametrize("block", [0, 3])
-def test_damage_that_one_rank_finds_is_told_by_all(crew: Crew, disk: Path, block: int) -> None:
+@pytest.mark.parametrize(("block", "ranks"), [(0, 2), (3, 4)])
+def test_damage_that_one_rank_finds_is_told_by_all(
+    crew: Crew, disk: Path, block: int, ranks: int
+) -> None:
     path = disk / "a.pt"
     all_saved(crew(save, path, one_tensor, ranks=2))
     flip(path, block * BLOCK + 5000)
-    for ranks in (2, 4):
-        outcomes = crew(load, path, ranks=ranks)
-        text = same_error(outcomes, CorruptCheckpoint, str(path), "data/0", f"{block * BLOCK} to")
-        assert "nothing was loaded" in text
-    all_saved(crew(save, path, one_tensor))
-    all_saved(crew(load, path))
+    outcomes = crew(load, path, ranks=ranks)
+    text = same_error(outcomes, CorruptCheckpoint, str(path), "data/0", f"{block * BLOCK} to")
+    assert "nothing was loaded" in text
+    all_saved(crew(save, path, two_blocks, ranks=ranks))
+    all_saved(crew(load, path, ranks=ranks))
 
 
 def test_truncated_and_missing_file(crew: Crew, files: dict[str, Path], disk: Path) -> None:
@@ -1174,8 +1159,7 @@ def load_fragile(member: Member, path: Path, who: int) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("who", "first"), [(0, True), (1, True), (1, False)])
 def test_unpickling_fails_on_one_rank(crew: Crew, disk: Path, who: int, first: bool) -> None:
     items = [noise(13 * BLOCK, 0), noise(BLOCK, 1)]
     fastckpt.save([Fragile(), *items] if first else [*items, Fragile()], disk / "a.pt").result()
@@ -1187,22 +1171,22 @@ def test_unpickling_fails_on_one_rank(crew: Crew, disk: Path, who: int, first: b
             assert f"rank {who} failed" in str(outcome.error)
         else:
             assert outcome.error is None and outcome.value == 3
-    all_saved(crew(load_fragile, disk / "a.pt", -1))
+    all_saved(crew(load_fragile, disk / "a.pt", -1, ranks=3))
 
 
 def load_and_log(member: Member, path: Path) -> set[int]:
     """Numbers of the blocks that this rank read."""
     recorder = Recorder()
     with saving_through(recorder):
-        digest = load(member, path).value
-    assert digest == digest_of(one_tensor(0))
+        loaded = fastckpt.load(path, group=member.group)
+    assert torch.equal(loaded, one_tensor(0))
     return {operation.args[0] // BLOCK for operation in recorder.log if operation.name == "read"}
 
 
 def test_each_rank_reads_a_share(crew: Crew, disk: Path) -> None:
     """Though torch looks at the end of the file first, where the last block may begin."""
     all_saved(crew(save, disk / "a.pt", one_tensor))
-    for ranks in (2, 3, 4):
+    for ranks in (2, 4):
         read = crew(load_and_log, disk / "a.pt", ranks=ranks)
         assert set().union(*read) == set(range(5))
         for rank, blocks in enumerate(read):
@@ -1249,14 +1233,17 @@ def load_and_die(
     return attempt(lambda: fastckpt.load(path, **options) and None)
 
 
-def test_ranks_are_killed_while_they_load(nursery: Nursery, files: dict[str, Path]) -> None:
-    """Each in a job of its own, all of them at the same time."""
+def test_ranks_are_killed_while_they_load(
+    nursery: Nursery, files: dict[str, Path], storm: Storm
+) -> None:
+    """Each in a job of its own, all of them at the same time; some of them in `make test`."""
+    reading = functools.partial(DieReading, 1)
+    kills = [(0, DieOpening), (0, reading), (2, DieOpening), (2, reading)]
     with contextlib.ExitStack() as stack:
         jobs = []
-        for victim in (0, 2):
-            for storage in (DieOpening, functools.partial(DieReading, 1)):
-                jobs.append((victim, stack.enter_context(nursery.crew(3))))
-                jobs[-1][1].begin(load_and_die, files["alone"], victim, storage)
+        for victim, storage in storm.some(kills, 2):
+            jobs.append((victim, stack.enter_context(nursery.crew(3))))
+            jobs[-1][1].begin(load_and_die, files["alone"], victim, storage)
         for victim, crew in jobs:
             outcomes = crew.end()
             assert isinstance(outcomes.pop(victim), RankDied), "it was not killed"
