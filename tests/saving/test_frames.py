@@ -24,7 +24,7 @@ from tests.kit.saves import Octets, wait_until
 WAIT_S = 60.0
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def uncollected() -> Iterator[None]:
     gc.collect()
     gc.disable()
@@ -86,17 +86,22 @@ def test_log_records_keep_no_error(caplog: pytest.LogCaptureFixture) -> None:
     assert record.getMessage() == "'a' failed: full" and not record.args
 
 
-@pytest.mark.parametrize(
-    "call", [steps, file, missing, damaged, no_steps, no_directory, no_commit, translated]
-)
-def test_no_call_outlives_itself(disk: Path, call: Callable[[Path, State], None]) -> None:
-    def caller() -> weakref.ref[Octets]:
+CALLS = [steps, file, missing, damaged, no_steps, no_directory, no_commit, translated]
+
+
+def test_no_call_outlives_itself(disk: Path, uncollected: None) -> None:
+    def caller(call: Callable[[Path, State], None], directory: Path) -> weakref.ref[Octets]:
         memory = Octets(1 << 20)
         try:
-            call(disk, {"w": torch.frombuffer(memory, dtype=torch.float32)})
+            call(directory, {"w": torch.frombuffer(memory, dtype=torch.float32)})
         except (CheckpointError, OSError):  # that is what the call is for
             pass
         return weakref.ref(memory)
 
-    held = caller()
-    wait_until(lambda: held() is None, "the save's thread had ended, and nothing kept the state")
+    for call in CALLS:
+        name = call.__name__
+        (disk / name).mkdir()
+        held = caller(call, disk / name)
+        wait_until(
+            lambda held=held: held() is None, f"{name} has ended, and nothing kept the state"
+        )

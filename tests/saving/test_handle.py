@@ -176,7 +176,8 @@ SIZES = [4, 1000, 3 << 20, BLOCK, BLOCK + 4 * 1021]
 def test_call_fence_saves_the_values_of_the_call(disk: Path) -> None:
     tensors = [torch.empty(nbytes // 4) for nbytes in SIZES]
     handles: dict[int, fastckpt.SaveHandle] = {}
-    for turn in range(50):
+    turns = 16
+    for turn in range(turns):
         for tensor in tensors:
             tensor.fill_(turn)
         path = disk / f"{turn % 4}.pt"
@@ -190,7 +191,7 @@ def test_call_fence_saves_the_values_of_the_call(disk: Path) -> None:
                 assert bool((tensor == turn).all()), f"save {turn} holds a later value"
     for handle in handles.values():
         handle.result(WAIT_S)
-    for last in range(46, 50):
+    for last in range(turns - 4, turns):
         loaded = fastckpt.load(disk / f"{last % 4}.pt")
         assert [tensor.numel() for tensor in loaded] == [tensor.numel() for tensor in tensors]
         assert all(bool((tensor == last).all()) for tensor in loaded)
@@ -261,7 +262,7 @@ def test_step_fence_returns_at_once_and_the_optimizer_waits(disk: Path) -> None:
 
 
 def test_step_fence_of_a_state_larger_than_its_staging(disk: Path) -> None:
-    weights = parameters(4, 3 * BLOCK, 0.0)
+    weights = parameters(4, BLOCK, 0.0)
     optimizers = [torch.optim.SGD(weights[:2], lr=1.0), torch.optim.AdamW(weights[2:], lr=1.0)]
     for turn in range(3):
         before = [weight.detach().clone() for weight in weights]
@@ -493,7 +494,7 @@ def test_many_threads_save_at_once(disk: Path) -> None:
 
     def save(number: int) -> None:
         w = torch.empty(200_000)
-        for turn in range(20):
+        for turn in range(8):
             w.fill_(100 * number + turn)
             own = disk / f"{number}-{turn % 3}.pt"
             handles = [
@@ -513,7 +514,7 @@ def test_many_threads_save_at_once(disk: Path) -> None:
     last.result(WAIT_S)
     assert value_of(shared) == -2
     for number, slot in itertools.product(range(8), range(3)):
-        turn = max(turn for turn in range(20) if turn % 3 == slot)
+        turn = max(turn for turn in range(8) if turn % 3 == slot)
         assert value_of(disk / f"{number}-{slot}.pt") == 100 * number + turn
     assert not temporaries(disk)
 
@@ -685,7 +686,7 @@ def threads():
     return len(os.listdir("/proc/self/task"))
 
 folder = sys.argv[1]
-state = {"w": torch.ones(1 << 20), "small": [torch.ones(10) for _ in range(50)]}
+state = {"w": torch.ones(1 << 18), "small": [torch.ones(10) for _ in range(50)]}
 
 def turn(i):
     handle = fastckpt.save(
@@ -702,13 +703,13 @@ def turn(i):
         if thread is not threading.main_thread():
             thread.join(60)
 
-for i in range(40):
+for i in range(20):
     turn(i)
 gc.collect()
 fds, tasks, rss = os.listdir("/proc/self/fd"), threads(), [kilobytes("VmRSS")]
-for i in range(100):
+for i in range(60):
     turn(i)
-    if i % 25 == 24:
+    if i % 15 == 14:
         gc.collect()
         rss.append(kilobytes("VmRSS"))
 assert len(os.listdir("/proc/self/fd")) == len(fds), os.listdir("/proc/self/fd")
@@ -719,12 +720,12 @@ for _ in range(1000):  # the thread that began a save's may be about to end, and
 assert threads() <= tasks, (tasks, threads())
 # What is lost at each save is lost in every quarter; malloc keeps a tensor's memory now and then.
 grown = min(after - before for before, after in zip(rss, rss[1:]))
-assert grown <= 0.001 * rss[0], f"{rss} KiB, a quarter of 100 saves after another"
+assert grown <= 0.001 * rss[0], f"{rss} KiB, a quarter of 60 saves after another"
 """
 
 
 @pytest.mark.multiprocess
-def test_nothing_grows_over_a_hundred_saves(disk: Path) -> None:
+def test_nothing_grows_over_many_saves(disk: Path) -> None:
     run_python(NOTHING_GROWS, disk)
 
 

@@ -112,7 +112,6 @@ if order == "after":
 @pytest.mark.parametrize(
     ("order", "fence", "used"),
     [
-        ("before", "call", False),
         pytest.param("before", "step", True, marks=pytest.mark.torture),
         ("after", "call", True),
         ("after", "step", False),
@@ -127,21 +126,24 @@ def test_save_in_an_exit_handler_commits(disk: Path, order: str, fence: str, use
     assert result.stderr == ""
 
 
-FAILING_SAVE_AT_EXIT = """
+LATE_SAVES = """
 import atexit, sys
 
-def last_save():
+def last_saves():
+    fastckpt.save(torch.ones(6 << 20), sys.argv[1] + "/good.pt")
     fastckpt.save(torch.ones(9), sys.argv[1] + "/file/a.pt")
 
-atexit.register(last_save)
+atexit.register(last_saves)
 import torch, fastckpt
 """
 
 
-def test_failing_save_in_an_exit_handler_is_told(disk: Path) -> None:
+def test_of_saves_in_an_exit_handler_one_commits_and_one_is_told_to_have_failed(disk: Path) -> None:
+    """Though the handler, which was registered first, runs after fastckpt's own."""
     (disk / "file").touch()
-    stderr = run_python(FAILING_SAVE_AT_EXIT, disk, started=True, returncode=1).stderr
+    stderr = run_python(LATE_SAVES, disk, started=True, returncode=1).stderr
     assert str(disk / "file" / "a.pt") in stderr and "ENOTDIR" in stderr
+    assert ones(disk / "good.pt") == 6 << 20 and "good.pt" not in stderr
 
 
 DAEMON_THREADS = """
@@ -198,8 +200,11 @@ def test_exit_waits_for_no_daemon_that_saves_for_ever(disk: Path) -> None:
 
 
 STRICT = """
+import threading
+import fastckpt
+assert threading.active_count() == 1, "importing it starts a thread"
 import gc, os, sys
-import torch, fastckpt
+import torch
 folder = sys.argv[1]
 for fence in ("call", "step"):
     for target in ("a", "b"):
@@ -234,21 +239,10 @@ fastckpt.save(torch.ones(5 << 20), f"{folder}/e.pt")
 
 
 def test_development_mode_finds_nothing(disk: Path) -> None:
+    """Nor does an import alone do or say anything."""
     result = run_python(STRICT, disk, options=("-X", "dev", "-W", "error"))
-    assert result.stderr == ""
-    assert ones(disk / "e.pt") == 5 << 20
-
-
-IMPORT_ONLY = """
-import threading
-import fastckpt
-assert threading.active_count() == 1, threading.enumerate()
-"""
-
-
-def test_import_alone_starts_nothing() -> None:
-    result = run_python(IMPORT_ONLY, options=("-W", "error"))
     assert (result.stdout, result.stderr) == ("", "")
+    assert ones(disk / "e.pt") == 5 << 20
 
 
 # Forks.
@@ -262,7 +256,7 @@ warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork
 torch.set_num_threads(1)
 
 folder, way = sys.argv[1:]
-fastckpt.save(torch.ones(3 << 20), f"{folder}/before.pt").result(60)
+fastckpt.save(torch.ones(1 << 20), f"{folder}/before.pt").result(60)
 weight = torch.nn.Parameter(torch.ones(10))
 weight.grad = torch.ones(10)
 optimizer = torch.optim.SGD([weight], lr=1.0)
@@ -283,15 +277,15 @@ with HeldTensor(value=1.0) as held:
                 sys.exit("the child got the parent's result")
             except fastckpt.CheckpointError as error:
                 assert "parent.pt" in str(error), error
-        assert fastckpt.load(f"{folder}/before.pt").numel() == 3 << 20
+        assert fastckpt.load(f"{folder}/before.pt").numel() == 1 << 20
         mine = fastckpt.save(
-            torch.ones(5 << 20), f"{folder}/child.pt", options=fastckpt.SaveOptions(fence="step")
+            torch.ones(2 << 20), f"{folder}/child.pt", options=fastckpt.SaveOptions(fence="step")
         )
         optimizer.step()
         assert mine.stats.staged_s is not None
         assert mine.result(30).committed_s
-        assert fastckpt.load(f"{folder}/child.pt").numel() == 5 << 20
-        fastckpt.save(torch.ones(5 << 20), f"{folder}/last.pt")
+        assert fastckpt.load(f"{folder}/child.pt").numel() == 2 << 20
+        fastckpt.save(torch.ones(2 << 20), f"{folder}/last.pt")
         if way == "_exit":
             fastckpt.load(f"{folder}/last.pt")  # waits for it
             os._exit(7)
@@ -303,7 +297,7 @@ with HeldTensor(value=1.0) as held:
 assert os.waitstatus_to_exitcode(status) == 7, os.waitstatus_to_exitcode(status)
 optimizer.step()
 handle.result(60)
-fastckpt.save(torch.ones(5 << 20), f"{folder}/after.pt")
+fastckpt.save(torch.ones(2 << 20), f"{folder}/after.pt")
 saved = fastckpt.load(f"{folder}/parent.pt")
 assert bool((saved[0] == 1).all()) and bool((saved[1] == 1).all())
 """
@@ -315,7 +309,7 @@ def test_fork_while_a_save_is_in_flight(disk: Path, way: str) -> None:
     assert result.stderr == ""
     names = ["after.pt", "before.pt", "child.pt", "last.pt", "parent.pt"]
     assert sorted(path.name for path in disk.iterdir()) == names
-    assert ones(disk / "last.pt") == ones(disk / "after.pt") == 5 << 20
+    assert ones(disk / "last.pt") == ones(disk / "after.pt") == 2 << 20
 
 
 FORK_STORM = """
@@ -342,7 +336,7 @@ threads = [threading.Thread(target=save, args=(name,)) for name in "ab"]
 for thread in threads:
     thread.start()
 try:
-    for turn in range(30):
+    for turn in range(10):
         latest = list(handles[-3:])
         pid = os.fork()
         if pid == 0:

@@ -127,7 +127,7 @@ fastckpt.save(torch.ones(9), sys.argv[1] + "/a.pt").result()
 
 @pytest.mark.timeout(600)
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("count", [16, pytest.param(3000, marks=pytest.mark.torture)])
 def test_a_handler_that_raises_while_the_callers_thread_saves(disk: Path, count: int) -> None:
     ended = run_python(ON_THE_CALLERS_THREAD, disk, count, started=True, limit_s=600, returncode=1)
     moments, raised, number = map(int, ended.stdout.split())

@@ -62,9 +62,19 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threading.setprofile(None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [MemoryError, SystemExit])
-@pytest.mark.parametrize("fence", ["call", "step"])
-@pytest.mark.parametrize("thread", ["life", "worker"])
+@pytest.mark.parametrize(
+    ("thread", "fence", "kind"),
+    [
+        ("life", "step", SystemExit),
+        ("life", "call", MemoryError),
+        ("worker", "step", MemoryError),
+        ("worker", "call", SystemExit),
+        pytest.param("life", "step", MemoryError, marks=pytest.mark.torture),
+        pytest.param("life", "call", SystemExit, marks=pytest.mark.torture),
+        pytest.param("worker", "step", SystemExit, marks=pytest.mark.torture),
+        pytest.param("worker", "call", MemoryError, marks=pytest.mark.torture),
+    ],
+)
 def test_an_error_at_any_call(
     memory: Path, quiet: None, thread: str, fence: str, kind: type[BaseException]
 ) -> None:
