@@ -26,6 +26,7 @@ from tests.crews.steps_states import mesh, same_bits
 
 WORDS, WIDTH, HIDDEN = 9000, 30, 68  # the embedding has more than 1 MiB, WIDTH is uneven over 4
 SAVED_AT, LAST = 3, 6
+SAVES = 4  # behind a fence
 
 
 class Net(nn.Module):
@@ -174,7 +175,7 @@ def train_behind_the_step_fence(member: Member, root: str, fence: str) -> list[s
     wanted = {}
     with Checkpointer(root, options=SaveOptions(fence=fence)) as checkpointer:
         handles = []
-        while run.step < LAST:
+        while run.step < SAVES:
             run.train(run.step + 1)
             wanted[run.step] = run.whole()
             handles.append(checkpointer.save(run.step, run.state()))

@@ -67,7 +67,9 @@ def test_the_first_rank_says_which_steps_stay(crew: Callable[[int], Crew], disk:
 # Placements
 
 
-@pytest.mark.parametrize("saving", [4, 3, 2, 1])
+@pytest.mark.parametrize(
+    "saving", [4, *(pytest.param(each, marks=pytest.mark.torture) for each in (3, 2, 1))]
+)
 def test_any_placement_restores_into_any_other(
     crew: Callable[[int], Crew], disk: Path, saving: int
 ) -> None:
@@ -79,7 +81,7 @@ def test_any_placement_restores_into_any_other(
         pairs = [
             (step, into)
             for step in range(variations)
-            for into in rng.sample(range(len(spreads(restoring))), k=2 if step % 3 == 0 else 1)
+            for into in rng.sample(range(len(spreads(restoring))), k=1)
         ]
         assert crew(restoring)(bodies.restore_arranged, str(disk), pairs) == [[]] * restoring
 
@@ -93,10 +95,20 @@ LAYOUTS = [  # saved by so many ranks in a layout, restored by so many in anothe
     (4, "fsdp over tp", [(4, "fsdp over tp"), (4, "fsdp"), (2, "tp"), (1, "plain")]),
     (2, "tp", [(2, "tp"), (4, "fsdp over tp"), (3, "fsdp"), (2, "ddp")]),
 ]
+# Of those, what `make test` takes: each layout is saved in or restored into, and one is both.
+SOME_LAYOUTS = [
+    (4, "fsdp", [(4, "fsdp"), (3, "fsdp"), (1, "plain")]),
+    (4, "fsdp over tp", [(4, "fsdp over tp"), (2, "tp")]),
+    (2, "ddp", [(4, "hsdp")]),
+]
 
 
 @needs_fsdp2
-@pytest.mark.parametrize(("ranks", "layout", "others"), LAYOUTS, ids=lambda value: str(value)[:12])
+@pytest.mark.parametrize(
+    ("ranks", "layout", "others"),
+    [*SOME_LAYOUTS, *(pytest.param(*each, marks=pytest.mark.torture) for each in LAYOUTS)],
+    ids=lambda value: str(value)[:12],
+)
 def test_training_goes_on(
     crew: Callable[[int], Crew],
     disk: Path,
@@ -138,7 +150,7 @@ def test_partial_is_refused(crew: Callable[[int], Crew], disk: Path, ranks: list
 # What is written and read
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [3])
 @pytest.mark.parametrize(
     "sizes",
     [[10_000_019], [300_007] * 30 + [3_000_017], [5_000_000, 262_144, 70_001, 4_194_304]],
@@ -156,7 +168,7 @@ def test_replicated_bytes_are_divided_evenly(
     assert all(torch.equal(loaded[str(n)], numbers(n, size)) for n, size in enumerate(sizes))
 
 
-@pytest.mark.parametrize("restoring", [1, 2, 4])
+@pytest.mark.parametrize("restoring", [1, 4])
 def test_a_rank_reads_what_it_needs(
     crew: Callable[[int], Crew], disk: Path, restoring: int
 ) -> None:
@@ -179,12 +191,11 @@ def test_values_of_one_rank_come_back_to_that_rank(crew: Callable[[int], Crew], 
         rng = torch.Generator().manual_seed(number).get_state()
         return [{"rank": number}, rng.tolist()[:20], [float(number)] * 20]
 
-    for saving in (2, 4):
-        root = disk / str(saving)
-        crew(saving)(bodies.save_own_values, str(root))
-        for restoring in (1, 2, 3, 4):
-            for rank, found in enumerate(crew(restoring)(bodies.restore_own_values, str(root))):
-                assert found == wanted(rank, saving), (saving, restoring, rank)
+    saving = 2
+    crew(saving)(bodies.save_own_values, str(disk))
+    for restoring in (1, 2, 4):
+        for rank, found in enumerate(crew(restoring)(bodies.restore_own_values, str(disk))):
+            assert found == wanted(rank, saving), (restoring, rank)
 
 
 @pytest.mark.parametrize("restoring", [1, 2, 3])
@@ -253,7 +264,7 @@ def test_all_ranks_hear_that_another_job_has_the_root(
 
 def test_zstd_on_several_ranks(crew: Callable[[int], Crew], disk: Path) -> None:
     crew(4)(bodies.save_steps, str(disk), [1, 2], {"codec": "zstd"})
-    for ranks in (1, 2, 4):
+    for ranks in (1, 4):
         assert restored(crew(ranks), disk) == 2
     compressed = shards(disk, 2)
     assert [path.suffix for path in compressed] == [".zst"] * 4
@@ -272,10 +283,11 @@ def test_zstd_on_several_ranks(crew: Callable[[int], Crew], disk: Path) -> None:
 )
 def test_saves_overlap(crew: Callable[[int], Crew], disk: Path, options: dict[str, Any]) -> None:
     """And are committed in the order in which they were begun."""
-    crew(4)(bodies.save_overlapping, str(disk), 12, options)
+    steps = 5
+    crew(4)(bodies.save_overlapping, str(disk), steps, options)
     manifests = [json.loads(path.read_text()) for path in disk.glob("step-*/manifest.json")]
     committed = sorted(manifests, key=lambda manifest: manifest["sequence"])
-    assert [manifest["step"] for manifest in committed] == list(range(12))
+    assert [manifest["step"] for manifest in committed] == list(range(steps))
 
 
 @pytest.mark.parametrize("small", [0, 2])
@@ -427,7 +439,7 @@ DISAGREEMENTS = {
 }
 
 
-@pytest.mark.parametrize(("ranks", "wrong"), [(2, 1), (4, 1), (4, 3)])
+@pytest.mark.parametrize(("ranks", "wrong"), [(2, 1), (3, 2)])
 def test_ranks_that_save_different_states(
     crew: Callable[[int], Crew], disk: Path, ranks: int, wrong: int
 ) -> None:
