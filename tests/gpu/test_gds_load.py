@@ -61,10 +61,10 @@ def through_host(driver: CudaStub) -> int:
 def test_whole_blocks_never_come_to_the_host(
     cufile: CufileStub, driver: CudaStub, disk: Path, where: Any
 ) -> None:
-    state = saved(disk / "a.pt", w=60 * MIB + 77, v=35 * MIB, small=1000)
+    state = saved(disk / "a.pt", w=44 * MIB + 77, v=28 * MIB, small=1000)
     loaded = fastckpt.load(disk / "a.pt", map_location=where, staging="gds")
     assert same(loaded, state) and loaded["w"].device.type == KIND
-    assert cufile.calls("cuFileRead") >= 6 + 3
+    assert cufile.calls("cuFileRead") >= 4 + 2
     assert through_host(driver) <= 4 * BLOCK_BYTES + 1000
 
 
@@ -114,8 +114,8 @@ def test_any_sizes(cufile: CufileStub, disk: Path, sizes: list[int], seed: int) 
 
 
 def test_restore_in_place(cufile: CufileStub, driver: CudaStub, disk: Path) -> None:
-    state = {f"w{i}": octets(40 * MIB + i, i).to(KIND) for i in range(3)}
-    state["host"] = octets(20 * MIB, 9)
+    state = {f"w{i}": octets(24 * MIB + i, i).to(KIND) for i in range(3)}
+    state["host"] = octets(10 * MIB, 9)
     with fastckpt.Checkpointer(
         disk / "run", options=fastckpt.SaveOptions(staging="gds")
     ) as checkpointer:
@@ -127,7 +127,7 @@ def test_restore_in_place(cufile: CufileStub, driver: CudaStub, disk: Path) -> N
     assert same(blank, state)
     assert addresses == {key: value.data_ptr() for key, value in blank.items()}
     # What crosses from a tensor into the next goes to the GPU all the same.
-    assert cufile.calls("cuFileRead") >= 15
+    assert cufile.calls("cuFileRead") >= 9
     assert through_host(driver) <= 2 * BLOCK_BYTES
 
 
@@ -135,29 +135,29 @@ def test_what_is_stored_in_another_order_comes_through_the_host(
     cufile: CufileStub, disk: Path
 ) -> None:
     """A part of each row: rows with strides."""
-    whole = octets(64 * MIB).view(64, MIB)
+    whole = octets(20 * MIB).view(20, MIB)
     with fastckpt.Checkpointer(
         disk / "run", options=fastckpt.SaveOptions(staging="gds")
     ) as checkpointer:
         checkpointer.save(1, {"w": whole.to(KIND)}).result(WAIT_S)
-        turned = torch.zeros(64, MIB, dtype=torch.int16, device=KIND)  # converted, too
+        turned = torch.zeros(20, MIB, dtype=torch.int16, device=KIND)  # converted, too
         assert checkpointer.restore({"w": turned}) == 1
     assert torch.equal(turned.cpu(), whole.to(torch.int16))
 
 
-@pytest.mark.parametrize("at", [3 * MIB, 20 * MIB, 50 * MIB])
+@pytest.mark.parametrize("at", [3 * MIB, 12 * MIB, 28 * MIB])
 def test_damage_is_found(cufile: CufileStub, disk: Path, at: int) -> None:
-    saved(disk / "a.pt", w=55 * MIB)
+    saved(disk / "a.pt", w=30 * MIB)
     content = bytearray((disk / "a.pt").read_bytes())
     content[at] ^= 4
     (disk / "a.pt").write_bytes(content)
     with pytest.raises(errors.CorruptCheckpoint, match="data/0"):
         fastckpt.load(disk / "a.pt", map_location=KIND, staging="gds")
-    assert fastckpt.load(disk / "a.pt", KIND, staging="gds", verify=False)["w"].numel() == 55 * MIB
+    assert fastckpt.load(disk / "a.pt", KIND, staging="gds", verify=False)["w"].numel() == 30 * MIB
 
 
 def test_damage_of_a_step_is_found(cufile: CufileStub, disk: Path) -> None:
-    state = {"w": octets(55 * MIB).to(KIND)}
+    state = {"w": octets(30 * MIB).to(KIND)}
     with fastckpt.Checkpointer(
         disk / "run", options=fastckpt.SaveOptions(staging="gds")
     ) as checkpointer:
@@ -165,7 +165,7 @@ def test_damage_of_a_step_is_found(cufile: CufileStub, disk: Path) -> None:
             checkpointer.save(step, state).result(WAIT_S)
         newest = max(disk.rglob("*.safetensors"), key=lambda path: path.parent.name)
         content = bytearray(newest.read_bytes())
-        content[30 * MIB] ^= 1
+        content[12 * MIB] ^= 1
         newest.write_bytes(content)
         blank = {"w": torch.zeros_like(state["w"])}
         assert checkpointer.restore(blank) == 1
@@ -173,16 +173,15 @@ def test_damage_of_a_step_is_found(cufile: CufileStub, disk: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["cuFileRead", "cuFileHandleRegister", "cuFileBufRegister"])
-@pytest.mark.parametrize("after", [0, 2])
-@pytest.mark.parametrize(("code", "number"), [(5030, 0), (FILE_SYSTEM, EIO)])
+@pytest.mark.parametrize(("code", "number", "after"), [(5030, 0, 2), (FILE_SYSTEM, EIO, 0)])
 def test_what_cufile_refuses_comes_through_the_host(
     cufile: CufileStub,
     disk: Path,
     caplog: pytest.LogCaptureFixture,
     call: str,
-    after: int,
     code: int,
     number: int,
+    after: int,
 ) -> None:
     state = saved(disk / "a.pt", w=28 * MIB)
     cufile.fail(call, code, number, after=after)
@@ -212,7 +211,7 @@ def test_without_cufile(gpu: CudaStub, disk: Path, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyDtoDAsync_v2", "cuLaunchKernel", "cuEventRecord"])
-@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize("after", [0, 3])
 def test_a_device_that_refuses(
     cufile: CufileStub, driver: CudaStub, disk: Path, call: str, after: int
 ) -> None:
@@ -245,7 +244,7 @@ def test_a_file_that_shrinks_while_it_is_read(cufile: CufileStub, disk: Path) ->
 
 def test_loads_and_saves_share_the_blocks(cufile: CufileStub, disk: Path) -> None:
     """More at a time than there are blocks for; each waits for the others."""
-    nbytes = (BLOCKS + 3) * BLOCK_BYTES
+    nbytes = (BLOCKS // 2 + 1) * BLOCK_BYTES  # a load reads half of the blocks ahead
     state = saved(disk / "a.pt", w=nbytes)
     on_gpu = {"w": state["w"].to(KIND)}
     found: list[bool] = []
@@ -259,13 +258,13 @@ def test_loads_and_saves_share_the_blocks(cufile: CufileStub, disk: Path) -> Non
         ).result(WAIT_S)
         found.append(same(fastckpt.load(disk / f"{number}.pt", "cpu"), state))
 
-    threads = [threading.Thread(target=load) for _ in range(3)]
+    threads = [threading.Thread(target=load) for _ in range(2)]
     threads += [threading.Thread(target=save, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(WAIT_S)
-    assert found == [True] * 5
+    assert found == [True] * 4
 
 
 @pytest.mark.parametrize(("blocks", "loads"), [(1, 1), (2, 3)])

@@ -55,7 +55,7 @@ def test_blocks_of_a_gpu_never_come_to_the_host(
 
 
 def test_the_file_is_the_same_either_way(cufile: CufileStub, disk: Path) -> None:
-    state = {"w": octets(50 * MIB), "v": octets(20 * MIB + 77, 1), "s": octets(99, 2)}
+    state = {"w": octets(28 * MIB), "v": octets(12 * MIB + 77, 1), "s": octets(99, 2)}
     for way in ("host", "gds"):
         fastckpt.save(state, disk / f"{way}.pt", options=fastckpt.SaveOptions(staging=way)).result(
             WAIT_S
@@ -84,14 +84,14 @@ def test_any_sizes(cufile: CufileStub, disk: Path, sizes: list[int], seed: int) 
 
 
 def test_a_step(cufile: CufileStub, disk: Path) -> None:
-    state = {f"w{i}": octets(30 * MIB + i, i) for i in range(3)}
+    state = {f"w{i}": octets(18 * MIB + i, i) for i in range(3)}
     with fastckpt.Checkpointer(
         disk / "run", options=fastckpt.SaveOptions(staging="gds")
     ) as checkpointer:
         assert checkpointer.save(1, state).result(WAIT_S).staging == "gds"
         loaded = checkpointer.load()
     assert all(torch.equal(loaded[key], value.cpu()) for key, value in state.items())
-    assert cufile.calls("cuFileWrite") >= 9
+    assert cufile.calls("cuFileWrite") >= 5
     assert shard_index.shard_name(0, None) in {p.name for p in disk.rglob("*")}
 
 
@@ -111,13 +111,20 @@ def test_more_than_the_blocks_hold(cufile: CufileStub, disk: Path) -> None:
     same(disk / "a.pt", state)
 
 
-@pytest.mark.parametrize("call", ["cuFileWrite", "cuFileHandleRegister", "cuFileBufRegister"])
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize(
+    ("call", "after"),
+    [
+        ("cuFileWrite", 0),
+        ("cuFileWrite", 2),
+        ("cuFileHandleRegister", 2),
+        ("cuFileBufRegister", 0),
+    ],
+)
 def test_what_cufile_refuses_goes_through_the_host(
     cufile: CufileStub, disk: Path, caplog: pytest.LogCaptureFixture, call: str, after: int
 ) -> None:
     """With one warning for many saves, and nothing lost."""
-    state = {"w": octets(36 * MIB)}
+    state = {"w": octets(28 * MIB)}
     cufile.fail(call, 5030, after=after)
     with caplog.at_level(logging.WARNING, "fastckpt"):
         for number in range(3):

@@ -32,7 +32,7 @@ from tests.crews.group_crew import Crew, Member, Nursery, Outcome, Told
 from tests.kit import accelerator, cuda_stub
 from tests.kit.accelerator import KIND, Runtime, here
 from tests.kit.cuda_stub import ILLEGAL_ADDRESS, KERNEL, OUT_OF_MEMORY, TO_HOST, CudaStub
-from tests.kit.devices import Kernels, Steps, Way, fill, octets, on_device, paint, way
+from tests.kit.devices import Files, Kernels, Steps, Way, fill, octets, on_device, paint, way
 from tests.kit.doubles import Delay
 from tests.kit.options import gathered
 from tests.kit.programs import run_python
@@ -123,7 +123,7 @@ def test_time_of_copies_is_told_in_whatever_order_they_are_queued(
     gpu.configure(LATENCY_US, BYTES_PER_US)
     blocks = 12
     tensor = torch.zeros((8 * blocks - 1) * MIB, dtype=torch.uint8, device=KIND)
-    for _ in range(8):  # two threads queue copies
+    for _ in range(4):  # two threads queue copies
         before = len(copies(gpu))
         stats = fastckpt.save(
             {"w": tensor}, disk / "a.pt", options=fastckpt.SaveOptions(durable=False)
@@ -160,7 +160,7 @@ def test_call_fence_orders_streams_and_does_not_wait(gpu: CudaStub, disk: Path) 
 def test_every_save_has_what_the_state_was(
     gpu: CudaStub, runtime: Runtime, way: Callable[..., Way], fence: str, storm: Storm
 ) -> None:
-    """20 saves on each way with each fence (125 in torture), on one stream after the other; the
+    """12 saves on each way with each fence (125 in torture), on one stream after the other; the
     state is painted over as soon as the fence allows, before a copy has begun in every second one.
     """
     sizes = {"big": MIB + 12345, "middle": 100 * KIB + 1, "small": 40 * KIB + 3, "tiny": 1}
@@ -168,7 +168,7 @@ def test_every_save_has_what_the_state_was(
     optimizer = Kernels(list(state.values()), gpu, runtime)
     saves = way(fence)
     with gpu.streams(3) as others:
-        for number, _ in enumerate(storm.rounds(suite=20, torture=125)):
+        for number, _ in enumerate(storm.rounds(suite=12, torture=125)):
             runtime.stream = [0, *others][number % 4]
             painted = paint(state, number, gpu, runtime.stream)
             gpu.hold(number % 2 == 0)
@@ -435,7 +435,9 @@ def test_what_a_device_refuses_is_told_and_leaves_nothing(
     there stays, and when the device obeys again the next save is right.
     """
     told = set()
-    for name, after in REFUSED:
+    # A step is saved by the same pipeline: the first call of each name will do.
+    some = REFUSED if isinstance(way(fence), Files) else [*dict(REFUSED[::-1]).items()]
+    for name, after in some:
         with accelerator.installed(runtime, gpu.path, budget_bytes=2 * BLOCK):
             gpu.configure()
             saves = way(fence)

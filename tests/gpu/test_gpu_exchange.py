@@ -45,7 +45,7 @@ broadcast = dist.broadcast
 
 def state() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
-    big = torch.randn(9 << 20, generator=generator)
+    big = torch.randn(7 << 20, generator=generator)
     return {
         "big": big,
         "view": big[5:100:3],

@@ -1,7 +1,8 @@
 """What is tested of GPUs without one, on a GPU: the same tests, on torch.cuda and NVIDIA's driver.
 
 They also run over the stub of the driver, by the same way (tests/kit/hardware.py), so that the way
-itself is tested where there is no GPU. Must not know the engine's insides.
+itself is tested where there is no GPU: some of them in `make test`. Must not know the engine's
+insides.
 """
 
 from __future__ import annotations
@@ -40,6 +41,12 @@ TESTED = [
     test_gpu_load.test_damage_is_found_before_a_device_gets_it,
     test_gpu_load.test_what_is_unpickled_may_compute_at_once,
 ]
+WAY = [  # what shows that the way holds streams, fills memory, saves and loads
+    test_gpu.test_a_state_comes_back_where_it_was,
+    test_gpu.test_small_buffers_may_change_in_the_forward_pass,
+    test_gpu_load.test_restore_in_place,
+    test_gpu_load.test_what_is_unpickled_may_compute_at_once,
+]
 BY_CUFILE = {
     "test_a_load_by_cufile": nvidias_cufile.test_a_load,
     "test_steps_by_cufile": nvidias_cufile.test_steps,
@@ -53,7 +60,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "place" in metafunc.fixturenames:
         # Over the stub, cuFile needs what test_gds_real.py gives it.
         on_gpu_only = metafunc.function in BY_CUFILE.values() and not GIVEN
-        metafunc.parametrize("place", [GPU] if on_gpu_only else [STUB, GPU], scope="module")
+        again = [test for test in TESTED if test not in WAY]
+        later = [pytest.mark.torture] if metafunc.function in again else []
+        stub = pytest.param(STUB, marks=later)
+        metafunc.parametrize("place", [GPU] if on_gpu_only else [stub, GPU], scope="module")
 
 
 @pytest.fixture
@@ -144,7 +154,9 @@ handle = fastckpt.save(state, path, options=fastckpt.SaveOptions(fence=FENCE))
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("program", [test_gpu.EXIT, test_gpu.FORK])
+@pytest.mark.parametrize(
+    "program", [test_gpu.EXIT, pytest.param(test_gpu.FORK, marks=pytest.mark.torture)]
+)
 def test_a_save_in_flight_outlives_the_program_and_is_not_the_child_s(
     driver: Hardware, library: Path | None, disk: Path, program: str
 ) -> None:
