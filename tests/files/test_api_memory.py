@@ -14,7 +14,7 @@ import pytest
 from tests.kit import interpreters
 
 MIB = 1 << 20
-STATE_MIB = 320
+STATE_MIB = 240
 BLOCK_MIB = 8
 LOAD_WINDOW_MIB = 16 * BLOCK_MIB
 # Threads, allocator, code paged in at their first use; a copy of the state would show beside it.
@@ -48,7 +48,7 @@ def report(**measured):
 SAVE = """
 state = state_of(1)
 saved = []
-for number in range(3):
+for number in range(2):
     before = status_mib("VmRSS")
     reset_peak()
     stats = fastckpt.save(state, path, options=fastckpt.SaveOptions(**options)).result()
@@ -99,9 +99,11 @@ def checkpoint(real_disk: Path) -> Path:
 @pytest.mark.parametrize(
     ("options", "budget_mib", "limit_mib"),
     [
-        ({}, 64, 64),
+        pytest.param({}, 64, 64, marks=pytest.mark.torture),
         ({}, BLOCK_MIB, BLOCK_MIB),
-        ({"staging_bytes": 4 * BLOCK_MIB * MIB}, 160, 4 * BLOCK_MIB),
+        pytest.param(
+            {"staging_bytes": 4 * BLOCK_MIB * MIB}, 160, 4 * BLOCK_MIB, marks=pytest.mark.torture
+        ),
         ({"staging_bytes": 4 * BLOCK_MIB * MIB, "backend": "threads"}, 160, 4 * BLOCK_MIB),
         ({}, None, STATE_MIB + 2 * BLOCK_MIB),
     ],
@@ -121,7 +123,12 @@ def test_save_takes_what_it_stages_and_no_more(
 @pytest.mark.multiprocess
 @pytest.mark.parametrize(
     ("options", "budget_mib"),
-    [({}, None), ({}, 64), ({"verify": False}, 64), ({"mmap": True}, 64)],
+    [
+        pytest.param({}, None, marks=pytest.mark.torture),
+        ({}, 64),
+        ({"verify": False}, 64),
+        ({"mmap": True}, 64),
+    ],
     ids=["default", "budget", "unverified", "mapped"],
 )
 def test_load_takes_the_object_and_a_window(

@@ -143,7 +143,7 @@ def test_room_for_two_copies_is_enough_for_ever(disk: Path, kind: str, durable: 
         path = mount / "a.pt"
         # Two copies and what the file system adds of its own, but never three.
         leave_free(mount, 24 * MIB)
-        turns = 100 if kind == "tmpfs" else 25
+        turns = 25
         for turn in range(turns):
             fastckpt.save(state(turn), path, options=fastckpt.SaveOptions(durable=durable)).result(
                 WAIT_S
