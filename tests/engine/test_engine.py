@@ -127,7 +127,7 @@ def check_written(
 
 @pytest.mark.parametrize("block_bytes", BLOCK_SIZES)
 @pytest.mark.parametrize("direct", [False, True], ids=["buffered", "direct"])
-@settings(relaxed, max_examples=Chance.examples(20))
+@settings(relaxed, max_examples=Chance.examples(10))
 @given(data=st.data(), blocks=st.integers(1, 6), stagers=st.sampled_from([1, 4]))
 def test_written_file_is_the_rendering(
     backend: Backend,

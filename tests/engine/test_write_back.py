@@ -45,10 +45,10 @@ def check_save_at(mount: Mount, fault: str, *, durable: bool = True) -> None:
     told = {int(fault.split()[1]), *([] if durable else [errno.EIO])}
     assert error.errno in told and not error.visible
     assert not temporaries(mount.files) and not path.exists()
-    fastckpt.save(state(), path).result(60)
+    again = torch.arange(BLOCK // 4)
+    fastckpt.save(again, path).result(60)
     # What the daemon has, not what the kernel remembers.
-    loaded = fastckpt.load(mount.files / "a.pt")
-    assert all(torch.equal(tensor, loaded[name]) for name, tensor in state().items())
+    assert torch.equal(fastckpt.load(mount.files / "a.pt"), again)
     path.unlink()
 
 

@@ -76,7 +76,7 @@ def test_every_save_has_what_the_state_was(
     """Also when the state is painted over as soon as the fence allows."""
     state = {"big": octets(17 * MIB + 12345), "small": octets(40_003)}
     optimizer = Kernels(list(state.values()), driver, runtime)
-    for number in range(4):
+    for number in range(2):
         painted = paint(state, number, driver, 0)
         path = disk / f"{number}.pt"
         handle = fastckpt.save(
@@ -91,16 +91,16 @@ def test_every_save_has_what_the_state_was(
         assert stats.staging == "gds", stats.staging_why
         loaded = torch.load(path, map_location="cpu")
         assert {name: loaded[name].numpy().tobytes() for name in state} == painted
-    assert cufile.nbytes >= 4 * 8 * MIB
+    assert cufile.nbytes >= 2 * 8 * MIB
 
 
 def test_a_load(cufile: Moved, disk: Path) -> None:
-    state = {"w": torch.randn(6 * MIB), "v": torch.arange(9 * MIB), "small": torch.ones(9)}
+    state = {"w": torch.randn(6 * MIB), "v": torch.arange(3 * MIB), "small": torch.ones(9)}
     fastckpt.save(state, disk / "a.pt", options=fastckpt.SaveOptions(durable=False)).result(WAIT_S)
     loaded = fastckpt.load(disk / "a.pt", map_location=here(), staging="gds")
     assert {t.device.type for t in loaded.values()} == {here()}
     assert all(torch.equal(loaded[key].cpu(), value) for key, value in state.items())
-    assert cufile.nbytes >= 80 * MIB
+    assert cufile.nbytes >= 32 * MIB
 
 
 def test_steps(cufile: Moved, disk: Path) -> None:

@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests.kit.jobs import SCRIPT
 from tests.kit.paths import ROOT
+from tests.kit.programs import run_python
 
 PARTS = {"memory", "copy", "call", "commit", "load", "train", "fence"}
 LINE_KEYS = {"what", "bar", "measured", "passed", "spread"}
@@ -36,7 +38,13 @@ def bench(*options: object, expected: int = 0) -> str:
 
 
 def test_without_cuda_it_says_so_and_writes_nothing(disk: Path) -> None:
-    printed = bench("--dir", disk, "--out", disk / "results")
+    ended = run_python(
+        SCRIPT,
+        ROOT / "benchmarks" / "gpu.py",
+        *("--dir", disk, "--out", disk / "results"),
+        variables={"CUDA_VISIBLE_DEVICES": ""},
+    )
+    printed = ended.stdout
     assert printed.startswith("No GPU") and len(printed.splitlines()) == 1
     assert list(disk.iterdir()) == []
 

@@ -830,8 +830,8 @@ def test_the_driver_is_declared_as_nvidia_declares_it(tmp_path: Path) -> None:
     ]
     for header in places("include/cuda.h"):
         assert declared_otherwise(shim, "cuda_headers.cc", tmp_path, header.parent) == "", header
-        told = declared_otherwise(changed(shim, wrong), "cuda_headers.cc", tmp_path, header.parent)
-        assert not [about for _, _, about in wrong if about not in told], told
+    told = declared_otherwise(changed(shim, wrong), "cuda_headers.cc", tmp_path, header.parent)
+    assert not [about for _, _, about in wrong if about not in told], told
 
 
 def kernel_compiler() -> ModuleType:
