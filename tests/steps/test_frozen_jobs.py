@@ -63,8 +63,14 @@ def second_frozen(disk: Path, other: SecondJob, at: int, where: str) -> bool:
     return is_frozen
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("step", [4 * SOME, pytest.param(1, marks=pytest.mark.torture)])
+@pytest.mark.parametrize(
+    ("where", "step"),
+    [
+        ("write", 4 * SOME),
+        ("rename", 4 * SOME),
+        *(pytest.param(each, 1, marks=pytest.mark.torture) for each in WHERE),
+    ],
+)
 def test_a_job_that_is_frozen_as_it_takes_over(
     disk: Path, other: SecondJob, where: str, step: int
 ) -> None:

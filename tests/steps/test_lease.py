@@ -11,8 +11,6 @@ import gc
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -170,6 +168,13 @@ def test_a_job_whose_lease_had_run_out_and_that_comes_back_late(disk: Path) -> N
     assert left is not None and left.is_over and left.pid == os.getpid()
 
 
+TAKES_OVER = """
+import sys
+from fastckpt.cli import main
+sys.exit(main(["repair", sys.argv[1], "--takeover"]))
+"""
+
+
 class TakenOver(Storage):
     """As soon as step 2 has its name, somebody takes the root over."""
 
@@ -177,8 +182,7 @@ class TakenOver(Storage):
         super().rename(source, target, replaces=replaces)
         if os.path.basename(os.path.dirname(target)) == name(2):
             root = os.path.dirname(os.path.dirname(target))
-            command = [sys.executable, "-m", "fastckpt", "repair", root, "--takeover"]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=WAIT_S)
+            run_python(TAKES_OVER, root)
 
 
 @pytest.mark.multiprocess

@@ -511,7 +511,13 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(each, marks=[pytest.mark.torture] if each in ("half a shard", "index") else [])
+        for each in DAMAGES
+    ],
+)
 def test_ranks_fall_back_together(crew: Callable[[int], Crew], disk: Path, damage: str) -> None:
     """Even if only one of them reads what is damaged; and asked for that very step, all raise."""
     crew(4)(bodies.save_steps, str(disk), [1, 2, 3], {})

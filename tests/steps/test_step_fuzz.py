@@ -128,7 +128,7 @@ def test_flipped_bytes(disk: Path, file: str, codec: str | None, storm: Storm) -
     if len(content) > 2000:
         dense = [n for n in places if any(content[n - 2 : n + 3])]
         places = sorted(rng.sample(dense, min(300, len(dense))) + rng.sample(places, 100))
-    places = storm.some(places, 150)
+    places = storm.some(places, 70)
     outcomes: Counter[str] = Counter()
     with path.open("r+b", buffering=0) as opened:
         for place in places:
@@ -148,7 +148,7 @@ def test_other_lengths(directory: Path, file: str, storm: Storm) -> None:
     path = directory / file
     content = path.read_bytes()
     step = 1 if len(content) < 2000 else 61
-    for length in storm.some([*range(0, len(content), step), len(content) - 1], 150):
+    for length in storm.some([*range(0, len(content), step), len(content) - 1], 60):
         path.write_bytes(content[:length])
         assert loads_or_raises(directory.parent) == "CorruptCheckpoint", length
     for more in (b"\0", b"\n", b" " * 4096, content):

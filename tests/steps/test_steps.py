@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -1027,13 +1028,13 @@ class Unreadable(Recorder):
         return real()
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.EINVAL])
-def test_a_read_that_fails_once_is_tried_again(root: Path, code: int, at_once: None) -> None:
-    """Whichever operation of a restore it is."""
+def test_a_read_that_fails_once_is_tried_again(root: Path, at_once: None) -> None:
+    """Whichever operation of a restore it is, and whatever the error."""
     saved(root, 1, 2)
+    codes = itertools.cycle([errno.EIO, errno.EMFILE, errno.EINVAL])
     number, failed = 0, set()
     while True:
-        storage = FailAt(number, code)
+        storage = FailAt(number, next(codes))
         with process_on(storage):
             assert restored(root) == 2, f"operation {number}"
         if number >= len(storage.log):
@@ -1134,7 +1135,7 @@ class Busy(Recorder):
         return result
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("count", [1, 4])
 def test_steps_that_vanish_while_they_are_listed(root: Path, count: int) -> None:
     saved(root, 1)
     storage = Busy(root, 0)
