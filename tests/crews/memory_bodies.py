@@ -12,8 +12,6 @@ import itertools
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +31,7 @@ from tests.crews.group_crew import Member, Outcome, Told, attempt
 from tests.crews.steps_bodies import found_in, meet
 from tests.crews.steps_states import stamped
 from tests.kit.doubles import Deadly, Operation, Recorder
+from tests.kit.saves import wait_until
 
 T = TypeVar("T")
 
@@ -78,10 +77,11 @@ def save_unlike(
 
 
 def save_with_another_lease(
-    member: Member, root: str, locals_: list[str], taken_over: bool
+    member: Member, root: str, locals_: list[str], asked: str | None
 ) -> list[str]:
-    """Saves once, and twice after the second node's lease was taken over, or became a directory;
-    returns the kind of error of these, or why they went past the memory.
+    """Saves once, and twice after the second node's lease was taken over by whom the file `asked`
+    asks and who removes it, or became a directory; returns the kind of error of these, or why they
+    went past the memory.
     """
     with Checkpointer(
         root,
@@ -93,9 +93,9 @@ def save_with_another_lease(
         meet(member)
         if member.rank == 1:
             (tier,) = Path(locals_[1]).iterdir()
-            if taken_over:
-                command = [sys.executable, "-m", "fastckpt", "repair", str(tier), "--takeover"]
-                subprocess.run(command, check=True)
+            if asked is not None:
+                Path(asked).touch()
+                wait_until(lambda: not Path(asked).exists(), "the tier is taken over")
             else:
                 (tier / LEASE_FILE).unlink()
                 (tier / LEASE_FILE).mkdir()

@@ -173,7 +173,14 @@ def killed(nursery: Nursery, nodes: Nodes) -> Nodes:
     return nodes
 
 
-@pytest.mark.parametrize("way", ["as before", "swapped", "two ranks", "two ranks and one spare"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "as before",
+        "two ranks and one spare",
+        *(pytest.param(each, marks=pytest.mark.torture) for each in ("swapped", "two ranks")),
+    ],
+)
 def test_a_job_that_was_killed_goes_on(
     crew: Callable[[int], Crew], killed: Nodes, way: str
 ) -> None:
@@ -198,7 +205,18 @@ def test_a_job_that_was_killed_goes_on(
     assert not [path for path in killed.root.rglob("*") if ".tmp" in path.name]
 
 
-@pytest.mark.parametrize("loss", ["node a", "node b", "shard", "index", "objects", "half a shard"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "node b",
+        "shard",
+        "objects",
+        *(
+            pytest.param(each, marks=pytest.mark.torture)
+            for each in ("node a", "index", "half a shard")
+        ),
+    ],
+)
 def test_a_job_that_was_killed_and_lost_something(
     crew: Callable[[int], Crew], killed: Nodes, loss: str
 ) -> None:
@@ -304,8 +322,9 @@ def test_one_node_is_full_and_ranks_take_turns(
         assert nodes.restored(crew(4), locals_)[0] == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"codec": "zstd"}, {"fence": "step"}], ids=str)
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("size", "options"), [(4, {}), (2, {"codec": "zstd"}), (2, {"fence": "step"})], ids=str
+)
 def test_drains_are_paced(
     crew: Callable[[int], Crew], nodes: Nodes, size: int, options: dict[str, Any]
 ) -> None:

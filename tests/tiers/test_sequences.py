@@ -174,7 +174,9 @@ class World:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part", [0, 1, *(pytest.param(each, marks=pytest.mark.torture) for each in (2, 3))]
+)
 def test_what_was_acknowledged_is_restored_or_refused(
     nursery: Nursery, disk: Path, local: Path, storm: Storm, part: int
 ) -> None:

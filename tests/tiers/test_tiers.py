@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
@@ -761,11 +761,33 @@ def life(base: tuple[Path, Path], storage: Storage | None, step: int, **options:
     return handle, error
 
 
+def operations(two: tuple[Path, Path], stride: int, **options: Any) -> Iterable[int]:
+    """Numbers of operations of the second job's life, with one after the last: one in `stride` of
+    them, and those about the commits in both tiers.
+    """
+    if stride == 1:
+        return itertools.count()
+    base = (two[0] / "whole", two[1] / "whole")
+    for each in base:
+        each.mkdir()
+    life(base, None, 1, durable=False)
+    storage = Recorder()
+    assert life(base, storage, 2, **options)[1] is None
+    commits = [
+        number
+        for number, each in enumerate(storage.log)
+        if each.name == "rename" and "manifest" in each.path
+    ]
+    assert len(commits) == 2
+    about = {number + more for number in commits for more in (0, 1)}
+    return [*sorted({*range(0, len(storage.log), stride), *about}), 1 << 30]
+
+
 @pytest.mark.filesystem
 @pytest.mark.parametrize(
     ("code", "stride", "options"),
     [
-        (errno.EIO, 5, {}),
+        (errno.EIO, 17, {}),
         pytest.param(errno.EIO, 1, {}, marks=pytest.mark.torture),
         pytest.param(errno.ENOSPC, 3, {"codec": "zstd"}, marks=pytest.mark.torture),
     ],
@@ -776,7 +798,7 @@ def test_every_operation_may_fail(
 ) -> None:
     """Nothing is lost by it: what a commit was told of is restored, in whichever tier it is."""
     seen, committed, failed = set[str](), 0, 0
-    for number in itertools.count(0, stride):
+    for number in operations(two, stride, **options):
         base = (two[0] / f"{number}", two[1] / f"{number}")
         for each in base:
             each.mkdir()
@@ -810,11 +832,11 @@ def test_every_operation_may_fail(
 
 
 @pytest.mark.filesystem
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.torture)])
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=pytest.mark.torture)])
 def test_any_operation_may_be_the_last(two: tuple[Path, Path], stride: int) -> None:
     """From some operation on nothing happens any more: a process that was killed there."""
     owner, steps = dead_pid(), set()
-    for number in itertools.count(0, stride):
+    for number in operations(two, stride):
         base = (two[0] / f"{number}", two[1] / f"{number}")
         for each in base:
             each.mkdir()
