@@ -25,7 +25,7 @@ from tests.crews.group_crew import Member
 from tests.crews.steps_states import mesh, same_bits
 
 WORDS, WIDTH, HIDDEN = 9000, 30, 68  # the embedding has more than 1 MiB, WIDTH is uneven over 4
-SAVED_AT, LAST = 3, 6
+SAVED_AT, LAST = 2, 4
 SAVES = 4  # behind a fence
 
 

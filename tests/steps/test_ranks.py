@@ -32,6 +32,7 @@ from tests.crews import steps_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, Outcome
 from tests.crews.steps_states import numbers, spreads
 from tests.kit.noise import flip
+from tests.kit.storm import Storm
 from tests.kit.torches import needs_fsdp2
 
 RANKS_IMPORT = "tests.crews.steps_imports"
@@ -71,13 +72,13 @@ def test_the_first_rank_says_which_steps_stay(crew: Callable[[int], Crew], disk:
     "saving", [4, *(pytest.param(each, marks=pytest.mark.torture) for each in (3, 2, 1))]
 )
 def test_any_placement_restores_into_any_other(
-    crew: Callable[[int], Crew], disk: Path, saving: int
+    crew: Callable[[int], Crew], disk: Path, saving: int, storm: Storm
 ) -> None:
     """Every tensor is saved in every way of spreading it, and goes into every other in turn."""
     variations = len(spreads(saving))
     crew(saving)(bodies.save_arranged, str(disk), list(range(variations)))
     rng = random.Random(SEED)
-    for restoring in (1, 2, 3, 4):
+    for restoring in storm.some((1, 2, 3, 4), 3):
         pairs = [
             (step, into)
             for step in range(variations)
@@ -122,7 +123,7 @@ def test_training_goes_on(
     for number, other in others:
         results = crew(number)(bodies.restore_and_train, str(disk), other, scaled)
         for rank, (step, faults, again) in enumerate(results):
-            assert step == 3 and faults == [], (other, rank)
+            assert step == 2 and faults == [], (other, rank)
             if (number, other) == (ranks, layout):
                 assert again == losses[rank], (other, rank)
             else:
@@ -132,7 +133,7 @@ def test_training_goes_on(
 @needs_fsdp2
 @pytest.mark.parametrize("fence", ["call", "step"])
 def test_saves_while_fsdp2_trains(crew: Callable[[int], Crew], disk: Path, fence: str) -> None:
-    assert crew(4)(bodies.train_behind_the_step_fence, str(disk), fence) == [[]] * 4
+    assert crew(2)(bodies.train_behind_the_step_fence, str(disk), fence) == [[]] * 2
 
 
 @pytest.mark.parametrize("ranks", [[0, 1, 2, 3], [2]])
