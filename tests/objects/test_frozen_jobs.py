@@ -113,8 +113,14 @@ WHERE = (("put", "objects.pt"), ("get", "lease.json"), ("create", "/manifest.jso
 
 @needs_root
 @pytest.mark.multiprocess
-@pytest.mark.parametrize(("kind", "key"), WHERE)
-@pytest.mark.parametrize("step", [4 * SOME, pytest.param(1, marks=pytest.mark.torture)])
+@pytest.mark.parametrize(
+    ("kind", "key", "step"),
+    [
+        ("get", "lease.json", 4 * SOME),
+        ("create", "/manifest.json", 4 * SOME),
+        *(pytest.param(*each, 1, marks=pytest.mark.torture) for each in WHERE),
+    ],
+)
 def test_a_job_that_is_frozen_as_it_takes_over(
     weed: Weed, proxy: Proxy, root: str, step: int, kind: str, key: str
 ) -> None:

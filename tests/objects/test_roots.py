@@ -160,7 +160,7 @@ def test_requests_of_a_save(proxy: Proxy, root: str) -> None:
     """Once the root is known; they do not become more with the steps that are there."""
     counted = []
     with fastckpt.Checkpointer(root, storage_options=options(proxy.port)) as saver:
-        for step in range(6):
+        for step in range(4):
             saver.save(step, state_of(step, LARGE)).result()
             settle()
             requests = proxy.count().requests

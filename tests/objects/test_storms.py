@@ -53,7 +53,7 @@ def test_a_process_that_is_killed(weed: Weed, storm: Storm, root: str, bare: Any
     removes what the dead one has left.
     """
     last = -1
-    for rng in storm.rounds(2, 300):
+    for rng in storm.rounds(1, 300):
         with Program(LIFE, root, variables={**environment(weed.port)}) as life:
             has = number(life.stdout.readline(), "has", life)
             assert has in (last, last + 1), (has, last)
@@ -144,7 +144,7 @@ def test_credentials_that_expire_at_any_moment(
 ) -> None:
     told = options(proxy.port)
     with saving(root, told) as (committed, errors):
-        for rng in storm.rounds(2, 100):
+        for rng in storm.rounds(1, 100):
             last = after(committed, committed[-1] if committed else -1)
             known = len(errors)
             proxy.on("", expired, skip=rng.randrange(30), times=ALWAYS)
