@@ -3,11 +3,11 @@
 Python runs handlers on the main thread between bytecodes. If a handler raises, the lock of a
 threading.Condition, Event, Semaphore or Future can stay locked for ever; Thread.start() has the
 same problem. So in this module a caller's thread changes shared state only by single operations of
-lists and deques, which are atomic, and each wait has a lock of its own. C locks in `with`
-statements are safe (up to Python 3.13 no handler runs between the acquisition and the body); they
-guard caches only. If a handler raises inside a log call, a lock of `logging` can stay locked, and a
-save that logs then hangs. Since Ctrl-C may be pressed again at any time, messages about it are
-logged on another thread. Log calls of the user's program remain unprotected.
+lists and deques, which are atomic, and each wait uses its own lock. C locks in `with` statements
+are safe (up to Python 3.13 no handler runs between the acquisition and the body); they guard caches
+only. If a handler raises inside a log call, a lock of `logging` can stay locked, and a save that
+logs then hangs. Since Ctrl-C may be pressed again at any time, messages about it are logged on
+another thread. Log calls of the user's program remain unprotected.
 """
 
 from __future__ import annotations

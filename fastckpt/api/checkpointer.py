@@ -623,7 +623,8 @@ class Checkpointer:
         if saver is not self and saver._steps.storage is self._steps.storage:
             raise RootInUse(
                 f"{self.root!r} is in use by another open Checkpointer of this process that "
-                "saves there; nothing was committed: close() the other one before this one saves"
+                "saves there; nothing was committed. Call close() of the other one before "
+                "this one saves"
             )
         _savers[self._place] = self
         if self._tier is None:  # else a slow root holds up nobody

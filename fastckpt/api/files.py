@@ -126,8 +126,7 @@ def save(
 
 
 def prepare(nbytes: int | str) -> None:
-    """Allocates staging memory in advance, so that a process's first save does not stall longer
-    than later ones.
+    """Allocates staging memory in advance, so that the first save stalls no longer than others.
 
     Returns at once; a thread of the lowest priority allocates the memory, which is kept for saves.
     The memory is not pinned yet: the first save from a GPU pins it.

@@ -38,8 +38,8 @@ class Memory:
         directory: a directory on a tmpfs of the node.
         peers: the number of neighbouring nodes to which each rank sends its files right after the
             commit, so that the step survives the loss of its node; handle.wait_memory() waits for
-            this. Each node also holds the replicas of `peers` other nodes, which count towards its
-            budget. A job of one node has no replicas.
+            this. Each node also holds the same number of steps of `peers` other nodes, which count
+            towards its budget. A job of one node has no replicas.
         groups: the name of this node's failure domain, such as its rack. Replicas go to nodes with
             other names, if there are any. None: each node is a domain of its own.
         rate: the most bytes a second that a rank sends to a neighbour, as a number or a text such

@@ -46,9 +46,7 @@ def rate(text: str) -> float:
 
 
 def time(text: str) -> float:
-    """Returns seconds from texts such as "3h", "5min", "1.5s", "20ms", "2d" or, in seconds,
-    "90".
-    """
+    """Returns seconds from texts such as "3h", "5min", "1.5s", "20ms", "2d" or "90" (seconds)."""
     return _read(text, _SECONDS, "a time", "3h, 5min, 1.5s or 20ms")
 
 

@@ -1,5 +1,4 @@
-"""URLs of object stores as arguments: their options, and the absolute paths that stand for them in
-this process.
+"""URLs of object stores as arguments: their options, and the absolute paths that represent them.
 
 A URL such as s3://bucket/run becomes "/s3:/bucket/run", a path that no file system has, so that
 code that joins and divides paths works unchanged; errors.as_url() converts it back to the URL. The

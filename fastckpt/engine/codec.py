@@ -1,5 +1,4 @@
-"""Compression and decompression of blocks by a codec, called by the engine instead of a system
-call.
+"""Compression and decompression of blocks, called by the engine instead of system calls.
 
 A compressed file has one frame for each block, in block order from offset 0. A skippable frame of
 zstd pads each frame to full pages. With the codec "zstd", a frame is a zstd frame with its content
@@ -95,9 +94,7 @@ class PlanesEncoder:
         return sizes
 
     def _runs_of(self, offset: int, nbytes: int) -> list[tuple[int, int]]:
-        """Returns size and kind of each run of a block. The kind of a grain is that of its
-        middle.
-        """
+        """Returns size and kind of each run of a block. A grain has the kind of its middle."""
         runs: list[tuple[int, int]] = []
         even = nbytes - nbytes % _WIDTH_MAX
         for at in range(0, even, GRAIN_BYTES):
@@ -121,9 +118,7 @@ def _put(compressor: zstandard.ZstdCompressor, plane: memoryview, target: memory
 
 
 def _sample(plane: memoryview) -> memoryview | bytes:
-    """Returns samples of a plane, by which its storage is chosen; a small plane is returned
-    entirely.
-    """
+    """Returns samples of a plane, by which its storage is chosen; all of a small plane."""
     step = len(plane) // _SAMPLES
     if step < 2 * _SAMPLE_BYTES:
         return plane
@@ -377,8 +372,7 @@ class FrameWriter:
         return len(memory)
 
     def frames(self) -> tuple[int, ...]:
-        """Returns each block's stored size including the padding; call this after the last
-        transfer.
+        """Returns each block's stored size with padding; call this after the last transfer.
 
         Raises:
             StorageError: a block could not be written.
@@ -521,9 +515,7 @@ class FrameReader:
 
 
 def _frame_nbytes(stored: bytes, _nbytes: int) -> int:
-    """Returns the size of the frame at the beginning of `stored`, which was already
-    decompressed.
-    """
+    """Returns the size of the first frame in `stored`, which was decompressed before."""
     at, is_last = zstandard.frame_header_size(stored), 0
     # RFC 8878, 3.1.1.2: three bytes before each of the frame's own blocks.
     while not is_last and at < len(stored):
@@ -534,9 +526,7 @@ def _frame_nbytes(stored: bytes, _nbytes: int) -> int:
 
 
 def _decompress(stored: bytes, target: memoryview) -> bool:
-    """Decompresses the frame at the beginning of `stored` into target; returns False if this
-    fails.
-    """
+    """Decompresses the frame at the beginning of `stored` into target; returns success."""
     try:
         # Checked first, so that a forged size or window allocates no more than a block.
         if zstandard.frame_content_size(stored) != len(target):

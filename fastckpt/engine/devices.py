@@ -56,7 +56,7 @@ class DeviceSources:
                 stream = self._runtime.current_stream(ordinal).cuda_stream
                 self._waits.append(queue.lead(stream))
         except _engine.DeviceError as error:  # if the device is lost, the copies will say so
-            log.info("waiting for copies on the host: %s", error)
+            log.info("streams cannot wait for copies, so the host waits: %s", error)
             return False
         return True
 
@@ -139,8 +139,7 @@ class Devices:
             return self._driver is not None
 
     def reads(self, storages: Iterable[torch.UntypedStorage]) -> DeviceSources:
-        """Returns the device memory of these storages, to be read after the work on the current
-        streams.
+        """Returns the storages' device memory, to be read after the work on the current streams.
 
         Raises:
             DeviceError: the driver refuses a request, or a current stream is being captured into a
@@ -215,9 +214,7 @@ class Devices:
         return reason
 
     def abandon(self) -> list[object]:
-        """Drops all references and returns the objects, so that the caller can keep them from being
-        freed.
-        """
+        """Drops all references; returns the objects, which the caller can keep from being freed."""
         objects: list[object] = [*self._queues.values(), self._driver]
         self._queues, self._driver, self._refused = {}, None, True
         return objects

@@ -117,9 +117,7 @@ class Gds:
             log.warning("%s; data on GPUs is copied to the host instead", reason)
 
     def abandon(self) -> list[object]:
-        """Drops all references and returns the objects, so that the caller can keep them from being
-        freed.
-        """
+        """Drops all references; returns the objects, which the caller can keep from being freed."""
         objects: list[object] = [self._library, *self._direct.values()]
         self._library, self._direct, self._refusal = (
             None,

@@ -73,9 +73,7 @@ class StridedReadStream(ReadStream, Protocol):
         return self.read_runs(runs, list(devices))
 
     def read_runs(self, runs: Any, devices: list[Any]) -> bool:
-        """Copies rows (see CopyRow), given as an array in ascending order, to the host or
-        `devices`.
-        """
+        """Copies rows (see CopyRow), an array in ascending order, to the host or `devices`."""
 
     def nbytes_read(self) -> int:
         """Returns how many bytes of the file were read or are being read."""

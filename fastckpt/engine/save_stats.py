@@ -71,8 +71,7 @@ CLOCKS_BYTES = _CLOCKS.size
 
 @dataclass
 class SaveStats:
-    """The statistics of one save. Times are seconds since the call of save(), or None if that point
-    is not reached.
+    """The statistics of one save. Times are seconds since the call of save(), or None until then.
 
     Attributes:
         stall_s: how long save() blocked the caller. With the step fence it includes the wait in the

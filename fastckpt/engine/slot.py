@@ -1,5 +1,4 @@
-"""Slot: a memory-mapped file on a tmpfs in which an image is staged, each block at its final
-offset.
+"""Slot: a mapped file on a tmpfs in which an image is staged, each block at its final offset.
 
 The file's pages are allocated in advance, since a new page costs several times as much as the copy
 into it.
@@ -57,7 +56,8 @@ class Slot:
 
     def take(self, path: str, nbytes: int) -> bool:
         """Takes the file by its name for an image of the same number of pages. Returns False
-        without a change if another process has it open, because that process may be reading it.
+        without a change if the file is taken or open elsewhere, because another process may be
+        reading it.
         """
         storage = self._storage
         if self.is_taken or not _is_alone(self.fd):

@@ -93,8 +93,7 @@ class Elements(NamedTuple):
 
 
 class Scatterer:
-    """Writes the blocks of one image, which is one rank's part of a file, to their positions in the
-    file.
+    """Writes the blocks of an image, one rank's part of a file, to their positions in the file.
 
     Args:
         nbytes: the size of the file.
@@ -121,9 +120,7 @@ class Scatterer:
         return self.of_engine.written()
 
     def lossy(self) -> set[int]:
-        """Returns the numbers of the runs with finite values that the conversion made infinite or
-        NaN.
-        """
+        """Returns the numbers of the runs with finite values that became infinite or NaN."""
         return self.of_engine.lossy()
 
     def whole_page(self) -> int | None:
@@ -142,9 +139,7 @@ def number_of(dtype: torch.dtype) -> int:
 
 @cache
 def _is_finite() -> bool:
-    """Whether torch converts values that are too large for E4M3 to its largest number, not to
-    NaN.
-    """
+    """Whether torch converts values too large for E4M3 to its largest number, not to NaN."""
     large = torch.tensor([1e9], dtype=torch.float32, device="cpu")
     return not bool(large.to(torch.float8_e4m3fn).to(torch.float32).isnan())
 
@@ -165,9 +160,7 @@ class HungTransfers:
         self._held: dict[int, _Held] = {}  # by descriptor
 
     def add(self, fd: int, has_returned: Callable[[], bool]) -> None:
-        """Keeps a transfer to fd until has_returned() is true. For a thread, fd is a negative
-        number.
-        """
+        """Keeps a transfer to fd until has_returned() is true. A thread has a negative fd."""
         with self._lock:
             self._held.setdefault(fd, _Held()).transfers.append(has_returned)
 
@@ -312,9 +305,7 @@ class Staging:
                     budget //= 2
 
     def allowance(self, staging_bytes: int | None) -> Allowance:
-        """Returns the allowance of blocks for one save, at least one block; None: the whole
-        budget.
-        """
+        """Returns one save's allowance of at least one block; None: the whole budget."""
         blocks = self.engine().arena_blocks
         return Allowance(
             blocks if staging_bytes is None else min(blocks, staging_bytes // BLOCK_BYTES)
@@ -452,7 +443,7 @@ class Staging:
             self._logged.add((text, route.why))
         if new:
             level = logging.INFO if is_first_on_machine() else logging.DEBUG
-            log.log(level, "using %s, for %r and files like it: %s", text, path, route.why)
+            log.log(level, "using %s for %r and similar files: %s", text, path, route.why)
         return route
 
     def _mount(self, fd: int) -> int:
@@ -470,9 +461,7 @@ class Staging:
             return self._mounts.get(device, MOUNTS_MAX - 1)
 
     def _uring_backend(self, mount: int) -> _engine.Backend | str:
-        """Returns the mount's io_uring backend, or the reason why there is none; a refusal applies
-        to all mounts.
-        """
+        """Returns the mount's ring, or the reason why there is none on any mount."""
         key = "io_uring", mount
         with self._lock:
             if self._uring_refusal is None and key not in self._backends:
@@ -678,7 +667,5 @@ crc32_kernel = _engine.crc32_kernel  # () -> name of the fastest one on this CPU
 
 
 def stager_count() -> int:
-    """Returns the number of threads that copy and checksum: one per usable CPU, at most
-    STAGERS_MAX.
-    """
+    """Returns the number of copying threads: one per usable CPU, at most STAGERS_MAX."""
     return min(STAGERS_MAX, len(os.sched_getaffinity(0)))

@@ -1,6 +1,4 @@
-"""The token buckets of one process, which limit the rate of writes. All saves of an owner share one
-bucket.
-"""
+"""The token buckets of one process, which limit the rate of writes. An owner has one bucket."""
 
 from __future__ import annotations
 

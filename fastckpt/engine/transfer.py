@@ -248,9 +248,7 @@ class ImageTransfer:
         self._job.write_to(fd, offset, sink, route.direct, route.patience_s, route.bucket)
 
     def _end_file(self) -> None:
-        """Deregisters the file when nothing is in flight, and records how its bytes were
-        written.
-        """
+        """Deregisters the file when nothing is in flight; records how its bytes were written."""
         sink, self._registered = self._registered, None
         if sink is None or self._direct is None:
             return
@@ -384,9 +382,7 @@ class ImageTransfer:
         stats.d2h_gbps = (before + nbytes / 1e9) / stats.d2h_s if stats.d2h_s else None
 
     def count_writes(self, stats: SaveStats) -> None:
-        """Adds the writes, and the time that copies waited for memory; call this after
-        wait_written().
-        """
+        """Adds the writes, and the copies' wait for memory; call this after wait_written()."""
         if self._job is not None:
             of_size = self._job.writes()  # at i: of at most 2^i bytes
             ends = [*(size.bit_length() for size in WRITE_SIZES[:-1]), len(of_size)]

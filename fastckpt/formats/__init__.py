@@ -1,5 +1,4 @@
-"""File formats. Each module lays out files of one format as Images and parses their bytes; none
-opens files.
+"""File formats. Each module describes files of one format as Images and parses their bytes.
 
-CONTRIBUTING.md has the steps to add a format.
+No module opens files. CONTRIBUTING.md has the steps to add a format.
 """

@@ -78,8 +78,7 @@ class Contents:
 
 
 class _Shell(NamedTuple):
-    """The bytes that torch.save writes around a tensor's elements, and the offsets of the elements'
-    CRC-32.
+    """The bytes that torch.save writes around a tensor's elements, and the offsets of their CRC-32.
 
     `crc_places` are two offsets in `back`, or none if there are no elements.
     """

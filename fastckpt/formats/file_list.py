@@ -71,9 +71,7 @@ def from_bytes(content: bytes) -> dict[str, File]:
 
 
 def is_of_others(content: bytes) -> bool:
-    """Returns whether a file with the name of a list is another program's file, rather than a
-    damaged list.
-    """
+    """Returns whether a file with a list's name is another program's, not a damaged list."""
     try:
         value = decode(content)
     except (ValueError, RecursionError):

@@ -79,9 +79,7 @@ def config(content: bytes, dtype: str) -> bytes:
 
 
 def _tell_dtype(told: dict[str, Any], dtype: str) -> bool:
-    """Sets the dtype in a config and in those of a model's parts; returns whether anything
-    changed.
-    """
+    """Sets the dtype in a config and those of a model's parts; returns whether any changed."""
     changed = False
     for key, value in told.items():
         if key in ("dtype", "torch_dtype"):  # torch_dtype: before transformers 4.56

@@ -103,9 +103,7 @@ class ClosingLine:
         return tail + f"{zlib.crc32(tail):08x}".encode()
 
     def tail_offset(self, end: bytes, nbytes: int) -> int | None:
-        """Returns the offset of the tail in a file of nbytes; None if fastckpt did not write its
-        end.
-        """
+        """Returns the tail's offset in a file of nbytes; None if fastckpt did not write its end."""
         match = self._pattern.search(end)
         offset = 0 if match is None else int(match[2], 16)
         return offset if 0 < offset < nbytes <= offset + TAIL_BYTES_MAX else None

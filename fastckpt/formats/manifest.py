@@ -89,9 +89,7 @@ class Writer:
         )
 
     def to_bytes(self) -> bytes:
-        """Encodes the record in at most WRITER_BYTES_MAX bytes of JSON. Raises ValueError like
-        validate().
-        """
+        """Encodes the record as JSON, at most WRITER_BYTES_MAX bytes; raises like validate()."""
         written = self._written()
         _validate_writer(written)
         content = encode(written).encode()
@@ -151,9 +149,7 @@ class Writer:
 
 
 class ObjectsFile(NamedTuple):
-    """The torch zip of all values that are not in shards; `crc32` is that in its closing
-    comment.
-    """
+    """The torch zip of all values that are not in shards; `crc32` is in its closing comment."""
 
     file: str
     nbytes: int
@@ -248,9 +244,7 @@ class Manifest:
 
 
 def validate(manifest: Any) -> None:
-    """Raises ValueError unless this is a manifest's JSON; both writers and readers use this
-    check.
-    """
+    """Raises ValueError unless this is a manifest's JSON; writers and readers use this check."""
     kinds: dict[str, type | tuple[type, ...]] = {
         **dict.fromkeys(("format", "nonce", "created", "sha256"), str),
         **dict.fromkeys(("version", "step", "sequence", "world_size"), int),

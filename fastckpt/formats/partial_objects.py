@@ -38,15 +38,11 @@ _NUMBER_END = 1 << 63
 
 
 class NumpyRefused(Exception):
-    """A pickle needs a value of NumPy that is not supported; the text names the class or function
-    that makes it.
-    """
+    """A pickle needs an unsupported value of NumPy; the text names its class or function."""
 
 
 def numpy_maker(module: str, name: str) -> Any:
-    """Returns the replacement for a class or function of NumPy; None if there is none, or no
-    NumPy.
-    """
+    """Returns the replacement for a class or function of NumPy; None if there is none."""
     if name == "bytes" and module in ("builtins", "__builtin__"):
         return _no_bytes  # of an empty array
     if module.partition(".")[0] != "numpy":
@@ -64,8 +60,7 @@ def takes_numpy_state(value: object) -> bool:
 
 
 def set_numpy_state(value: Any, state: Any) -> None:
-    """Sets the pickled contents of an empty array; for a dtype, only checks that the state is
-    plain.
+    """Sets the pickled contents of an empty array; only checks that a dtype's state is plain.
 
     Raises NumpyRefused for a state that NumPy's pickles of such arrays do not have.
     """
@@ -441,9 +436,7 @@ class _Unpickler:
         return made, maker
 
     def _changed(self, made: Any, how: str, parts: Any) -> str | None:
-        """Sets an object's state or adds its items; returns the name of its class if this is
-        refused.
-        """
+        """Sets an object's state or items; returns the name of its class if this is refused."""
         kind = type(made)
         if how == "append" and kind is list:
             made.extend(parts)

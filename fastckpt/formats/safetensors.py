@@ -286,9 +286,7 @@ def kind_of(dtype: Any, shape: Any, name: str) -> Kind:
 
 
 def kinds_of(dtypes: Sequence[Any], shapes: Sequence[Any], names: Sequence[str]) -> list[Kind]:
-    """Returns the kinds of many tensors; raises the error of kind_of() for the first invalid
-    one.
-    """
+    """Returns the kinds of many tensors; raises kind_of()'s error for the first invalid one."""
     are_known = {*map(type, dtypes)} <= {str} and {*dtypes} <= DTYPES.keys()
     if are_known and without_numbers(shapes) is None:
         kinds = [*filter(None, map(_kind, dtypes, map(tuple, shapes)))]

@@ -1,5 +1,4 @@
-"""The index of one writer in a step directory: the writer's pieces of tensors, and the checksums of
-its file.
+"""The index of one writer in a step directory: its pieces of tensors, and its file's checksums.
 
 Responsible for the bytes of an index, and for the names of files and pieces
 (docs/reference/format.md). It must not know the manifest, files, or how tensors are split and
@@ -233,9 +232,7 @@ _PIECE_KINDS: dict[str, type | tuple[type, ...]] = {
 
 
 def _check_pieces(index: Any) -> tuple[Piece, ...]:
-    """Returns the pieces; raises ValueError unless they are inside their tensors and do not overlap
-    in the file.
-    """
+    """Returns the pieces; raises ValueError unless they are inside their tensors and disjoint."""
     columns = columns_of(index["pieces"], _PIECE_KINDS, "a piece")
     keys, dtypes, shapes, offsets, sizes, begins = columns
     check_texts(keys)
@@ -315,9 +312,7 @@ def crc_digits(crc: int) -> str:
 
 
 def lines(written: dict[str, Any]) -> bytes:
-    """Encodes JSON without its closing brace, with each item of the last member, a list, on its own
-    line.
-    """
+    """Encodes JSON without the closing brace; each item of the last member, a list, has a line."""
     *_, (name, items) = written.items()
     opening = encode(written | {name: []})[: -len("]}")]
     rows = ",".join(f"\n{encode(item)}" for item in items)

@@ -1,6 +1,4 @@
-"""Names of step directories and their files below the root of a Checkpointer, and names of roots in
-a local tier.
-"""
+"""Names of step directories and their files in a root, and names of roots in a local tier."""
 
 from __future__ import annotations
 

@@ -76,9 +76,7 @@ def refuse_other_version(what: str, version: object, known: int) -> None:
 
 
 def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what: str) -> None:
-    """Raises ValueError unless this is an object of exactly these members, with ints in [0,
-    2^63).
-    """
+    """Raises ValueError unless this is an object of these members, with ints in [0, 2^63)."""
     if type(value) is not dict:
         raise ValueError(f"{what} must be an object")
     if value.keys() != kinds.keys():
@@ -95,9 +93,7 @@ def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what
 def columns_of(
     values: Sequence[Any], kinds: Mapping[str, type | tuple[type, ...]], what: str
 ) -> Sequence[list[Any]]:
-    """Returns the members of many objects, as one column per member; checks each object like
-    check_members().
-    """
+    """Returns the members of many objects by column; checks each object like check_members()."""
     if {*map(type, values)} <= {dict} and {*map(len, values)} <= {len(kinds)}:
         with suppress(KeyError):  # of an object with another member, which is told below
             columns = [[*map(itemgetter(name), values)] for name in kinds]
@@ -132,8 +128,7 @@ def is_numbers(value: Any) -> bool:
 
 
 def without_numbers(lists: Sequence[Any]) -> int | None:
-    """Returns the position of the first list for which is_numbers() is false; None if there is
-    none.
+    """Returns the position of the first list that is_numbers() rejects; None if there is none.
 
     It checks all lists together, since there may be one for each of 100,000 tensors.
     """
@@ -160,9 +155,7 @@ def check_texts(texts: Iterable[str]) -> None:
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError unless this is Unicode text, since JSON can escape half of a surrogate
-    pair.
-    """
+    """Raises ValueError unless this is Unicode text: JSON can escape unpaired surrogates."""
     if text.isascii():
         return
     try:

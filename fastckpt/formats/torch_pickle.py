@@ -1,5 +1,4 @@
-"""The pickling of objects to the records of a torch zip, like torch.save but with references to
-tensors.
+"""The pickling of objects to a torch zip's records, like torch.save but with references to tensors.
 
 Responsible for the bytes of data.pkl, for recording the storages and tensors in the object, and for
 unpickling verified records.
@@ -103,9 +102,7 @@ def small_records(disable_byteorder_record: bool = False) -> tuple[tuple[str, by
 
 @lru_cache(4)
 def _small_records(disable_byteorder_record: bool, *_told: object) -> tuple[tuple[str, bytes], ...]:
-    """Computes small_records(); the other arguments are the settings on which the records
-    depend.
-    """
+    """Computes small_records(); the other arguments are settings that affect the records."""
     buffer = io.BytesIO()
     torch_save(None, buffer)
     others = {"data.pkl", "version", ".data/serialization_id"}  # the layout writes the last two
@@ -195,9 +192,7 @@ class _Met:
         return _REBUILD, (identity, begin, sizes, strides, tensor.requires_grad, OrderedDict())
 
     def records(self) -> list[tuple[str, bytes | torch.UntypedStorage]]:
-        """Returns the records of the storages, with copies of storages that cannot be read
-        later.
-        """
+        """Returns the storages' records, with copies of storages that cannot be read later."""
         result: list[tuple[str, bytes | torch.UntypedStorage]] = []
         copies: list[torch.Tensor] = []
         originals: list[torch.Tensor] = []
@@ -431,9 +426,7 @@ class _Beginning:
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Returns whether an error of torch.load means a lack of memory; texts in the file cannot cause
-    this result.
-    """
+    """Returns whether an error of torch.load means a lack of memory; a file cannot fake this."""
     shortage = "[enforce fail at alloc_cpu.cpp"
     return isinstance(error, MemoryError) or (
         type(error) is RuntimeError and str(error).startswith(shortage)
@@ -441,7 +434,7 @@ def is_shortage(error: BaseException) -> bool:
 
 
 def unpickled(
-    source: Any, weights_only: bool, what: str, how: str = "pass that to restore() or load()"
+    source: Any, weights_only: bool, what: str, how: str = "pass it to restore() or load()"
 ) -> Any:
     """Returns the result of torch.load for verified bytes.
 
@@ -465,8 +458,8 @@ def unpickled(
         reason = next((line for line in lines if "WeightsUnpickler" in line), lines[0]).strip()
         raise pickle.UnpicklingError(
             f"{what}: some of the objects need weights_only=False, which runs code that the file "
-            f"names: if you trust whoever wrote it, {how}. "
-            f"torch says: {reason}"
+            f"names: if you trust its writer, {how}. "
+            f"torch's error: {reason}"
         ) from None
     except Exception as error:
         # Without weights_only, code that the file names may have failed: that is not damage.

@@ -148,9 +148,7 @@ def _choose_alignment(records: Sequence[tuple[str, Any]], sizes: Sequence[int]) 
 
 
 def layout(captured: Capture) -> Image:
-    """Lays out the records like torch.save. The function is pure: equal captures give equal
-    images.
-    """
+    """Lays out the records like torch.save. Equal captures give equal images."""
     sizes = [nbytes_of(content) for _, content in captured.records]
     alignment = _choose_alignment(captured.records, sizes)
     builder = _Builder(alignment)
@@ -235,9 +233,7 @@ class _Builder(ImageBuilder):
 
 
 class _Tail:
-    """The bytes after the body: the checksum record, torch's closing records, and the zip
-    directory.
-    """
+    """The bytes after the body: checksum record, torch's closing records and zip directory."""
 
     def __init__(
         self,
@@ -323,9 +319,7 @@ def _identity(crc: int) -> bytes:
 
 
 def validate(checksums: Any, body_nbytes: int) -> None:
-    """Raises ValueError unless this is a checksum record; both writers and readers use this
-    check.
-    """
+    """Raises ValueError unless this is a checksum record; writers and readers use this check."""
     if not isinstance(checksums, dict):
         raise ValueError("the checksum record must be an object")
     expected = {"version": int, "body_bytes": int, "block_bytes": int, "crc32": str}
@@ -336,9 +330,7 @@ def validate(checksums: Any, body_nbytes: int) -> None:
 
 
 def ends_body(before: bytes) -> bool:
-    """Returns whether the HEADER_BYTES_MAX bytes before a tail contain the checksum record's
-    header.
-    """
+    """Returns whether HEADER_BYTES_MAX bytes before a tail have the checksum record's header."""
     return f"{ARCHIVE}/{RECORD}".encode() in before
 
 

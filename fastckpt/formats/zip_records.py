@@ -1,5 +1,4 @@
-"""Zip records in torch's form: uncompressed, aligned by padding, with sizes in a descriptor after
-the data.
+"""Zip records in torch's form: uncompressed, aligned by padding, with a descriptor after the data.
 
 Responsible for the structures of the zip format (PKWARE's APPNOTE, sections 4.3 and 4.5). zip64
 fields are used only if a value needs them, since torch's readers compute offsets from this rule.
@@ -129,9 +128,7 @@ def central_nbytes(name: bytes, offset: int, nbytes: int) -> int:
 
 
 def end_offset(name: bytes, offset: int, nbytes: int, alignment: int) -> int:
-    """Returns the end offset of a record that begins at `offset`, with header, data and
-    descriptor.
-    """
+    """Returns the end of a record (header, data and descriptor) that begins at `offset`."""
     zip64_nbytes = len(_zip64_extra(offset, nbytes, nbytes))
     header_nbytes = _LOCAL.size + len(name) + zip64_nbytes + 4
     header_nbytes += _padding(offset, len(name), zip64_nbytes, alignment)
@@ -261,9 +258,7 @@ def opening_padding(head: bytes) -> bytes:
 
 
 def data_offset(header: bytes, offset: int) -> int | None:
-    """Returns the offset of the data of the record with this local header; None if the header is
-    truncated.
-    """
+    """Returns the offset of the data after this local header; None if the header is truncated."""
     if len(header) < _LOCAL.size:
         return None
     fields = _LOCAL.unpack(header)

@@ -1,3 +1,1 @@
-"""Random access to a checkpoint: its tensors by name, of which only the requested parts are
-read.
-"""
+"""Random access to a checkpoint: its tensors by name, read only in the requested parts."""

@@ -104,15 +104,11 @@ class Place:
         return known_status(self.storage, self.inside(name), link=link)
 
     def has(self, name: str, *, link: bool = False) -> bool:
-        """Returns whether this name exists in the directory; if `link`, a broken link also
-        counts.
-        """
+        """Returns whether the directory has this name; if `link`, a broken link also counts."""
         return self.status(name, link=link) is not None
 
     def version(self, name: str = "") -> tuple[int, int, int] | None:
-        """Returns a value that distinguishes successive files of one name; None if there is no
-        file.
-        """
+        """Returns a value that distinguishes successive files of one name; None without a file."""
         status = self.status(name)
         return None if status is None else (status.st_ino, status.st_mtime_ns, status.st_size)
 
@@ -152,9 +148,7 @@ class Kind:
         raise NotImplementedError
 
     def open(self, place: Place) -> tuple[str, Source]:
-        """Opens the checkpoint; returns its path and its Source. Raises like opened() in
-        lazy/open.py.
-        """
+        """Opens the checkpoint; returns its path and Source. Raises like lazy.open.opened()."""
         raise NotImplementedError
 
     def verify(self, place: Place) -> Iterator[Part]:

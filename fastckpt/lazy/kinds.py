@@ -122,7 +122,7 @@ class File(Kind):
             if nbytes is not None:
                 return nbytes
         self._look_at_stock(place)
-        raise WithoutChecksums(f"{place.path!r} was not written by fastckpt: it has no checksums")
+        raise WithoutChecksums(f"{place.path!r} has no checksums, since fastckpt did not write it")
 
     def _look_at_stock(self, place: Place) -> None:
         """Raises CorruptCheckpoint for a file without checksums that is evidently truncated or
@@ -142,7 +142,7 @@ _FILE = File()
 def _verify_distcp(place: Place, file: InputFile) -> int:
     contents = contents_of(file)
     if contents is None:
-        raise WithoutChecksums(f"{place.path!r} was not written by fastckpt: it has no checksums")
+        raise WithoutChecksums(f"{place.path!r} has no checksums, since fastckpt did not write it")
     Body(place.staging, file, contents.index).verify()
     return contents.index.body_nbytes + len(contents.index.tail)
 
@@ -331,7 +331,7 @@ def _verify_metadata(place: Place, name: str) -> int:
     if not dcp_metadata.check(content, path):
         with suppress(IncompatibleCheckpoint, UnpicklingError):  # it may hold more than ours do
             dcp_metadata.described(content, path, weights_only=True)
-        raise WithoutChecksums(f"{path!r} was not written by fastckpt: it has no checksum")
+        raise WithoutChecksums(f"{path!r} has no checksum, since fastckpt did not write it")
     for file in sorted(dcp_metadata.named_files(content)):
         if not place.has(file):
             raise CorruptCheckpoint(f"{file!r} is missing, but {path!r} lists it")

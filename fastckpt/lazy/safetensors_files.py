@@ -1,6 +1,4 @@
-"""Safetensors files, opened for random access: a single file, or those of a Hugging Face
-directory.
-"""
+"""Safetensors files, opened for random access: one file, or those of a Hugging Face directory."""
 
 from __future__ import annotations
 

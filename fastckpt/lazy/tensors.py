@@ -200,9 +200,7 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         return {want.name: want.target for want in requests}
 
     def _wanted(self, name: str, box: Box, device: torch.device) -> Wanted:
-        """Returns a request for a rectangle, with memory for it; repeated dimensions are read
-        once.
-        """
+        """Returns a request for a rectangle, with its memory; repeated dimensions are read once."""
         stored = self._source.tensors[name]
         sizes = tuple(
             min(size, 1) if dim in stored.repeated else size for dim, size in enumerate(box.sizes)

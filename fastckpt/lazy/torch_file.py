@@ -1,6 +1,4 @@
-"""A torch zip, opened for random access: the tensors of its pickle, and the offsets of their
-records.
-"""
+"""A torch zip, opened for random access: its pickle's tensors, and their records' offsets."""
 
 from __future__ import annotations
 

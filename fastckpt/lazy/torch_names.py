@@ -311,9 +311,7 @@ _REBUILT = {
 
 
 def _of_type(make: Any, kind: Any, arguments: Any, *_rest: Any) -> Any:
-    """Returns the tensor of torch._tensor._rebuild_from_type_v2, which has attributes or is of a
-    subclass.
-    """
+    """Returns the tensor of torch._tensor._rebuild_from_type_v2, perhaps of a subclass."""
     if any(make is callee for callee in _REBUILT.values()) and type(arguments) is tuple:
         return make.make(*arguments)
     return Ignored(kind.name if type(kind) is Ignored else "torch.Tensor")
@@ -341,8 +339,7 @@ def _items(items: Any = ()) -> tuple[Any, ...]:
 
 
 class _Plain:
-    """Stands for an object without tensors. Since it may be a tensor's key, each one is unequal to
-    all others.
+    """Stands for an object without tensors. Each is unique, since it may be a tensor's key.
 
     `name` names the object's class or function.
     """

@@ -359,9 +359,7 @@ def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _grain(item: Held, interval_nbytes: int) -> int:
-    """Returns the unit in bytes to which cuts of a tensor are rounded; it divides the tensor's
-    size.
-    """
+    """Returns the unit of a tensor's cuts in bytes, which divides the tensor's size."""
     rounding_nbytes = interval_nbytes // ROUNDING
     nbytes = item.box.numel * item.itemsize
     if nbytes < UNCUT_BYTES:
@@ -377,9 +375,7 @@ def _grain(item: Held, interval_nbytes: int) -> int:
 def _share(
     held: Sequence[Held], line: Sequence[int], holders: tuple[int, ...], rank: int
 ) -> Iterator[Piece]:
-    """Yields a rank's non-empty pieces of one line, which is the tensors `held[i] for i in
-    line`.
-    """
+    """Yields a rank's non-empty pieces of one line, the tensors `held[i] for i in line`."""
     number = bisect_left(holders, rank)
     first_key = held[line[0]].key
     if number == len(holders) or holders[number] != rank:

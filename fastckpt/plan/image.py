@@ -1,5 +1,4 @@
-"""Image describes a file's bytes before they exist; BlockChecksums describes how to verify the
-written bytes.
+"""Image describes a file's bytes before they exist; BlockChecksums serves to verify them.
 
 Formats create both, and the engine executes them. This module uses neither torch nor files.
 """
@@ -30,9 +29,7 @@ class Segment(NamedTuple):
 
 
 class ItemRun(NamedTuple):
-    """The offset in an image at which a run of items of one size begins; it ends at the next
-    run.
-    """
+    """The begin of a run of items of one size in an image; the run ends at the next one."""
 
     begin: int
     width: int

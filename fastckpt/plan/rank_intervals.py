@@ -135,9 +135,7 @@ class Checksums:
         return blocks, [self._slot_crc(number) for number in range(len(self._slots))]
 
     def _correct(self, blocks: list[int], rank: int, number: int) -> None:
-        """Updates a block's CRC-32 for a patch without the block's bytes, since CRC-32 is
-        linear.
-        """
+        """Updates a block's CRC-32 for a patch without the block's bytes, by CRC-32's linearity."""
         offset, new = self._patch(rank, number)
         # The engine fills in the CRC of the part it saw, if the slot lies wholly in that part.
         old = bytes(len(new))
@@ -178,9 +176,7 @@ class Checksums:
         ]
 
     def _holders(self, number: int) -> Iterator[tuple[int, int, int]]:
-        """Yields (rank, first slot of its part, bytes) for each rank that shares a slot's
-        segment.
-        """
+        """Yields (rank, first slot of its part, bytes) of the ranks that share a slot's segment."""
         segment = self._described[number]
         begin = self._begins[segment]
         end = begin + self._lengths[segment]

@@ -230,9 +230,7 @@ _MARK = bytes(range(1, 17))  # differs once items of any size have had their byt
 
 
 class OtherByteOrder(Exception):
-    """torch has swapped bytes that were not read yet, so the file must be read without
-    deferring.
-    """
+    """torch has swapped bytes before they were read, so no read of the file may be deferred."""
 
 
 class VerifiedFile(io.RawIOBase):
@@ -495,9 +493,7 @@ class Body:
     def stream(
         self, wanted: Sequence[int] = (), direct: GdsDevice | None = None
     ) -> EngineReadStream:
-        """Begins to read the blocks with these numbers, ascending, or all; with `direct`, to its
-        GPU.
-        """
+        """Begins to read these blocks, in ascending order, or all; with `direct`, to its GPU."""
         index = self.index
         return self.staging.read(
             self.file,

@@ -1,5 +1,4 @@
-"""The saves that an owner, a Checkpointer or a part of a framework, may still have to wait for or
-report.
+"""The saves that an owner, a Checkpointer or a framework, may still have to wait for or report.
 
 Responsible for the choice of the handles to keep, so that their number is bounded, and for raising
 the first error once. It must not know what was saved, or why an owner waits.

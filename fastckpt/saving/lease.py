@@ -232,9 +232,7 @@ class Lease:
         self._user = weakref.ref(user, lambda _user: self._end_beats())
 
     def release(self, timeout_s: float = math.inf) -> None:
-        """Releases the lease if this process has it; waits at most timeout_s for the server.
-        Idempotent.
-        """
+        """Releases the lease, if held; waits at most timeout_s for the server. Idempotent."""
         with suppress(OSError):  # the lease becomes void at the end of this process
             within(min(SERVER_S, timeout_s), self._release)
 

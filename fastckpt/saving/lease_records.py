@@ -71,9 +71,7 @@ class LeaseRecord(NamedTuple):
 
     @classmethod
     def from_bytes(cls, content: bytes) -> LeaseRecord | None:
-        """Returns a record that this or a newer version has stored; None if the bytes are no
-        record.
-        """
+        """Returns a record that this or a newer version stored; None if the bytes are no record."""
         try:
             value = json.loads(content)  # of NBYTES at most
         except (ValueError, RecursionError):
@@ -130,9 +128,7 @@ class RecordStore(Protocol):
         """
 
     def adopt(self, entry: LeaseEntry) -> bool:
-        """Adopts an entry that another lease of this process has made; returns False if the entry
-        has changed.
-        """
+        """Adopts an entry of another lease of this process; returns False if it has changed."""
 
     def renew(self, content: bytes) -> bool:
         """Rewrites its record; returns False if the lease now belongs to another process."""

@@ -148,8 +148,7 @@ class Life:
             self._raise_if_not_awaited()
 
     def wait_copied(self) -> None:
-        """Waits until everything has been copied, and checks that no tensor changed before its
-        copy.
+        """Waits until everything is copied, and checks that no tensor changed before its copy.
 
         Raises:
             StorageError, DeviceError: a write or a copy failed.
@@ -202,9 +201,7 @@ class Life:
         self._failure, self._forget = None, lambda: None
 
     def forget_copies(self) -> None:
-        """Drops the references to the copied state; called when nothing is being copied any
-        more.
-        """
+        """Drops the references to the copied state; called after all copies have ended."""
         self._verdict.forget()
         self.transfers.clear()
         self._reads = DeviceSources()
@@ -218,9 +215,7 @@ class Life:
             log.warning("%s", hung)
 
     def leave(self) -> None:
-        """Releases all waiters, including a worker that still waits after its permit was
-        revoked.
-        """
+        """Releases all waiters, including a worker that waits after its permit was revoked."""
         self.permit.ended.set()
         self._copied.set()
         self.gone.set()
@@ -282,9 +277,7 @@ class Life:
         self._watch()
 
     def _raise_if_not_awaited(self) -> None:
-        """Raises the error of a cancelled or interrupted save, before everything has been
-        copied.
-        """
+        """Raises the error of a save that was cancelled or interrupted during its copies."""
         self._agreement.raise_if_ended()
         if self.interrupted:
             raise self.interruption()

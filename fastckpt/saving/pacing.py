@@ -141,18 +141,14 @@ class Pace:
         self._held_s = self._stats.paced_s = time.monotonic() - began
 
     def end(self, *transfers: ImageTransfer) -> None:
-        """If ranks take turns, waits until these transfers are written, and lets the next rank
-        write.
-        """
+        """If ranks take turns, waits for these transfers, and lets the next rank write."""
         if self._pacing.max_writers is not None:
             for transfer in transfers:
                 self.wait_written(transfer)
             self._agreement.put("wrote", b"")
 
     def wait_written(self, transfer: ImageTransfer) -> None:
-        """Waits for a transfer, which may take long if it is paced; ends early if another rank
-        fails.
-        """
+        """Waits for a transfer, which pacing may delay; ends early if another rank fails."""
         self._watch(transfer)
         self._tokens_s[transfer] = transfer.tokens_waited_s()
         self._stats.paced_s = self._held_s + max(self._tokens_s.values())

@@ -81,7 +81,7 @@ class Pipeline:
         with job.agreement.failing():
             if _comes_too_late():
                 raise CheckpointError(
-                    f"the save to {handle.path!r} was refused: the interpreter is exiting, and "
+                    f"the save to {handle.path!r} was refused: the interpreter is exiting and "
                     "does not wait for this thread"
                 )
         try:
@@ -322,9 +322,7 @@ class Pipeline:
                 self.storage.allocate(fd, nbytes)
 
     def prepare(self, nbytes: int) -> None:
-        """Allocates the staging pages for a save of `nbytes`, on a thread of the lowest
-        priority.
-        """
+        """Allocates staging pages for a save of `nbytes`, on a thread of the lowest priority."""
 
         def take() -> None:
             with suppress(OSError):  # then it runs at the priority of the others
@@ -400,8 +398,7 @@ def raise_earlier(handle: InnerHandle, not_begun: str | None = None) -> None:
 
 
 class Job:
-    """One save of this process. A subclass defines in write() which files are written, where and
-    how.
+    """One save of this process. A subclass defines its files and their place in write().
 
     Args:
         handle: the save's handle, which has the path and the clocks; the pipeline sets its result.
@@ -541,9 +538,7 @@ class Job:
         """Does the work of the other ranks while the first rank commits."""
 
     def conclude(self, record: bytes, publish: Callable[[list[bytes]], None]) -> None:
-        """Commits by Round.conclude(), in the queue's order; adds up the bytes that the ranks
-        wrote.
-        """
+        """Commits by Round.conclude(), in the queue's order; adds up the ranks' written bytes."""
         stats = self.handle.stats
 
         def publish_all(records: list[bytes]) -> None:

@@ -125,9 +125,7 @@ class Output:
         raise NotImplementedError
 
     def fill_in(self) -> None:
-        """Writes the parts of the file that depend on checksums, after the image has been
-        copied.
-        """
+        """Writes the parts of the file that depend on checksums, after the image's copy."""
         raise NotImplementedError
 
     def end(self) -> None:
@@ -187,9 +185,7 @@ class Plan:
         raise NotImplementedError
 
     def samples(self) -> list[tuple[int, bytearray]]:
-        """Returns ranges of memory to copy in addition to the files: addresses and target
-        buffers.
-        """
+        """Returns additional ranges of memory to copy: addresses and target buffers."""
         return []
 
     def go_to(self, place: Place) -> None:

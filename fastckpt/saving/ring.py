@@ -66,8 +66,7 @@ class Ring:
     # ---- the budget
 
     def limit(self, memory: Memory) -> None:
-        """Sets `nbytes`, after it has checked the file system and the limits of machine and
-        container.
+        """Checks the file system and the machine's and container's limits, and sets `nbytes`.
 
         Raises:
             ValueError: the directory is not on a tmpfs, or there is less memory than the budget.

@@ -201,7 +201,7 @@ class Save(Job):
                 )
         except BaseException as error:  # a SystemExit is also only a refusal here
             raise CheckpointError(
-                f"before_commit refused the save to {self.handle.path!r} by "
+                f"before_commit refused the save to {self.handle.path!r} with "
                 f"{type(error).__name__}: {error}; nothing was committed"
             ) from error
 

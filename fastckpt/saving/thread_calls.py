@@ -255,9 +255,7 @@ def _name(op: dis.Instruction | None) -> str | None:
 
 
 def _callee_on_stack(until: list[dis.Instruction], call: dis.Instruction) -> str | None:
-    """Like _callee(), but by stack effects, because before Python 3.11 instructions have no
-    columns.
-    """
+    """Like _callee(), but by stack effects: before Python 3.11 instructions have no columns."""
     above = call.arg or 0
     if call.opname == "CALL_FUNCTION_KW":
         above += 1  # the names of the last arguments

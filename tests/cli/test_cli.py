@@ -637,7 +637,7 @@ def test_verify_calls_unchecked_what_has_no_checksums(
         status, lines = verified(capsys, saved / "one.pt", path)
         assert status == 4 and lines.pop(0).startswith("ok ")
         assert len(lines) == (3 if path == stock else 1)
-        assert all(re.match("unchecked .* has no checksums$", line) for line in lines)
+        assert all(re.match("unchecked .* has no checksums(, since |$)", line) for line in lines)
     for name in ("a.pt", "b.safetensors"):  # what its own format tells is damage
         os.truncate(stock / name, 1000)
         status, lines = verified(capsys, stock / name)
@@ -655,9 +655,9 @@ def test_verify_says_what_it_cannot_verify(saved: Path, capsys: pytest.CaptureFi
     for line, message in zip(
         lines,
         (
-            "unchecked .*not written by fastckpt: it has no checksums",
-            "unchecked .*metadata' was not written by fastckpt",
-            "unchecked .*distcp' was not written by fastckpt",
+            "unchecked .*has no checksums, since fastckpt did not write it",
+            "unchecked .*metadata' has no checksum, since fastckpt did not write it",
+            "unchecked .*distcp' has no checksums, since fastckpt did not write it",
             "FAILED .*holds no committed step .*the directory is empty",
             "FAILED .*gone' does not exist",
             "damaged .*truncated or damaged",

@@ -139,7 +139,7 @@ def test_backend_asked_for_is_the_one_that_serves(
     lines = [record.getMessage() for record in caplog.records if record.name == "fastckpt"]
     lines = [line for line in lines if not line.startswith("saved ")]
     assert len(lines) <= 1, "one line for each decision, not for each save"
-    assert all(f", for {handle.path!r} and files like it: " in line for line in lines)
+    assert all(f" for {handle.path!r} and similar files: " in line for line in lines)
     assert torch.equal(fastckpt.load(disk / "a.pt")["w"], state()["w"])
 
 
@@ -154,7 +154,7 @@ def test_the_backend_is_logged_by_the_first_rank_of_a_machine(
         with caplog.at_level(logging.DEBUG, "fastckpt"):
             save_through(pipeline, state(), disk / "a.pt").result(60)
             pipeline.close()
-        levels += [each.levelno for each in caplog.records if "files like it" in each.message]
+        levels += [each.levelno for each in caplog.records if "similar files" in each.message]
         caplog.clear()
     assert levels == [logging.INFO, logging.DEBUG, logging.DEBUG]
 
