@@ -28,8 +28,8 @@ _FAILURES = (
 
 
 class _Shown:
-    """A stream whose texts have URLs as users know them, and nothing that could steer a terminal:
-    names in files and directories are anybody's.
+    """A stream that prints internal paths of objects as URLs, and escapes control characters,
+    because names in files and directories are not trusted.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -43,37 +43,39 @@ class _Shown:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command, of sys.argv by default; `doctor` if there is none.
+    """Runs a command with its arguments, by default those in sys.argv; runs `doctor` if there are
+    none.
 
     Returns:
-        The exit status: 0; 1 if something is damaged or could not be done, if `diff` found
-            differences or `repair` debris; 3 if `verify` could not read something, 4 if something
-            has no checksums; 130 if interrupted. Wrong arguments end the process with status 2.
+        The exit status: 0 for success; 1 if a checkpoint is damaged or the command failed, if
+        `diff` found differences, or if `repair` left debris; 3 if `verify` could not read a file, 4
+        if a file has no checksums; 130 if the command was interrupted. Invalid arguments end the
+        process with status 2.
     """
-    if sys.stdout is None:  # as with `>&-`: what is printed is for nobody, the status counts
-        # To the end, so that no other file is descriptor 1.
+    if sys.stdout is None:  # as with `>&-`: only the status matters
+        # Open until the end, so that no other file gets descriptor 1.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    if isinstance(sys.stdout, io.TextIOWrapper):  # which may be ASCII, where names need not be
-        with suppress(OSError):  # it is done, and then asks where in a file stdout is: in none now
+    if isinstance(sys.stdout, io.TextIOWrapper):  # may be ASCII, unlike names
+        with suppress(OSError):  # it takes effect before tell() fails
             sys.stdout.reconfigure(errors="backslashreplace")
     parser = make_parser(fastckpt.__version__)
-    with suppress(ImportError):  # completion in a shell is there if argcomplete is
+    with suppress(ImportError):  # shell completion needs argcomplete
         importlib.import_module("argcomplete").autocomplete(parser)
     argv = sys.argv[1:] if arguments is None else arguments
     parsed = parser.parse_args(argv or ["doctor"])
     try:
-        # Only now, since most import torch.
+        # Imported only now, because most commands import torch.
         with redirect_stdout(_Shown(sys.stdout)):
             status: int = importlib.import_module(f"{__name__}.{parsed.command}").run(parsed)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # the reader of the output has seen enough, as with head(1)
+    except BrokenPipeError:  # the reader has closed the pipe, like head(1)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except _FAILURES as error:
-        message = str(error) or "there is not enough memory"  # which MemoryError says by its name
-        if getattr(parsed, "json", False):  # which promises one object, whatever happens
-            with suppress(OSError):  # as the error may be that nothing can be written there
+        message = str(error) or "there is not enough memory"  # MemoryError has no text
+        if getattr(parsed, "json", False):  # --json always prints one object
+            with suppress(OSError):  # the error may be stdout's own
                 print(json.dumps({"error": message}, indent=1))
         print(shown_text(as_url(f"fastckpt {parsed.command}: {message}")), file=sys.stderr)
         return 1

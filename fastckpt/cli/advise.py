@@ -1,7 +1,7 @@
-"""`fastckpt advise`: predicts what checkpoints of a job cost, and how often to take one.
+"""`fastckpt advise`: predicts the cost of a job's checkpoints and recommends an interval.
 
 Each formula names its source; docs/project/scale.md compares predictions with published
-measurements. The module imports what imports torch only when it is asked.
+measurements. Modules that need torch are imported only when a prediction is made.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from fastckpt.arguments import quantities
 from fastckpt.arguments.quantities import shown_rate, shown_size, shown_time
 from fastckpt.cli.shared_arguments import quantity_argument
 
-# Mixed precision with Adam: 2 bytes for the bf16 weight, and 4 each for its fp32 copy and two
+# Mixed precision with Adam: 2 bytes for the bf16 weight, and 4 bytes each for its fp32 copy and two
 # moments (Rajbhandari et al., ZeRO, SC 2020, without the gradients).
 BYTES_PER_PARAMETER = 14.0
 # 419 unexpected interruptions in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783).
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
-CALL_S = 0.02  # a call that copies nothing; README.md has 0.012 s for 2 GiB
+CALL_S = 0.02  # a call without copies; README.md has 0.012 s for 2 GiB
 _GPUS_PER_NODE = 8
 
 
 @dataclass(frozen=True)
 class Job:
     """A training job and its machine, in bytes, bytes per second and seconds; see _OPTIONS. Raises
-    ValueError for a number that is not finite, not positive, or contradicts the others.
+    ValueError if a number is not finite or not positive, or contradicts another one.
     """
 
     nbytes: float  # of one checkpoint, without replicas
@@ -39,13 +39,13 @@ class Job:
     writer_rate: float = 2e9  # less than to a good disk
     network_rate: float = 6e9  # a Lustre client's at LUG 2024
     osts: int | None = None  # no limit
-    ost_rate: float = 4e9  # as ALCF's Eagle: 650 GB/s by 160 targets
+    ost_rate: float = 4e9  # like ALCF's Eagle: 650 GB/s with 160 targets
     nvme_rate: float | None = None  # checkpoints go straight to the storage
     staging_bytes: float | None = None  # enough for a node's part
-    step_s: float = 0.0  # not known, so no copy counts as hidden by a step
+    step_s: float = 0.0  # unknown, so no copy is assumed to overlap a step
     commit_s: float = 0.5
     restart_s: float = 300.0
-    torch_rate: float = 0.7e9  # docs/project/measurements.md's
+    torch_rate: float = 0.7e9  # from docs/project/measurements.md
     torch_writers: int = 1
 
     def __post_init__(self) -> None:
@@ -59,53 +59,57 @@ class Job:
         for name in ("nodes", "torch_writers"):
             if getattr(self, name) > self.ranks:
                 message = (
-                    f"{name} is {getattr(self, name)}, more than there are ranks ({self.ranks})"
+                    f"{name} is {getattr(self, name)}, must be at most the number of ranks "
+                    f"({self.ranks})"
                 )
                 raise ValueError(message)
 
     @property
     def rank_bytes(self) -> float:
-        """The part of one rank: ranks that hold the same tensor divide it evenly."""
+        """The bytes that each rank writes: ranks that hold the same tensor divide it evenly."""
         return self.nbytes / self.ranks
 
     @property
     def node_bytes(self) -> float:
-        """The part of the node that has most ranks."""
+        """The bytes that the node with the most ranks writes."""
         return self.rank_bytes * ceil(self.ranks / self.nodes)
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The forecast and the advice, in bytes per second and seconds."""
+    """The prediction and the advice, in bytes per second and seconds."""
 
-    stall_call_s: float  # how long training waits for a checkpoint with the call fence
-    stall_step_s: float  # and with the step fence
-    staged_s: float  # when everything has been copied to the host
-    local_s: float | None  # when it is committed on the local disks, if there are any
-    root_s: float  # and on the storage
-    stages: dict[str, float]  # how long each resource takes by itself, as bytes pass them
+    stall_call_s: float  # the stall of training per checkpoint, with the call fence
+    stall_step_s: float  # the same with the step fence
+    staged_s: float  # until the copy to the host is complete
+    local_s: float | None  # until the commit on the local disks, if any
+    root_s: float  # until the commit on the storage
+    stages: dict[str, float]  # the time of each resource alone, in the order of the bytes' path
     bottleneck: str
-    root_rate: float  # of all writers together, to the storage
+    root_rate: float  # the rate of all writers together, to the storage
     interval_s: float  # from one save() to the next, with the step fence
-    interval_steps: int | None  # None if the time of a step is not known
-    lost_share: float  # of all time, which stalls and failures cost
-    drain_rate: float  # of a node: the lowest that is done before the next checkpoint
-    torch_s: float  # the same of torch.save, while training waits
+    interval_steps: int | None  # None if the time of a step is unknown
+    lost_share: float  # the share of time that stalls and failures cost
+    drain_rate: float  # per node: the lowest rate that ends before the next checkpoint
+    torch_s: float  # the same for torch.save, while training waits
     torch_interval_s: float
     torch_lost_share: float
 
 
 def advise(job: Job) -> Advice:
-    """Returns what checkpoints of a job will cost, and how often to take one.
+    """Returns the predicted cost of a job's checkpoints, and the recommended interval.
 
-    The stages of a save run at the same time, block by block, so it takes as long as the slowest.
-    With local disks one save follows the other: to the disks, and from there to the storage. The
-    model leaves out that training may be slower meanwhile, and that others use the storage, too.
+    The stages of a save run at the same time, block by block, so a save takes as long as the
+    slowest stage. With local disks there are two saves, one after the other: to the disks, and from
+    the disks to the storage. The model ignores that saves may slow training down, and that other
+    jobs use the storage.
     """
     from fastckpt.storage.lustre_layout import own_stripes
 
     def targets_s(files: int, stripes: int) -> float:
-        """Returns how long the storage targets take for files of so many stripes each."""
+        """Returns the time that the storage targets take for `files` files with `stripes` stripes
+        each.
+        """
         return job.nbytes / (min(job.osts, files * stripes) * job.ost_rate) if job.osts else 0.0
 
     stages = {"GPU-to-host copies": job.rank_bytes / job.d2h_rate}
@@ -119,8 +123,8 @@ def advise(job: Job) -> Advice:
     drain_s = first_s = max(way.values())
     if job.nvme_rate is not None:
         first_s = max(way["writing processes"], stages["local NVMe"])
-    # Copying fills staging memory B while writing empties it, so a part P is copied when P - B has
-    # been written.
+    # Copies fill staging memory B while writes empty it, so a part P is copied when P - B is
+    # written.
     missing = max(0.0, job.node_bytes - (job.staging_bytes or 0)) / job.node_bytes * first_s
     waiting_s = 0.0 if job.staging_bytes is None else missing
     staged_s = max(stages["GPU-to-host copies"], waiting_s)
@@ -129,7 +133,7 @@ def advise(job: Job) -> Advice:
         local_s, root_s = root_s, root_s + drain_s + job.commit_s
     stall_step_s = CALL_S + max(0.0, staged_s - job.step_s)
     interval_s = best_interval_s(stall_step_s, root_s, job.mtbf_s)
-    # Each file of torch.save is on one target, which is Lustre's default.
+    # Each torch.save file is on one target, by Lustre's default.
     writers = job.torch_writers
     rate = min(writers * job.torch_rate, min(writers, job.nodes) * job.network_rate)
     torch_s = max(job.nbytes / rate, targets_s(writers, 1))
@@ -154,27 +158,27 @@ def advise(job: Job) -> Advice:
 
 
 def best_interval_s(stall_s: float, drain_s: float, mtbf_s: float) -> float:
-    """Returns the interval that minimises lost_share(): Young's, sqrt(2 d M), for the stall, which
-    is all that a checkpoint costs training (CACM 17(9), 1974); but at least the drain, since drains
-    follow each other.
+    """Returns the interval that minimises lost_share(): Young's sqrt(2 d M) (CACM 17(9), 1974),
+    where d is the stall, the only cost of a checkpoint for training; but at least the time of a
+    drain, because drains run one after another.
     """
     return max(sqrt(2 * stall_s * mtbf_s), drain_s, stall_s)
 
 
 def lost_share(job: Job, stall_s: float, drain_s: float, interval_s: float) -> float:
-    """Returns the share of all time that is lost to training: stall/interval + (interval/2 + drain
-    + restart)/MTBF, at most 1.
+    """Returns the share of time that is lost for training: stall/interval + (interval/2 + drain +
+    restart)/MTBF, at most 1.
 
-    These are Young's two terms and two for writing in the background: a failure throws training
-    back to the newest committed checkpoint, which on average was taken interval/2 + drain ago. The
-    formula is of first order, for drain + interval well below the MTBF.
+    These are Young's two terms and two terms for background writes: after a failure, training
+    restarts from the newest committed checkpoint, which on average was saved interval/2 + drain
+    before. It is a first-order formula, valid if drain + interval is well below the MTBF.
     """
     again_s = interval_s / 2 + drain_s + job.restart_s
     return min(1.0, stall_s / interval_s + again_s / job.mtbf_s)
 
 
 class _Option(NamedTuple):
-    """A command-line option for one input of a Job."""
+    """A command-line option for one field of a Job."""
 
     flag: str
     read: Any
@@ -185,19 +189,17 @@ class _Option(NamedTuple):
 _RATE, _SIZE, _TIME = quantities.rate, quantities.size, quantities.time
 _SHOWN: dict[Any, Any] = {_RATE: shown_rate, _SIZE: shown_size, _TIME: shown_time, int: str}
 _OPTIONS = {
-    "d2h_rate": _Option("--d2h", _RATE, "RATE", "from each GPU to pinned host memory"),
-    "writer_rate": _Option("--writer", _RATE, "RATE", "written by one process"),
-    "network_rate": _Option("--network", _RATE, "RATE", "from a node to the storage"),
+    "d2h_rate": _Option("--d2h", _RATE, "RATE", "copies from each GPU to pinned host memory"),
+    "writer_rate": _Option("--writer", _RATE, "RATE", "writes of one process"),
+    "network_rate": _Option("--network", _RATE, "RATE", "network from a node to the storage"),
     "osts": _Option("--osts", int, "N", "storage targets of the file system (lfs df)"),
-    "ost_rate": _Option("--ost", _RATE, "RATE", "written to each storage target"),
-    "nvme_rate": _Option(
-        "--nvme", _RATE, "RATE", "of a node's local disks, which are written first"
-    ),
+    "ost_rate": _Option("--ost", _RATE, "RATE", "writes to each storage target"),
+    "nvme_rate": _Option("--nvme", _RATE, "RATE", "local disks of a node, which are written first"),
     "staging_bytes": _Option("--staging", _SIZE, "SIZE", "host memory of a node for staging"),
     "step_s": _Option("--step-time", _TIME, "TIME", "duration of a training step"),
-    "commit_s": _Option("--commit-time", _TIME, "TIME", "for agreement, syncs and renames"),
+    "commit_s": _Option("--commit-time", _TIME, "TIME", "agreement, syncs and renames of a commit"),
     "restart_s": _Option("--restart-time", _TIME, "TIME", "from a failure to the first new step"),
-    "torch_rate": _Option("--torch", _RATE, "RATE", "of one torch.save, for comparison"),
+    "torch_rate": _Option("--torch", _RATE, "RATE", "writes of one torch.save, for comparison"),
     "torch_writers": _Option(
         "--torch-writers", int, "N", "processes that call torch.save in the comparison"
     ),
@@ -207,9 +209,9 @@ _OPTIONS = {
 def add_arguments(commands: Any) -> None:
     parser = commands.add_parser(
         "advise",
-        help="predict what checkpoints of a job cost, and how often to save one",
+        help="predict the cost of a job's checkpoints, and recommend an interval",
         description=(
-            "Predicts with a model how long checkpoints stall training, when they are committed "
+            "Predicts with a model how long checkpoints block training, when they are committed "
             "and how much time is lost (docs/project/scale.md). Write sizes like 4.3TiB or "
             "24GB, rates like 75GB/s, times like 3h, 5min or 20ms."
         ),
@@ -227,8 +229,8 @@ def add_arguments(commands: Any) -> None:
     nodes = f"default: one for each {_GPUS_PER_NODE} GPUs"
     parser.add_argument("--nodes", type=int, metavar="N", help=nodes)
     failures = (
-        "mean time between failures of the whole job; default: from the failure rate of Llama "
-        "3's GPUs"
+        "mean time between failures of the whole job; default: derived from the failure rate of "
+        "Llama 3's GPUs"
     )
     parser.add_argument("--mtbf", type=quantity_argument(_TIME), metavar="TIME", help=failures)
     defaults = {field.name: field.default for field in fields(Job)}
@@ -250,7 +252,7 @@ def run(arguments: argparse.Namespace) -> int:
             nbytes=arguments.params * arguments.bytes_per_param if size is None else size,
             ranks=arguments.gpus,
             nodes=-(-arguments.gpus // _GPUS_PER_NODE) if nodes is None else nodes,
-            # Any failure of a GPU ends the job, and rates of independent failures add up.
+            # Any GPU failure ends the job, and the rates of independent failures add up.
             mtbf_s=3600 / (FAILURES_PER_GPU_HOUR * arguments.gpus) if mtbf_s is None else mtbf_s,
             **values,
         )
@@ -284,37 +286,37 @@ def _report(job: Job, found: Advice) -> list[str]:
         *_lines(
             "A checkpoint",
             [
-                ("training stands still, call fence", shown_time(found.stall_call_s)),
-                ("training stands still, step fence", shown_time(found.stall_step_s)),
+                ("training is blocked, call fence", shown_time(found.stall_call_s)),
+                ("training is blocked, step fence", shown_time(found.stall_step_s)),
                 ("copied to the host after", shown_time(found.staged_s)),
                 ("committed on local disks after", local),
                 ("committed on the storage after", shown_time(found.root_s)),
                 ("  written at", shown_rate(found.root_rate)),
                 ("  bottleneck", found.bottleneck),
-                ("  each by itself", stages),
+                ("  each stage alone", stages),
             ],
         ),
         *_lines(
-            "What to do",
+            "Recommendation",
             [
                 ("checkpoint every", f"{shown_time(found.interval_s)}{steps}"),
-                ("time lost, with failures", _percent(found.lost_share)),
+                ("time lost, including failures", _percent(found.lost_share)),
                 ("slowest drain_rate that keeps up", f"{shown_rate(found.drain_rate)} a node"),
             ],
         ),
         *_lines(
             f"For comparison: torch.save by {job.torch_writers}, while training waits",
             [
-                ("training stands still", shown_time(found.torch_s)),
+                ("training is blocked", shown_time(found.torch_s)),
                 ("checkpoint every", shown_time(found.torch_interval_s)),
-                ("time lost, with failures", _percent(found.torch_lost_share)),
+                ("time lost, including failures", _percent(found.torch_lost_share)),
             ],
         ),
     ]
 
 
 def _percent(share: float) -> str:
-    return "all of it: no progress" if share >= 1 else f"{100 * share:.2f} %"
+    return "all of it, so no progress" if share >= 1 else f"{100 * share:.2f} %"
 
 
 def _lines(title: str, rows: list[tuple[str, str]]) -> list[str]:

@@ -1,6 +1,6 @@
 """`fastckpt convert`: copies the tensors of a checkpoint into another format, in bounded memory.
 
-The module chooses names, and the files that tensors go to.
+Responsible for names, and for assigning tensors to files.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ from fastckpt.storage.objects import objects_of
 
 log = logging.getLogger("fastckpt")
 
-_PART_BYTES, _READERS = 32 << 20, 2  # so much of tensors is read at a time, by so many threads
+_PART_BYTES, _READERS = 32 << 20, 2  # bytes per read, number of reading threads
 _STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64
 _DTYPES = dict(zip(CONVERT_DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
 
 class Copy(NamedTuple):
-    """A tensor to be copied: its new name, and the dtype that it is to have."""
+    """A tensor to copy, with its new name and its new dtype."""
 
     name: str
     tensor: fastckpt.LazyTensor
@@ -67,12 +67,12 @@ class Copy(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Its shape."""
+        """The tensor's shape."""
         return self.tensor.shape
 
     @property
     def nbytes(self) -> int:
-        """Its new size in bytes."""
+        """The tensor's new size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.step is not None and arguments.step < 0:
         raise CheckpointError(f"--step is {arguments.step}, must be 0 or more")
     if arguments.to in ("hf", "dcp"):
-        check_path("DST", target)  # which takes no URL
+        check_path("DST", target)  # a URL is not supported
     if is_step and is_directory(target):
         _check_root(target)
     shard_bytes = check_size("--shard-size", arguments.shard_size)
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     with opened(arguments.source, arguments.local, _rules(arguments.rename) or None) as tensors:
         copies = _chosen(tensors, arguments)
         if not is_dotted and tensors.has_paths:
-            _nested({copy.name: None for copy in copies})  # raises before anything is copied
+            _nested({copy.name: None for copy in copies})  # raises before any copy
         _check_room(os.path.dirname(target), sum(copy.nbytes for copy in copies))
         if arguments.to == "hf":
             _to_hugging_face(target, tensors, copies, shard_bytes)
@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _rules(text: str) -> Mapping[str, str]:
-    """Returns the rename= that a text writes, in Python."""
+    """Parses a Python dict for load_into(rename=)."""
     try:
         rules = ast.literal_eval(text.strip())
         if not isinstance(rules, dict):
@@ -137,12 +137,12 @@ def _rules(text: str) -> Mapping[str, str]:
 def _check_absent(target: str, is_step: bool) -> None:
     if is_there(target, link=True) and not (is_step and is_directory(target)):
         raise CheckpointError(
-            f"{target!r} exists, and convert never replaces a file: remove it first"
+            f"{target!r} exists, but convert never replaces a file: remove it first"
         )
 
 
 def _publish(storage: Storage, fd: int, name: str, path: str) -> None:
-    """Gives a file, all of which is durable, its final name, which nothing has."""
+    """Renames a durable file to its final name, which must be free."""
     directory = os.path.dirname(path)
     with (
         _replacing_nothing(path),
@@ -155,13 +155,13 @@ def _publish(storage: Storage, fd: int, name: str, path: str) -> None:
 
 @telling
 def _replacing_nothing(error: BaseException, target: str) -> None:
-    """Says what is wrong if the body's error is that something has got the target's name since."""
+    """Raises a clearer error if the body failed because the target now exists."""
     if isinstance(error, StorageError) and not error.visible:
         _check_absent(target, False)
 
 
 def _check_room(directory: str, nbytes: int) -> None:
-    """Raises CheckpointError if the tensors alone need more room than there is."""
+    """Raises CheckpointError if there is too little space for the tensors alone."""
     free = pipeline.current().storage.free_bytes(directory)
     if nbytes > free:
         raise CheckpointError(
@@ -170,7 +170,7 @@ def _check_room(directory: str, nbytes: int) -> None:
 
 
 def _check_root(path: str) -> None:
-    """Raises CheckpointError if a directory holds anything but steps."""
+    """Raises CheckpointError if a directory has entries other than steps."""
     names = pipeline.current().storage.names(path)
     others = [name for name in names if not STEP_NAME.match(name) and name != LOG_NAME]
     if others:
@@ -178,7 +178,7 @@ def _check_root(path: str) -> None:
 
 
 def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> list[Copy]:
-    """Returns the tensors to copy under their new names, in the checkpoint's order."""
+    """Returns the tensors to copy with their new names, in the checkpoint's order."""
     is_dotted, prefix = arguments.to in ("safetensors", "hf"), arguments.prefix
 
     def without_prefix(old: str) -> str | None:
@@ -186,7 +186,7 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
         return name.removeprefix(prefix) if name.startswith(prefix) else None
 
     named = [(name, tensor.dtype) for name, tensor in tensors.items()]
-    # A name that is a path is also empty if the tensor is alone, and so has no key at all.
+    # If names are paths of keys, the name of a tensor without any key is also empty.
     has_empty = not is_dotted and not tensors.has_paths
     spelled = without_wrappers if is_dotted else list
     olds, old_names, copies = [*tensors.values()], dict[str, str](), list[Copy]()
@@ -198,21 +198,21 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
     if not copies:
         raise CheckpointError(
             f"{tensors.path!r} holds no matching tensor: --glob {arguments.glob!r} applies to "
-            f"the names that inspect lists, --prefix {prefix!r} to the names that are written, "
-            f"with {'.' if is_dotted else '/'!r} between keys"
+            f"the names that inspect lists, and --prefix {prefix!r} to the names that are "
+            f"written, which have {'.' if is_dotted else '/'!r} between keys"
         )
     unknown = [copy.name for copy in copies if not safetensors.supported(copy.dtype)]
     if unknown and is_dotted:
         names = listed(map(shown_name, unknown))
         raise IncompatibleCheckpoint(
-            f"safetensors files have no dtype for {names}: choose others with --glob, or use "
-            "--to pt"
+            f"safetensors files have no dtype for {names}: choose other tensors with --glob, or "
+            "use --to pt"
         )
     return copies
 
 
 def _nested(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the dicts that the names, which are paths of keys, describe."""
+    """Returns nested dicts, given names that are paths of keys."""
     nest: dict[str, Any] = {}
     for name, tensor in state.items():
         inside, keys = nest, keys_of(name)
@@ -220,12 +220,14 @@ def _nested(state: Mapping[str, Any]) -> dict[str, Any]:
             below = inside.setdefault(key, {})
             if not isinstance(below, dict):
                 raise CheckpointError(
-                    f"{name!r} lies below the name of another tensor: choose one with --glob"
+                    f"{name!r} begins with the name of another tensor: choose one of them with "
+                    "--glob"
                 )
             inside = below
         if keys[-1] in inside:
             raise CheckpointError(
-                f"{name!r} is also the beginning of another tensor's name: choose one with --glob"
+                f"{name!r} is also the beginning of another tensor's name: choose one of them "
+                "with --glob"
             )
         inside[keys[-1]] = tensor
     return nest
@@ -234,8 +236,8 @@ def _nested(state: Mapping[str, Any]) -> dict[str, Any]:
 def _read(
     tensors: fastckpt.LazyTensors, batch: Sequence[tuple[Copy, Any]], lossy: set[str]
 ) -> list[torch.Tensor]:
-    """Returns the elements of parts, one-dimensional and as bytes. Adds the new names of those with
-    numbers that their dtype cannot hold to `lossy`.
+    """Returns the bytes of parts of tensors. If numbers overflow in the new dtype, adds the
+    tensor's new name to `lossy`.
     """
     values = tensors.read([(copy.tensor.name, index) for copy, index in batch])
     for number, ((copy, _index), part) in enumerate(zip(batch, values, strict=True)):
@@ -247,7 +249,7 @@ def _read(
 
 
 def _batches(copies: Sequence[Copy]) -> Iterator[list[tuple[Copy, Any]]]:
-    """Yields what is read at a time: some whole tensors, or a part of a large one."""
+    """Yields the batches that are read at once: some whole tensors, or a part of a large tensor."""
     batch: list[tuple[Copy, Any]] = []
     nbytes = 0
     for copy in copies:
@@ -269,8 +271,8 @@ def _batches(copies: Sequence[Copy]) -> Iterator[list[tuple[Copy, Any]]]:
 def _stream(
     tensors: fastckpt.LazyTensors, copies: Sequence[Copy]
 ) -> Iterator[tuple[Copy, torch.Tensor]]:
-    """Yields the bytes of the tensors in order, those of a large one in parts. While the caller
-    has one batch, the next ones are read.
+    """Yields the bytes of the tensors in order, and those of a large tensor in parts. While the
+    caller uses one batch, the next batches are read.
     """
     total, lossy = sum(copy.nbytes for copy in copies), set[str]()
     with (
@@ -295,8 +297,8 @@ def _stream(
 
 
 def _memory(content: torch.Tensor) -> memoryview:
-    """Returns the memory of bytes, which the tensor must outlive."""
-    if not content.numel():  # it has no address, and zlib.crc32() begins anew at none
+    """Returns a memoryview of a tensor of bytes, which the tensor must outlive."""
+    if not content.numel():  # it has no address, and zlib.crc32() restarts at NULL
         return memoryview(b"")
     array = (ctypes.c_char * content.numel()).from_address(content.data_ptr())
     return memoryview(array).cast("B")
@@ -304,7 +306,7 @@ def _memory(content: torch.Tensor) -> memoryview:
 
 def _to_safetensors(path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> None:
     storage = pipeline.current().storage
-    if is_mounted(path):  # there when it is completed
+    if is_mounted(path):  # the object appears when it is completed
         nbytes = sum(its.nbytes for its in copies)
         with closing(objects_of(storage).upload(path, nbytes)) as upload:
             write_file(upload, path, copies, partial(_contents, tensors))
@@ -329,7 +331,7 @@ def _contents(tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> Iterator
 
 
 def _save_directory(path: str, fill: Callable[[Draft], None]) -> None:
-    """Saves a directory, and waits until nothing else of it is left."""
+    """Saves a directory, and waits until its temporary files are removed."""
     try:
         with _replacing_nothing(path):
             save_directory(path, fill, replaces=False).result()
@@ -341,8 +343,8 @@ def _save_directory(path: str, fill: Callable[[Draft], None]) -> None:
 def _in_file(
     tensors: fastckpt.LazyTensors, copies: Sequence[Copy], directory: str
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields the tensors in the memory of an unnamed file: the kernel takes that back when memory
-    is short, and nothing of the file is left however the process ends.
+    """Yields the tensors in the mapped memory of an unnamed file. The kernel can reclaim this
+    memory if memory is short, and the file disappears when the process ends in any way.
     """
     places: list[int] = []
     end = 0
@@ -352,8 +354,8 @@ def _in_file(
     storage, free = pipeline.current().storage, shutil.disk_usage(directory).free
     if end > free:
         raise CheckpointError(
-            f"{directory!r} has {shown_size(free)} free: a temporary file of {shown_size(end)} "
-            "does not fit there"
+            f"{directory!r} has {shown_size(free)} free, but a temporary file needs "
+            f"{shown_size(end)}"
         )
     with (
         reported("write", directory),
@@ -365,7 +367,7 @@ def _in_file(
             view = _memory(content)
             storage.write_at(file.fileno(), view, at[copy.name])
             at[copy.name] += len(view)
-        # Copied on write: nobody writes, and torch warns of memory that it could not.
+        # Copy on write, though nobody writes, because torch warns of read-only memory.
         memory = mmap.mmap(file.fileno(), max(end, 1), access=mmap.ACCESS_COPY)
     state = {
         copy.name: torch.frombuffer(
@@ -379,13 +381,13 @@ def _in_file(
 
 
 def _to_file(path: str, nest: dict[str, Any], _step: int) -> None:
-    if is_mounted(path):  # no object is renamed, and no save to one is seen before it is whole
+    if is_mounted(path):  # objects cannot be renamed, and appear only when complete
         fastckpt.save(
             nest, path, options=fastckpt.SaveOptions(staging_bytes=_STAGING_BYTES)
         ).result()
         return
     storage = pipeline.current().storage
-    with atomic.temporary(storage, path) as (fd, name):  # a save replaces what has its path
+    with atomic.temporary(storage, path) as (fd, name):  # a save replaces an existing file
         fastckpt.save(
             nest, name, options=fastckpt.SaveOptions(staging_bytes=_STAGING_BYTES)
         ).result()
@@ -404,7 +406,7 @@ def _to_dcp(path: str, nest: dict[str, Any], _step: int) -> None:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is")
                 save(nest, storage_writer=writer, no_dist=True)
-        except CheckpointException as error:  # a BaseException, around those of the ranks
+        except CheckpointException as error:  # a BaseException that holds the ranks' errors
             (cause, *_), *_ = error.failures.values()
             raise CheckpointError(f"torch.distributed.checkpoint failed: {cause}") from None
 

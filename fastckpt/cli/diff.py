@@ -17,19 +17,19 @@ from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import parts, shown_name, shown_others
 from fastckpt.formats.value_names import dotted
 
-_PART_BYTES = 64 << 20  # of a tensor that are compared at a time
+_PART_BYTES = 64 << 20  # compared at a time
 
 
 class Difference(NamedTuple):
-    """How a tensor of both checkpoints differs.
+    """The difference between two checkpoints in a tensor.
 
     Attributes:
-        name: the tensor's.
+        name: the tensor's name.
         what: "dtype", "shape" or "content".
         text: the difference in words.
-        changed: for "content", the share of elements that differ in a bit, above 0 and up to 1.
-        max_abs: for "content", the largest absolute difference, of integers exactly; None if that
-            is no finite number.
+        changed: for "content", the share of elements that differ in any bit, above 0 and up to 1.
+        max_abs: for "content", the largest absolute difference, which is exact for integers; None
+            if it is not finite.
     """
 
     name: str
@@ -76,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _by_name(tensors: fastckpt.LazyTensors, others: fastckpt.LazyTensors) -> dict[str, str]:
-    """Returns the names of tensors, by those under which they are compared: with "." between keys
-    if only the others' names have no paths of keys, as after a conversion.
+    """Returns the names of tensors, by the names used for comparison. These have "." between keys
+    if only `tensors` has paths of keys, as after a conversion.
     """
     if tensors.has_paths and not others.has_paths:
         names = {dotted(name): name for name in tensors}
@@ -89,8 +89,8 @@ def _by_name(tensors: fastckpt.LazyTensors, others: fastckpt.LazyTensors) -> dic
 def compare(
     a: fastckpt.LazyTensor, b: fastckpt.LazyTensor, told: Callable[[int], object]
 ) -> Difference | None:
-    """Returns how two tensors differ; None if they have the same bits. `told` is called with how
-    many more bytes of each were compared.
+    """Returns the difference between two tensors; None if they have the same bits. `told` is called
+    with the number of bytes of each that were compared since its last call.
     """
     if a.shape != b.shape:
         return Difference(a.name, "shape", f"shape {[*a.shape]} in A, {[*b.shape]} in B")
@@ -98,7 +98,7 @@ def compare(
         return Difference(a.name, "dtype", f"dtype {a.dtype} in A, {b.dtype} in B")
     changed = 0
     largest: int | float = 0
-    # Differences are computed in numbers of at least 8 bytes, several copies of them.
+    # Differences are computed with several copies, in numbers of at least 8 bytes.
     for part in parts(a.shape, max(a.dtype.itemsize, 8), _PART_BYTES):
         ours, theirs = a[part], b[part]
         told(ours.numel() * ours.itemsize)
@@ -122,14 +122,14 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(a: torch.Tensor, b: torch.Tensor) -> int | float:
-    """Returns the largest absolute difference, of integers as an int; NaN if one has a NaN where
-    the other has none.
+    """Returns the largest absolute difference, as an int for integers; NaN if only one of the
+    tensors has a NaN at some element.
     """
-    if a.dtype is torch.uint64:  # torch hardly computes with it; this keeps order and distances
+    if a.dtype is torch.uint64:  # torch has few uint64 operations; this keeps the order
         a, b = (each.contiguous().view(torch.int64) ^ _INT64_MIN for each in (a, b))
     if a.dtype in _INTEGERS:
         a, b = a.to(torch.int64), b.to(torch.int64)
-        differences = torch.where(a > b, a - b, b - a)  # modulo 2^64: a negative one is a large one
+        differences = torch.where(a > b, a - b, b - a)  # modulo 2^64: negative means large
         large = differences[differences < 0]
         return int(large.max()) + (1 << 64) if len(large) else int(differences.max())
     kind = torch.complex128 if a.is_complex() else torch.float64

@@ -1,6 +1,7 @@
-"""`fastckpt doctor`: shows what fastckpt would do on this machine and in a directory, and why.
+"""`fastckpt doctor`: shows which methods fastckpt would use on this machine and in a directory, and
+why.
 
-The module shows what storage, staging and the budget decide. It must not decide anything itself.
+The module shows decisions of storage, staging and the budget. It must not make decisions itself.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _KEYS_TOLD = 10
 
 
 class Row(NamedTuple):
-    """One line of the report; is_wrong if saves would fail, or --gpu was given without a GPU."""
+    """One line of the report. is_wrong means that saves would fail, or that --gpu finds no GPU."""
 
     name: str
     text: str
@@ -67,7 +68,7 @@ def _machine() -> Iterator[Row]:
 
 
 def _directory(directory: str) -> Iterator[Row]:
-    """Yields what a save to the directory would do, tried out with one page."""
+    """Yields how a save to the directory would write, by testing it with one page."""
     yield Row("directory", directory)
     current = pipeline.current()
     path = os.path.join(directory, _NAME)
@@ -96,7 +97,7 @@ def _ways(why: str, route: Callable[[str], Route]) -> Iterator[Row]:
 
 
 def _foreign(root: str) -> Iterator[Row]:
-    """Yields which objects of other programs are passed over, since no path can have their keys."""
+    """Yields the objects of other programs that are ignored because no path can have their keys."""
     try:
         keys = foreign_keys(root)
     except StorageError as error:
@@ -121,7 +122,7 @@ def _ring(route: Callable[[str], Route]) -> str:
 
 
 def _libraries() -> Iterator[Row]:
-    """Yields which GPU libraries can be loaded; loading them initialises nothing."""
+    """Yields whether GPU libraries can be loaded; loading does not initialise them."""
     for name, library in (("GPU driver", devices.LIBRARY), ("cuFile", gds.LIBRARY)):
         try:
             ctypes.CDLL(library)
@@ -142,7 +143,7 @@ def _gpu(directory: str) -> Iterator[Row]:
     staging = pipeline.current().staging
     storage = torch.zeros(1, device="cuda").untyped_storage()
     if "cuda" not in staging.devices.readable():
-        yield Row("copies", "by torch, within save(): the driver cannot be used")
+        yield Row("copies", "by torch, within save(), because the driver cannot be used")
         return
     yield Row("copies", "to pinned memory, while the GPU computes")
     queue = staging.devices.reads([storage]).ranges[0].queue

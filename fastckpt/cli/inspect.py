@@ -1,4 +1,4 @@
-"""`fastckpt inspect`: lists the tensors of a checkpoint, and reads none of them."""
+"""`fastckpt inspect`: lists the tensors of a checkpoint without reading their data."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _KINDS_MAX = 256
 
 
 class _Kind(NamedTuple):
-    """A kind of tensors, of which there are few, and how it is told.
+    """The description that many tensors of a checkpoint share.
 
     Attributes:
-        row: the members of the JSON object of each.
-        cells: what is printed behind the name.
+        row: the members of each tensor's JSON object.
+        cells: the columns that are printed after the name.
     """
 
     row: dict[str, Any]
     cells: tuple[str, ...]
 
 
-@collection_paused()  # to look at descriptions of 100,000 tensors takes longer than to make them
+@collection_paused()  # collection would take longer than making 100,000 descriptions
 def run(arguments: argparse.Namespace) -> int:
     with opened(arguments.path, arguments.local) as tensors:
         names, kinds = _listed(tensors, arguments.glob)
@@ -57,8 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _listed(tensors: fastckpt.LazyTensors, glob: str) -> tuple[list[str], list[_Kind]]:
-    """Returns the names that the pattern fits, and what is told of each."""
-    entries: dict[int, tuple[Any, _Kind]] = {}  # by the identity of what many tensors share
+    """Returns the names that match the pattern, and the description of each."""
+    entries: dict[int, tuple[Any, _Kind]] = {}  # by the identity of the shared description
 
     def kind_of(stored: Any) -> _Kind:
         kind = _kind(stored.dtype, stored.shape, stored.shards)
@@ -89,7 +89,7 @@ def _kind(dtype: torch.dtype, shape: tuple[int, ...], shards: tuple[Any, ...]) -
 
 def _print(told: dict[str, Any], names: list[str], kinds: list[_Kind]) -> None:
     facts = [f"{name} {told[name]}" for name in ("step", "saved", "ranks", "files") if name in told]
-    checked = "verified when read" if told["verified"] else "without checksums of blocks"
+    checked = "verified when read" if told["verified"] else "without block checksums"
     print(f"{shown_name(told['path'])}: {told['kind']}, {checked}; {', '.join(facts)}")
     print(f"{told['tensors']} tensors, {shown_size(told['nbytes'])}")
     if told["others"]:

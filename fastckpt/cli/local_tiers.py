@@ -1,4 +1,6 @@
-"""The meaning of `--local DIR` to every command that has it: this node's part of a root's steps."""
+"""The option `--local DIR`, for all commands that have it: a root's steps in this node's local
+tiers.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,11 @@ log = logging.getLogger("fastckpt")
 
 
 def tiers_of(storage: Storage, root: str, directories: Sequence[str]) -> Iterator[StepStore]:
-    """Yields the steps of a root, given by its real path, that lie in some local tiers, each given
-    as a Checkpointer's `local`, or as the directory in it that is this root's.
+    """Yields the steps of a root (a real path) in some local tiers. Each tier is given like a
+    Checkpointer's `local`, or as this root's directory in it.
 
-    A tier that has steps, but none of this root, is warned of: the root may have another path here.
+    A tier that has only steps of other roots is logged as a warning, because the root may have
+    another path on this machine.
 
     Raises:
         StorageError: one of the directories cannot be listed.
@@ -40,10 +43,11 @@ def tiers_of(storage: Storage, root: str, directories: Sequence[str]) -> Iterato
 
 
 def roots_in(storage: Storage, directory: str) -> list[str]:
-    """Returns the directories in a local tier, or itself, that have steps of a root.
+    """Returns the directories with a root's steps: a local tier's subdirectories, or `directory`
+    itself.
 
     Raises:
-        StorageError: it cannot be listed.
+        StorageError: the directory cannot be listed.
     """
     if store_at(storage, directory).names():
         return [directory]
@@ -56,8 +60,8 @@ def roots_in(storage: Storage, directory: str) -> list[str]:
 def opened(
     path: str, directories: Sequence[str], rename: Mapping[Any, Any] | None = None
 ) -> fastckpt.LazyTensors:
-    """Opens a checkpoint as fastckpt.open; of a root, the newest step that is whole in it or, with
-    all its files, in one of these local tiers; `rename` as fastckpt.open's.
+    """Opens a checkpoint like fastckpt.open. If the path is a root, opens the newest step that is
+    complete in the root or in one of these local tiers. `rename` is fastckpt.open's.
     """
     storage, root = pipeline.current().storage, os.path.realpath(path)
     shelves = [store_at(storage, root), *tiers_of(storage, root, directories)]

@@ -1,4 +1,4 @@
-"""`fastckpt ls`: lists the steps of a Checkpointer, and reads none of them."""
+"""`fastckpt ls`: lists the steps of a Checkpointer without reading their data."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def _nbytes(manifest: Manifest) -> int:
 
 
 def _wrong(steps: StepStore, name: str, manifest: Manifest, is_local: bool) -> str:
-    """Returns what is wrong about the files of a step, as far as their sizes tell; or ""."""
+    """Returns a description of the first missing file of a step, or the first with a wrong size; or
+    "".
+    """
     sizes = {manifest.objects.file: manifest.objects.nbytes}
     for writer in manifest.writers:
         sizes |= {writer.file: writer.nbytes, writer.index: writer.index_nbytes}
@@ -80,7 +82,7 @@ def _wrong(steps: StepStore, name: str, manifest: Manifest, is_local: bool) -> s
             status = steps.storage.status(steps.path(name, file))
         except OSError as error:
             return f"{file} cannot be examined: {error}"
-        if status is None and not is_local:  # a local tier has the files of its node
+        if status is None and not is_local:  # a local tier has only its node's files
             return f"{file} is missing"
         if status is not None and status.st_size != nbytes:
             return f"{file} has {status.st_size} bytes, must have {nbytes}"

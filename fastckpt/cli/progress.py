@@ -1,4 +1,4 @@
-"""A progress bar on a terminal, for what takes longer than a second."""
+"""A progress bar on a terminal, for operations that take longer than a second."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[int], object]]:
-    """Shows how many bytes are done, if stderr is a terminal; by tqdm, or else as a percentage.
+    """Shows the number of bytes done if stderr is a terminal, with tqdm if installed, else as a
+    percentage.
 
     Args:
-        total: how many bytes there are.
+        total: the total number of bytes.
         what: the word before the bar.
 
     Yields:
-        A function to be called with how many more are done.
+        A function to call with the number of bytes done since its last call.
     """
     try:
         bar = importlib.import_module("tqdm").tqdm
-    except ImportError:  # it is no dependency
+    except ImportError:  # it is not a dependency
         with _percentage(total, what) as report:
             yield report
         return

@@ -1,4 +1,4 @@
-"""`fastckpt repair`: lists what dead saves left in a directory, and removes it when told to.
+"""`fastckpt repair`: lists the remains of dead saves in a directory, and with --yes removes them.
 
 It never touches a committed step or checkpoint.
 """
@@ -21,7 +21,7 @@ from fastckpt.storage.file_system import reported
 def run(arguments: argparse.Namespace) -> int:
     storage, directory = pipeline.current().storage, real_root(arguments.directory)
     tiers = [steps.root for steps in tiers_of(storage, directory, arguments.local)]
-    # The root is missing where all steps are in memory yet.
+    # The root is missing if all steps are still in memory.
     roots = [*filter(is_there, (directory, *tiers))] or [directory]
     if arguments.takeover:
         for root in roots:
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
         if not arguments.json:
             state = ", removed" if entry["removed"] else ", not removed" if arguments.yes else ""
             if not (each.is_dead or arguments.other_hosts):
-                state += "; this host cannot tell whether its save is alive: see --other-hosts"
+                state += "; this host cannot detect whether its save is alive: see --other-hosts"
             facts = f"{shown_size(each.nbytes)}, changed {shown_time(each.age_s)} ago"
             print(f"{shown_name(each.path)}: {shown_name(each.what)}, {facts}{state}")
     if arguments.json:

@@ -1,4 +1,4 @@
-"""`fastckpt report`: tells from the log of a root where the time of saves went."""
+"""`fastckpt report`: shows how long the phases of saves took, from a root's log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = os.path.realpath(arguments.log)
     saves = entries(pipeline.current().storage, path)
     if not saves:
-        raise CheckpointError(f"no save is logged in {path!r}: the log is empty")
+        raise CheckpointError(f"the log {path!r} has no saves")
     limit = arguments.limit or max((entry["rate"] or 0 for entry in saves), default=0)
     if arguments.step is not None:
         saves = [entry for entry in saves if entry["step"] == arguments.step][-1:]
@@ -59,7 +59,7 @@ def _print(found: list[dict[str, Any]], limit: float) -> None:
 
 
 def _slowest(entry: dict[str, Any]) -> str:
-    """Returns what took longest: a phase of the rank that was last, or the way to the root."""
+    """Returns the slowest part of a save: a phase of the last rank, or the drain to the root."""
     slowest, drain_s = entry.get("slowest"), entry.get("drain_s")
     if drain_s is not None and (slowest is None or drain_s > slowest["seconds"]):
         return f"drain {shown_time(drain_s)}"
@@ -80,7 +80,7 @@ def _time(seconds: float | None) -> str:
 
 def _print_one(entry: dict[str, Any], limit: float) -> None:
     began = shown_name(entry["began"])
-    stored = f", {_stored(entry)} of files" if _stored(entry) else ""
+    stored = f", {_stored(entry)} in files" if _stored(entry) else ""
     print(f"step {entry['step']}, started {began}: {shown_size(entry['nbytes'])}{stored}")
     if entry["error"] is not None:
         print(f"failed: {shown_name(entry['error'])}")
@@ -101,7 +101,7 @@ def _print_one(entry: dict[str, Any], limit: float) -> None:
         if entry["rate"]:
             print(f"{shown_rate(entry['rate'])}, {entry['rate'] / limit:.0%} of the limit")
     if _slowest(entry):
-        print(f"what took longest: {_slowest(entry)}")
+        print(f"slowest: {_slowest(entry)}")
 
 
 def _print_writes(entry: dict[str, Any]) -> None:
@@ -110,7 +110,7 @@ def _print_writes(entry: dict[str, Any]) -> None:
     if waited:
         print(f"copies waited for staging memory, at most {_most(waited)}")
     paced = [seconds for seconds in columns.get("paced_s", ()) if seconds]
-    if paced and entry.get("drain_s") is None:  # else it is the drain that waited
+    if paced and entry.get("drain_s") is None:  # otherwise the drain waited
         print(f"writes waited for drain_rate or max_writers, at most {_most(paced)}")
     totals = [sum(column) for column in zip(*columns.get("writes", ()), strict=True)]
     if sum(totals):
@@ -125,7 +125,7 @@ def _most(seconds: list[float]) -> str:
 
 
 def _spans(entry: dict[str, Any], begin: str, end: str) -> dict[int, tuple[float, float]]:
-    """Returns begin and end of a phase, by rank, in seconds since the save was called."""
+    """Returns each rank's begin and end of a phase, in seconds since the call of save()."""
     columns = entry["by_rank"]
     ends = columns[end]
     begins = columns[begin] if begin else [0.0] * len(ends)

@@ -1,6 +1,4 @@
-"""Arguments that commands share, for paths, quantities and JSON, and names as a terminal may have
-them.
-"""
+"""Parsing that commands share, for paths and quantities, and escaping of names for terminals."""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ from fastckpt.storage.file_system import known_status
 
 
 def parts(shape: Sequence[int], itemsize: int, nbytes_max: int) -> Iterator[tuple[Any, ...]]:
-    """Yields indexes of parts that make up a tensor, in the order of its elements.
+    """Yields the indexes of parts that make up a tensor, in the order of its elements.
 
-    Each part is one run of elements in a contiguous tensor, of at most `nbytes_max` bytes; or a
-    single element, if that is larger.
+    Each part is a contiguous run of at most `nbytes_max` bytes in a contiguous tensor, or a single
+    element if an element is larger.
     """
     nbytes = prod(shape) * itemsize
     dim = next((dim for dim, size in enumerate(shape) if size > 1), None)
@@ -41,7 +39,7 @@ def parts(shape: Sequence[int], itemsize: int, nbytes_max: int) -> Iterator[tupl
 
 
 def path_argument(text: str, check: Callable[[str, str], str] = path_of) -> str:
-    """Returns a checked path for argparse, which ends the process with status 2 if it is wrong."""
+    """Checks a path for argparse, which ends the process with status 2 if the path is invalid."""
     try:
         return check("it", text)
     except (ValueError, ImportError) as error:
@@ -49,40 +47,42 @@ def path_argument(text: str, check: Callable[[str, str], str] = path_of) -> str:
 
 
 def status_of(path: str, *, link: bool = False) -> os.stat_result | None:
-    """Returns what lies at a path, if that can be told; `link` is as Storage.status()'s."""
+    """Returns the status of a path; None if it is missing or unknown. `link` is like
+    Storage.status()'s.
+    """
 
-    from fastckpt.saving import pipeline  # which imports torch
+    from fastckpt.saving import pipeline  # imports torch
 
     return known_status(pipeline.current().storage, path, link=link)
 
 
 def is_there(path: str, *, link: bool = False) -> bool:
-    """Whether something lies at a path, be it a link to nothing if `link`."""
+    """Whether a path exists; with `link`, a broken symbolic link also exists."""
     return status_of(path, link=link) is not None
 
 
 def is_directory(path: str) -> bool:
-    """Whether a path leads to a directory."""
+    """Whether a path is a directory, or a link to one."""
     status = status_of(path)
     return status is not None and stat.S_ISDIR(status.st_mode)
 
 
 def real_root(text: str) -> str:
-    """Returns the real path of a root, which may be missing. Raises CheckpointError if it is no
+    """Returns the real path of a root, which may be missing. Raises CheckpointError if it is not a
     directory.
     """
     path = os.path.realpath(text)
     if is_there(path) and not is_directory(path):
         raise CheckpointError(
-            f"{path!r} is not a directory, but a root is one: `fastckpt inspect` and `fastckpt "
-            "verify` accept files"
+            f"{path!r} is not a directory, must be the directory of a root: for files, use "
+            "`fastckpt inspect` or `fastckpt verify`"
         )
     return path
 
 
 def quantity_argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a type for argparse that refuses an argument in the words of `read`, which is one of
-    those in arguments/quantities.py.
+    """Returns a type for argparse that raises the error of `read`, a function of
+    arguments/quantities.py.
     """
 
     def argument(text: str) -> Any:
@@ -91,13 +91,13 @@ def quantity_argument(read: Callable[[str], Any]) -> Callable[[str], Any]:
         except NotAQuantity as error:
             raise argparse.ArgumentTypeError(str(error)) from None
 
-    argument.__name__ = read.__name__  # argparse names it in its message about a wrong integer
+    argument.__name__ = read.__name__  # argparse's message about an invalid integer has this name
     return argument
 
 
 def shown_name(name: str) -> str:
-    """Returns a name from a file for a terminal: what could steer the terminal is escaped, and an
-    empty one is shown as such.
+    """Returns a name from a file for a terminal, with control characters escaped; an empty name is
+    shown as ''.
     """
     if not name:
         return repr(name)
@@ -105,12 +105,12 @@ def shown_name(name: str) -> str:
 
 
 def shown_text(text: str) -> str:
-    """Returns a text of one or more lines for a terminal, escaped as shown_name() does."""
+    """Returns a text of one or more lines for a terminal, escaped like by shown_name()."""
     return "\n".join(line and shown_name(line) for line in text.split("\n"))
 
 
 def shown_others(others: Mapping[str, int]) -> str:
-    """Returns what a checkpoint holds beside its tensors in words; "" if that is nothing."""
+    """Returns a description of a checkpoint's contents other than tensors; "" if there are none."""
     if not others:
         return ""
     kinds = (f"{count} of {shown_name(name)}" for name, count in others.items())

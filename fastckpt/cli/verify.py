@@ -1,6 +1,6 @@
-"""`fastckpt verify`: reads every byte of files and steps and compares checksums.
+"""`fastckpt verify`: reads every byte of files and steps, and compares checksums.
 
-The module says what is damaged.
+The module reports the damaged files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fastckpt.lazy.kinds import RUN, parts_at
 from fastckpt.saving import pipeline
 from fastckpt.storage.file_system import persistently
 
-_DAMAGED, _UNREAD, _UNCHECKED = 1, 3, 4  # exit statuses; argparse's for wrong arguments is 2
+_DAMAGED, _UNREAD, _UNCHECKED = 1, 3, 4  # exit statuses; argparse's for invalid arguments is 2
 
 
 class Verdict(NamedTuple):
@@ -28,10 +28,10 @@ class Verdict(NamedTuple):
 
     Attributes:
         kind: "ok", "no step", "left over", "removed", "unread", "unchecked", "damaged" or "FAILED".
-        path: the part.
-        text: how large it is, or what is wrong.
-        nbytes: its size, if it is ok.
-        status: the exit status that it asks for.
+        path: the part's path.
+        text: the part's size, or a description of the fault.
+        nbytes: the part's size, if kind is "ok".
+        status: the exit status for this verdict.
     """
 
     kind: str
@@ -56,7 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _all_verdicts(paths: Sequence[str], local: Sequence[str]) -> Iterator[Verdict]:
-    """Yields the verdicts on paths and on what local tiers have of them, or have at all."""
+    """Yields the verdicts on paths and their copies in local tiers; without paths, on the whole
+    tiers.
+    """
     for path in paths:
         real = os.path.realpath(path)
         yield from _verdicts(real, _parts(real))
@@ -68,7 +70,7 @@ def _all_verdicts(paths: Sequence[str], local: Sequence[str]) -> Iterator[Verdic
 
 
 def _verdicts(path: str, parts: Iterator[Part]) -> Iterator[Verdict]:
-    """Yields the verdicts on what a path holds, as each is found."""
+    """Yields the verdicts on the parts of a path as they are found."""
     try:
         for part in parts:
             yield _verdict(*part)
@@ -101,7 +103,7 @@ def _place(path: str) -> Place:
 
 
 def _parts(path: str) -> Iterator[Part]:
-    """Yields what a path holds."""
+    """Yields the parts of a path."""
     if is_there(path):
         yield from parts_at(_place(path))
     else:
@@ -109,7 +111,7 @@ def _parts(path: str) -> Iterator[Part]:
 
 
 def _parts_of_tier(directory: str) -> Iterator[Part]:
-    """Yields what a local tier has of all roots."""
+    """Yields the parts of all roots in a local tier."""
     roots = roots_in(pipeline.current().storage, directory)
     for root in roots:
         yield from RUN.verify(_place(root), is_local=True)

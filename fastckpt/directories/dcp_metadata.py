@@ -79,7 +79,7 @@ class _Enumeration:
 
     def __call__(self, value: Any) -> enum.Enum:
         if type(value) is not int:
-            raise ValueError(f"a {self.kind.__name__} is not a number")
+            raise ValueError(f"a {self.kind.__name__} must be a number")
         return self.kind(value)
 
 
@@ -95,7 +95,7 @@ def _member(named: Any, name: Any) -> enum.Enum:
 
 def _numbers(values: Any) -> torch.Size:
     if not isinstance(values, tuple | list) or not are_numbers(values):
-        raise ValueError("sizes are not numbers from 0 to below 2^63")
+        raise ValueError("sizes must be numbers from 0 to below 2^63")
     return torch.Size(values)
 
 
@@ -103,7 +103,7 @@ def _bytearray(*values: Any) -> bytearray:
     if len(values) == 2 and type(values[0]) is str and values[1] == "latin-1":
         return bytearray(values[0], "latin-1")
     if values and (len(values) != 1 or type(values[0]) is not bytes):
-        raise ValueError("a bytearray is not made of bytes")
+        raise ValueError("a bytearray must be made of bytes")
     return bytearray(*values)
 
 
@@ -114,7 +114,7 @@ def _of(*kinds: type, make: Callable[..., Any], count: int) -> Callee:
 
     def checked(*values: Any) -> Any:
         if len(values) > count or any(type(value) not in kinds for value in values):
-            raise ValueError(f"{getattr(make, '__name__', make)} has arguments of other types")
+            raise ValueError(f"{getattr(make, '__name__', make)} has arguments of the wrong types")
         try:
             return make(*values)
         except (RuntimeError, OverflowError) as error:
@@ -129,7 +129,7 @@ def _take_properties(target: TensorProperties, state: Any) -> None:
         or [isinstance(value, kind) for value, kind in zip(state, _PROPERTIES, strict=False)]
         != [True] * 5
     ):
-        raise ValueError("properties of a tensor have other types")
+        raise ValueError("properties of a tensor have the wrong types")
     target.__setstate__(state)  # type: ignore[no-untyped-call]
 
 
@@ -343,7 +343,7 @@ def _unpickled(content: bytes, path: str, weights_only: bool) -> tuple[Any, int]
     except Refused as error:
         raise pickle.UnpicklingError(
             f"{path!r} holds {error}, which a .metadata file does not need and which may run "
-            "code: if you trust whoever wrote it, read it with Reader(path, weights_only=False)"
+            "code: if you trust its author, read it with Reader(path, weights_only=False)"
         ) from None
     except _DAMAGE as error:
         text = str(error)[:_SHOWN_CHARS_MAX]
@@ -363,64 +363,67 @@ def validate(value: Metadata) -> None:
         IncompatibleCheckpoint: it was written in another format.
     """
     if not isinstance(value.state_dict_metadata, dict):
-        raise ValueError("its state_dict_metadata is not a dict")
+        raise ValueError("its state_dict_metadata must be a dict")
     for name, stored in value.state_dict_metadata.items():
         if type(name) is not str:
-            raise ValueError("a key of its state_dict_metadata is not a string")
+            raise ValueError("a key of its state_dict_metadata must be a string")
         if not isinstance(stored, BytesStorageMetadata):
             _check_stored(name, stored)
     if not isinstance(value.storage_data, dict):
         raise IncompatibleCheckpoint(
-            f"its storage_data is a {type(value.storage_data).__name__}, not a dict: read it "
+            f"its storage_data is a {type(value.storage_data).__name__}, must be a dict: read it "
             "with the reader of the library that wrote it"
         )
     for index, info in value.storage_data.items():
         if not isinstance(index, MetadataIndex) or type(index.fqn) is not str:
-            raise ValueError("a key of its storage_data is not a MetadataIndex")
+            raise ValueError("a key of its storage_data must be a MetadataIndex")
         if not isinstance(info, filesystem._StorageInfo):
             raise IncompatibleCheckpoint(
-                f"it locates {shown(index.fqn)} with a {type(info).__name__}, not with a "
+                f"it locates {shown(index.fqn)} with a {type(info).__name__}, must be a "
                 "_StorageInfo: read it with the reader of the library that wrote it"
             )
         _check_info(index.fqn, info)
     if not isinstance(value.storage_meta, StorageMeta | None):
-        raise ValueError("its storage_meta is not a StorageMeta")
+        raise ValueError("its storage_meta must be a StorageMeta")
 
 
 def _check_stored(name: str, stored: Any) -> None:
     if not isinstance(stored, TensorStorageMetadata):
-        raise ValueError(f"{shown(name)} is a {type(stored).__name__}, neither tensor nor bytes")
+        raise ValueError(f"{shown(name)} is a {type(stored).__name__}, must be tensor or bytes")
     sizes: Any = stored.size
     properties: Any = stored.properties
     if not isinstance(sizes, tuple) or not are_numbers(sizes):
-        raise ValueError(f"the sizes of {shown(name)} are not numbers")
+        raise ValueError(f"the sizes of {shown(name)} must be numbers")
     if not isinstance(properties, TensorProperties) or type(properties.dtype) is not torch.dtype:
-        raise ValueError(f"{shown(name)} has no dtype")
+        raise ValueError(f"{shown(name)} must have a dtype")
     if not isinstance(stored.chunks, list):
-        raise ValueError(f"the chunks of {shown(name)} are not a list")
+        raise ValueError(f"the chunks of {shown(name)} must be a list")
     for chunk in stored.chunks:
         if not isinstance(chunk, ChunkStorageMetadata):
-            raise ValueError(f"a chunk of {shown(name)} is a {type(chunk).__name__}")
+            raise ValueError(
+                f"a chunk of {shown(name)} is a {type(chunk).__name__}, must be a "
+                "ChunkStorageMetadata"
+            )
         values: Any
         for values in (chunk.offsets, chunk.sizes):
             if not isinstance(values, tuple) or len(values) != len(sizes):
-                raise ValueError(f"a chunk of {shown(name)} does not have {len(sizes)} dimensions")
+                raise ValueError(f"a chunk of {shown(name)} must have {len(sizes)} dimensions")
             if not are_numbers(values):
-                raise ValueError(f"the place of a chunk of {shown(name)} is not given in numbers")
+                raise ValueError(f"offsets and sizes of a chunk of {shown(name)} must be numbers")
 
 
 def _check_info(name: str, info: Any) -> None:
     path, transforms = info.relative_path, getattr(info, "transform_descriptors", None)
     if type(path) is not str or not is_within(path):
         raise ValueError(
-            f"{shown(name)} lies in the file {shown(path)}, which is not a name in the directory"
+            f"{shown(name)} is in the file {shown(path)}, must be in a file of the directory"
         )
     if not are_numbers((info.offset, info.length)) or info.offset + info.length >= NUMBER_END:
-        raise ValueError(f"the offset or length of {shown(name)} is not a number below 2^63")
+        raise ValueError(f"offset and length of {shown(name)} must be numbers below 2^63")
     if transforms is not None and not (
         isinstance(transforms, list | tuple) and all(type(text) is str for text in transforms)
     ):
-        raise ValueError(f"the transforms of {shown(name)} are not a list of strings")
+        raise ValueError(f"the transforms of {shown(name)} must be a list of strings")
 
 
 def check_cover(key: str, tensor: TensorStorageMetadata) -> None:
@@ -435,8 +438,8 @@ def check_cover(key: str, tensor: TensorStorageMetadata) -> None:
     chunks = [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]
     if not covers(whole(tensor.size), chunks):
         raise IncompatibleCheckpoint(
-            f"the ranks hold {covered} elements of {key!r}, which has {math.prod(tensor.size)}: "
-            "shards overlap or are missing"
+            f"the ranks hold {covered} elements of {key!r}, which has {math.prod(tensor.size)}, "
+            "so shards overlap or are missing"
         )
 
 

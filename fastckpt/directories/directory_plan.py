@@ -45,7 +45,7 @@ def tell_lossy(path: str, names: set[str]) -> None:
     _lossy_told.update(untold)
     if untold:
         log.warning(
-            "%r: numbers of %s are too large for the dtype of the files, and are not finite there: "
+            "%r: numbers of %s are too large for the files' dtype, and are not finite there: "
             "choose another dtype",
             path,
             listed(map(repr, untold)),

@@ -308,8 +308,8 @@ def chosen(
     numbers = [number for number, (old, _dtype) in enumerate(tensors) if fit.asks_for(old)]
     if not may_be_empty and any(not tensors[number][0] for number in numbers):
         raise ValueError(
-            "a tensor has no name (it is alone, or its key is ''): put it into a dict, under a "
-            "name, or leave it out"
+            "a tensor has no name, because it is not in a dict or its key is '': give it a name "
+            "in a dict, or leave it out"
         )
     news, useless = fit.new_names([tensors[number][0] for number in numbers])
     if useless:
@@ -318,7 +318,7 @@ def chosen(
     for number, new in pairs:
         if not new and not (may_be_empty and new == tensors[number][0]):
             raise ValueError(
-                f"nothing is left of the name {tensors[number][0]!r}: give the tensor another one, "
+                f"the new name of {tensors[number][0]!r} is empty: give the tensor another name, "
                 "or leave it out"
             )
     names = spelled([new for _number, new in pairs])
@@ -444,8 +444,8 @@ def _config_of(state: object) -> bytes:
             _has_warned = True
             why = "the state is not a model with a config" if config is None else str(error)
             log.warning(
-                "an export has no config.json, and from_pretrained() cannot open it without one: "
-                "pass the path of one in files= (%s; this warning is given once)",
+                "an export has no config.json, which from_pretrained() needs: pass the path of a "
+                "config.json in files= (%s; this warning is given once)",
                 why,
             )
         return b""

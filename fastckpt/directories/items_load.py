@@ -143,7 +143,7 @@ class ItemsFile:
         if item is None or item.nbytes != request.nbytes:
             raise CorruptCheckpoint(
                 f"{self._path!r} has no item of {request.nbytes} bytes at {request.offset}, "
-                f"where {self._name(request)} should be: it does not belong to the same "
+                f"where {self._name(request)} should be, so it does not belong to the same "
                 "checkpoint as the metadata"
             )
         if not item.dtype:
@@ -286,7 +286,7 @@ class ItemsFile:
         tensor = torch_pickle.unpickled(io.BytesIO(content), True, what)
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != request.sizes:
             stored = list(getattr(tensor, "shape", ()))
-            raise AssertionError(f"{what} has sizes {stored}, the metadata says {request.sizes}")
+            raise AssertionError(f"{what} has sizes {stored}, must have {request.sizes}")
         for dim, (begin, length) in enumerate(zip(request.begin, request.lengths, strict=True)):
             if length != tensor.size(dim):
                 tensor = tensor.narrow(dim, begin, length)

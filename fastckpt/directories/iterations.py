@@ -180,7 +180,7 @@ def disagreement(root: str, number: int, damaged: Collection[str] = ()) -> str |
         what = f"has no {METADATA}" if os.path.isdir(path) else "is missing"
         what = "is damaged" if path in damaged else what
         why = f"iteration {latest}, which {TRACKER} names, {what}"
-    return f"iteration {number} is loaded, the last other one that was committed: {why}"
+    return f"iteration {number}, the last other one that was committed, is loaded because {why}"
 
 
 def is_legacy(directory: str) -> bool:

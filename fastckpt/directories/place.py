@@ -322,8 +322,8 @@ class DirectoryPlace(Place):
         if self._hidden is None and len(self._record) > 1 and self._holds_one():
             # The files that every checkpoint has now belong to another checkpoint.
             raise CheckpointError(
-                f"another job saved to {self._path!r} in the meantime: its checkpoint stays, and "
-                "this one was not committed; give each job a separate directory"
+                f"another job saved to {self._path!r} during this save: its checkpoint stays, and "
+                "this one was not committed. Give each job a separate directory"
             )
         if write is not None:
             self._replaced, self._unneeded = write(self.directory)
@@ -398,7 +398,7 @@ class DirectoryPlace(Place):
             return self._is_part or (lambda name: False)
         if not is_directory(storage, path):
             raise CheckpointError(
-                f"{path!r} is a file, and a directory does not replace it: save to another path"
+                f"{path!r} is a file, which a directory cannot replace: save to another path"
             )
         status = storage.status(os.path.join(path, file_list.NAME), link=True)
         if status is not None and not stat.S_ISREG(status.st_mode):
@@ -433,9 +433,9 @@ class DirectoryPlace(Place):
         if clashes:
             shown = ", ".join(sorted(clashes)[:_CLASHES_SHOWN])
             raise CheckpointError(
-                f"{self._path!r} has files that fastckpt did not save, under names that the "
-                f"checkpoint needs ({shown}): nothing was changed there; move them, or save to "
-                "another directory"
+                f"{self._path!r} has files that fastckpt did not save but whose names the "
+                f"checkpoint needs ({shown}): nothing was changed there. Move these files, or save "
+                "to another directory"
             )
 
     def _move(self, path: str, content: str) -> None:
@@ -472,7 +472,9 @@ class DirectoryPlace(Place):
                 if self._is_committed and self._seen and not hidden.is_kept:
                     self._keep_late(hidden)
             except OSError as error:
-                log.warning("files that were added to %r last may be lost: %s", self._path, error)
+                log.warning(
+                    "files that were added to %r during the save may be lost: %s", self._path, error
+                )
             finally:
                 hidden.discard()
         if self._lease is not None and not is_registered(self._lease):

@@ -30,7 +30,7 @@ from fastckpt.storage.file_system import is_directory, reported
 
 log = logging.getLogger("fastckpt")
 
-FROM_THE_HOST = "the files of a directory are put together in the host's memory"  # not a GPU's
+FROM_THE_HOST = "the files of a directory are assembled in host memory"  # not in a GPU's
 
 
 def save_directory(
@@ -137,7 +137,7 @@ def _begun(
         try:
             fill(draft)
             if not later and not is_directory(current.storage, draft.directory):
-                raise CheckpointError(f"fill() did not put anything into {draft.directory!r}")
+                raise CheckpointError(f"fill() added no files to {draft.directory!r}")
             path = handle.path
             place = DirectoryPlace(
                 current.storage,

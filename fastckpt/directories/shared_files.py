@@ -151,8 +151,8 @@ class SharedFile:
             whole = File(whole.nbytes + part.nbytes, whole.crc32 ^ part.crc32)
         if whole.nbytes != self.nbytes:  # no assert: it must never be committed
             raise CheckpointError(
-                f"ranks have written {whole.nbytes} bytes of {self.name!r}, which has "
-                f"{self.nbytes}: this is a bug of fastckpt, please report it"
+                f"ranks have written {whole.nbytes} bytes of {self.name!r}, which must have "
+                f"{self.nbytes}: this is a bug in fastckpt, please report it"
             )
         return whole
 

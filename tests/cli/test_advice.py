@@ -167,7 +167,7 @@ def test_the_drain_ends_with_the_interval(tmp_path: Path) -> None:
         ({"nbytes": 0}, "nbytes is 0, must be finite and above 0"),
         ({"nbytes": nan}, "nbytes is nan"),
         ({"ranks": 0}, "ranks is 0"),
-        ({"nodes": 513}, "nodes is 513, more than there are ranks (512)"),
+        ({"nodes": 513}, "nodes is 513, must be at most the number of ranks (512)"),
         ({"mtbf_s": inf}, "mtbf_s is inf"),
         ({"osts": 0}, "osts is 0"),
         ({"staging_bytes": -1}, "staging_bytes is -1, must be finite and 0 or more"),

@@ -288,9 +288,9 @@ def test_too_little_memory_is_told(
     [
         ((), "the following arguments are required: WHAT"),
         (("speed",), "invalid choice: 'speed'"),
-        (("save", "--size", "1kB"), "'1kB' is less than 1MiB"),
+        (("save", "--size", "1kB"), "'1kB' must be at least 1MiB"),
         (("save", "--size", "much"), "'much' must be a size"),
-        (("load", "--rounds", "0"), "0 is not at least 1"),
+        (("load", "--rounds", "0"), "0 must be at least 1"),
         (("io", "--device", "cpu"), "unrecognized arguments"),
         (("save", "s3://bucket/run"), "a URL"),
     ],

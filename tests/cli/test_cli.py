@@ -205,7 +205,10 @@ def test_every_input_of_a_job_has_an_argument(capsys: pytest.CaptureFixture[str]
         (("advise", *JOB, "--osts", "many"), "argument --osts: invalid int value: 'many'"),
         (("advise", *JOB, "--osts", "0"), "osts is 0, must be finite and above 0"),
         (("advise", "--params", "7B", "--gpus", "0"), "gpus is 0, must be above 0"),
-        (("advise", "--params", "7B", "--gpus", "8", "--nodes", "9"), "more than there are ranks"),
+        (
+            ("advise", "--params", "7B", "--gpus", "8", "--nodes", "9"),
+            "must be at most the number of",
+        ),
         (("advise", *JOB, "--mtbf", "0"), "mtbf_s is 0.0, must be finite and above 0"),
         (("advise", *JOB, "--bytes-per-param", "nan"), "nbytes is nan"),
         (("verify",), "the following arguments are required: PATH"),

@@ -95,7 +95,7 @@ def test_numbers_that_a_dtype_cannot_hold_are_told(
     options = ["--to", "hf", "--dtype", "fp16"]
     assert main(["convert", str(disk / "a.pt"), str(disk / "hf"), *options]) == 0
     (told,) = caplog.messages
-    assert "numbers of 'big' are too large for the dtype of the files" in told
+    assert "numbers of 'big' are too large for the files' dtype" in told
 
 
 def test_nests_names_and_dtypes(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,7 +227,7 @@ def test_a_converted_step_has_its_number(disk: Path) -> None:
         ({"a": torch.ones(1)}, ["--to", "hf", "--glob", "x"], "holds no matching tensor"),
         ({"a": torch.ones(1, dtype=torch.cfloat)}, ["--to", "safetensors"], "no dtype for a: ch"),
         ({"a": torch.ones(1)}, ["--to", "hf", "--shard-size", "much"], "shard-size"),
-        (torch.ones(1), ["--to", "safetensors"], "has no name (it is alone, or its key is '')"),
+        (torch.ones(1), ["--to", "safetensors"], "has no name, because it is not in a"),
         ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "q"], "rename is 'q', must be a dict"),
         (
             {"q": torch.ones(1)},
@@ -240,7 +240,7 @@ def test_a_converted_step_has_its_number(disk: Path) -> None:
             "rename has 1, which is not a regular",
         ),
         ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "{'q': open('x')}"], "malformed node"),
-        ({"": torch.ones(1)}, ["--to", "pt"], "put it into a dict, under a name, or"),
+        ({"": torch.ones(1)}, ["--to", "pt"], "give it a name in a dict, or"),
     ],
 )
 def test_what_cannot_be_converted_is_told(
@@ -325,7 +325,7 @@ def test_what_was_made_meanwhile_is_not_replaced(
 
     monkeypatch.setattr(convert, "_batches", overtaken)
     assert main(["convert", first, out, "--to", to]) == 1
-    said = "out' has step 0" if to == "step" else "out' exists, and convert never replaces"
+    said = "out' has step 0" if to == "step" else "out' exists, but convert never replaces"
     assert said in capsys.readouterr().err
     assert not READERS[to](disk / "out")["w"].any()
     assert sorted(os.listdir(disk)) == ["1.pt", "2.pt", "out"]
@@ -340,7 +340,7 @@ def test_what_was_made_at_the_last_moment_is_not_replaced(
     number = other.stat().st_ino
     late(target, lambda: other.rename(target), monkeypatch)
     assert main(["convert", str(path), str(target), "--to", to]) == 1
-    assert "out' exists, and convert never replaces" in capsys.readouterr().err
+    assert "out' exists, but convert never replaces" in capsys.readouterr().err
     assert target.stat().st_ino == number and {*READERS[to](target)} == {"w"}
     wait_for_directories(str(disk))
     assert sorted(os.listdir(disk)) == sorted([path.name, "out"])

@@ -146,7 +146,7 @@ def test_what_cannot_be_listed_is_one_line(disk: Path, capsys: pytest.CaptureFix
         out == ""
         and err.count("\n") == 1
         and str(disk / "file") in err
-        and "verify` accept files" in err
+        and "`fastckpt verify`" in err
     )
     (disk / "step-00000001").mkdir()
     for name in ("names", "names directories"):

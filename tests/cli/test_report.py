@@ -70,7 +70,7 @@ def test_one_step_in_detail(logged: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["report", str(logged / "saves.jsonl"), "--step", "100"]) == 0
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert rows["write"] == ["write", "2.50", "s", "8.50", "s", "2"]
-    assert rows["what"][-5:] == ["rank", "2,", "write", "8.50", "s"]
+    assert rows["slowest:"][-5:] == ["rank", "2,", "write", "8.50", "s"]
     assert main(["report", str(logged), "--step", "200", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["saves"]
     assert found["step"] == 200
@@ -109,7 +109,7 @@ def test_the_way_to_the_root_has_a_line_of_its_own(
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert rows["commit"].split() == ["commit", "250", "ms"]
     assert rows["drain"].split() == ["drain", "9.00", "s"]
-    assert rows["what"] == "what took longest: drain 9.00 s"
+    assert rows["slowest:"] == "slowest: drain 9.00 s"
     assert main(["report", str(disk), "--step", "2"]) == 0
     assert "drain_rate or max_writers, at most 7.50 s" in capsys.readouterr().out
 

@@ -405,7 +405,7 @@ def test_files_of_others_whose_names_are_needed_are_refused(disk: Path, way: str
         mine.write_text("mine")
     with through(storage := Recorder()) as pipeline:
         shown = re.escape({"sub": "sub/more.txt"}.get(name, name))
-        with pytest.raises(CheckpointError, match=f"did not save, .* needs \\({shown}\\)"):
+        with pytest.raises(CheckpointError, match=f"did not save .* needs \\({shown}\\)"):
             save_directory(str(disk / "a"), fill_with(2)).result(WAIT_S)
         pipeline.drain()
         assert not storage.numbers_of("write")

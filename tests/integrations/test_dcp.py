@@ -690,7 +690,7 @@ def test_metadata_that_describes_no_checkpoint_is_told(
     part, change = FOREIGN[what]
     change(parts[part])
     if part == "properties" and weights_only:
-        match = "have other types"
+        match = "have the wrong types"
     else:
         match = "does not describe a checkpoint|storage_data is a list"
     (tmp_path / ".metadata").write_bytes(pickle.dumps(value))
@@ -840,10 +840,10 @@ def test_a_path_out_of_the_directory_is_refused(name: str, tmp_path: Path) -> No
         info.relative_path = name
     (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(metadata))
     for weights_only in (True, False):
-        with pytest.raises(CorruptCheckpoint, match="'a' lies in the file"):
+        with pytest.raises(CorruptCheckpoint, match="'a' is in the file"):
             Reader(tmp_path / "c", weights_only=weights_only).read_metadata()
     error = failure_of(lambda: load({"a": torch.zeros(3)}, tmp_path / "c"))
-    assert "'a' lies in the file" in str(error)
+    assert "'a' is in the file" in str(error)
 
 
 def test_every_byte_of_our_files_is_verified(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""`fastckpt bench`: measures fastckpt on this machine and a file system, beside what it replaces.
+"""`fastckpt bench`: measures fastckpt and the tools that it replaces, on this machine and file
+system.
 
-The module has what all measurements have in common: room, removal, output, exit status.
+The module has the common parts of all measurements: free space, cleanup, output and exit status.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     with own_directory(directory, "fastckpt-bench-") as own:
         check_room(directory, command.needed(arguments))
         machine = environment(directory)
-        with saves.failures_told("the measurement"):  # there is too little memory, say
+        with saves.failures_told("the measurement"):  # such as too little memory
             result = command.measured(own, arguments)
     if arguments.json:
         print(json.dumps({"what": arguments.what, "environment": machine, **result}, indent=1))

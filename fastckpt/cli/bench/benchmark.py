@@ -1,4 +1,4 @@
-"""The parts of every `fastckpt bench WHAT`, and the order in which contestants take turns."""
+"""The common parts of every `fastckpt bench WHAT`, and the order of the contestants' turns."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from fastckpt.saving import pipeline
 
 @contextmanager
 def own_directory(directory: str, prefix: str) -> Iterator[Path]:
-    """Makes a directory in the given one; removes it when the body ends. SIGTERM and SIGHUP end the
-    body as Ctrl-C does.
+    """Makes a directory in `directory`, and removes it when the body ends. SIGTERM and SIGHUP end
+    the body like Ctrl-C.
     """
     signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     earlier = {number: signal.signal(number, _interrupt) for number in signals}
@@ -40,12 +40,13 @@ def own_directory(directory: str, prefix: str) -> Iterator[Path]:
         try:
             yield own
         except Exception:
-            # C code that the signal arrives in may replace the interrupt by an error of its own.
+            # C code that is interrupted by the signal may raise its own error instead.
             raise_if_interrupted()
             raise
         finally:
             try:
-                # A save whose wait was interrupted goes on, and would make files behind us.
+                # A save whose wait was interrupted continues, and would create files after the
+                # removal.
                 pipeline.current().drain()
             finally:
                 shutil.rmtree(own)
@@ -55,7 +56,7 @@ def own_directory(directory: str, prefix: str) -> Iterator[Path]:
             signal.signal(number, handler)
 
 
-_interrupted: list[int] = []  # the signals that have come to the body of own_directory()
+_interrupted: list[int] = []  # the signals that arrived in the body of own_directory()
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
@@ -64,15 +65,15 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
 
 
 def raise_if_interrupted() -> None:
-    """Raises the interrupt again if there was one: what was measured may have caught it, or raised
-    another error in its place, as torch.distributed.checkpoint does.
+    """Raises the interrupt again if there was one, because the measured code may have caught it or
+    raised another error instead, like torch.distributed.checkpoint.
     """
     if _interrupted:
         raise KeyboardInterrupt from None
 
 
 def check_room(directory: str, nbytes: int) -> None:
-    """Raises OSError if the directory's file system has less free than nbytes."""
+    """Raises OSError if the directory's file system has less than nbytes free."""
     free = shutil.disk_usage(directory).free
     if free < nbytes:
         raise OSError(
@@ -86,13 +87,13 @@ Result = dict[str, Any]
 
 
 class Command(NamedTuple):
-    """How one WHAT of `fastckpt bench` measures; parser.py has what it takes.
+    """The measurement of one `fastckpt bench WHAT`; parser.py has its arguments.
 
     Attributes:
-        needed: returns how many bytes of the file system it takes at most.
-        measured: measures in a directory of its own, and returns what goes into the JSON; "wrong"
-            in it names what came back other than it was written.
-        lines: returns the result as text.
+        needed: returns the space that it needs at most on the file system, in bytes.
+        measured: measures in its own directory, and returns the JSON object; "wrong" in it names
+            the tensors whose bytes differ from those written.
+        lines: yields the lines of text for a result.
     """
 
     needed: Callable[[argparse.Namespace], int]
@@ -101,15 +102,15 @@ class Command(NamedTuple):
 
 
 def rotated(items: Sequence[T], by: int) -> list[T]:
-    """Returns the items from another one on in each round, so that no place in line is fixed."""
+    """Returns the items rotated by `by`, so that their order differs in each round."""
     by %= max(len(items), 1)
     return [*items[by:], *items[:by]]
 
 
 def before_clock(nbytes: int) -> None:
-    """Comes before each part that is timed, whoever's: leaves no garbage and no work of a GPU, and
-    touches the memory that saving or loading so many bytes takes, for tensors or copies of them and
-    for the page cache.
+    """Prepares each timed part of any contestant: collects garbage, waits for the GPU, and touches
+    the memory that saving or loading `nbytes` bytes needs, for tensors or copies and for the page
+    cache.
     """
     gc.collect()
     if torch.cuda.is_available():
@@ -120,7 +121,9 @@ def before_clock(nbytes: int) -> None:
 def in_turn(
     names: Sequence[T], rounds: int, first: int = 0, nbytes: int = 0
 ) -> Iterator[tuple[int, T]]:
-    """Yields (round, name), in each round as rotated() has them, for a turn that moves nbytes."""
+    """Yields (round, name) for each turn, which moves nbytes; rotated() orders the names of a
+    round.
+    """
     for number in range(first, rounds):
         for name in rotated(names, number):
             before_clock(nbytes)
@@ -128,12 +131,12 @@ def in_turn(
 
 
 def medians(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the median of each clock."""
+    """Returns the median of each clock over the rows."""
     return {clock: median(row[clock] for row in rows) for clock in rows[0]}
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields lines of columns: the first flush left, the others flush right."""
+    """Yields the lines of a table: the first column is flush left, the others flush right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         others = (text.rjust(width) for text, width in zip(row[1:], widths[1:], strict=True))
@@ -141,6 +144,6 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def shown_rounds(result: Result) -> str:
-    """Returns of how many rounds a result has the medians, in words."""
+    """Returns the number of rounds of a result, in words."""
     rounds = result["rounds"]
     return "1 round" if rounds == 1 else f"medians of {rounds} rounds"

@@ -1,5 +1,5 @@
-"""fio, the usual tester of disks, with the options that make it comparable: O_DIRECT where that
-works, room allocated before, an fsync at the end.
+"""Runs fio, the usual disk benchmark, with comparable options: O_DIRECT where it works,
+preallocated space and an fsync at the end.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def version() -> str:
 
 
 def rate(operation: str, file: Path, nbytes: int, cell: Cell) -> float:
-    """Writes a file anew, or reads it; returns bytes per second.
+    """Writes a new file, or reads a file; returns bytes per second.
 
     Raises:
-        OSError: fio failed, as it does where io_uring is forbidden.
+        OSError: fio failed, for example because io_uring is forbidden.
     """
     command = [
         "fio",
         "--name=cell",
-        "--thread",  # one process, which is ended with this one's wait for it
-        f"--filename={file.name}",  # below cwd: fio takes ":" in a path for the next file
+        "--thread",  # one process, which the timeout can end
+        f"--filename={file.name}",  # relative, because fio splits a path at ":"
         f"--size={nbytes}",
         f"--rw={operation}",
         f"--bs={cell.block_bytes}",
@@ -52,9 +52,9 @@ def rate(operation: str, file: Path, nbytes: int, cell: Cell) -> float:
     if done.returncode:
         output = done.stderr.strip() or done.stdout.strip()
         raise OSError(f"fio failed: {output.splitlines()[-1] if output else done.returncode}")
-    # Notes about the engine may precede the JSON.
+    # The JSON may follow notes about the engine.
     job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
     moved = job[operation]
     if job["error"] or not moved["io_bytes"]:
         raise OSError(f"fio {operation} failed with error {job['error']}")
-    return float(moved["io_bytes"] / (max(1, moved["runtime"]) / 1e3))  # fio's clock has 1 ms
+    return float(moved["io_bytes"] / (max(1, moved["runtime"]) / 1e3))  # in units of 1 ms

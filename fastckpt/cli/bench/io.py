@@ -1,5 +1,5 @@
-"""`fastckpt bench io`: how fast the engine alone writes and reads a file, by backend, block size
-and queue depth, beside fio.
+"""`fastckpt bench io`: measures how fast the engine alone and fio write and read a file, by
+backend, block size and queue depth.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ Rates = dict[str, float]  # bytes per second by operation
 
 
 class Grid:
-    """The cells that are measured in a directory, and the one that fastckpt takes by itself.
+    """The cells that are measured in a directory, and fastckpt's default cell.
 
     Attributes:
-        points: cells of one block size and queue depth, which take turns.
-        defaults: by operation.
-        notes: what could not be measured, and why.
+        points: lists of cells with the same block size and queue depth, which take turns.
+        defaults: the default cell of each operation.
+        notes: the reasons why something could not be measured.
     """
 
     def __init__(self, own: Path, blocks: list[int], depths: list[int]) -> None:
@@ -59,7 +59,9 @@ class Grid:
         self.points += [[cell] for cell in {*self.defaults.values()} - there]
 
     def _probe(self, path: str) -> None:
-        """Finds out which backends work, whether O_DIRECT does, and what saves and loads choose."""
+        """Finds the backends that work, whether O_DIRECT works, and the defaults of saves and
+        loads.
+        """
         current = pipeline.current()
         route, fd = current.staging.route, current.storage.create(path, 0o600)
         try:
@@ -74,7 +76,7 @@ class Grid:
                 self.defaults[operation] = Cell.of(own)
             refusal = current.storage.set_direct(fd, writing=True)
             if refusal is not None:
-                self.notes.append(f"{refusal}: all cells are buffered")
+                self.notes.append(f"{refusal}, so all cells are buffered")
             self._direct = refusal is None
         finally:
             current.storage.close(fd)
@@ -82,7 +84,7 @@ class Grid:
 
     def _refusal_of_fio(self, path: Path) -> str:
         if not fio.version():
-            return "fio is not on PATH: there is nothing to compare with"
+            return "fio is not on PATH, so there is nothing to compare with"
         try:
             fio.rate("write", path, _MIB, Cell(FIO, _MIB, 1, self._direct))
         except OSError as error:
@@ -93,7 +95,7 @@ class Grid:
 
 
 class Transfers:
-    """The file that is written and read, and the memory that it comes from and goes to."""
+    """The file that is written and read, with its source and target memory."""
 
     def __init__(self, own: Path, nbytes: int) -> None:
         self._path, self._nbytes = own / "file", nbytes
@@ -107,7 +109,7 @@ class Transfers:
         return torch.zeros_like(self._source)
 
     def rates(self, cell: Cell) -> Rates:
-        """Writes and reads by a cell."""
+        """Writes and reads the file with a cell; returns the rates."""
         try:
             return self._by_fio(cell) if cell.backend == FIO else self._by_engine(cell)
         finally:
@@ -121,11 +123,11 @@ class Transfers:
 
     def _by_engine(self, cell: Cell) -> Rates:
         storage, name = pipeline.current().storage, str(self._path)
-        source, target = self._source, self._target  # made before a clock runs
+        source, target = self._source, self._target  # allocated before a clock runs
         with TimedEngine(cell, name, self._nbytes) as trial:
             fd = storage.create(name, 0o600)
             try:
-                storage.allocate(fd, self._nbytes)  # before the clock, as fio does
+                storage.allocate(fd, self._nbytes)  # before the clock, like fio
                 if cell.direct:
                     storage.set_direct(fd, writing=True)
                 start = time.perf_counter()
@@ -176,7 +178,7 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
 
 
 def _ranking(operation: str, found: dict[Cell, list[Rates]], default: Cell) -> Result:
-    """Returns all cells of an operation, the best of them, and how they compare."""
+    """Returns all cells of an operation, the best ones, and their ratios."""
     cells: list[dict[str, Any]] = []
     for cell, rounds in found.items():
         rates = [rates[operation] for rates in rounds]

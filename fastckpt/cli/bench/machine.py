@@ -1,4 +1,4 @@
-"""The machine that was measured, in words for the JSON, and its page cache."""
+"""The description of the measured machine for the JSON, and control of its page cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PAGE = 4096
 
 
 def environment(directory: str) -> dict[str, Any]:
-    """Returns hardware, kernel, file system and versions."""
+    """Returns the hardware, kernel, file system and versions."""
     storage = pipeline.current().storage
     fd = storage.open(directory, "directory")
     try:
@@ -56,24 +56,24 @@ def _cpu() -> str:
 
 
 def touch_memory(nbytes: int) -> None:
-    """Takes so much memory, or half of what is available, writes a byte of each page, and gives it
-    back: a virtual machine's host may have taken free pages away, whose first touch costs up to
-    2.5 s a GiB.
+    """Allocates `nbytes` of memory, or half of the available memory, writes a byte of each page,
+    and frees it. A virtual machine's host may have reclaimed free pages, and their first use costs
+    up to 2.5 s per GiB.
     """
     nbytes = min(nbytes, memory_left_bytes() // 2)
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     with mmap.mmap(-1, max(nbytes, _PAGE), flags=private) as memory:
-        # In huge pages, which split where small ones are asked for; small ones do not join.
+        # With huge pages, which are split if small pages are needed; small pages are not merged.
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         torch.frombuffer(memory, dtype=torch.uint8)[::_PAGE].fill_(1)
 
 
 def make_cold(path: Path) -> str:
-    """Drops a file, whose bytes are durable, from the page cache; returns by what.
+    """Drops a durable file from the page cache; returns the method.
 
-    The caches of the whole machine are dropped only if some of the file stays otherwise, and if
-    that is allowed.
+    The caches of the whole machine are dropped only if a part of the file stays otherwise, and if
+    this is allowed.
     """
     storage = pipeline.current().storage
     fd = storage.open(str(path))
@@ -94,7 +94,7 @@ def make_cold(path: Path) -> str:
 
 
 def make_warm(path: Path) -> None:
-    """Brings a file into the page cache."""
+    """Reads a file into the page cache."""
     with open(path, "rb", buffering=0) as file:
         while file.read(_CHUNK):
             pass
@@ -110,6 +110,6 @@ def fsync_path(path: Path) -> None:
 
 
 def removed(path: Path) -> None:
-    """Removes a file, durably, so that what is measured next does not pay for it."""
+    """Removes a file durably, so that the next measurement does not include the removal."""
     path.unlink()
     pipeline.current().storage.sync_directory(str(path.parent))

@@ -1,5 +1,5 @@
-"""`fastckpt bench save` and `load`: fastckpt beside torch and safetensors, each of which ends with
-bytes that are durable or with tensors that are there.
+"""`fastckpt bench save` and `load`: compares fastckpt with torch and safetensors. Each save ends
+when its bytes are durable, each load when its tensors have arrived.
 """
 
 from __future__ import annotations
@@ -32,12 +32,14 @@ _BYTES_PER_PARAMETER = 14  # a bf16 weight; its fp32 copy and two moments
 
 
 def _shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
-    """Returns the weights of a GPT of 12 layers whose training state is close to nbytes."""
+    """Returns the shapes of the weights of a 12-layer GPT whose training state is close to
+    nbytes.
+    """
     parameters = nbytes / _BYTES_PER_PARAMETER
     square, linear = 12 * _LAYERS, _VOCABULARY + _POSITIONS + 13 * _LAYERS + 2
     root = (sqrt(linear * linear + 4 * square * parameters) - linear) / (2 * square)
     width = max(8, round(root / 8) * 8)
-    # The vocabulary takes up what rounding the width left over.
+    # The vocabulary makes up for the rounding of the width.
     rest = square * width * width + (13 * _LAYERS + 2 + _POSITIONS) * width
     shapes: dict[str, tuple[int, ...]] = {
         "wte.weight": (max(64, round((parameters - rest) / width)), width),
@@ -59,8 +61,8 @@ def _shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
 
 
 def gpt_state(nbytes: int, device: torch.device | str = "cpu") -> State:
-    """Returns a training state of about `nbytes`, the same at each call: bf16 weights, and for each
-    an fp32 copy, two Adam moments and a step, which is on the CPU as with torch's optimizers.
+    """Returns a training state of about `nbytes`, the same at each call: bf16 weights and, for each
+    weight, an fp32 copy, two Adam moments and a step on the CPU, like torch's optimizers.
     """
     generator = torch.Generator(device).manual_seed(0)
     model: dict[str, torch.Tensor] = {}
@@ -97,13 +99,13 @@ def nbytes_of(tree: Any) -> int:
 
 
 def byte_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a contiguous tensor as one row of bytes."""
+    """Returns the memory of a contiguous tensor as a 1-D tensor of bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def differing(loaded: Any, state: Any) -> list[str]:
-    """Returns the names of tensors whose type, shape or bytes differ; they are compared where those
-    of `state` lie, one at a time.
+    """Returns the names of tensors whose type, shape or bytes differ. They are compared one at a
+    time, on the device of `state`.
     """
     got, want = flat_tensors(loaded), flat_tensors(state)
     both = [name for name in want if name in got]
@@ -112,15 +114,15 @@ def differing(loaded: Any, state: Any) -> list[str]:
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> bool:
-    """Returns whether type, shape and bytes are equal, wherever both lie."""
+    """Returns whether type, shape and bytes are equal; the tensors may be on different devices."""
     if got.dtype != want.dtype or got.shape != want.shape:
         return False
     return torch.equal(byte_view(got).to(want.device), byte_view(want))
 
 
 def touch(tree: Any) -> None:
-    """Reads a byte of each page of memory, since a file may have been mapped and not read yet; for
-    a GPU, waits until everything has arrived.
+    """Reads a byte of each page of memory, because a file may be mapped but not read yet; on a GPU,
+    waits until all copies have arrived.
     """
     for tensor in flat_tensors(tree).values():
         if tensor.is_cuda:
@@ -134,7 +136,7 @@ Clocks = dict[str, float]
 
 
 def nothing() -> None:
-    """Waits for something that is over when the call returns."""
+    """Does nothing, for a save that is complete when its call returns."""
 
 
 class Save(NamedTuple):
@@ -143,7 +145,7 @@ class Save(NamedTuple):
     Attributes:
         wait_staged: returns when the state may change.
         wait_durable: returns when the bytes are durable.
-        facts: returns what the library itself says of the save, once it is durable.
+        facts: returns the library's own statistics of the save, once it is durable.
     """
 
     wait_staged: Callable[[], object]
@@ -152,10 +154,10 @@ class Save(NamedTuple):
 
 
 class Contestant(NamedTuple):
-    """A way to save to a file, and a way to load that to a device, which is given by its name.
+    """A function that saves to a file, and one that loads the file to a named device.
 
     Attributes:
-        background: training goes on while the bytes become durable.
+        background: whether training continues while the bytes become durable.
     """
 
     save: Callable[[State, Path], Save]
@@ -165,7 +167,7 @@ class Contestant(NamedTuple):
 
 @telling
 def failures_told(error: BaseException, name: str) -> None:
-    """Turns what torch and safetensors raise into an error of one line."""
+    """Converts errors of torch and safetensors into a CheckpointError of one line."""
     errors = (RuntimeError, MemoryError, safetensors.SafetensorError)
     if isinstance(error, errors) and not isinstance(error, CheckpointError):
         line = (str(error).splitlines() or [type(error).__name__])[0]
@@ -178,7 +180,7 @@ def by_torch(state: State, path: Path) -> Save:
 
 
 def by_safetensors(state: State, path: Path) -> Save:
-    """Saves the tensors alone, by their dotted names."""
+    """Saves only the tensors, by their dotted names."""
     safetensors.torch.save_file(flat_tensors(state), path)
     return Save(nothing, partial(fsync_path, path))
 
@@ -218,7 +220,7 @@ _LOADS = {
 
 
 def _clocks(contestant: Contestant, state: State, path: Path) -> Clocks:
-    """Saves, and returns how long training stood still and when the bytes were durable."""
+    """Saves; returns how long training was blocked, and when the bytes were durable."""
     start = time.perf_counter()
     save = contestant.save(state, path)
     if contestant.background:
@@ -273,13 +275,14 @@ def _compared(
     state: State,
     turn: Callable[[Contestant], tuple[Clocks, list[str]]],
 ) -> Result:
-    """Compares the medians of all contestants with those of the base. A turn returns clocks and the
-    names of tensors that differed.
+    """Compares the medians of all contestants with the base's. `turn` returns clocks and the names
+    of tensors that differed.
     """
     rows: dict[str, list[Clocks]] = {name: [] for name in contestants}
     wrong, nbytes, rounds = set(), nbytes_of(state), arguments.rounds
     with progress(nbytes * len(contestants) * (rounds + 1), arguments.what) as moved:
-        # The first round is not counted: in it each takes memory that later ones use again.
+        # The first round is not counted, because in it each contestant allocates memory that later
+        # rounds use again.
         for number, name in in_turn([*contestants], rounds, -1, nbytes):
             with failures_told(name):
                 clocks, bad = turn(contestants[name])

@@ -1,4 +1,4 @@
-"""`fastckpt bench train`: the seconds of training that a save costs."""
+"""`fastckpt bench train`: measures the seconds of training that a save costs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from fastckpt.cli.progress import progress
 _LAYERS, _BATCH = 4, 64
 _BYTES_PER_PARAMETER = 12  # a weight and Adam's two moments, fp32
 _NONE = "no saves"
-_MEASURED_S = 90.0  # no further round is begun that would end later; one there is in any case
+_MEASURED_S = 90.0  # no round begins that would end later, except the first
 Wait = Callable[[], object]
 NO_SAVE = Save(nothing, nothing)
 
 
 class Training:
-    """A training loop of the wide layers of a GPT; model and optimizer hold about nbytes."""
+    """A training loop of a GPT's wide layers; model and optimizer have about nbytes."""
 
     def __init__(self, nbytes: int, device: str) -> None:
         width = max(8, int(sqrt(nbytes / _BYTES_PER_PARAMETER / (8 * _LAYERS)) / 8) * 8)
@@ -62,13 +62,13 @@ class Training:
     def window(
         self, saves: int, every: int, save: Callable[[Any, Path], Save], path: Path
     ) -> float:
-        """Saves and trains `every` steps, so many times, until the last save is durable, too;
-        returns the seconds.
+        """Saves and then trains `every` steps, `saves` times. Returns the seconds until the last
+        save is durable.
         """
         start = time.perf_counter()
         save_before = NO_SAVE
         for _ in range(saves):
-            save_before.wait_durable()  # one at a time, lest a slow disk gathers ever more of them
+            save_before.wait_durable()  # one at a time, so that saves do not queue up
             save_before = save(self.state(), path)
             for _ in range(every):
                 self.step(save_before.wait_staged)
@@ -83,7 +83,7 @@ def no_save(_state: Any, _path: Path) -> Save:
 
 
 def _by_torch(state: Any, path: Path) -> Save:
-    by_torch(state, path).wait_durable()  # while training stands still
+    by_torch(state, path).wait_durable()  # while training is blocked
     return NO_SAVE
 
 
@@ -116,7 +116,7 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
             with failures_told(name):
                 if number >= 0:
                     windows[name].append(training.window(saves, every, _SAVES[name], path))
-                else:  # the first save takes memory, and shows that what is saved is the state
+                else:  # the first save allocates memory, and its bytes are compared
                     _SAVES[name](training.state(), path).wait_durable()
                     saved = load_by_torch(path, arguments.device) if path.exists() else None
                     if saved and (bad := differing(saved, training.state())):
@@ -156,7 +156,7 @@ def _lines(result: Result) -> Iterator[str]:
 
 
 COMMAND = Command(
-    # The file, the one that replaces it, and what the one before may still take.
+    # The file, its replacement, and the previous file, which may still take space.
     needed=lambda arguments: int(3.1 * arguments.size),
     measured=_measured,
     lines=_lines,
