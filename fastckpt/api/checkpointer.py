@@ -79,8 +79,8 @@ class Checkpointer:
     between ranks, they raise PeerFailed within seconds; the message names both values. Each rank
     writes its part of a step to its own files; tensors that several ranks hold are divided among
     these ranks. A step is committed when its manifest, the last file, exists. Every byte is
-    verified when it is read. Saves commit in the order of their calls; with `local` this holds for
-    the commits in the tier.
+    verified when it is read. Saves commit in the order of their calls; if `local` is set, this
+    order applies in the tier.
 
     A state is a nest of dicts, lists and tuples of
     - tensors, which must be equal on all ranks (samples of their contents are compared);

@@ -41,7 +41,7 @@ class Memory:
             this. Each node also holds the same number of steps of `peers` other nodes, which count
             towards its budget. A job of one node has no replicas.
         groups: the name of this node's failure domain, such as its rack. Replicas go to nodes with
-            other names, if there are any. None: each node is a domain of its own.
+            other names, if there are any. None: each node is a separate domain.
         rate: the most bytes a second that a rank sends to a neighbour, as a number or a text such
             as "2GB/s". None: no limit.
         address: the address of this node at which its ranks listen for each other. None: the

@@ -31,7 +31,7 @@ def divided(tensors: Sequence[T], shard_bytes: int) -> dict[str, Sequence[T]]:
     """Divides tensors among files, in their order.
 
     Args:
-        shard_bytes: the most bytes of tensors in a file; a larger tensor has a file of its own.
+        shard_bytes: the most bytes of tensors in a file; a larger tensor has a separate file.
 
     Returns:
         Each file's tensors by its name; at least one file, and none is empty unless all are.

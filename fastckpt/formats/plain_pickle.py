@@ -371,10 +371,10 @@ class _Machine:
             record.take(target, state)
             return at
         if type(state) is not dict:
-            raise ValueError(f"the attributes of a {kind.__name__} are not a dict")
+            raise ValueError(f"the attributes of a {kind.__name__} must be a dict")
         self._copy(len(state))
         if not {*map(type, state)} <= {str}:
-            raise ValueError(f"an attribute's name in a {kind.__name__} is not text")
+            raise ValueError(f"an attribute's name in a {kind.__name__} must be text")
         target.__dict__.update(state)
         return at
 
@@ -524,7 +524,7 @@ def _opcode(code: int) -> _Opcode:
 
     def refuse(_machine: _Machine, at: int) -> int:
         if name is None:
-            raise ValueError(f"byte {at - 1} is not an opcode")
+            raise ValueError(f"byte {at - 1} must be an opcode")
         raise Refused(f"the opcode {name}")
 
     opcode: _Opcode | None = getattr(_Machine, f"op_{name.lower()}", None) if name else None

@@ -303,7 +303,7 @@ def check_file_name(name: str) -> None:
     """Raises ValueError unless this is a name of a visible file in the directory itself."""
     if _FILE_NAME.fullmatch(name) is None:
         raise ValueError(
-            f"file name {shown(name)} is hidden, or is not 1 to 40 characters of [A-Za-z0-9._-]"
+            f"file name {shown(name)} must be 1 to 40 characters of [A-Za-z0-9._-], and not hidden"
         )
 
 

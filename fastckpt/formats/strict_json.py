@@ -52,7 +52,7 @@ def _integer(digits: str) -> int:
 def _real(digits: str) -> float:
     real = float(digits)
     if not isfinite(real):
-        raise ValueError(f"the number {digits[:_DIGITS_MAX]} is too large, or is not a number")
+        raise ValueError(f"the number {digits[:_DIGITS_MAX]} must be finite")
     return real
 
 
@@ -87,7 +87,7 @@ def check_members(value: Any, kinds: Mapping[str, type | tuple[type, ...]], what
         if type(member) not in (kind if isinstance(kind, tuple) else (kind,)):
             raise ValueError(f"{what} has the {name} {shown(member)}, which is of the wrong type")
         if type(member) is int and not 0 <= member < NUMBER_END:
-            raise ValueError(f"{what} has the {name} {shown(member)}, which is not in [0, 2^63)")
+            raise ValueError(f"{what} has the {name} {shown(member)}, must be in [0, 2^63)")
 
 
 def columns_of(

@@ -234,11 +234,11 @@ def directory_of(read_at: Callable[[int, int], bytes], nbytes: int) -> Directory
             raise ValueError(f"its directory claims {size} bytes at {offset}")
         directory = _entries(read_at(size, offset) if size else b"", size)
         if len(directory.names) != count:
-            raise ValueError(f"its directory has {len(directory.names)} records, not {count}")
+            raise ValueError(f"its directory has {len(directory.names)} records, must have {count}")
         return directory
     except (ValueError, struct.error) as error:
         raise CorruptCheckpoint(
-            f"it begins like a zip file, but is not one ({error}): it is truncated or damaged"
+            f"it begins like a zip file, but is truncated or damaged: {error}"
         ) from None
 
 

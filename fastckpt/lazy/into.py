@@ -1,7 +1,7 @@
-"""Reads the tensors of any checkpoint into those of an existing state.
+"""Reads the tensors of any checkpoint into the tensors of an existing state.
 
-Responsible for matching stored tensors with those of the state by their names, and for reading only
-the parts that the state holds.
+Responsible for matching stored tensors with the state's by their names, and for reading only the
+parts that the state holds.
 """
 
 from __future__ import annotations
@@ -72,17 +72,17 @@ def load_into(
     only: str | None = None,
     storage_options: StorageOptions | None = None,
 ) -> Differences:
-    """Reads the tensors of any checkpoint in place into those of a state, such as a model, on any
-    number of ranks. Each rank calls this independently and reads the ranges that it holds.
+    """Reads the tensors of any checkpoint in place into the tensors of a state, such as a model, on
+    any number of ranks. Each rank calls this independently and reads the ranges that it holds.
 
     A tensor gets the values of the stored tensor with its name, and keeps its dtype, device and
     sharding. The name consists of the keys that lead to the tensor, joined by "/" like in
     fastckpt.open, or by "." like in Hugging Face and torch.distributed.checkpoint. Only these
     tensors are read, and no code from the checkpoint is run. For an object, the tensors of its
-    state_dict() are filled, which must be the object's own memory, like those of a module. An
-    optimizer that has no state yet gets none; to continue a training, use Checkpointer.restore().
-    Tensors that share memory, such as tied weights, get one value: the checkpoint may have this
-    value under one or several of their names, but no different values.
+    state_dict() are filled, which must be the object's own memory, like a module's. An optimizer
+    that has no state yet gets none; to continue a training, use Checkpointer.restore(). Tensors
+    that share memory, such as tied weights, get one value: the checkpoint may have this value under
+    one or several of their names, but no different values.
 
     Args:
         state: a nest of dicts, lists, tuples and objects with state_dict(), such as a module.

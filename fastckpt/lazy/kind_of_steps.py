@@ -329,8 +329,8 @@ def mention() -> int:
 
 
 def _verify(place: Place, steps: StepStore, name: str, is_local: bool) -> int:
-    """Verifies every file that the manifest names, and keeps the step from being removed meanwhile.
-    If `is_local`, verifies only the files of this node's writers.
+    """Verifies every file that the manifest names, and protects the step from removal until the
+    end. If `is_local`, verifies only the files of this node's writers.
     """
     with steps.hold(name):
         manifest = steps.read(name)
@@ -378,9 +378,7 @@ def verify_file_of_step(place: Place, directory: str, file: str) -> int:
                 return _verify_writer(copies, manifest, writer)
         if file == MANIFEST:
             return len(manifest.to_bytes())
-        raise CheckpointError(
-            f"{file!r} is not one of the files that the manifest of {directory!r} lists"
-        )
+        raise CheckpointError(f"the manifest of {directory!r} does not list {file!r}")
 
 
 def _verify_objects(copies: StepCopies, manifest: Manifest) -> int:

@@ -82,8 +82,8 @@ def open(
         storage_options: see Checkpointer; for a path that is a URL.
 
     Returns:
-        LazyTensors, which the caller must close. Its is_verified tells whether reads are verified
-            by checksums, which only files of fastckpt have.
+        LazyTensors, which the caller must close. Its is_verified is True if reads are verified by
+            checksums, which only files of fastckpt have.
 
     Raises:
         CorruptCheckpoint: the part of the checkpoint that was read is damaged.

@@ -64,7 +64,7 @@ def hugging_face_directory(
         missing = next((key for key in file_of if key not in tensors), None)
         if missing is not None:
             raise CorruptCheckpoint(
-                f"{index_path!r} says that {shown(missing)} is in {file_of[missing]!r}, but that "
+                f"{index_path!r} lists {shown(missing)} in {file_of[missing]!r}, but that "
                 "file does not contain it"
             )
         ordered = {key: tensors[key] for key in file_of}

@@ -411,7 +411,9 @@ class LazyTensor:
             Others: see __getitem__().
         """
         if copy is False:
-            raise ValueError(f"{self.name!r} is not in memory: reading it makes a copy")
+            raise ValueError(
+                f"{self.name!r} is not in memory, so a read must copy it: omit copy=False"
+            )
         try:
             torch.empty(0, dtype=self.dtype, device="cpu").numpy()
         except TypeError:

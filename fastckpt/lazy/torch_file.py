@@ -123,7 +123,7 @@ def _records_of_ours(body: Body, directory: Directory) -> dict[str, Record]:
         elif ends[-1] > nbytes:
             wrong = names[len(ends) - 1 :]
     if wrong:
-        raise CorruptCheckpoint(f"record {wrong[0]!r} is not where it should be")
+        raise CorruptCheckpoint(f"record {wrong[0]!r} has a wrong offset")
     shorts = [name.partition("/")[2] for name in names]
     return dict(zip(shorts, zip(sizes, crcs, begins, strict=False), strict=False))
 
@@ -165,9 +165,7 @@ class _Others:
                 header = self.body.file.read_at(zip_records.LOCAL_BYTES, offset)
             at = zip_records.data_offset(header, offset)
         if at is None or header[:4] != b"PK\x03\x04" or at + size > nbytes:
-            raise CorruptCheckpoint(
-                f"{self.body.path!r}: record {record!r} is not where it should be"
-            )
+            raise CorruptCheckpoint(f"{self.body.path!r}: record {record!r} has a wrong offset")
         return at
 
 

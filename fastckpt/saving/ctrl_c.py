@@ -20,8 +20,8 @@ from fastckpt.saving.handle import InnerHandle
 
 
 def tell_lost(failed: Sequence[InnerHandle]) -> None:
-    """Reports failures that the caller does not know; turns exit status 0 into 1, with a last line
-    on stderr.
+    """Reports failures that the caller does not know. Turns exit status 0 into 1 and explains this
+    in the last line on stderr.
     """
     for handle in failed:
         with suppress(Exception):  # stderr may be closed: the status still reports the loss

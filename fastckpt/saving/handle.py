@@ -158,7 +158,8 @@ class SaveHandle(SignalSafeFuture[SaveStats]):
         return self.wait_local(timeout) and not self.stats.replicas_why
 
     def progress(self) -> Progress:
-        """Returns the bytes of its part that this process has written so far, and their total.
+        """Returns how many bytes of its part this process has written so far, and how many in
+        total.
 
         Both are 0 until the copies of this save begin, which may have to wait for earlier saves.
         With a codec, bytes are counted before compression. While a step is copied from the local

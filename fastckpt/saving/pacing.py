@@ -31,7 +31,7 @@ class Pace:
         agreement: the save's round.
         rates: the process's token buckets.
         owner: saves with the same owner share a bucket.
-        stats: the save's statistics, which receive those of the pacing.
+        stats: the save's statistics, to which those of the pacing are added.
         whole: whether each block is written at once, because its writer cannot write parts.
         raise_if_ended: raises the error that ends the save while it waits for a write. Default: the
             agreement's method.

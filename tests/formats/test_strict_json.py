@@ -30,9 +30,9 @@ def test_what_is_nested_too_deeply_is_refused(opening: str) -> None:
         (b"\xef\xbb\xbf1", "Expecting value"),
         (b'{"a": 1, "b": 2, "a": 3}', "an object has a duplicate name"),
         (b"[" + b"9" * 33 + b"]", "the number 9{9}... is too long: it has 33 digits"),
-        (b"[NaN]", "the number NaN is too large, or is not a number"),
-        (b"[-Infinity]", "the number -Infinity is too large"),
-        (b"[1e999]", "the number 1e999 is too large"),
+        (b"[NaN]", "the number NaN must be finite"),
+        (b"[-Infinity]", "the number -Infinity must be finite"),
+        (b"[1e999]", "the number 1e999 must be finite"),
     ],
 )
 def test_errors_say_what_is_wrong(text: bytes, told: str) -> None:

@@ -200,7 +200,7 @@ def test_a_record_across_the_end_of_the_body(disk: Path) -> None:
     struct.pack_into("<I", content, at + 42, offset + 64)  # the record behind data/0
     content[-8:] = f"{zlib.crc32(content[offset:-8]):08x}".encode()
     path.write_bytes(content)
-    with pytest.raises(CorruptCheckpoint, match="is not where it should be"):
+    with pytest.raises(CorruptCheckpoint, match="has a wrong offset"):
         fastckpt.open(path)
 
 
