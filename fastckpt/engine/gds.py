@@ -106,7 +106,10 @@ class Gds:
                 self._refusal = f"GPUDirect Storage is unavailable: {error}"
                 return None, self._refusal
             except (_engine.DeviceError, MemoryError) as error:  # a later save may find room
-                return None, f"no GPUDirect Storage: {str(error) or 'memory is short'}"
+                return (
+                    None,
+                    f"GPUDirect Storage is unavailable: {str(error) or 'too little memory'}",
+                )
 
     def warn(self, reason: str) -> None:
         """Logs once the reason why blocks go through the host although GPUDirect was chosen."""

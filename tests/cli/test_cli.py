@@ -126,7 +126,7 @@ def test_units(read: Any, text: str, value: float) -> None:
 def test_what_is_no_quantity_is_refused_in_its_own_words(read: Any, text: str) -> None:
     with pytest.raises(quantities.NotAQuantity) as caught:
         read(text)
-    assert str(caught.value).startswith(f"{text!r} is not a")
+    assert str(caught.value).startswith(f"{text!r} must be a")
 
 
 @pytest.mark.parametrize(
