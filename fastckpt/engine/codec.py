@@ -526,7 +526,7 @@ def _frame_nbytes(stored: bytes, _nbytes: int) -> int:
 
 
 def _decompress(stored: bytes, target: memoryview) -> bool:
-    """Decompresses the frame at the beginning of `stored` into target; returns success."""
+    """Decompresses the first frame in `stored` into target; returns whether this succeeded."""
     try:
         # Checked first, so that a forged size or window allocates no more than a block.
         if zstandard.frame_content_size(stored) != len(target):

@@ -35,7 +35,7 @@ class MemoryCopy:
     """Copies of memory ranges. Host ranges are copied at once, device ranges by fill().
 
     Args:
-        storage: makes the file in memory that device ranges go through.
+        storage: creates the memory file through which device ranges are copied.
         ranges: pairs of an address and a buffer, which is filled with the bytes there.
         path: the path of the file to which they belong, for messages.
         allowance: see ImageTransfer.

@@ -38,8 +38,8 @@ class Refused(pickle.UnpicklingError):
 class Callee:
     """Stands for a global that a pickle may call; the arguments are passed to `make`.
 
-    `make` must use memory in proportion to the length of its arguments, which is accounted for, and
-    raise ValueError or TypeError for arguments that no pickler would write.
+    `make` must use memory in proportion to the length of its arguments, since the bound on memory
+    relies on this. It raises ValueError or TypeError for arguments that no pickler would write.
     """
 
     make: Callable[..., Any]

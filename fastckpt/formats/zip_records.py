@@ -1,7 +1,8 @@
 """Zip records in torch's form: uncompressed, aligned by padding, with a descriptor after the data.
 
 Responsible for the structures of the zip format (PKWARE's APPNOTE, sections 4.3 and 4.5). zip64
-fields are used only if a value needs them, since torch's readers compute offsets from this rule.
+fields are used only if a value needs them, since torch's readers rely on this rule to compute
+offsets.
 """
 
 from __future__ import annotations
