@@ -1,4 +1,4 @@
-// How waits of the extension module release the GIL, also while the interpreter ends.
+// Releases the GIL while the extension module waits, even while the interpreter shuts down.
 #pragma once
 
 #include <pybind11/pybind11.h>

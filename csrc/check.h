@@ -1,5 +1,6 @@
-// An assertion for programmer errors that is always on: Python builds extensions with NDEBUG, which
-// removes assert(), and an engine must not run on with checkpoint bytes after an invariant broke.
+// An assertion for programming errors that is always enabled. Python builds extensions with NDEBUG,
+// which removes assert(), but an engine must not process checkpoint bytes after an invariant is
+// broken.
 #pragma once
 
 #include <cstdio>

@@ -1,4 +1,4 @@
-// What the CPU offers to the kernels of a function, and the choice between them.
+// CPU features, and the choice of a function's fastest kernel that the CPU supports.
 #pragma once
 
 #include <cstdint>

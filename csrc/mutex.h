@@ -1,6 +1,6 @@
-// Mutexes that say what they protect. clang checks it (-Wthread-safety, by `make check` where it is
-// installed): what is GUARDED_BY a mutex is touched by who holds it, what REQUIRES one is called by
-// who does. Other compilers see std::mutex.
+// Mutexes whose protected data is declared. Where clang is installed, `make check` verifies the
+// declarations with -Wthread-safety: only a holder of the mutex uses a member that is GUARDED_BY
+// it, or calls a function that REQUIRES it. For other compilers it is a std::mutex.
 #pragma once
 
 #include <mutex>

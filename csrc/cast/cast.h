@@ -1,5 +1,5 @@
-// Conversion of floating-point numbers from one dtype to another, with the results of torch's .to()
-// on CPUs: to the nearest number, ties to even, and through float32, also from float64. It must not
+// Converts floating-point numbers from one dtype to another, with the results of torch's .to() on
+// CPUs: rounded to nearest, ties to even, and by way of float32, even from float64. It must not
 // know tensors, files or threads.
 #pragma once
 

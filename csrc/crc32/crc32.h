@@ -1,5 +1,5 @@
-// CRC-32 as zip and zlib define it (polynomial 0xEDB88320, bit-reflected, inverted before and
-// after), alone or fused with a copy, by the fastest kernel that the CPU offers.
+// CRC-32 as defined by zip and zlib (polynomial 0xEDB88320, bit-reflected, inverted before and
+// after), alone or fused with a copy, computed by the fastest kernel that the CPU supports.
 #pragma once
 
 #include <cstddef>

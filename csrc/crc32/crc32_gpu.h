@@ -1,5 +1,5 @@
-// CRC-32 of ranges of device memory, computed on the device: loads and launches the kernel of
-// crc32_kernel.h and makes CRCs, as crc32.h's, of its words.
+// CRC-32 of ranges of device memory, computed on the device. It loads and launches the kernel of
+// crc32_kernel.h, and combines the kernel's words into CRCs like those of crc32.h.
 #pragma once
 
 #include <cstddef>

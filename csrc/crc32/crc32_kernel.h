@@ -1,20 +1,20 @@
-// The source of the CUDA kernel that computes the CRC-32 of ranges of device memory. NVRTC makes
-// crc32_ptx.h from it (crc32_kernel.py), and the tests' stub of the driver runs it as plain C++. It
-// knows how a chunk is divided among threads; it does not know streams or blocks, and it includes
-// nothing, because NVRTC has nothing to include.
+// The source of the CUDA kernel that computes the CRC-32 of ranges of device memory. NVRTC compiles
+// it to crc32_ptx.h (crc32_kernel.py), and the tests' driver stub runs it as plain C++. It divides
+// a chunk among threads. It must not know streams or blocks, and it has no includes, because NVRTC
+// has no header files.
 //
-// 256 threads take a chunk as rows of 4096 bytes, 16 bytes for each thread, so that loads are
-// coalesced. A thread steps from row to row by one look-up for each byte, in tables of the state
-// that a byte becomes after 4096 zero bytes. The last row ends with the chunk's last whole 16
-// bytes. Bytes missing at the beginning of the first row count as zero, which does not change a
-// state that begins as zero. At the end each thread multiplies its state by the power of x for its
-// place in the row; the sum of all is the chunk's. One thread adds the last bytes, 15 at most. The
+// 256 threads read a chunk as rows of 4096 bytes, 16 bytes per thread, so that loads are coalesced.
+// A thread moves from one row to the next with one look-up per byte, in tables of the state that a
+// byte becomes after 4096 zero bytes. The last row ends with the chunk's last complete 16 bytes.
+// Bytes missing at the beginning of the first row count as zero, which does not change a zero
+// state. At the end each thread multiplies its state by the power of x for its place in the row;
+// the sum of these products is the chunk's state. One thread adds the last bytes, at most 15. The
 // caller does the inversions of zlib's convention.
 //
-// An estimate, not a measurement: look-ups in shared memory, with the bank conflicts of random
-// bytes, allow 9 bytes for each clock and multiprocessor, 2 TB/s on an H100. A block of 8 MiB is
-// 128 chunks of 16 rows, and each row costs a trip to memory: some 10 microseconds with the launch,
-// or several hundred GB/s.
+// Estimated, not measured: look-ups in shared memory, with the bank conflicts of random bytes,
+// allow 9 bytes per clock and multiprocessor, which is 2 TB/s on an H100. A block of 8 MiB has 128
+// chunks of 16 rows, and each row costs a memory access: together about 10 microseconds with the
+// launch, which is several hundred GB/s.
 #ifndef FASTCKPT_CRC32_KERNEL_H
 #define FASTCKPT_CRC32_KERNEL_H
 

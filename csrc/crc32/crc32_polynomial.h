@@ -1,8 +1,8 @@
-// Arithmetic modulo the polynomial of CRC-32, by which checksums are shifted, at compile time too.
+// Arithmetic modulo the CRC-32 polynomial, which shifts checksums; also usable at compile time.
 //
-// Polynomials over GF(2) are held bit-reflected throughout: the most significant bit of a 32-bit
-// value is the coefficient of x^0. A "state" is the CRC register itself, without the inversions
-// that zlib's convention applies at both ends.
+// All polynomials over GF(2) are bit-reflected: the most significant bit of a 32-bit value is the
+// coefficient of x^0. A "state" is the CRC register itself, without the inversions that zlib's
+// convention applies at both ends.
 #pragma once
 
 #include <cstdint>

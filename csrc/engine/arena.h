@@ -1,6 +1,6 @@
-// An arena: one mapping cut into equal blocks, of anonymous memory with a hard budget in bytes, or
-// of a file in which blocks are staged at their places. It knows which blocks are free; it does not
-// know what is staged in them, and its owner locks it.
+// An arena: one mapping that is divided into equal blocks. It maps anonymous memory with a hard
+// budget in bytes, or a file in which blocks are staged at their own offsets. It knows which
+// blocks are free, but not their contents. Its owner must lock it.
 #pragma once
 
 #include <unistd.h>

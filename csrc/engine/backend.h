@@ -1,7 +1,7 @@
-// The seam below the engine: a sink moves one block between memory and a file descriptor and
-// reports how it ended. Those of a mount, with threads of their own, are backends; those of one
-// open file use the threads of a backend. They know bytes, descriptors and offsets; they do not
-// know arenas, images or checkpoints.
+// The interface below the engine: a sink moves one block between memory and a file descriptor, and
+// reports the result. A backend is a sink for a mount, with its own threads; the sink of an open
+// file uses a backend's threads. Sinks know bytes, descriptors and offsets, but not arenas, images
+// or checkpoints.
 #pragma once
 
 #include <sys/types.h>

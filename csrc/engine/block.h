@@ -1,4 +1,4 @@
-// A block on its way through a job, and the batch that it is staged in.
+// A block that a job moves, and the batch that it is staged in.
 #pragma once
 
 #include <cstddef>

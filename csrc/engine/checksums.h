@@ -1,6 +1,6 @@
-// The CRC-32 of each block of an image, and of each segment that has slots, which it writes into
-// these. Pieces are added by the stager that has their block, and blocks are sealed in file order
-// by one thread at a time.
+// Computes the CRC-32 of each block of an image, and of each segment that has slots, and writes the
+// latter into the slots. The stager of a block adds its pieces, and one thread at a time seals
+// blocks in file order.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
 // The engine moves blocks: memory -> staging block -> file (WriteJob) and file -> staging block ->
-// memory (ReadStream), and checksums each block on the way. It knows bytes, addresses, file
-// descriptors and offsets; it does not know formats, tensors, file names or commits.
+// memory (ReadStream). It checksums each block during the move. It knows bytes, addresses, file
+// descriptors and offsets, but not formats, tensors, file names or commits.
 #pragma once
 
 #include <condition_variable>

@@ -1,5 +1,5 @@
-// What a job stages: where in memory the bytes of an image lie, and what becomes of them on the
-// way.
+// The description of the bytes that a job stages: their addresses in memory, and their checksum
+// slots and conversions.
 #pragma once
 
 #include <algorithm>

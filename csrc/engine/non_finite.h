@@ -1,5 +1,5 @@
-// Counts floating-point numbers that are infinite or not a number, by their bits. It knows bytes
-// and bit masks.
+// Counts floating-point numbers that are infinite or NaN, by their bits. It knows only bytes and
+// bit masks.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// The parts of one object on their way to a client that sends them front to back, from where they
-// lie. It knows the order of blocks and when each may be used again; it does not know the client.
+// Passes the parts of an object to a client, which sends them in order, without copying complete
+// parts. It knows the order of blocks and when each block may be reused, but not the client.
 #pragma once
 
 #include <condition_variable>

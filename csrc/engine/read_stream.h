@@ -1,5 +1,5 @@
-// A file on its way to memory: a window of verified blocks that moves over those which its reader
-// wants. It knows no format.
+// Reads a file into memory, through a window of verified blocks that moves over the blocks that its
+// reader requests. It does not know formats.
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,6 @@
-// Writes blocks whose bytes belong to many places of a file: converts them to the file's dtypes,
-// gathers what is adjacent there, and writes it, checksummed, without Python. It knows bytes,
-// offsets and dtypes.
+// Writes blocks whose bytes belong to many places in a file: converts the bytes to the file's
+// dtypes, gathers bytes that are adjacent in the file, and checksums and writes them without
+// Python. It knows only bytes, offsets and dtypes.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// The rate at which bytes may be written: so many a second, in grains. It knows times and numbers
-// of bytes; it does not know what is written, nor who waits.
+// A token bucket that limits the rate of writes, in bytes per second, in grains. It knows times and
+// numbers of bytes, but not the data or the waiting threads.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// An image, or an interval of one, on its way to a file: which blocks wait, are staged or are being
-// written, and what that may cost in memory and in tokens.
+// Writes an image, or an interval of an image, to a file. It keeps track of the blocks that wait,
+// are staged or are being written, and of their limits in memory and tokens.
 #pragma once
 
 #include <algorithm>

@@ -1,7 +1,7 @@
-// cuFile (GPUDirect Storage), loaded at run time by dlopen, so that building needs no headers: the
-// few functions of libcufile.so.0 that move device memory to and from files. It knows names, types
-// and error numbers of that interface (CUDA 11 to 13); it does not know what is transferred, or
-// what happens after a failure. tests/stubs/cufile_headers.cc compares it with NVIDIA's cufile.h.
+// Loads cuFile (GPUDirect Storage) at run time with dlopen, so that the build needs no headers. It
+// declares the few functions of libcufile.so.0 that move data between device memory and files. It
+// knows the names, types and error numbers of this interface (CUDA 11 to 13), but not the data, or
+// the handling of failures. tests/stubs/cufile_headers.cc compares it with NVIDIA's cufile.h.
 #pragma once
 
 #include <sys/types.h>

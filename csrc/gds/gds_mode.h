@@ -1,5 +1,5 @@
-// Tells from cuFile's properties and the file system whether cuFile moves a file's bytes directly
-// between device and storage, or silently through the host's memory ("compat mode"). It must not
+// Determines from cuFile's properties and the file system whether cuFile moves a file's bytes
+// directly between device and storage, or silently through host memory ("compat mode"). It must not
 // know blocks or transfers.
 #pragma once
 

@@ -1,5 +1,5 @@
-// Blocks of device memory, and the sink that moves them to and from a file by cuFile, or through
-// the host's memory if cuFile refuses: a refusal costs time and never an op.
+// Blocks of device memory, and the sink that moves them to and from a file with cuFile. If cuFile
+// refuses, the sink moves them through host memory, so a refusal costs time but no op fails.
 #pragma once
 
 #include <cstddef>

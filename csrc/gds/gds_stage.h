@@ -1,6 +1,6 @@
-// Blocks of device memory that a job stages in, or a stream reads into, instead of the arena's:
-// tensors are copied and checksums computed within the device, and cuFile moves the blocks. It
-// knows which blocks are free; it does not know what they hold, and the engine locks it.
+// Blocks of device memory that a job or a read stream uses instead of the arena's. Tensors are
+// copied and checksums are computed within the device, and cuFile moves the blocks. It knows which
+// blocks are free, but not their contents. The engine must lock it.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
-// The CUDA driver, loaded at run time by dlopen, so that building needs neither headers nor a
-// toolkit: the few functions of libcuda.so.1 that staging needs. It knows names and types of that
-// interface (CUDA 11 to 13); it does not know what is copied, or why. tests/stubs/cuda_headers.cc
-// compares it with NVIDIA's cuda.h.
+// Loads the CUDA driver at run time with dlopen, so that the build needs neither headers nor a
+// toolkit. It declares the few functions of libcuda.so.1 that staging needs. It knows the names and
+// types of this interface (CUDA 11 to 13), but not the data that is copied.
+// tests/stubs/cuda_headers.cc compares it with NVIDIA's cuda.h.
 #pragma once
 
 #include <cstddef>

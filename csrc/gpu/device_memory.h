@@ -1,5 +1,5 @@
-// Owners of memory: of a device, and of the host for copies to and from it. They do not know what
-// the memory holds.
+// Owners of device memory, and of host memory for copies to and from a device. They do not know the
+// memory's contents.
 #pragma once
 
 #include <sys/mman.h>

@@ -1,5 +1,5 @@
-// Copies between one GPU and the host, on a stream beside those that compute. It knows the order of
-// streams; it does not know blocks, files or tensors.
+// Copies between a GPU and the host, on a separate stream from the computation. It knows the order
+// of streams, but not blocks, files or tensors.
 #pragma once
 
 #include <atomic>

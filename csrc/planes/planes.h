@@ -1,5 +1,5 @@
-// Items taken apart into byte planes, and put together again: plane p has byte p of each item, the
-// lowest first.
+// Splits items into byte planes and joins them again: plane p has byte p of each item, beginning
+// with the lowest byte.
 #pragma once
 
 #include <cstddef>
