@@ -100,9 +100,9 @@ def advise(job: Job) -> Advice:
     """Returns the predicted cost of a job's checkpoints, and the recommended interval.
 
     The stages of a save run at the same time, block by block, so a save takes as long as the
-    slowest stage. With local disks there are two saves, one after the other: to the disks, and from
-    the disks to the storage. The model ignores that saves may slow training down, and that other
-    jobs use the storage.
+    slowest stage. With local disks there are two saves in sequence: to the disks, then from the
+    disks to the storage. The model ignores that saves may slow training down, and that other jobs
+    use the storage.
     """
     from fastckpt.storage.lustre_layout import own_stripes
 

@@ -272,9 +272,9 @@ _WHATS = {
     "io": _command(
         "compare the engine's writes and reads with fio's",
         "Writes and reads a file with fastckpt's engine for each backend, block size and queue "
-        "depth (the number of threads for threads), in turn with fio if it is on PATH. The engine "
-        "also copies and checksums each block. fio uses io_uring, O_DIRECT, preallocated space "
-        "and an fsync at the end. The bytes are compared." + _MEASURED,
+        "depth (for threads, the number of threads), in turn with fio if it is on PATH. The "
+        "engine also copies and checksums each block. fio uses io_uring, O_DIRECT, preallocated "
+        "space and an fsync at the end. The bytes are compared." + _MEASURED,
         _ON,
         *_sized("512MiB", 3),
         _flag("--quick", "measure fewer combinations"),

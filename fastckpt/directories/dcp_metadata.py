@@ -192,8 +192,8 @@ def encode(value: Metadata) -> bytes:
 
 
 def _check_end(end: bytes, path: str, nbytes: int) -> None:
-    """Raises CorruptCheckpoint unless `end` is a valid end of a `.metadata` file of `nbytes` bytes:
-    a checksum of that size, or the end of a pickle.
+    """Checks that `end` is a valid end of a `.metadata` file of `nbytes` bytes: a checksum of that
+    size, or the end of a pickle. Otherwise raises CorruptCheckpoint.
     """
     match = _END.search(end)
     if match is None and not end.endswith(pickle.STOP):
@@ -259,8 +259,8 @@ def unnamed(storage: Storage, directory: str) -> list[str]:
 
 
 def _is_whole(content: bytes, path: str) -> bool:
-    """Returns whether the bytes of a `.metadata` file match their checksum, or describe a
-    checkpoint without a checksum, like torch writes them.
+    """Returns whether the bytes of a `.metadata` file are intact: they match their checksum or, in
+    a file of torch without a checksum, describe a checkpoint.
     """
     try:
         return check(content, path) or bool(described(content, path, weights_only=True))

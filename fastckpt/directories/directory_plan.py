@@ -211,8 +211,8 @@ class _SharedOutput(Output):
         self._striping = striping
 
     def lossy(self) -> set[str]:
-        """Returns the tensors that have numbers in this rank's part which overflowed in the
-        conversion to the files' dtype.
+        """Returns the names of tensors whose numbers in this rank's part overflowed in the
+        conversion to the file's dtype.
         """
         return self.shared.names_of(self.file.transfer.lossy() | self.scatterer.lossy())
 

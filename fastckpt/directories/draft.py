@@ -122,8 +122,8 @@ class Draft(HiddenDirectory):
     Args:
         storage, path, beside, later: like HiddenDirectory's.
         devices: the devices whose memory may be read later.
-        options: the save's options. With the step fence, small tensors are copied now, and changes
-            of other tensors before their copy are detected.
+        options: the save's options. With the step fence, small tensors are copied now, and a change
+            of another tensor before its copy is detected.
         agreement: the save's round.
 
     Attributes:

@@ -77,7 +77,9 @@ def add_files(draft: Draft, tensors: Sequence[T], read: Read[T], shard_bytes: in
 
 
 def write_file(file: int | Upload, path: str, tensors: Sequence[T], read: Read[T]) -> None:
-    """Writes an empty file, given its descriptor, or an object, and makes it durable."""
+    """Writes the content of an empty file (given its descriptor) or of an object, and makes it
+    durable.
+    """
     agreement = together(None).coordinator.begin(f"conversion to {path!r}")
     with agreement.failing():
         _write(path, tensors, read, agreement, lambda _purpose: nullcontext((file, path)))
@@ -146,10 +148,10 @@ def export(
     for transformers' from_pretrained, and commits it atomically.
 
     Until the commit, the directory is unchanged; a crash leaves the old or the new directory. Each
-    rank of `group` writes its own elements to their places in the files, and no rank gathers the
-    model. CPU tensors are converted to `dtype` when they are copied, GPU tensors when they are
-    written. Of tensors that share all of their memory, such as tied weights, only the first is
-    written, like in transformers. Values that are not tensors are omitted.
+    rank of `group` writes its own elements directly into the files, so no rank gathers the model.
+    CPU tensors are converted to `dtype` when they are copied, GPU tensors when they are written. Of
+    tensors that share all of their memory, such as tied weights, only the first is written, like in
+    transformers. Values that are not tensors are omitted.
 
     Args:
         state: a state dict, a module, or a nest of dicts, lists, tuples and objects with
@@ -180,8 +182,8 @@ def export(
         ranks. With a group, result() may raise RanksDisagree or PeerFailed, like fastckpt.save's.
 
     Raises:
-        TypeError: safetensors files cannot store some tensors (the message names all); DTensors are
-            on ranks outside the group; or an argument has the wrong type.
+        TypeError: safetensors files cannot store some of the tensors, all of which the message
+            names; DTensors are on ranks outside the group; or an argument has the wrong type.
         ValueError: two tensors get the same name, or no tensor is selected; a pattern of `rename`
             matches no tensor; one of `files` has the name of another file of the export, is a
             directory, or is larger than 1 GiB; or an argument is out of range.
@@ -226,7 +228,7 @@ def _check_dtype(dtype: object) -> None:
         raise TypeError(f"dtype is {type(dtype).__name__}, must be a torch.dtype, or None")
     if not dtype.is_floating_point or not safetensors.supported(dtype):
         raise ValueError(
-            f"dtype is {dtype}, must be one of floating-point numbers that safetensors files hold"
+            f"dtype is {dtype}, must be a floating-point dtype that safetensors files support"
         )
 
 

@@ -212,8 +212,8 @@ class HiddenDirectory:
 
 
 def explaining(agreement: Round) -> Telling:
-    """Raises the save's failure instead of the body's error if the save has failed, because another
-    rank's hidden directory is then gone.
+    """Raises the save's failure instead of the body's error if the save has failed: the body may
+    have failed only because another rank's hidden directory is gone.
     """
     check = agreement.check
     return Telling(lambda error: check() if isinstance(error, CheckpointError) else None)
@@ -231,8 +231,8 @@ def make_directories_of(storage: Storage, directory: str, name: str) -> None:
 
 
 def new_file(storage: Storage, path: str, purpose: Purpose) -> int:
-    """Creates a file, and replaces an existing one: an earlier attempt without space, or another
-    rank's file of the same name, of which only one is used.
+    """Creates a file, and replaces an existing one. This is left by an earlier attempt that had no
+    space, or is another rank's file of the same name, of which only one is used.
     """
     try:
         return storage.create(path, 0o666, purpose)

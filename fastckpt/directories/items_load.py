@@ -310,8 +310,8 @@ def _damaged(
     begin: int,
     end: int,
 ) -> str:
-    """Returns the names of items in a damaged range whose own checksums are wrong; if none are,
-    returns all names.
+    """Returns the names of the damaged items in a range, by the items' own checksums; if all of
+    these match, returns the names of all items in the range.
     """
     near = [item for item in items if item.offset < end and item.offset + item.nbytes > begin]
     wrong = [item for item in near if _crc(read_at, item) != item.crc]

@@ -57,9 +57,9 @@ class DirectoryPlace(Place):
     hidden directory; if the checkpoint needs the name of one of them, the save fails before
     anything is written.
 
-    Some formats have a record: a file that names the checkpoint's other files. If the new
-    checkpoint needs no other file name of the earlier one, ranks write to the directory itself, and
-    replacing the record is the commit.
+    Some formats have a record: a file that names the checkpoint's other files. If the record is the
+    only file name that the earlier and the new checkpoint share, ranks write to the directory
+    itself, and replacing the record is the commit.
 
     Args:
         storage, path, agreement: access to the file system, the directory, and the save's round.
@@ -313,8 +313,8 @@ class DirectoryPlace(Place):
 
         Args:
             write: writes the last files to its argument, a directory. Returns a descriptor of the
-                file that the last one replaced (or None), and the paths that are not needed any
-                more. None: only the pointer is committed.
+                file that the last write replaced (or None), and the paths of files that are not
+                needed any more. None: only the pointer is committed.
             names: all names of the checkpoint's files, if it has a list.
         """
         if self._lease is not None:

@@ -1,5 +1,5 @@
-"""Safetensors files that several ranks write together, each rank its own elements: the ranges and
-dtypes of this rank's elements in a file.
+"""Safetensors files that several ranks write together. This module computes the ranges and dtypes
+of each rank's elements in a file.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class SharedFiles:
         return self._files
 
     def forget(self) -> None:
-        """Drops references to what was copied."""
+        """Drops the references to the captured tensors."""
         self._tensors = {}
         for file in self._files:
             file.image.sources.clear()

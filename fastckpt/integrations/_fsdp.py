@@ -62,9 +62,9 @@ def gathers(plugin: Any) -> str:
 
 @contextmanager
 def sharded_states(draft: Draft) -> Iterator[None]:
-    """Adds the sharded states that Accelerate saves in the body to the draft, after the body ends:
-    adding them may wait for other ranks' plans, which must not happen while those ranks are in one
-    of Accelerate's collectives.
+    """Adds the sharded states that Accelerate saves in the body to the draft. They are added when
+    the body ends, because this may wait for other ranks, which may be in a collective of
+    Accelerate's during the body.
     """
     from fastckpt.integrations import dcp  # not needed by every caller
 

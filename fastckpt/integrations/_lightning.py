@@ -37,7 +37,8 @@ _NO_STEP_FENCE = "callbacks may change the state between two optimizer steps"
 
 
 class BackgroundCheckpointIO:
-    """The methods of a CheckpointIO: a base class that is listed before the stock CheckpointIO.
+    """A mixin for CheckpointIO classes, listed before the stock CheckpointIO, with background
+    saves.
 
     The stock CheckpointIO, `_stock`, loads and removes checkpoints at URLs.
     """
@@ -95,7 +96,7 @@ class BackgroundCheckpointIO:
             with reported("make directory", directory):
                 if storage.status(directory) is None:
                     make_directory(storage, directory, self._options.durable)
-                storage.make_directory(directory, parents=True)  # which says so if it is a file
+                storage.make_directory(directory, parents=True)  # raises if it is a file
             has_links = _has_links(directory)
             _unlink_softly(local)
             return fastckpt.save(checkpoint, local, options=self._options), has_links
@@ -255,8 +256,8 @@ class BackgroundCheckpointIO:
 
 
 class ShardedStrategy:
-    """The methods of a strategy that saves sharded checkpoints with its BackgroundCheckpointIO: a
-    base class that is listed before the stock strategy.
+    """A mixin for Lightning's strategies, listed before the stock strategy, which saves sharded
+    checkpoints with the BackgroundCheckpointIO.
     """
 
     checkpoint_io: Any
@@ -264,7 +265,7 @@ class ShardedStrategy:
     _save_distributed_checkpoint: bool
 
     def _saves_shards(self) -> bool:
-        """Whether the CheckpointIO saves shards, which it copies from the device itself."""
+        """Whether the CheckpointIO saves shards; it then copies them from the device itself."""
         is_ours = isinstance(self.checkpoint_io, BackgroundCheckpointIO)
         return is_ours and self._save_distributed_checkpoint
 

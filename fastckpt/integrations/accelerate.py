@@ -56,9 +56,9 @@ def save_state(
     Models, optimizers, schedulers, samplers and objects registered for checkpointing are captured
     now and written later. Generators, stateful dataloaders, the scaler and files of
     save_state_pre_hooks are small and written at once. With FSDP, each rank writes its shards of
-    models and optimizers, and ranks exchange plans over the job's store; this call waits for that
-    only if a plan is new. The directory is committed when every rank's files are durable; until
-    then an older directory at the path stays intact.
+    models and optimizers. Ranks exchange plans over the job's store, and this call waits for the
+    exchange only if a plan has changed. The directory is committed when every rank's files are
+    durable; until then an older directory at the path stays intact.
 
     Args:
         accelerator: an Accelerator without DeepSpeed, Megatron-LM and XLA; with FSDP its

@@ -154,8 +154,8 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
     def create(self, info: CheckpointCommitInfo) -> None:
         """Begins a tag after waiting for the previous one. DeepSpeed calls it on all ranks.
 
-        An error is not raised here but fails the tag when it is concluded, because the other ranks
-        would wait for this rank in the collectives that DeepSpeed runs first.
+        An error is not raised here but fails the tag when it is concluded. If it were raised, the
+        other ranks would wait for this rank in the collectives that DeepSpeed runs in between.
         """
         unmade, self._unmade = self._unmade, None
         self._seal(CheckpointError(f"abandoned, because tag {info.tag!r} began before it ended"))
@@ -195,7 +195,7 @@ class FastckptCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
 
     def save(self, state_dict: Any, path: str) -> None:
         """Adds a file to the open tag; its data is copied when the tag is concluded. A file outside
-        the tag's directory is saved at once: save() then returns when it is durable and committed.
+        the tag's directory is saved at once, and save() returns when it is durable and committed.
         """
         tag, path = self._open, os.path.realpath(path)
         if tag is not None and path.startswith(os.path.join(tag.handle.path, "")):

@@ -316,7 +316,7 @@ class FastckptCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
 
 
 _ADVICE = (
-    "it was saved with another number of data-parallel ranks; pass "
+    "it was saved with another number of data-parallel ranks. Pass "
     f'exclude_from_loading=["{DATALOADER}"] to start the data from the beginning'
 )
 

@@ -93,7 +93,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
         self._options = check_options(options, staging=FROM_THE_HOST)
         self._draft: Draft | None = None
         self._saves = InFlight()
-        self._begun: InnerHandle | None = None  # a save that callbacks have not been told of
+        self._begun: InnerHandle | None = None  # a save before its on_save call
         self._best: InnerHandle | None = None  # the save of the best checkpoint
         # The save to call on_save for when it is committed, and the state to pass.
         self._announced: tuple[InnerHandle, Any] | None = None

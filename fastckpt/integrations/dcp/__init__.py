@@ -65,8 +65,8 @@ class Saving(SaveHandle):
         """Waits at most `timeout` seconds for the commit, and returns the Metadata.
 
         On all ranks but the first, its members are read from the checkpoint when one of them is
-        first used. This raises CheckpointError if the checkpoint was removed or replaced after the
-        save or cannot be read, or a Reader's error if a Reader refuses the contents.
+        first used. This raises CheckpointError if the checkpoint cannot be read, or was removed or
+        replaced after the save, and a Reader's error if a Reader refuses the contents.
 
         Raises:
             CheckpointError: the save failed. TimeoutError: it was not committed within `timeout`.
@@ -340,7 +340,7 @@ def _planned(
     """Returns the planning of a save, when this rank's list of items to copy is known.
 
     Args:
-        agree_before: called before this waits for other ranks, to agree with them on all earlier
+        agree_before: called before this waits for other ranks. It agrees with them on all earlier
             items, because another rank may be waiting for that.
     """
     writer.by_torch = False

@@ -85,8 +85,8 @@ class Offer:
 
     @property
     def guess(self) -> SavePlan | None:
-        """This rank's part of the latest matching central plan, which holds unless another rank's
-        plan has changed; None if no planning matches.
+        """This rank's part of the latest matching central plan, which is valid unless another
+        rank's plan has changed; None if no planning matches.
         """
         return self.same[-1].central if self.same else None
 
@@ -219,8 +219,9 @@ def _unstaged(central: SavePlan, offer: Offer) -> list[WriteItem]:
 def _moved(
     label: str, central: list[SavePlan], local: list[SavePlan], staged: list[SavePlan | None]
 ) -> list[SavePlan]:
-    """Returns a central plan in which ranks that have staged write only staged items. Another item
-    is assigned to a rank that has staged it, or to a rank that has not staged yet and holds it.
+    """Returns a central plan in which ranks that have staged write only staged items. Any other
+    item is assigned to a rank that has staged the item, or to a rank that holds the item and has
+    not staged yet.
     """
     if not any(staged):
         return central

@@ -60,8 +60,8 @@ class Reader(StorageBase, StorageReader):
             io.BytesIO and the classes that torch.load(weights_only=True) accepts
             (torch.serialization.safe_globals extends these). False: everything is unpickled, which
             runs code that the files name.
-        follow_links: whether a file of the checkpoint may be a symbolic link to one outside of its
-            directory; the directory itself may always be one.
+        follow_links: whether a file of the checkpoint may be a symbolic link to a file outside its
+            directory; the directory itself may always be a link.
     """
 
     def __init__(
@@ -243,8 +243,8 @@ class Reader(StorageBase, StorageReader):
                 target = planner.resolve_tensor(item).detach()
                 if target.size() != item.lengths:
                     raise AssertionError(
-                        f"{item.storage_index} is to be read into a tensor of sizes "
-                        f"{target.size()}, not {item.lengths}"
+                        f"the target of {item.storage_index} has sizes {target.size()}, must have "
+                        f"{item.lengths}"
                     )
                 file.read(request, target)
                 if looks:

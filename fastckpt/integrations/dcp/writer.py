@@ -204,8 +204,8 @@ class Writer(StorageBase, StorageWriter):
     ) -> tuple[int | None, list[str]]:
         """Completes the metadata and writes it to a directory. In the writer's own directory this
         is the commit; another directory then replaces the writer's. Returns a descriptor of the
-        replaced `.metadata` (or None), which the caller must close, and the files that it must
-        remove.
+        replaced `.metadata` (or None) and a list of files: the caller must close the descriptor and
+        remove the files.
         """
         version = getattr(torch_filesystem, "CURRENT_DCP_VERSION", None)
         if version is not None:  # like the installed torch

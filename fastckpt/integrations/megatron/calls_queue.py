@@ -43,9 +43,8 @@ class _Call:
     """A save in the queue.
 
     When the save has ended on a rank, that rank sends the others, in the background, the number of
-    calls that it has made. All ranks then finalize in the same call, the first one that no rank can
-    have made before it has the answers of all ranks. Until then a rank's calls continue without
-    waiting.
+    calls that it has made. All ranks then finalize in the same call: the first call that every rank
+    makes only after it has received all counts. Earlier calls do not wait.
 
     Attributes:
         number: the save's number, which schedule_async_request() returned.

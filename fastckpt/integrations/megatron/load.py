@@ -202,8 +202,8 @@ def nothing_complete(root: str, latest: int | str) -> CheckpointError:
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Whether an error shows that an iteration is damaged. A read error does not, because the
-    iteration may be intact, and loading an older iteration would silently lose training steps.
+    """Whether an error shows that an iteration is damaged. A read error does not show damage: the
+    iteration may be intact, and loading an older one would lose training steps without need.
     """
     return isinstance(error, _DAMAGE) or (isinstance(error, OSError) and error.errno in _MISSING)
 

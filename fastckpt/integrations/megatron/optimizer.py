@@ -1,8 +1,8 @@
 """The state of Megatron's distributed optimizer, saved by bucket and loaded onto any parallel
 sizes.
 
-Responsible for the map that is saved with the buckets, which locates each parameter in them, and
-for loading each rank's part with the map when parallel sizes have changed.
+Responsible for the map of each parameter's location, which is saved with the buckets, and for
+loading each rank's part with this map when parallel sizes have changed.
 """
 
 from __future__ import annotations

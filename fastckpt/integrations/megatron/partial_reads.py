@@ -79,7 +79,7 @@ def read(
     """Reads the items of a planner's plan, like torch.distributed.checkpoint.load on one rank.
 
     Raises:
-        CorruptCheckpoint: bytes are not those that were written. KeyError: a key is missing.
+        CorruptCheckpoint: bytes differ from those that were written. KeyError: a key is missing.
         IncompatibleCheckpoint: an object needs weights_only=False.
     """
     reader = dcp.Reader(directory, weights_only=weights_only)

@@ -126,8 +126,8 @@ class Runs:
 
 
 def common_runs(source: Piece, target: Piece) -> Runs | None:
-    """Returns the runs that copy the elements common to both boxes from one array to the other, or
-    None.
+    """Returns the runs that copy the elements common to both boxes from the source's array to the
+    target's; None if there are none.
 
     Each run extends as far as its elements are contiguous in both arrays.
     """
@@ -221,7 +221,7 @@ def split_at(runs: Runs, starts: Indices, sizes: Indices) -> list[tuple[int, int
     which ascend without overlap. Returns (fragment, offset in it, target, length) for each copy.
 
     Raises:
-        Uncovered: an element lies in no fragment.
+        Uncovered: an element is in no fragment.
     """
     cuts: list[tuple[int, int, int, int]] = []
     ends = starts + sizes

@@ -165,8 +165,8 @@ def save_checkpoint(
         optimizer, opt_param_scheduler: Megatron's; None: not saved.
         num_floating_point_operations_so_far: a number that load_checkpoint will return.
         save: the run's directory, the same on all ranks; created if it is missing.
-        saves: the run's Saves, the same object each time. None: a new object, so that Megatron
-            checks the shards in each save; then wait for result() before the next save.
+        saves: the run's Saves; pass the same object each time. With None, Megatron checks the
+            shards in each save, and you must wait for result() before the next save.
         non_persistent_ckpt: save to `<save>/non_persistent` instead, where only the last iteration
             is kept.
         preprocess_common_state_dict_fn: like Megatron's: transforms the common state before the
@@ -177,9 +177,10 @@ def save_checkpoint(
         save_rng: whether the states of random number generators are saved: Python's, numpy's,
             torch's and the GPU's.
         distrib_optim_sharding_type: "dp_reshardable" saves the distributed optimizer's buckets
-            without communication, with a map for load_checkpoint to load them onto other tensor and
-            pipeline parallel sizes, which stock Megatron cannot do. "fully_reshardable" gathers the
-            state first; then stock Megatron can also load it onto other sizes.
+            without communication, and a map of them. With the map, load_checkpoint (but not stock
+            Megatron) can load them onto other tensor and pipeline parallel sizes.
+            "fully_reshardable" gathers the state first, so that stock Megatron can also load it
+            onto other sizes.
         distrib_optim_fully_reshardable_mem_efficient: like Megatron's flag: gather with gloo, on
             one rank only.
         keep_last: the number of iterations to keep, at least 1 (one more needs space during a

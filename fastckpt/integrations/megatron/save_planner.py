@@ -166,8 +166,8 @@ def _assigned(
 
 def _in_turns(items: list[WriteItem]) -> Iterator[WriteItem]:
     """Yields items in the order of writing. 1-D items of the same chunk, such as a parameter's
-    states in a bucket, are interleaved in bands, because a reader of a range reads it from all of
-    them.
+    states in a bucket, are interleaved in bands, because a reader needs the same range of each
+    item.
     """
     band_bytes = max(TURN_BYTES_MIN, sum(map(_nbytes, items)) // TURNS_MAX)
     for place, alike in itertools.groupby(items, _flat_place):

@@ -220,7 +220,7 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
         structure.
 
         Raises:
-            CorruptCheckpoint: bytes are not those that were written.
+            CorruptCheckpoint: bytes differ from those that were written.
             KeyError, CheckpointingException: the checkpoint lacks state that the state dict
                 requests.
             IncompatibleCheckpoint: an object needs weights_only=False.

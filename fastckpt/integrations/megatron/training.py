@@ -121,8 +121,8 @@ def _load_strategy(megatrons: Any, ours: Any, *given: Any, **named: Any) -> Any:
 
 
 def _queue_names(queues: Any, name: str, options: SaveOptions) -> list[tuple[ModuleType, str, Any]]:
-    """Returns the replacements that make Megatron use our queue: its class or, since 0.17, the
-    function that returns the class; and our queue instead of an existing one.
+    """Returns the replacements that make Megatron use our queue: one for its class (since 0.17, for
+    the function that returns the class), and one for an existing queue.
     """
     megatrons = getattr(queues, name)
 
