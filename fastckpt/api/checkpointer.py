@@ -76,7 +76,7 @@ class Checkpointer:
 
     Every rank of the group creates a Checkpointer with the same root and calls the same methods in
     the same order. If root, codec, keep_last, keep_every, keep_best or the kind of `local` differs
-    between ranks, they raise PeerFailed within seconds; the message names both values. Each rank
+    between ranks, all raise PeerFailed within seconds; the message names both values. Each rank
     writes its part of a step to its own files; tensors that several ranks hold are divided among
     these ranks. A step is committed when its manifest, the last file, exists. Every byte is
     verified when it is read. Saves commit in the order of their calls; if `local` is set, this

@@ -45,7 +45,7 @@ def path_of(
         name: the argument's name, for messages.
         value: a path, a URL, or a path that this function returned for a URL.
         storage_options: the options of a URL's client; None: the client's own conventions.
-        timeout_s: see timeout_s_of(); None: the known one is kept.
+        timeout_s: see timeout_s_of(); None: the earlier value remains.
 
     Raises:
         TypeError, ValueError: see check_path(); or there are options, but the value is not a URL.

@@ -12,9 +12,9 @@ _ROUNDED_TO_MAX = 464.0  # the last number that is rounded to the largest of flo
 def put_converted(target: torch.Tensor, values: torch.Tensor) -> bool:
     """Converts values into a tensor like copy_(). Returns whether the tensor cannot hold some of
     them: in a conversion from or to integers, a number changed; or a finite number became infinite
-    or NaN, or was clipped. Rounding of floating-point numbers does not count. If both are of one
-    class that consists of other tensors, such as a quantized one, those are copied unchanged, since
-    the class might round again.
+    or NaN, or was clipped. Rounding of floating-point numbers does not count. If both tensors are
+    of one class that consists of inner tensors, such as a quantized one, the inner tensors are
+    copied unchanged, since the class might round again.
     """
     with torch.no_grad():
         if (pairs := _parts_alike(target, values)) is not None:

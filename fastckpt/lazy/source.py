@@ -51,8 +51,8 @@ class Rest(NamedTuple):
     """The values of a checkpoint that are not tensors.
 
     Attributes:
-        others: how many skipped objects, which may contain tensors, there are of each class or
-            function that makes them.
+        others: maps each class or function to the number of skipped objects that it makes. These
+            objects may contain tensors.
         total: the number of values, including these objects; a list of plain values counts as one.
         names: the names of the first values.
     """

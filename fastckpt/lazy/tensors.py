@@ -111,10 +111,10 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             files that fastckpt wrote have checksums of their blocks.
         has_paths: whether names are paths of keys, joined by "/"; in files of safetensors and DCP,
             the writer chose the names.
-        others: how many other objects, which may contain tensors, the checkpoint has for each class
-            or function that makes them, such as "torch._utils._rebuild_sparse_tensor". Their
-            contents are not read, since this would run code. Values of PerRank and attributes of
-            tensors and dicts do not count.
+        others: maps each class or function, such as "torch._utils._rebuild_sparse_tensor", to the
+            number of other objects that it makes. These objects may contain tensors. Their contents
+            are not read, since this would run code. Values of PerRank and attributes of tensors and
+            dicts do not count.
         left_out: how many values other than tensors the checkpoint has, including those objects,
             and the names of the first ones. A list of plain values counts as one, and so does a
             PerRank.
