@@ -367,7 +367,7 @@ def _in_file(
             view = _memory(content)
             storage.write_at(file.fileno(), view, at[copy.name])
             at[copy.name] += len(view)
-        # Copy on write, though nobody writes, because torch warns of read-only memory.
+        # Mapped copy-on-write, because torch warns of read-only memory; nothing writes to it.
         memory = mmap.mmap(file.fileno(), max(end, 1), access=mmap.ACCESS_COPY)
     state = {
         copy.name: torch.frombuffer(

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{shown_name(difference.name)}: {difference.text}")
         for where, kinds in others.items():
             if kinds:
-                print(f"in {where} {shown_others(kinds)}")
+                print(f"in {where}, {shown_others(kinds)}")
         print(f"{len(both) - len(differences)} of {len(names)} tensors are equal")
     return 1 if differences or only_a or only_b else 0
 

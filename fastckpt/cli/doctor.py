@@ -68,7 +68,9 @@ def _machine() -> Iterator[Row]:
 
 
 def _directory(directory: str) -> Iterator[Row]:
-    """Yields how a save to the directory would write, by testing it with one page."""
+    """Yields rows that describe how a save to the directory would write, after a test with one
+    page.
+    """
     yield Row("directory", directory)
     current = pipeline.current()
     path = os.path.join(directory, _NAME)
@@ -97,7 +99,9 @@ def _ways(why: str, route: Callable[[str], Route]) -> Iterator[Row]:
 
 
 def _foreign(root: str) -> Iterator[Row]:
-    """Yields the objects of other programs that are ignored because no path can have their keys."""
+    """Yields a row that lists other programs' objects, which are ignored because no path can have
+    their keys.
+    """
     try:
         keys = foreign_keys(root)
     except StorageError as error:
@@ -122,7 +126,9 @@ def _ring(route: Callable[[str], Route]) -> str:
 
 
 def _libraries() -> Iterator[Row]:
-    """Yields whether GPU libraries can be loaded; loading does not initialise them."""
+    """Yields rows that show whether GPU libraries can be loaded; loading does not initialise
+    them.
+    """
     for name, library in (("GPU driver", devices.LIBRARY), ("cuFile", gds.LIBRARY)):
         try:
             ctypes.CDLL(library)

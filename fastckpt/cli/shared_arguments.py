@@ -105,7 +105,7 @@ def shown_name(name: str) -> str:
 
 
 def shown_text(text: str) -> str:
-    """Returns a text of one or more lines for a terminal, escaped like by shown_name()."""
+    """Returns a text of one or more lines for a terminal, escaped like in shown_name()."""
     return "\n".join(line and shown_name(line) for line in text.split("\n"))
 
 
@@ -113,5 +113,5 @@ def shown_others(others: Mapping[str, int]) -> str:
     """Returns a description of a checkpoint's contents other than tensors; "" if there are none."""
     if not others:
         return ""
-    kinds = (f"{count} of {shown_name(name)}" for name, count in others.items())
-    return f"contents not read: {listed(kinds)}"
+    kinds = (f"{count} x {shown_name(name)}" for name, count in others.items())
+    return f"objects not read: {listed(kinds)}"

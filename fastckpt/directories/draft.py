@@ -220,7 +220,9 @@ class Draft(HiddenDirectory):
         self.watched += items.watched
 
     def _watch(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Detects changes of tensors before they are copied, if the fence requires this."""
+        """Registers tensors, if the fence requires this, so that changes before their copy are
+        detected.
+        """
         if self._copies_small:
             versions = [(tensor, tensor._version) for tensor in tensors.values()]
             self.watched.append(WatchedTensors(versions, tensors))

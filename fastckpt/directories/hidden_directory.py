@@ -231,8 +231,9 @@ def make_directories_of(storage: Storage, directory: str, name: str) -> None:
 
 
 def new_file(storage: Storage, path: str, purpose: Purpose) -> int:
-    """Creates a file, and replaces an existing one. This is left by an earlier attempt that had no
-    space, or is another rank's file of the same name, of which only one is used.
+    """Creates a file, and replaces an existing one. The existing file was left by an earlier
+    attempt that ran out of space, or is another rank's file of the same name; only one of these is
+    used.
     """
     try:
         return storage.create(path, 0o666, purpose)

@@ -150,7 +150,7 @@ def newest_whole(
     Raises:
         CorruptCheckpoint: all directories are damaged; the message describes the first one.
             StorageError: one could not be read in several attempts, but may be undamaged.
-            PeerFailed: another rank failed in this way.
+            PeerFailed: another rank could not read one.
     """
     agreement = together(group).coordinator.begin(
         "choice of a directory", timeout_s, "nothing was loaded"

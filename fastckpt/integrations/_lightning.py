@@ -115,7 +115,7 @@ class BackgroundCheckpointIO:
             path: the directory's path; an existing directory is replaced completely.
         """
         local = _on_file_system(path)
-        from fastckpt.integrations import dcp  # which files do not need
+        from fastckpt.integrations import dcp  # files do not need this
 
         options = replace(self._options, staging="host")
 

@@ -136,9 +136,9 @@ def test_nothing_of_a_checkpoint_is_run(
     exploding(disk)
     assert told(capsys, "inspect", "x")["tensors"] == 0
     assert main(["inspect", "x"]) == 0
-    assert "contents not read: 1 of posix.system" in capsys.readouterr().out
+    assert "objects not read: 1 x posix.system" in capsys.readouterr().out
     assert main(["diff", "x", "x"]) == 0
-    assert "in B contents not read: 1 of posix.system" in capsys.readouterr().out
+    assert "in B, objects not read: 1 x posix.system" in capsys.readouterr().out
     assert not (disk / "exploded").exists()
 
 

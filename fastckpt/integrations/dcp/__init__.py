@@ -295,7 +295,7 @@ def add_to(
     planner: SavePlanner | None = None,
 ) -> None:
     """Adds a DCP checkpoint to the draft of a directory that all ranks of the job save. It is
-    planned and captured now, like by async_save(), and committed with that directory.
+    planned and captured now, as in async_save(), and committed with that directory.
 
     Args:
         name: the name of the checkpoint's subdirectory. All ranks must add the same names in the

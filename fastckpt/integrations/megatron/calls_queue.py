@@ -30,7 +30,7 @@ _coordinators = PerGroup[Coordinator]("megatron saves", lambda coordinator: coor
 
 
 class Awaited:
-    """The first function that finalizes a request of fastckpt: it waits for the save."""
+    """The first finalize function of a fastckpt request, which waits for the save."""
 
     def __init__(self, handle: InnerHandle) -> None:
         self.handle = handle

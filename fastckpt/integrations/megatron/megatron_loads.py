@@ -52,7 +52,8 @@ def agreed(label: str, act: Callable[[], Any], timeout_s: float) -> Any:
     """Calls a function on all ranks; if it finds damage on one rank, all ranks raise the error.
 
     Raises:
-        CorruptCheckpoint: a rank found damage. PeerFailed: another rank failed for another reason.
+        CorruptCheckpoint: a rank found damage. PeerFailed: another rank failed, but not because of
+            damage.
     """
     agreement = together(group_of_job()).coordinator.begin(label, timeout_s, "nothing was loaded")
     with agreement.failing():

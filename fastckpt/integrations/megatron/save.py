@@ -172,7 +172,7 @@ def save_checkpoint(
         preprocess_common_state_dict_fn: like Megatron's: transforms the common state before the
             first save compares it between ranks.
         args: Megatron's arguments, which stock Megatron's load requires; None: not saved. If
-            args.data_parallel_random_init is set, the ranks' random states are gathered, like by
+            args.data_parallel_random_init is set, the ranks' random states are gathered, as in
             Megatron.
         save_rng: whether the states of random number generators are saved: Python's, numpy's,
             torch's and the GPU's.

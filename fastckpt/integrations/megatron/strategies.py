@@ -195,8 +195,8 @@ class LoadStrategy(stock.TorchDistLoadShardedStrategy):  # type: ignore[misc]
     It reads only the needed ranges, verifies them, and runs no collective.
 
     Args:
-        weights_only: whether sharded objects are loaded like by torch.load(weights_only=True),
-            allowing also the classes that Megatron allows in common.pt. False runs code from the
+        weights_only: whether sharded objects are loaded with torch.load's weights_only=True, which
+            then also allows the classes that Megatron allows in common.pt. False runs code from the
             file, like Megatron's own strategy.
         apart: a function that returns whether a key is read by other code. Such keys are hidden
             from Megatron, which may refuse a checkpoint with keys that are not requested.

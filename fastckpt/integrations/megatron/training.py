@@ -47,9 +47,9 @@ def install(
             asynchronous saves. With on_error="warn", a failed save leaves the tracker unchanged,
             and training continues; with "raise", the failure ends training on all ranks. A failed
             synchronous save always ends training. Loads use `timeout_s`.
-        weights_only: whether objects in checkpoints are loaded like by
-            torch.load(weights_only=True), allowing also the classes that Megatron allows. False
-            runs code from the files, like Megatron itself.
+        weights_only: whether objects in checkpoints are loaded with torch.load's weights_only=True,
+            which then also allows the classes that Megatron allows. False runs code from the files,
+            like Megatron itself.
 
     Raises:
         ImportError: megatron.training cannot be imported or lacks a name that install() replaces.
@@ -164,8 +164,8 @@ def _no_queue(mp_mode: str = "spawn") -> None:
 
 
 class _Names(dict[str, Any]):
-    """Our names; other names are looked up in Megatron's module, which may need a missing
-    package.
+    """The names that we replace. Other names are looked up in Megatron's module, which may need a
+    missing package.
     """
 
     def __init__(self, ours: dict[str, Any], megatrons: Any) -> None:
