@@ -1,4 +1,4 @@
-"""Reports saves to OpenTelemetry: spans of their phases, and metrics of saves, bytes and stalls.
+"""Reports saves to OpenTelemetry: spans of phases, metrics of saves, bytes, stalls and failures.
 
 Responsible for the measurements and their names. The program's own OpenTelemetry SDK decides where
 they are sent.
