@@ -804,7 +804,7 @@ def test_verify_knows_a_lone_file_of_a_step(
 
 def test_paths_of_commands_are_of_file_systems(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("verify", "doctor"):
-        assert "is 'hdfs://host/run', but a URL" in refused(capsys, command, "hdfs://host/run")
+        assert "is 'hdfs://host/run', " in refused(capsys, command, "hdfs://host/run")
         assert "is '', must be a path" in refused(capsys, command, "")
 
 

@@ -571,7 +571,7 @@ def test_a_model_for_others_is_there_when_the_call_returns(
 
 def test_options_of_the_engine_arrive(call: Callable[..., list[Any]], disk: Path) -> None:
     for whys in call(bodies.save_by_threads, str(disk)):
-        assert whys and all("'threads' was asked for" in why for why in whys)
+        assert whys and all("backend 'threads' was" in why for why in whys)
 
 
 def test_what_cannot_be_installed_is_refused(call: Callable[..., list[Any]]) -> None:

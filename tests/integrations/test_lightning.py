@@ -489,7 +489,7 @@ def test_options_of_the_engine_arrive(disk: Path) -> None:
         io.save_checkpoint({"weight": torch.zeros(3 << 20)}, disk / FIRST)
         stats = cast(Any, io._saves.last).result()
         assert not storage.numbers_of("sync")
-    assert "'threads' was asked for" in stats.why
+    assert "backend 'threads' was" in stats.why
     assert stats.nbytes > 12 << 20 and stats.staged_bytes_max <= 8 << 20
 
 

@@ -213,7 +213,7 @@ def test_options_of_the_engine_arrive(disk: Path) -> None:
         trainer.train()
         assert not storage.numbers_of("sync")
     (stats,) = [handle.stats for handle in begun.handles]
-    assert "'threads' was asked for" in stats.why
+    assert "backend 'threads' was" in stats.why
     assert stats.nbytes > 12 << 20 and stats.staged_bytes_max <= 8 << 20
     with pytest.raises(ValueError, match="staging is 'gds', must be 'host' here"):
         make(AsyncTrainer, disk, options={"staging": "gds"})
