@@ -150,7 +150,7 @@ def export(
     Until the commit, the directory is unchanged; a crash leaves the old or the new directory. Each
     rank of `group` writes its own elements directly into the files, so no rank gathers the model.
     CPU tensors are converted to `dtype` when they are copied, GPU tensors when they are written. Of
-    tensors that share all of their memory, such as tied weights, only the first is written, like in
+    tensors that share all of their memory, such as tied weights, only the first is written, as in
     transformers. Values that are not tensors are omitted.
 
     Args:

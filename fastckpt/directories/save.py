@@ -76,7 +76,7 @@ def save_directory(
         ranks.
 
     Raises:
-        ValueError, TypeError: staging is "gds"; options is not a SaveOptions; or this process is
+        ValueError, TypeError: staging is "gds"; `options` is not a SaveOptions; or this process is
             not in group.
         CheckpointError: with on_error="raise", an earlier save failed and its error was not raised
             yet.

@@ -58,7 +58,7 @@ def save_state(
     save_state_pre_hooks are small and written at once. With FSDP, each rank writes its shards of
     models and optimizers. Ranks exchange plans over the job's store, and this call waits for the
     exchange only if a plan has changed. The directory is committed when every rank's files are
-    durable; until then an older directory at the path stays intact.
+    durable; until then an existing directory stays intact.
 
     Args:
         accelerator: an Accelerator without DeepSpeed, Megatron-LM and XLA; with FSDP its

@@ -78,7 +78,7 @@ def install(
         The checkpoint engine. Its wait() returns when the last tag is committed.
 
     Raises:
-        ValueError, TypeError: options has the step fence or is not a SaveOptions; or the engine
+        ValueError, TypeError: `options` has the step fence or is not a SaveOptions; or the engine
             does not save with torch.save, or already saves with fastckpt.
     """
     saves_by = getattr(engine, "checkpoint_engine", None)

@@ -34,7 +34,7 @@ class FastckptCheckpointIO(BackgroundCheckpointIO, TorchCheckpointIO):  # type: 
             make a link to the missing file.
 
     Raises:
-        ValueError, TypeError: options has the step fence or is not a SaveOptions.
+        ValueError, TypeError: `options` has the step fence or is not a SaveOptions.
     """
 
     _stock = TorchCheckpointIO

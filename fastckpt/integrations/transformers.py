@@ -56,7 +56,7 @@ class AsyncTrainer(Trainer):  # type: ignore[misc]
     To extend another subclass of Trainer: `class Mine(AsyncTrainer, SFTTrainer): pass`.
 
     A checkpoint has the same files and formats as the stock Trainer's. It is a hidden directory
-    until every rank's files are durable, and then gets its name, `checkpoint-N`. After that,
+    until every rank's files are durable, and is then renamed to `checkpoint-N`. After that,
     `save_total_limit` removes older checkpoints. Before training resumes, the files are verified
     against their list, `fastckpt.json`. resume_from_checkpoint=True skips a damaged checkpoint,
     with a warning, and resumes from the previous one; a damaged checkpoint that is named explicitly
