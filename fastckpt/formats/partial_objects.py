@@ -255,8 +255,8 @@ def how_to_allow(found: Iterable[tuple[str, str]]) -> str:
     words = ""
     if makers - _NEVER_FILLED:
         words = (
-            "; alternatively, pass what it is made with to torch.serialization.add_safe_globals "
-            "first"
+            "; or first call torch.serialization.add_safe_globals with the classes or functions "
+            "that make them"
         )
     if makers & _NEVER_FILLED:
         words += " (which cannot allow a deque or a defaultdict: save a list or a dict instead)"

@@ -96,7 +96,7 @@ class Place:
         return os.path.join(self.path, name) if name else self.path
 
     def below(self, name: str) -> Place:
-        """Returns the place of a name in the directory."""
+        """Returns the Place of the entry `name` in this directory."""
         return Place(self.storage, self.staging, self.inside(name))
 
     def status(self, name: str = "", *, link: bool = False) -> os.stat_result | None:

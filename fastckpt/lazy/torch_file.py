@@ -132,8 +132,8 @@ class _Others:
     """The records of a file that has no checksums of blocks.
 
     Attributes:
-        body: the file.
-        records: by their names in the archive.
+        body: the open file, for reads of its bytes.
+        records: a dict from each record's name in the archive to the record.
     """
 
     def __init__(self, staging: Staging, file: InputFile) -> None:

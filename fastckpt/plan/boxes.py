@@ -404,7 +404,8 @@ def _share(
 
 
 def _rectangles(box: Box, begin: int, end: int) -> Iterator[tuple[Box, int]]:
-    """Divides elements [begin, end) of a box, in row-major order, into at most 2n - 1 rectangles.
+    """Divides elements [begin, end) of a box, in row-major order, into rectangles: at most
+    2n - 1 of them for n dimensions.
 
     Yields each rectangle with the element of the box at which it begins. The first ones complete
     partial rows, from the innermost dimension outwards; then come complete rows; the last ones

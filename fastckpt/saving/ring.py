@@ -112,9 +112,9 @@ class Ring:
                 there = os.path.dirname(there)
             raise ValueError(
                 f"Memory(budget={memory.budget!r}): {there!r} is a tmpfs of {shown_size(size)}, "
-                f"but the budget needs {shown_size(self.nbytes)}: enlarge it with `mount -o "
-                f"remount,size={size_text} {shlex.quote(there)}`, or in a container with "
-                "--shm-size or a volume with medium: Memory"
+                f"but the budget needs {shown_size(self.nbytes)}: run `mount -o "
+                f"remount,size={size_text} {shlex.quote(there)}`; in a container, use --shm-size, "
+                'or in Kubernetes an emptyDir volume with "medium: Memory"'
             )
 
     def used(self) -> int:

@@ -73,7 +73,7 @@ def spread_of(placeholder: Mapping[str, Any]) -> Spread | None:
         with suppress(ValueError, RecursionError):  # it is no JSON
             rows = decode(text.encode())
     if type(rows) is not list or not rows or not all(_is_row(row, ndim) for row in rows):
-        raise CorruptCheckpoint("a placeholder for a DTensor is malformed: its spread")
+        raise CorruptCheckpoint("a placeholder for a DTensor has a malformed mesh or placements")
     sizes, names, dims, strided = zip(*rows, strict=True)
     return Spread(sizes, names, dims, strided, kind)
 

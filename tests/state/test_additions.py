@@ -256,7 +256,7 @@ SPREADS += ["[[2,null,0,0]]", "[[2,null,0,false]]" + " " * 5000]
 @pytest.mark.parametrize("spread", SPREADS, ids=lambda value: str(value)[:20])
 def test_a_malformed_spread_is_damage(spread: Any) -> None:
     placeholder = {TENSOR: "m", "dtype": "F32", "shape": [3], SPREAD: spread}
-    with pytest.raises(CorruptCheckpoint, match="malformed: its spread"):
+    with pytest.raises(CorruptCheckpoint, match="malformed mesh or placements"):
         spread_of(placeholder)
     assert spread_of({TENSOR: "m", "dtype": "F32", "shape": [3]}) is None
 

@@ -139,8 +139,8 @@ class Reader(StorageBase, StorageReader):
         save_ids = {source.save_id for source in sources if isinstance(source, _Source)}
         if len(save_ids) > 1:
             raise CheckpointError(
-                f"{self.path!r} was overwritten while ranks began to load it, so they found the "
-                f"different saves {sorted(map(str, save_ids))}. Nothing was loaded: load it again"
+                f"{self.path!r} was overwritten while ranks began to load it, so they found "
+                f"different saves: {sorted(map(str, save_ids))}. Nothing was loaded: load it again"
             )
         return [
             dataclasses.replace(plan, storage_data=source.given)
