@@ -303,7 +303,7 @@ run_example = functools.partial(
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_kill_in_mid_save_costs_no_more_than_that_checkpoint(disk: Path) -> None:
-    saving = ("--steps", 12, "--every", 3, "--ballast", 128)
+    saving = ("--steps", 12, "--every", 3, "--ballast", 48)
     whole = finish(run_example(disk / "whole", *saving, "--stock"), disk / "whole")
     shutil.rmtree(disk / "whole")
     run = disk / "killed" / "run"

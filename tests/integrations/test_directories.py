@@ -14,15 +14,15 @@ import pytest
 
 from fastckpt.cli import main
 from fastckpt.saving.lease import LEASE_FILE
-from tests.kit.interpreters import Program
+from tests.kit.interpreters import LEAVE, Program
 from tests.kit.programs import tell, told
 
 WAIT_S = 60.0
-SERVES = """
+SERVES = f"""
 import sys
 from tests.crews.directory_kinds import serve
 serve(*sys.argv[1:])
-"""
+{LEAVE}"""
 
 
 class Kind(NamedTuple):

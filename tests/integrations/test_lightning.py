@@ -519,7 +519,7 @@ def losses(cwd: Path) -> list[tuple[int, str]]:
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_a_killed_fit_goes_on_with_ddp_from_its_last_whole_checkpoint(disk: Path) -> None:
-    killed = job(disk, "--steps", 1000, "--ballast", 64)
+    killed = job(disk, "--steps", 1000, "--ballast", 24)
     run, deadline = disk / "run", time.monotonic() + 120
     while not ((run / "last.ckpt").exists() and list(run.glob(".*.tmp"))):
         assert killed.poll() is None and time.monotonic() < deadline, (disk / "output").read_text()
@@ -531,7 +531,7 @@ def test_a_killed_fit_goes_on_with_ddp_from_its_last_whole_checkpoint(disk: Path
     assert all(name == f"step={step}.ckpt" for name, step in steps.items())
     before = dict(losses(disk))
     (disk / "losses").unlink()
-    options = ("--steps", first + 4, "--ballast", 64)
+    options = ("--steps", first + 4, "--ballast", 24)
     assert job(disk, *options, ranks=2).wait(150) == 0, (disk / "output").read_text()
     after = losses(disk)
     assert [step for step, _loss in after] == [*range(first, first + 4)]
@@ -560,16 +560,15 @@ def test_a_copy_after_a_save_has_the_settings_alone(disk: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_shards_go_on_other_numbers_of_ranks(disk: Path) -> None:
+def test_shards_go_on_another_number_of_ranks(disk: Path) -> None:
     script, imports = "tests/crews/lightning_shards.py", "tests.crews.lightning_imports"
     for of_rank in jobs.told(script, disk, "save", 2, imports=imports):
         assert of_rank["ours"] == of_rank["stock"]
         assert of_rank["copies of stock"] > 0 == of_rank["copies of ours"]
     assert names(disk / "ours") == names(disk / "stock") == ["step=2.ckpt", "step=3.ckpt"]
     assert check(str(disk / "ours/step=2.ckpt"))
-    for ranks in (1, 3):
-        resumed = jobs.told(script, disk, "load", ranks, imports=imports)[0]
-        assert resumed["ours by ours"] == resumed["ours by stock"] == resumed["stock by stock"]
+    resumed = jobs.told(script, disk, "load", 3, imports=imports)[0]
+    assert resumed["ours by ours"] == resumed["ours by stock"] == resumed["stock by stock"]
     flip(disk / "ours/step=2.ckpt/meta.pt", -9)
     with pytest.raises(CorruptCheckpoint, match=r"meta\.pt"):
         FastckptModelParallelStrategy().load_checkpoint(disk / "ours/step=2.ckpt")

@@ -34,7 +34,7 @@ def crew(nursery: Nursery) -> Crew:
     ("save", "load"),
     [
         (EXPERTS, EXPERTS),
-        (EXPERTS, REPLICATED_EXPERTS),
+        pytest.param(EXPERTS, REPLICATED_EXPERTS, marks=pytest.mark.torture),
         (REPLICATED_EXPERTS, EXPERTS),
         (TENSOR_EXPERTS, REPLICATED_EXPERTS),
     ],
@@ -50,7 +50,7 @@ def test_experts(save: Any, load: Any, crew: Crew, disk: Path) -> None:
     ("save", "load"),
     [
         (INTERLEAVED, INTERLEAVED),
-        (INTERLEAVED, PIPELINE),
+        pytest.param(INTERLEAVED, PIPELINE, marks=pytest.mark.torture),
         (INTERLEAVED, DENSE),
         (DENSE, INTERLEAVED),
     ],

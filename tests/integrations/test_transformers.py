@@ -564,10 +564,10 @@ SAVING = ("--steps", 12, "--every", 3, "--ballast", 128)
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_ranks_go_on_bit_by_bit(disk: Path) -> None:
-    options = ("--steps", 6, "--every", 3)
+    options = ("--steps", 4, "--every", 2)
     whole = finish(run_example(disk / "whole", *options, ranks=2), disk / "whole")
     shutil.copytree(disk / "whole", disk / "again")
-    directories = [disk / "again" / "run" / f"checkpoint-{number}" for number in (3, 6)]
+    directories = [disk / "again" / "run" / f"checkpoint-{number}" for number in (2, 4)]
     for directory in directories:
         found = {path.name for path in directory.iterdir()}
         both = {"rng_state_0.pth", "rng_state_1.pth", "fastckpt.json"}
@@ -578,14 +578,14 @@ def test_two_ranks_go_on_bit_by_bit(disk: Path) -> None:
     if 'device.type != "cpu"' not in LOADS_OPTIMIZER:
         pytest.skip("this Trainer loads no optimizer to the CPUs of several ranks")
     again = finish(run_example(disk / "again", *options, ranks=2), disk / "again")
-    assert again == whole + whole[3:]
+    assert again == whole + whole[2:]
     assert check(str(directories[1]))
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.skipif("fsdp_version" not in OF_ARGUMENTS, reason="this Trainer has no FSDP2")
-def test_shards_of_fsdp2_go_on_other_numbers_of_ranks(disk: Path) -> None:
+def test_shards_of_fsdp2_go_on_another_number_of_ranks(disk: Path) -> None:
     told = functools.partial(
         jobs.told, "tests/crews/trainer_fsdp.py", disk, imports="tests.crews.trainer_imports"
     )
@@ -596,9 +596,8 @@ def test_shards_of_fsdp2_go_on_other_numbers_of_ranks(disk: Path) -> None:
     listed = json.loads((disk / "ours/checkpoint-1/fastckpt.json").read_text())["files"]
     assert sum(name.endswith(".distcp") for name in listed) == 4
     assert check(str(disk / "ours/checkpoint-1"))
-    for ranks in (1, 3):
-        resumed = told("load", ranks)[0]
-        assert resumed["stock"] == resumed["ours"]
+    resumed = told("load", 3)[0]
+    assert resumed["stock"] == resumed["ours"]
 
 
 @pytest.mark.slow

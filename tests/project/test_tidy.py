@@ -107,9 +107,17 @@ class Source:
 
     @cached_property
     def _nodes(self) -> dict[type, list[Any]]:
+        """As ast.walk() has them, but for the contexts of names."""
         found: dict[type, list[Any]] = {}
-        for node in ast.walk(self.tree) if self.is_python else ():
+        ahead: list[Any] = [self.tree] if self.is_python else []
+        for node in ahead:  # which grows meanwhile
             found.setdefault(type(node), []).append(node)
+            for name in node._fields:
+                value = getattr(node, name, None)
+                if isinstance(value, list):
+                    ahead += [each for each in value if isinstance(each, ast.AST)]
+                elif isinstance(value, ast.AST) and name != "ctx":
+                    ahead.append(value)
         return found
 
     def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

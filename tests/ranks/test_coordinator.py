@@ -815,7 +815,7 @@ def test_group_has_to_exist() -> None:
 
 def test_successful_rounds_leave_no_keys(store: dist.Store) -> None:
     coordinators = opened(store, 3)
-    count = 1000 if isinstance(store, dist.HashStore) else 20
+    count = 200 if isinstance(store, dist.HashStore) else 20
     on_each(coordinators, commit, "first")
     before = store.num_keys()
     for number in range(count):
@@ -1098,12 +1098,12 @@ def test_coordinators_of_one_group_count_on(tmp_path: Path) -> None:
 
 def test_what_a_session_remembers_has_a_bound() -> None:
     session = RoundNumbers()
-    for step in range(20_000):
+    for step in range(9000):
         session.take("save", session.begin("save"))
         label = f"step {step}"
         session.end(label, session.take(label, session.begin(label)))
         session.end("save", step)
-    assert session.begin("save") == 20_000
+    assert session.begin("save") == 9000
     assert len(session.record()) < 200
     sizes = {k: len(v) for k, v in vars(session).items() if isinstance(v, dict | set)}
     assert max(sizes.values()) <= 4096, sizes

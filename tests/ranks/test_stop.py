@@ -30,7 +30,7 @@ from fastckpt.ranks import stop_signals as module
 from fastckpt.ranks.coordinator import Coordinator
 from fastckpt.ranks.stop_signals import StopAgreement
 from tests.kit.coordinators import STORES
-from tests.kit.storm import Chance
+from tests.kit.storm import Chance, Storm
 
 LONG_S = 600.0
 CALLS_MAX = 20  # of each rank, which then ends
@@ -214,10 +214,10 @@ def test_all_ranks_answer_the_same_in_any_order(asked_at: list[int], seed: int) 
 
 @pytest.mark.parametrize(("thread", "function"), [(0, "_promise"), (2, "is_reached")])
 def test_all_ranks_answer_the_same_wherever_one_thread_is_held_up(
-    thread: int, function: str
+    thread: int, function: str, storm: Storm
 ) -> None:
     """The other rank is asked; the held one is ahead of it, so that its promise decides."""
-    for moment in range(1, 18):
+    for moment in storm.some(range(1, 18), 8):
         answers = lives_in_turns([0, 1], 1, (thread, function, moment))
         assert answers[0] == answers[1], f"held before bytecode {moment}"
 
@@ -225,7 +225,7 @@ def test_all_ranks_answer_the_same_wherever_one_thread_is_held_up(
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_stop_comes_soon(ranks: int) -> None:
     """The rank that is asked does not get ahead of the agreement; the others may be further."""
-    for seed in range(4):
+    for seed in range(8 // ranks):
         answers = lives_in_turns([2, *[0] * (ranks - 1)], seed)
         assert answers[0][-1] or len(answers[0]) == CALLS_MAX
     slow_alone = lives_in_turns([2], 0)
