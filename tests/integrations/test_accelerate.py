@@ -303,7 +303,7 @@ run_example = functools.partial(
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_a_kill_in_mid_save_costs_no_more_than_that_checkpoint(disk: Path) -> None:
-    saving = ("--steps", 12, "--every", 3, "--ballast", 48)
+    saving = ("--steps", 12, "--every", 3, "--ballast", 128)
     whole = finish(run_example(disk / "whole", *saving, "--stock"), disk / "whole")
     shutil.rmtree(disk / "whole")
     run = disk / "killed" / "run"
@@ -361,7 +361,7 @@ under_fsdp = functools.partial(
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_shards_of_fsdp2_go_on_other_numbers_of_ranks(disk: Path) -> None:
+def test_shards_of_fsdp2_go_on_another_number_of_ranks(disk: Path) -> None:
     whole = 64 * 64  # elements of the largest weight
     saved = under_fsdp(disk, "save", 2)
     for told in saved:
@@ -375,13 +375,12 @@ def test_shards_of_fsdp2_go_on_other_numbers_of_ranks(disk: Path) -> None:
         assert check(str(disk / name))
     if saved[0]["loaded"] is None:
         pytest.skip("this Accelerate does not load what it has saved of an optimizer under FSDP2")
-    resumed = {ranks: under_fsdp(disk, "load", ranks) for ranks in (1, 3)}
-    resumed[2] = [told["loaded"] for told in saved]
+    resumed = {2: [told["loaded"] for told in saved], 3: under_fsdp(disk, "load", 3)}
     for ranks, each in resumed.items():
         for told in each:
             assert told["stock"] == told["ours by stock"] == told["ours"]
             assert told["stock"] == saved[0]["losses"] or ranks != 2
-            assert told["largest"] < whole or ranks == 1
+            assert told["largest"] < whole
 
 
 def test_fsdp_that_gathers_is_refused(disk: Path) -> None:

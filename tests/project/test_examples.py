@@ -27,7 +27,7 @@ from tests.kit.tiers import local
 from tests.kit.torches import needs_dcp, needs_fsdp2
 
 STEPS, EVERY = 8, 2  # of the runs by several ranks
-SAVING = ("--every", EVERY, "--ballast", 32)  # MiB, so that a flush is long enough to be caught
+SAVING = ("--every", EVERY, "--ballast", 64)  # MiB, so that a flush is long enough to be caught
 PASSIVE: dict[str, str | None] = {"OMP_WAIT_POLICY": "passive"}
 IMPORTS = "tests.crews.training_imports"
 ATTEMPTS = 5  # jobs that may end before one is killed in mid-flush
