@@ -29,7 +29,7 @@ import torch
 import fastckpt
 from fastckpt.saving.pipeline import Pipeline
 from tests.kit.doubles import Deadly, Recorder, process_on, save_through
-from tests.kit.interpreters import Program, let_go
+from tests.kit.interpreters import LEAVE, Program, let_go
 from tests.kit.storm import Storm
 
 WAIT_S = 60.0
@@ -157,7 +157,7 @@ class Nursery:
     """The nursery's process, seen from the test."""
 
     def __init__(self) -> None:
-        self._process = Program("from tests.files.test_kill import nursery\nnursery()")
+        self._process = Program("from tests.files.test_kill import nursery\nnursery()" + LEAVE)
 
     def run(
         self, path: Path, step: int, *, after_s: float | None = None, number: int | None = None

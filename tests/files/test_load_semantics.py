@@ -26,6 +26,7 @@ import torch
 from torch.serialization import LoadEndianness
 
 import fastckpt
+from tests.kit.noise import noise
 
 try:
     from torch.utils.serialization import config as torch_config
@@ -42,7 +43,7 @@ def weights() -> dict[str, Any]:
     return {
         "first": shared[:1000],
         "second": shared[500:1500].reshape(20, 50),
-        "large": torch.arange(LARGE, dtype=torch.int32).remainder_(251).to(torch.uint8),
+        "large": noise(LARGE, 0),
         "half": torch.arange(33).to(torch.bfloat16),
         "scalar": torch.tensor(1.5, dtype=torch.float64),
         "bias": torch.nn.Parameter(torch.full((7,), float("nan"))),

@@ -464,4 +464,4 @@ def test_a_process_that_used_a_device_ends(stub: CudaStub) -> None:
         f"queue = _engine.DeviceQueue(_engine.CudaDriver({stub.path!r}), 0)\n"
         "queue.follow(0)\n"
     )
-    interpreters.run(code).check_returncode()
+    interpreters.run(code, frees=True).check_returncode()

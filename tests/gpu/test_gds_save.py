@@ -106,7 +106,7 @@ def test_what_is_compressed_comes_to_the_host(cufile: CufileStub, disk: Path) ->
 
 
 def test_more_than_the_blocks_hold(cufile: CufileStub, disk: Path) -> None:
-    state = {"w": octets((BLOCKS + 3) * BLOCK_BYTES)}
+    state = {"w": octets((BLOCKS + 1) * BLOCK_BYTES)}
     fastckpt.save(state, disk / "a.pt", options=fastckpt.SaveOptions(staging="gds")).result(WAIT_S)
     same(disk / "a.pt", state)
 

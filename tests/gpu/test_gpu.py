@@ -970,7 +970,7 @@ def test_a_save_in_flight_outlives_the_program_and_is_not_the_child_s(
 ) -> None:
     fence = "call" if program is EXIT else "step"
     begin = BEGIN.replace("FENCE", repr(fence))
-    ended = run_python(begin + program, accelerator_library, driver.path, disk / "a.pt")
+    ended = run_python(begin + program, accelerator_library, driver.path, disk / "a.pt", frees=True)
     assert "FAILED" not in ended.stderr and "Error" not in ended.stderr
     loaded = fastckpt.load(disk / "a.pt", map_location="cpu")
     assert loaded["w"].eq(1).all() and len(loaded["w"]) == 3_000_000

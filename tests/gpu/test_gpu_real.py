@@ -161,7 +161,7 @@ def test_a_save_in_flight_outlives_the_program_and_is_not_the_child_s(
     driver: Hardware, library: Path | None, disk: Path, program: str
 ) -> None:
     begin = BEGIN.replace("FENCE", repr("call" if program is test_gpu.EXIT else "step"))
-    ended = run_python(begin + program, library or "-", driver.path, disk / "a.pt")
+    ended = run_python(begin + program, library or "-", driver.path, disk / "a.pt", frees=True)
     assert "FAILED" not in ended.stderr and "Error" not in ended.stderr
     loaded = fastckpt.load(disk / "a.pt", map_location="cpu")
     assert loaded["w"].eq(1).all() and len(loaded["w"]) == 3_000_000

@@ -2,8 +2,9 @@
 
 Run as a program this file is the ancestor, which imports torch and fastckpt, never saves, and forks
 a process for each program: with its own session, standard streams, arguments and environment. It
-ends as every interpreter does, with its exit handlers. A test about a real start needs one: about
-options of the interpreter, variables that are read at import, or the memory of a fresh process.
+ends as every interpreter does, with its exit handlers; a program of run() that ends well frees
+nothing. A test about a real start needs one: about options of the interpreter, variables that are
+read at import, or the memory of a fresh process.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _FDS_MAX = 64
 TRAINING = "tests.crews.training_imports"
 
 
-# The last lines of a program that ends well: Python takes half a second to free what was imported.
-LEAVE = "\nfrom tests.kit.interpreters import leave\nleave()\n"
+# The last line of a program that ends well: Python takes half a second to free what was imported.
+LEAVE = "\nLEAVE()\n"
 
 
 def leave() -> None:
@@ -197,8 +198,15 @@ def run(
     imports: str = "",
     given: str = "",
     timeout: float = 60.0,
+    frees: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end; one that takes longer is killed with all that it started."""
+    """Runs a program to its end; one that takes longer is killed with all that it started.
+
+    Args:
+        frees: if it ends well, it ends as every interpreter does, and does not leave(): for tests
+            about that.
+    """
+    text = text if frees else text + LEAVE
     with Program(text, *arguments, variables=variables, cwd=cwd, imports=imports) as program:
         stdout, stderr = program.communicate(given, timeout)
         assert program.returncode is not None
@@ -303,7 +311,7 @@ def _become(order: dict[str, Any], fds: list[int]) -> types.ModuleType:
             os.environ[name] = value
     sys.argv[:] = ["-c", *order["arguments"]]
     module = types.ModuleType("__main__")
-    vars(module)["INHERITED"] = fds[1 + _STREAMS :]
+    vars(module).update(INHERITED=fds[1 + _STREAMS :], LEAVE=leave)
     sys.modules["__main__"] = module
     return module
 

@@ -32,15 +32,22 @@ def run_python(
     limit_s: float = LIMIT_S,
     started: bool = False,
     imports: str = "",
+    frees: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program in an interpreter of its own: a forked one, or one that is started.
 
     A program that takes longer than `limit_s` is killed with all its children and fails; so does
-    one that ends with another code than `returncode`. A forked one may have imported a module.
+    one that ends with another code than `returncode`. A forked one may have imported a module, and
+    frees what it has where a test is about its end (see interpreters.run()).
     """
     if not started and not options:
         result = interpreters.run(
-            program, *arguments, variables=variables, imports=imports, timeout=limit_s
+            program,
+            *arguments,
+            variables=variables,
+            imports=imports,
+            timeout=limit_s,
+            frees=frees,
         )
     else:
         result = subprocess.run(

@@ -166,7 +166,7 @@ assert not signals.requested()
 
 @pytest.mark.multiprocess
 def test_a_process_ends_without_close() -> None:
-    assert run(UNCLOSED).returncode == 0
+    assert run(UNCLOSED, frees=True).returncode == 0
 
 
 @pytest.mark.parametrize(

@@ -396,7 +396,7 @@ begun.wait()
 
 
 def test_a_thread_in_the_engine_does_not_abort_an_interpreter_that_ends() -> None:
-    run_python(DAEMON)
+    run_python(DAEMON, frees=True)
 
 
 # ---- at any moment, any number of times

@@ -185,7 +185,7 @@ handle = fastckpt.save(
 @pytest.mark.multiprocess
 def test_a_process_ends_though_writes_hang(disk: Path) -> None:
     path = disk / "a.pt"
-    ended = run_python(ENDS, path, returncode=1)
+    ended = run_python(ENDS, path, returncode=1, frees=True)
     assert f"the save to '{path}' FAILED and was not committed: write of '{path}'" in ended.stderr
     assert "ETIMEDOUT" in ended.stderr and "terminate" not in ended.stderr
     assert not path.exists() and len(temporaries(disk)) == 1
@@ -246,7 +246,7 @@ handle = fastckpt.save(
 @pytest.mark.multiprocess
 def test_a_process_ends_though_a_sync_hangs(disk: Path) -> None:
     path = disk / "a.pt"
-    ended = run_python(STUCK, path, returncode=1)
+    ended = run_python(STUCK, path, returncode=1, frees=True)
     assert f"the save to '{path}' FAILED and was not committed: sync of '{disk}" in ended.stderr
     assert "terminate" not in ended.stderr and not path.exists()
     for name in temporaries(disk):
@@ -482,7 +482,7 @@ asked.wait()
 
 @pytest.mark.multiprocess
 def test_a_process_ends_though_a_function_of_the_callers_hangs(disk: Path) -> None:
-    ended = run_python(NEVER, disk / "a.pt", returncode=1)
+    ended = run_python(NEVER, disk / "a.pt", returncode=1, frees=True)
     lost = f"the save to '{disk / 'a.pt'}' may be lost; this process no longer waits for it"
     assert lost in ended.stderr
     for name in temporaries(disk):

@@ -314,7 +314,7 @@ def test_each_event_in_each_state(
 @pytest.mark.parametrize("state", STATES)
 def test_a_process_that_exits_waits(memory: Path, state: str) -> None:
     assert TABLE["the process exits"][state] == "committed"
-    assert run_python(EXIT, memory / "a.pt", state).stderr == ""
+    assert run_python(EXIT, memory / "a.pt", state, frees=True).stderr == ""
     assert set(fastckpt.load(memory / "a.pt")["w"].tolist()) == {2.0}
 
 

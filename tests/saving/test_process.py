@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fastckpt
+from tests.kit.interpreters import TRAINING
 from tests.kit.programs import run_python
 
 pytestmark = pytest.mark.multiprocess
@@ -50,7 +51,7 @@ if way == "interrupt":
     ],
 )
 def test_exit_waits_for_the_save(disk: Path, fence: str, way: str, returncode: int) -> None:
-    result = run_python(EXIT, disk / "a.pt", fence, way, returncode=returncode)
+    result = run_python(EXIT, disk / "a.pt", fence, way, returncode=returncode, frees=True)
     assert ones(disk / "a.pt") == 6 << 20
     assert ("the training loop broke" in result.stderr) == (way == "raise")
     assert "FAILED" not in result.stderr
@@ -74,7 +75,7 @@ if status != "none":
 
 @pytest.mark.parametrize(("status", "returncode"), [("none", 0), ("0", 1), ("256", 1), ("3", 3)])
 def test_failure_nobody_asked_for_is_told_at_exit(disk: Path, status: str, returncode: int) -> None:
-    ended = run_python(SAVES_THAT_FAIL, disk, status, returncode=returncode)
+    ended = run_python(SAVES_THAT_FAIL, disk, status, returncode=returncode, frees=True)
     assert ended.stdout == "the program's own handler\n", "it ran, and was flushed"
     assert "asked.pt" not in ended.stderr
     if status != "none":
@@ -88,7 +89,7 @@ def test_failure_nobody_asked_for_is_told_at_exit(disk: Path, status: str, retur
 
 def test_failure_without_a_stderr_gives_the_status(disk: Path) -> None:
     closed = "import os, sys; os.close(2); sys.stderr = sys.__stderr__ = None\n"
-    run_python(closed + SAVES_THAT_FAIL, disk, 0, returncode=1)
+    run_python(closed + SAVES_THAT_FAIL, disk, 0, returncode=1, frees=True)
 
 
 SAVE_AT_EXIT = """
@@ -120,7 +121,15 @@ if order == "after":
 def test_save_in_an_exit_handler_commits(disk: Path, order: str, fence: str, used: bool) -> None:
     # A handler registered before fastckpt was imported runs after fastckpt's own.
     more = [disk / "first.pt"] if used else []
-    result = run_python(SAVE_AT_EXIT, disk / "a.pt", order, fence, *more, started=order == "before")
+    result = run_python(
+        SAVE_AT_EXIT,
+        disk / "a.pt",
+        order,
+        fence,
+        *more,
+        started=order == "before",
+        frees=True,
+    )
     assert (disk / "a.pt").exists(), f"lost without a word: {result.stderr!r}"
     assert ones(disk / "a.pt") == 6 << 20
     assert result.stderr == ""
@@ -171,7 +180,7 @@ threading.Thread(target=held.release).start()
 
 
 def test_exit_with_daemon_threads_that_save_and_wait(disk: Path) -> None:
-    result = run_python(DAEMON_THREADS, disk / "a.pt", disk / "b.pt")
+    result = run_python(DAEMON_THREADS, disk / "a.pt", disk / "b.pt", frees=True)
     assert ones(disk / "a.pt") == 6 << 20 and ones(disk / "b.pt") == 1 << 19
     assert result.stderr == ""
 
@@ -195,7 +204,7 @@ assert saved.wait(60)
 
 
 def test_exit_waits_for_no_daemon_that_saves_for_ever(disk: Path) -> None:
-    assert run_python(DAEMON_LOOP, disk / "a.pt").stderr == ""
+    assert run_python(DAEMON_LOOP, disk / "a.pt", frees=True).stderr == ""
     assert ones(disk / "a.pt") == 6 << 20
 
 
@@ -305,7 +314,7 @@ assert bool((saved[0] == 1).all()) and bool((saved[1] == 1).all())
 
 @pytest.mark.parametrize("way", ["exit", "_exit"])
 def test_fork_while_a_save_is_in_flight(disk: Path, way: str) -> None:
-    result = run_python(FORK, disk, way)
+    result = run_python(FORK, disk, way, imports=TRAINING, frees=way == "exit")
     assert result.stderr == ""
     names = ["after.pt", "before.pt", "child.pt", "last.pt", "parent.pt"]
     assert sorted(path.name for path in disk.iterdir()) == names
