@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fastckpt import Checkpointer, PerRank
 from tests.crews.group_crew import Crew, Member
-from tests.kit.interpreters import Program
+from tests.kit.interpreters import LEAVE, Program
 from tests.kit.objects.proxy import Proxy, Stall
 from tests.kit.objects.states import blank, step_of
 from tests.kit.objects.weed import Weed, environment, options
@@ -84,7 +84,7 @@ with fastckpt.Checkpointer(root) as saver:
     print("ready", flush=True)
     sys.stdin.readline()
     try:
-        saver.save(7, state_of(number, 3 << 20)).result()
+        saver.save(7, state_of(number, 9 << 18)).result()
     except fastckpt.CheckpointError as error:
         ended = f"{type(error).__name__}: {error}"
 print(json.dumps(ended), flush=True)
@@ -92,7 +92,7 @@ print(json.dumps(ended), flush=True)
 
 
 def job(root: str, number: int, port: int) -> Program:
-    started = Program(JOB, root, number, variables={**environment(port)})
+    started = Program(JOB + LEAVE, root, number, variables={**environment(port)})
     assert started.stdout.readline() == "ready\n", started.communicate()
     return started
 
@@ -106,7 +106,7 @@ def outcome(program: Program) -> str | None:
 
 def told_by(root: str, told: dict[str, Any]) -> int:
     """Which job's step a reader finds, all of which is of it."""
-    into = blank(3 << 20)
+    into = blank(9 << 18)
     with Checkpointer(root, storage_options=told) as reader:
         assert reader.restore(into) == 7
     return step_of(into)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-LARGE = 3 << 20  # elements of float32: two parts
+LARGE = 9 << 18  # elements of float32: two parts
 SMALL = 1000
 
 
