@@ -213,7 +213,7 @@ def files(draw: st.DrawFn) -> list[Tensor]:
     return sorted(tensors, key=lambda each: -each.stored.itemsize)
 
 
-@settings(relaxed, max_examples=Chance.examples(60))
+@settings(relaxed, max_examples=Chance.examples(30))
 @given(tensors=files(), pages=st.integers(1, 5), short=st.booleans(), seed=st.integers(0, 99))
 def test_ranks_together_write_the_file(
     tensors: list[Tensor], pages: int, short: bool, seed: int

@@ -885,7 +885,7 @@ def load_what_was_absent(member: Member, path: Path, openings: int) -> Outcome:
     double = RemembersAbsence(path, openings if member.rank else 0)
     with double.mounted(), saving_through(double):
         if member.rank == 0:
-            fastckpt.save(one_tensor(0), path).result(WAIT_S)
+            fastckpt.save(two_blocks(0), path).result(WAIT_S)
         meet(member, f"saved {openings}")
         return load(member, path)
 
@@ -894,7 +894,7 @@ def save_what_was_absent(member: Member, path: Path) -> Outcome:
     """Each rank loads it alone as soon as it has been saved together."""
     double = RemembersAbsence(path, 1 if member.rank else 0)
     with double.mounted(), saving_through(double):
-        outcome = save(member, path, one_tensor)
+        outcome = save(member, path, two_blocks)
         return outcome if outcome.error else attempt(lambda: digest_of(fastckpt.load(path)))
 
 
@@ -1163,7 +1163,7 @@ def load_fragile(member: Member, path: Path, who: int) -> Outcome:
 
 @pytest.mark.parametrize(("who", "first"), [(0, True), (1, True), (1, False)])
 def test_unpickling_fails_on_one_rank(crew: Crew, disk: Path, who: int, first: bool) -> None:
-    items = [noise(13 * BLOCK, 0), noise(BLOCK, 1)]
+    items = [noise(10 * BLOCK, 0), noise(BLOCK, 1)]
     fastckpt.save([Fragile(), *items] if first else [*items, Fragile()], disk / "a.pt").result()
     outcomes = crew(load_fragile, disk / "a.pt", who, ranks=3)
     assert type(outcomes.pop(who).error) is ZeroDivisionError

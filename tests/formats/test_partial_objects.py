@@ -216,7 +216,7 @@ def check_same(found: Any, value: Any) -> None:
         assert type(found) is type(value) and found == value
 
 
-@settings(deadline=None, max_examples=Chance.examples(60))
+@settings(deadline=None, max_examples=Chance.examples(30))
 @given(value=values)
 def test_any_nest_of_them(value: Any) -> None:
     check_same(rest_of([value, PATH]), [value, PATH])
