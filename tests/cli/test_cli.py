@@ -201,7 +201,7 @@ def test_every_input_of_a_job_has_an_argument(capsys: pytest.CaptureFixture[str]
         (("advise", *JOB, "--size", "1GB"), "not allowed with argument --params"),
         (("advise", *JOB, "--speed", "1"), "unrecognized arguments: --speed 1"),
         (("advise", *JOB, "--network", "fast"), "'fast' must be a rate such as 75GB/s"),
-        (("advise", *JOB, "--mtbf", "3 weeks"), "'3 weeks' is not a time"),
+        (("advise", *JOB, "--mtbf", "3 weeks"), "'3 weeks' must be a time"),
         (("advise", *JOB, "--osts", "many"), "argument --osts: invalid int value: 'many'"),
         (("advise", *JOB, "--osts", "0"), "osts is 0, must be finite and above 0"),
         (("advise", "--params", "7B", "--gpus", "0"), "gpus is 0, must be above 0"),

@@ -194,7 +194,7 @@ def test_what_another_host_left_is_told_and_stays(
     assert main(["repair", str(disk), "--yes"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert all(
-        "not removed; this host cannot tell whether its save is alive" in line for line in lines
+        "not removed; this host cannot detect whether its save is alive" in line for line in lines
     )
     assert sum("changed 3.00 d ago" in line for line in lines) == 2
     assert all(each["removed"] for each in repaired(capsys, disk, *OTHERS, status=0))

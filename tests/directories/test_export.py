@@ -407,7 +407,7 @@ def test_a_file_with_bytes_missing_is_not_committed() -> None:
     leaf = Leaf("a", torch.randn(10), (10,), box, (0,), "replicated")
     its = [SharedTensor("a", torch.float32, leaf)]
     shared = SharedFile("f", its, [[Piece(0, box, 0)]], {}, is_first=True)
-    with pytest.raises(CheckpointError, match="ranks have written 7 bytes of 'f', which has"):
+    with pytest.raises(CheckpointError, match="ranks have written 7 bytes of 'f', which must have"):
         shared.joined([File(7, 0)])
 
 

@@ -259,7 +259,7 @@ def damage_common(path: Path) -> None:
         (lambda path: next(path.glob("__1_*.distcp")).unlink(), "skipping .*iter_0000003: .*"),
         (lambda path: (path / ".metadata").unlink(), ".* iteration 3, .* has no .metadata"),
         (shutil.rmtree, ".*iteration 3, which .* names, is missing"),
-        (lambda path: (path.parent / TRACKER).unlink(), f".*: {TRACKER} is missing"),
+        (lambda path: (path.parent / TRACKER).unlink(), f".* because {TRACKER} is missing"),
         (
             lambda path: (path.parent / TRACKER).write_text(""),
             ".* holds '', which is not an iteration",

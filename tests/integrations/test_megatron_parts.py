@@ -284,7 +284,7 @@ def test_what_does_not_fit_together_is_refused() -> None:
         save_planner.divide([offer(half), offer(ShardedTensor(*_uneven()))])
     shape = torch.zeros(4), torch.float32, (4,), (8,)
     shifted = [ShardedTensor("v", *shape, (begin,), None) for begin in (0, 2)]
-    with pytest.raises(IncompatibleCheckpoint, match="'v', which has 8: shards overlap or are"):
+    with pytest.raises(IncompatibleCheckpoint, match="'v', which has 8, so shards overlap or are"):
         save_planner.divide(
             [offer(each) for each in shifted]
         )  # as many elements as there should be

@@ -185,7 +185,7 @@ def test_what_it_sees(disk: Path) -> None:
 def test_its_exit_is_no_exit(old: Path) -> None:
     """It would be one of whoever asks for the result."""
     handle = fastckpt.save("new", old, before_commit=lambda *_: sys.exit(3))
-    with pytest.raises(fastckpt.CheckpointError, match="by SystemExit: 3; nothing was committed"):
+    with pytest.raises(fastckpt.CheckpointError, match="with SystemExit: 3; nothing was committed"):
         handle.result(WAIT_S)
 
 
