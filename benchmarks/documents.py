@@ -181,8 +181,8 @@ def readme() -> str:
     footnote = (
         "fastckpt's rows are seconds after the call; the other rows say how many times as long a "
         f"library takes. Medians of {rounds} saves on the CPU and of {gpu_rounds} on the H100; "
-        "every library syncs its files. [Measurements](docs/project/measurements.md) has more, including where "
-        "fastckpt is slower. "
+        "every library syncs its files. [Measurements](docs/project/measurements.md) has more, "
+        "including where fastckpt is slower. "
         f"CPU: {machine(saves)} ({dated(saves)}). H100: "
         f"{machine(gpu).removeprefix('NVIDIA H100 80GB HBM3, ')} ({dated(gpu)})."
     )
