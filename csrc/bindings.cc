@@ -293,6 +293,7 @@ void bind_jobs(py::module_& m) {
         .def("failure", [](OwnedJob& job) { return failure_or_none(job->failure()); })
         .def("block_crcs", [](OwnedJob& job) { return job->block_crcs(); })
         .def("slot_crcs", [](OwnedJob& job) { return job->slot_crcs(); })
+        .def("base_crcs", [](OwnedJob& job) { return job->base_crcs(); })
         .def(
             "cancel", [](OwnedJob& job) { job->cancel(); }, nogil)
         .def(
@@ -316,12 +317,14 @@ void bind_streams(py::module_& m) {
              })
         .def(
             "read_runs",
-            [](ReadStream& stream, const py::buffer& runs, std::vector<DeviceRange> devices) {
+            [](ReadStream& stream, const py::buffer& runs, std::vector<DeviceRange> devices,
+               bool xors) {
                 const auto run_rows = rows<Run>(runs);
                 WithoutGil release;
-                return stream.read_runs(run_rows, devices);
+                return stream.read_runs(run_rows, devices, xors);
             },
-            py::arg("runs"), py::arg("devices") = std::vector<DeviceRange>())
+            py::arg("runs"), py::arg("devices") = std::vector<DeviceRange>(),
+            py::arg("xors") = false)
         .def("arrive", &ReadStream::arrive, nogil)
         .def("beside", &ReadStream::beside, nogil)
         .def("nbytes_read", &ReadStream::nbytes_read)
@@ -406,9 +409,13 @@ void bind_engine(py::module_& m) {
                std::shared_ptr<Allowance> allowance, unsigned stagers_limit,
                std::vector<DeviceRange> devices, std::shared_ptr<GdsStage> gds,
                const py::buffer& numbers, const py::buffer& conversions,
-               std::shared_ptr<Arena> landing) {
-                Image image{rows<Segment>(segments), rows<Slot>(slots), std::move(devices),
-                            rows<NumberRun>(numbers), rows<Conversion>(conversions)};
+               std::shared_ptr<Arena> landing, uint64_t base) {
+                Image image{rows<Segment>(segments),
+                            rows<Slot>(slots),
+                            std::move(devices),
+                            rows<NumberRun>(numbers),
+                            rows<Conversion>(conversions),
+                            reinterpret_cast<std::byte*>(base)};
                 WithoutGil release;
                 return std::make_unique<OwnedJob>(engine.stage(std::move(image),
                                                                std::move(allowance), stagers_limit,
@@ -417,7 +424,7 @@ void bind_engine(py::module_& m) {
             py::arg("segments"), py::arg("slots"), py::arg("allowance"), py::arg("stagers_limit"),
             py::arg("devices") = std::vector<DeviceRange>(), py::arg("gds") = nullptr,
             py::arg("numbers") = py::bytes(), py::arg("conversions") = py::bytes(),
-            py::arg("landing") = nullptr,
+            py::arg("landing") = nullptr, py::arg("base") = 0,
             py::keep_alive<0, 1>())  // whose mutex a job takes as it ends
         .def(
             "read",

@@ -45,10 +45,12 @@ if TYPE_CHECKING or not _is_command_line:
 
 if TYPE_CHECKING:
     from fastckpt.api.checkpointer import Checkpointer, Memory
+    from fastckpt.api.weights import WeightPublisher
     from fastckpt.directories.export import export
     from fastckpt.lazy.into import load_into
     from fastckpt.lazy.open import open as open
     from fastckpt.lazy.tensors import LazyTensor, LazyTensors
+    from fastckpt.lazy.weights import WeightSubscriber
     from fastckpt.ranks.stop_signals import StopSignals
     from fastckpt.state.fit import Differences
     from fastckpt.state.tree import PerRank
@@ -79,6 +81,8 @@ __all__ = [  # without open: `import *` must not hide the built-in
     "StopSignals",
     "StorageError",
     "TruncatedFile",
+    "WeightPublisher",
+    "WeightSubscriber",
     "__version__",
     "export",
     "load",
@@ -96,6 +100,8 @@ _NAMED_LATER = {
     "PerRank": "fastckpt.state.tree",
     "SaveOptions": "fastckpt.api.files",
     "StopSignals": "fastckpt.ranks.stop_signals",
+    "WeightPublisher": "fastckpt.api.weights",
+    "WeightSubscriber": "fastckpt.lazy.weights",
     "export": "fastckpt.directories.export",
     "load": "fastckpt.api.files",
     "load_into": "fastckpt.lazy.into",

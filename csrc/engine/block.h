@@ -42,6 +42,7 @@ struct Block {
     uint64_t late_begin = 0;
     uint64_t late_end = 0;
     RunCrc after;
+    RunCrc base;               // of the block's bytes before the base was subtracted from them
     uint32_t head_crc = 0;     // of the first segment's bytes in this block, if it began earlier
     uint32_t tail_crc = 0;     // of the last segment's bytes in this block, if it goes on
     bool is_arriving = false;  // or has arrived, from devices

@@ -49,6 +49,7 @@ void Image::check(uint64_t block_bytes) const {
     }
     check_numbers(block_bytes);
     check_conversions(block_bytes);
+    CHECK(base == nullptr || (slots.empty() && numbers.empty()));
 }
 
 // No number crosses the end of a block.

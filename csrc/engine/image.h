@@ -59,6 +59,9 @@ struct Image {
     std::vector<DeviceRange> devices;     // ascending
     std::vector<NumberRun> numbers;       // ascending; those that are not finite are counted
     std::vector<Conversion> conversions;  // by ascending segments
+    // Memory of nbytes() with an earlier image, or null. Then the difference of the two, by XOR, is
+    // staged, and the memory receives this image.
+    std::byte* base = nullptr;
 
     // CHECKs all of this.
     void check(uint64_t block_bytes) const;

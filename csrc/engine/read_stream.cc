@@ -319,12 +319,14 @@ void ReadStream::land() {
     engine_.changed_.wait(lock, [&]() REQUIRES(engine_state) { return landing_ == 0; });
 }
 
-bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices) {
+bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices,
+                           bool xors) {
+    CHECK(!xors || devices.empty());
     struct Flight {
         ReadStream& stream;
         ~Flight() { stream.land(); }
     } const flight{*this};
-    aim(runs, devices);
+    if (!xors) aim(runs, devices);
     Block* block = nullptr;
     for (const Run& run : runs) {
         const DeviceRange* device = range_of(devices, run.address);
@@ -350,7 +352,9 @@ bool ReadStream::read_runs(const std::vector<Run>& runs, const std::vector<Devic
                 }
                 const uint64_t n = std::min(end, block->begin + block->nbytes) - offset;
                 const std::byte* source = block->memory + (offset - block->begin);
-                if (source == target) {
+                if (xors) {
+                    for (uint64_t at = 0; at < n; ++at) target[at] ^= source[at];
+                } else if (source == target) {
                     // The block was read to where it belongs.
                 } else if (device != nullptr) {
                     const auto address = reinterpret_cast<uint64_t>(target);

@@ -44,8 +44,10 @@ class ReadStream {
     // Copies runs, which lie in wanted blocks, best in file order. `devices`, ascending, says which
     // addresses are devices': bytes for them have arrived when arrive() or close() returns. False
     // as above; targets may have been written to by then. Without O_DIRECT, blocks that one run
-    // takes whole are read to their target, and verified there.
-    bool read_runs(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices = {});
+    // takes whole are read to their target, and verified there. With `xors` the bytes are not
+    // copied: their XOR with the targets', which are the host's, takes the targets' place.
+    bool read_runs(const std::vector<Run>& runs, const std::vector<DeviceRange>& devices = {},
+                   bool xors = false);
     // Waits for bytes on their way to devices. False on failure().
     bool arrive();
     Failure failure();

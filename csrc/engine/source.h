@@ -1,6 +1,6 @@
-// Fills a job's blocks with the bytes of an image, and checksums them. Bytes come from host memory,
-// with conversion if necessary; from devices, by queued copies that arrive later; or stay within a
-// device (GDS).
+// Fills a job's blocks with the bytes of an image, or with its difference from an earlier one, and
+// checksums them. Bytes come from host memory, with conversion if necessary; from devices, by queued
+// copies that arrive later; or stay within a device (GDS).
 #pragma once
 
 #include <cstddef>
@@ -67,6 +67,7 @@ class Source {
     void copy(Block& block);
     uint32_t copy_piece(Block& block, const Segment& segment, uint64_t begin, uint64_t end) const;
     uint32_t copy_host(Block& block, const Segment& segment, uint64_t begin, uint64_t end) const;
+    uint32_t subtract_base(Block& block, uint64_t begin, uint64_t end) const;
     void look_at_numbers(Block& block) const;
     void gather(Batch& batch);
     void list_copies(Block& block, Batch& batch);

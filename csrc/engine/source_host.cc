@@ -11,6 +11,7 @@ namespace fastckpt {
 
 namespace {
 constexpr size_t kConvertedAtOnce = 16 << 10;  // which the first-level cache holds
+constexpr size_t kSubtractedAtOnce = 16 << 10;
 }  // namespace
 
 Source::Source(const Image& image, Checksums& sums, Arena& arena, Mutex& queueing,
@@ -52,8 +53,27 @@ void Source::copy(Block& block) {
 uint32_t Source::copy_piece(Block& block, const Segment& segment, uint64_t begin,
                             uint64_t end) const {
     if (block.is_direct()) return direct_crc(block, begin, end - begin);
-    if (block.is_arriving) return crc32(0, block.at(begin), end - begin);
-    return copy_host(block, segment, begin, end);
+    if (block.is_arriving && image_.base == nullptr)
+        return crc32(0, block.at(begin), end - begin);
+    const uint32_t crc = block.is_arriving ? 0 : copy_host(block, segment, begin, end);
+    return image_.base == nullptr ? crc : subtract_base(block, begin, end);
+}
+
+// Exchanges staged bytes [begin, end) of the image for their difference from the base, which
+// receives them. Returns the CRC-32 of the difference.
+uint32_t Source::subtract_base(Block& block, uint64_t begin, uint64_t end) const {
+    std::byte* const target = block.at(begin);
+    std::byte* const base = image_.base + begin;
+    std::byte difference[kSubtractedAtOnce];
+    uint32_t crc = 0, base_crc = 0;
+    for (uint64_t at = 0; at < end - begin; at += sizeof difference) {
+        const uint64_t n = std::min<uint64_t>(sizeof difference, end - begin - at);
+        for (uint64_t i = 0; i < n; ++i) difference[i] = target[at + i] ^ base[at + i];
+        base_crc = crc32_copy(base + at, target + at, n, base_crc);
+        crc = crc32_copy(target + at, difference, n, crc);
+    }
+    block.base.append(base_crc, end - begin);
+    return crc;
 }
 
 // Copies bytes [begin, end) of the image, which are a segment's, from the host's memory, converted

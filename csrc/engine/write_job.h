@@ -92,6 +92,8 @@ class WriteJob : public std::enable_shared_from_this<WriteJob> {
     // Valid when all is staged, without failure.
     std::vector<uint32_t> block_crcs();
     std::vector<uint32_t> slot_crcs();
+    // Of the blocks of the image itself, if it has a base.
+    std::vector<uint32_t> base_crcs();
     // Stages and submits no further block. Transfers in flight complete; the job then counts as
     // failed with ECANCELED, unless every block was submitted before.
     void cancel();

@@ -77,6 +77,14 @@ std::vector<uint32_t> WriteJob::block_crcs() {
     return sums_.of_blocks();
 }
 
+std::vector<uint32_t> WriteJob::base_crcs() {
+    const EngineLock lock(engine_.mu_);
+    CHECK(next_seal_ == blocks_.size() && image_.base != nullptr);
+    std::vector<uint32_t> crcs;
+    for (const auto& block : blocks_) crcs.push_back(block->base.crc);
+    return crcs;
+}
+
 std::vector<uint32_t> WriteJob::slot_crcs() {
     const EngineLock lock(engine_.mu_);
     CHECK(next_seal_ == blocks_.size());

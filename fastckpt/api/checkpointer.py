@@ -303,7 +303,7 @@ class Checkpointer:
                 current.staging.devices,
                 differing=self._memo.unequal(),
                 watch=options.fence == "step",
-                checks_numbers=options.check_finite,
+                checks_numbers=options.check_finite or options.snapshot is not None,
             )
             plan = StepPlan(
                 handle,

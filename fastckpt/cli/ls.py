@@ -39,8 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _rows(steps: StepStore, *, is_local: bool) -> Iterator[dict[str, Any]]:
     infos, faults = steps.committed()
+    numbers = {manifest.nonce: manifest.step for _name, manifest in infos}
     for name, manifest in infos:
         wrong = _wrong(steps, name, manifest, is_local)
+        if not is_local and not manifest.bases <= numbers.keys():
+            wrong = wrong or "the step from which it is a difference is missing"
         yield {
             **_row(steps, name, is_local),
             "state": "damaged" if wrong else "committed",
@@ -49,6 +52,7 @@ def _rows(steps: StepStore, *, is_local: bool) -> Iterator[dict[str, Any]]:
             "nbytes": _nbytes(manifest),
             "saved": manifest.created,
             "ranks": manifest.world_size,
+            "bases": sorted(numbers[base] for base in manifest.bases if base in numbers),
             "metrics": manifest.metrics,
             "pinned": is_pinned(steps, name),
         }
@@ -97,6 +101,7 @@ def _print(rows: list[dict[str, Any]]) -> None:
             facts += [shown_size(row["nbytes"]), f"{_age(row['saved'])} old"]
         if "ranks" in row:
             facts.append(f"{row['ranks']} rank{'s' if row['ranks'] != 1 else ''}")
+            facts += [f"difference from step {base}" for base in row["bases"]]
             facts += [_metric(*each) for each in row["metrics"].items()]
             facts += ["pinned"] * row["pinned"]
         print("  ".join([*facts, state]))

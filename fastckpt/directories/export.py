@@ -192,7 +192,7 @@ def export(
         StorageError: one of `files` cannot be read, or examining `directory` took longer than
             timeout_s. All other errors of the file system are raised by result().
     """
-    _check_dtype(dtype)
+    check_dtype(dtype)
     file_bytes = check_size("shard_bytes", shard_bytes)
     if isinstance(files, str | os.PathLike):
         raise TypeError(f"files is {files!r}, must be a list of paths")
@@ -221,7 +221,7 @@ def export(
     )
 
 
-def _check_dtype(dtype: object) -> None:
+def check_dtype(dtype: object) -> None:
     if dtype is None:
         return
     if not isinstance(dtype, torch.dtype):

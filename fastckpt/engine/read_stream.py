@@ -72,8 +72,10 @@ class StridedReadStream(ReadStream, Protocol):
         runs = array("Q", (offset, storage.data_ptr(), storage.nbytes(), 1, 0, 0))
         return self.read_runs(runs, list(devices))
 
-    def read_runs(self, runs: Any, devices: list[Any]) -> bool:
-        """Copies rows (see CopyRow), an array in ascending order, to the host or `devices`."""
+    def read_runs(self, runs: Any, devices: list[Any], xors: bool = False) -> bool:
+        """Copies rows (see CopyRow), an array in ascending order, to the host or `devices`. If
+        `xors` is set, host memory receives the XOR of its own bytes and the file's bytes.
+        """
 
     def nbytes_read(self) -> int:
         """Returns how many bytes of the file were read or are being read."""
@@ -103,8 +105,8 @@ class EngineReadStream(StridedReadStream):
     def readinto(self, target: Any, offset: int) -> bool:
         return self._stream.readinto(target, offset)
 
-    def read_runs(self, runs: Any, devices: list[Any]) -> bool:
-        return self._stream.read_runs(runs, devices)
+    def read_runs(self, runs: Any, devices: list[Any], xors: bool = False) -> bool:
+        return self._stream.read_runs(runs, devices, xors)
 
     def arrive(self) -> bool:
         return self._stream.arrive()

@@ -163,6 +163,7 @@ class ImageTransfer:
                     image.numbers,
                     image.conversions,
                     None if slot is None else slot.of_engine,
+                    image.base,
                 )
             except BaseException:
                 if slot is not None:
@@ -344,6 +345,12 @@ class ImageTransfer:
     def block_crcs(self) -> list[int]:
         """Returns the CRC-32 of each block of the body; call it after wait_staged()."""
         return [] if self._job is None else self._job.block_crcs()
+
+    def base_crcs(self) -> list[int]:
+        """Returns the CRC-32 of each block of an image with a base, before the base was subtracted;
+        call it after wait_staged().
+        """
+        return [] if self._job is None else self._job.base_crcs()
 
     def slot_crcs(self) -> list[int]:
         """Returns the CRC-32 of each slot's segment; call it after wait_staged()."""

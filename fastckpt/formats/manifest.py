@@ -32,6 +32,7 @@ from fastckpt.formats.strict_json import check_members, check_texts, decode, enc
 from fastckpt.plan.boxes import span
 
 FORMAT, VERSION = "fastckpt-step", 2
+DELTA_VERSION = 3  # of the manifest of a step that has files with differences
 MANIFEST, OBJECTS = "manifest.json", "objects.pt"
 MANIFEST_BYTES_MAX = 1 << 28
 WRITER_BYTES_MAX = 1024
@@ -60,6 +61,8 @@ class Writer:
             none.
         keys: the key_hash() of its pieces' keys, ascending and unique; None if there are more than
             KEYS_MAX.
+        base: the nonce of the step from which its file is a difference; None if the file holds the
+            pieces themselves.
     """
 
     rank: int
@@ -70,6 +73,7 @@ class Writer:
     index_sha256: str
     span: tuple[float, float]
     keys: tuple[int, ...] | None
+    base: str | None = None
 
     @classmethod
     def of(cls, index: ShardIndex, name: str, content: bytes) -> Writer:
@@ -86,6 +90,7 @@ class Writer:
             index_sha256=hashlib.sha256(content).hexdigest(),
             span=(min(lows), max(highs)),
             keys=keys if len(keys) <= KEYS_MAX else None,
+            base=None if index.delta is None else index.delta.base,
         )
 
     def to_bytes(self) -> bytes:
@@ -133,6 +138,8 @@ class Writer:
                 f"nonce {index.nonce}, rank {index.rank} and {index.file} of {index.file_nbytes} "
                 "bytes"
             )
+        if self.base != (None if index.delta is None else index.delta.base):
+            raise CorruptCheckpoint("the index names another base than the manifest")
         return index
 
     def _written(self) -> dict[str, Any]:
@@ -140,7 +147,10 @@ class Writer:
         if self.keys is not None:
             packed = struct.pack(f"<{len(self.keys)}I", *self.keys)
             keys = base64.b64encode(packed).decode()
-        return vars(self) | {"span": [*self.span], "keys": keys}
+        written = vars(self) | {"span": [*self.span], "keys": keys}
+        if self.base is None:
+            del written["base"]
+        return written
 
     @classmethod
     def _of_written(cls, written: Any) -> Writer:
@@ -180,12 +190,17 @@ class Manifest:
     writers: tuple[Writer, ...]
     metrics: Mapping[str, float | str] = field(default_factory=dict, hash=False)
 
+    @property
+    def bases(self) -> frozenset[str]:
+        """The nonces of the steps from which files of this one are differences."""
+        return frozenset(writer.base for writer in self.writers if writer.base is not None)
+
     def to_bytes(self) -> bytes:
         """Returns the content of the manifest's file. Raises ValueError like validate()."""
         objects = self.objects._asdict() | {"crc32": crc_digits(self.objects.crc32)}
         written = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": DELTA_VERSION if self.bases else VERSION,
             "step": self.step,
             "nonce": self.nonce,
             "sequence": self.sequence,
@@ -226,7 +241,7 @@ class Manifest:
             )
         try:
             written: Any = decode(content)
-            check_version(written, FORMAT, VERSION)
+            check_version(written, FORMAT, (VERSION, DELTA_VERSION))
             validate(written)
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"the manifest is malformed: {error}") from None
@@ -252,7 +267,7 @@ def validate(manifest: Any) -> None:
         "writers": list,
     }
     check_members(manifest, kinds, "it")
-    if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
+    if manifest["format"] != FORMAT or manifest["version"] not in (VERSION, DELTA_VERSION):
         raise ValueError(f"it is a {shown(manifest['format'])} of version {manifest['version']}")
     validate_metrics(manifest["metrics"])
     if manifest["sequence"] > SEQUENCE_MAX:
@@ -273,6 +288,9 @@ def validate(manifest: Any) -> None:
         names |= {writer["file"], writer["index"]}
     if len(names) != 2 + 2 * len(manifest["writers"]):
         raise ValueError("a file is named twice")
+    has_base = any("base" in writer for writer in manifest["writers"])
+    if has_base != (manifest["version"] == DELTA_VERSION):
+        raise ValueError(f"version {manifest['version']} does not fit to its writers' bases")
 
 
 def validate_metrics(metrics: Mapping[str, object]) -> None:
@@ -302,7 +320,10 @@ _WRITER_KINDS: dict[str, type | tuple[type, ...]] = {
 
 def _validate_writer(writer: Any) -> None:
     """Raises ValueError unless this is a writer's record, either separate or in a manifest."""
-    check_members(writer, _WRITER_KINDS, "a writer")
+    has_base = isinstance(writer, dict) and "base" in writer
+    check_members(writer, _WRITER_KINDS | ({"base": str} if has_base else {}), "a writer")
+    if has_base:
+        check_nonce(writer["base"])
     check_file_name(writer["file"])
     check_file_name(writer["index"])
     if writer["index_nbytes"] > INDEX_BYTES_MAX:

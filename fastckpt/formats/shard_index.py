@@ -34,6 +34,7 @@ from fastckpt.plan.boxes import Box
 from fastckpt.plan.image import PAGE_BYTES, block_count
 
 FORMAT, VERSION = "fastckpt-index", 3
+DELTA_VERSION = 4  # of the index of a file that holds a difference
 INDEX_BYTES_MAX = 1 << 30
 PER_RANK = "fastckpt.per_rank"
 _SUFFIXES = {None: "", "zstd": ".zst", "planes": ".planes"}  # of files, by their codec
@@ -61,6 +62,19 @@ class Piece(NamedTuple):
 _piece: Callable[[Sequence[Any]], Piece] = partial(tuple.__new__, Piece)
 
 
+class Delta(NamedTuple):
+    """The checksums of a file that holds the XOR of two files with the same layout: the file that
+    the index describes, and the file of the same writer in an earlier step.
+
+    Attributes:
+        base: the nonce of the earlier step.
+        block_crcs: CRC-32 of each block of the file that the index describes.
+    """
+
+    base: str
+    block_crcs: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class ShardIndex:
     """The index of the data that one writer stored, with the checksums to verify it.
@@ -78,6 +92,7 @@ class ShardIndex:
             empty.
         pieces: the pieces of tensors.
         per_rank: begin and size in bytes of the entry PER_RANK, or None.
+        delta: set if the file holds a difference; None if it holds the pieces themselves.
     """
 
     nonce: str
@@ -91,6 +106,14 @@ class ShardIndex:
     frames: tuple[int, ...]
     pieces: tuple[Piece, ...]
     per_rank: tuple[int, int] | None
+    delta: Delta | None = None
+
+    @property
+    def whole_crcs(self) -> tuple[int, ...]:
+        """CRC-32 of each block of the file with the pieces, of which the stored one may be the
+        difference from another.
+        """
+        return self.block_crcs if self.delta is None else self.delta.block_crcs
 
     @cached_property
     def by_key(self) -> dict[str, list[Piece]]:
@@ -118,9 +141,10 @@ class ShardIndex:
         def listed(numbers: tuple[int, ...]) -> list[int]:
             return lists.setdefault(numbers, [*numbers])
 
+        delta = self.delta
         written = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if delta is None else DELTA_VERSION,
             "nonce": self.nonce,
             "rank": self.rank,
             "file": self.file,
@@ -131,6 +155,7 @@ class ShardIndex:
             "codec": self.codec,
             "frames": [*self.frames],
             "per_rank": None if self.per_rank is None else [*self.per_rank],
+            **({} if delta is None else _written(delta)),
             "pieces": [
                 {
                     "key": piece.key,
@@ -163,11 +188,10 @@ class ShardIndex:
             raise CorruptCheckpoint(f"{len(content)} bytes are too many for an index")
         try:
             written: Any = decode(content)
-            check_version(written, FORMAT, VERSION)
+            check_version(written, FORMAT, (VERSION, DELTA_VERSION))
             pieces = validate(written)
         except (ValueError, RecursionError) as error:
             raise CorruptCheckpoint(f"the index is malformed: {error}") from None
-        crcs = bytes.fromhex(written["crc32"])
         per_rank = written["per_rank"]
         return cls(
             nonce=written["nonce"],
@@ -176,12 +200,30 @@ class ShardIndex:
             file_nbytes=written["file_nbytes"],
             nbytes=written["nbytes"],
             block_bytes=written["block_bytes"],
-            block_crcs=struct.unpack(f">{len(crcs) // 4}I", crcs),
+            block_crcs=_unpacked(written["crc32"]),
             codec=written["codec"],
             frames=tuple(written["frames"]),
             pieces=pieces,
             per_rank=None if per_rank is None else (per_rank[0], per_rank[1]),
+            delta=_delta_of(written),
         )
+
+
+def _written(delta: Delta) -> dict[str, str]:
+    return {
+        "base": delta.base,
+        "whole_crc32": "".join(map(crc_digits, delta.block_crcs)),
+    }
+
+
+def _delta_of(written: Any) -> Delta | None:
+    if written["version"] == VERSION:
+        return None
+    return Delta(written["base"], _unpacked(written["whole_crc32"]))
+
+
+def _unpacked(digits: str) -> tuple[int, ...]:
+    return struct.unpack(f">{len(digits) // _CRC_DIGITS}I", bytes.fromhex(digits))
 
 
 def validate(index: Any) -> tuple[Piece, ...]:
@@ -195,19 +237,30 @@ def validate(index: Any) -> tuple[Piece, ...]:
         "codec": (str, type(None)),
         "per_rank": (list, type(None)),
     }
+    is_delta = isinstance(index, dict) and index.get("version") == DELTA_VERSION
+    if is_delta:
+        kinds |= dict.fromkeys(("base", "whole_crc32"), str)
     check_members(index, kinds, "it")
-    if (index["format"], index["version"]) != (FORMAT, VERSION):
+    if index["format"] != FORMAT or index["version"] not in (VERSION, DELTA_VERSION):
         raise ValueError(f"it is a {shown(index['format'])} of version {index['version']}")
     check_nonce(index["nonce"])
     check_file_name(index["file"])
     block_bytes = index["block_bytes"]
     check_block_bytes(block_bytes)
     blocks = block_count(index["nbytes"], block_bytes)
-    digits = index["crc32"]
-    if blocks == 0 or len(digits) != _CRC_DIGITS * blocks or _HEX.fullmatch(digits) is None:
-        raise ValueError(f"crc32 must be one CRC-32 of 8 hex digits for each of {blocks} blocks")
+    _check_crcs(index["crc32"], blocks)
+    if is_delta:
+        check_nonce(index["base"])
+        _check_crcs(index["whole_crc32"], blocks)
+        if index["per_rank"] is not None:
+            raise ValueError("per_rank must be null in a difference")
     _check_frames(index, blocks)
     return _check_pieces(index)
+
+
+def _check_crcs(digits: str, blocks: int) -> None:
+    if blocks == 0 or len(digits) != _CRC_DIGITS * blocks or _HEX.fullmatch(digits) is None:
+        raise ValueError(f"crc32 must be one CRC-32 of 8 hex digits for each of {blocks} blocks")
 
 
 def _check_frames(index: Any, blocks: int) -> None:
@@ -288,10 +341,12 @@ def _check_piece(key: str, dtype: Any, shape: Any, offset: Any, size: Any) -> in
     return nbytes
 
 
-def check_version(written: object, form: str, version: int) -> None:
-    """Raises IncompatibleCheckpoint if this is the format `form` in another version."""
-    if isinstance(written, dict) and written.get("format") == form:
-        refuse_other_version(f"the {form}", written.get("version"), version)
+def check_version(written: object, form: str, versions: Sequence[int]) -> None:
+    """Raises IncompatibleCheckpoint if this is the format `form`, in another version than these."""
+    if not isinstance(written, dict) or written.get("format") != form:
+        return
+    if written.get("version") not in versions:
+        refuse_other_version(f"the {form}", written.get("version"), versions[-1])
 
 
 def check_nonce(nonce: str) -> None:

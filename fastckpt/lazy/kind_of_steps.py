@@ -33,7 +33,7 @@ from fastckpt.saving.lease import Lease
 from fastckpt.state.targets import Target
 from fastckpt.state.tree import Stored as Placeholder
 from fastckpt.steps.copies import StepCopies
-from fastckpt.steps.load import StepReader
+from fastckpt.steps.load import StepReader, base_beside
 from fastckpt.steps.no_steps import is_step, what_is_there
 from fastckpt.steps.root import store_at
 from fastckpt.steps.store import StepStore
@@ -68,7 +68,8 @@ class StepSource:
         manifest, path = steps.read(name), steps.path(name)
         self._files = ExitStack()
         copies = StepCopies(storage, staging, [path], open_shards=self._files)
-        self._reader = StepReader(staging, path, manifest, copies)
+        base = base_beside(storage, staging, steps, name, self._files)
+        self._reader = StepReader(staging, path, manifest, copies, base)
         self._close = close
         self.facts: dict[str, int | str] = {
             "step": manifest.step,
@@ -332,7 +333,7 @@ def _verify(place: Place, steps: StepStore, name: str, is_local: bool) -> int:
     """Verifies every file that the manifest names, and protects the step from removal until the
     end. If `is_local`, verifies only the files of this node's writers.
     """
-    with steps.hold(name):
+    with steps.hold(name), ExitStack() as holding:
         manifest = steps.read(name)
         copies = StepCopies(place.storage, place.staging, [steps.path(name)])
         there = {*steps.storage.names(steps.path(name))}
@@ -342,6 +343,10 @@ def _verify(place: Place, steps: StepStore, name: str, is_local: bool) -> int:
         for writer in manifest.writers:
             if not is_local or {writer.index, writer.file} & there:
                 checks.append(partial(_verify_writer, copies, manifest, writer))
+        if manifest.bases and not is_local:
+            base = base_beside(place.storage, place.staging, steps, name, holding)
+            reader = StepReader(place.staging, steps.path(name), manifest, copies, base)
+            checks.append(partial(reader.check_bases))
         nbytes, damage = 0, []
         unread: StorageError | None = None
         for check in checks:

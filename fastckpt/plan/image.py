@@ -56,6 +56,9 @@ class Image:
             segments.
         conversions: for each segment whose dtype in memory differs from that in the image: the
             segment's number, and the engine's numbers of the dtypes in memory and in the image.
+        base: the address of body_nbytes of memory that hold an earlier image with the same layout;
+            0 if there is none. If it is set, the engine stages the XOR of both images, and copies
+            this image to that memory.
         sources: objects that own the segments' memory; they are kept until the body is staged.
         gathered: addresses of memory that the tail contains, each with the bytearray to which it
             must be copied before tail() is called.
@@ -67,6 +70,7 @@ class Image:
     slots: array[int] = field(default_factory=lambda: array("Q"))
     numbers: array[int] = field(default_factory=lambda: array("Q"))
     conversions: array[int] = field(default_factory=lambda: array("Q"))
+    base: int = 0
     sources: list[object] = field(default_factory=list)
     gathered: list[tuple[int, bytearray]] = field(default_factory=list)
     body_nbytes: int = 0

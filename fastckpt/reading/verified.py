@@ -38,6 +38,7 @@ from fastckpt.errors import (
     DeviceError,
     PeerFailed,
     StorageError,
+    ensure,
 )
 from fastckpt.formats import torch_zip, zip_records
 from fastckpt.plan.boxes import CopyRow
@@ -108,7 +109,8 @@ class GdsReadStream(StridedReadStream):
             for whole, at, nbytes in self._pieces(offset, len(view))
         )
 
-    def read_runs(self, runs: Any, devices: list[Any]) -> bool:
+    def read_runs(self, runs: Any, devices: list[Any], xors: bool = False) -> bool:
+        ensure(not xors, "GPUs receive copies")
         divided: dict[tuple[bool, bool], array[int]] = {}
         columns = memoryview(runs).cast("B").cast("Q")
         for first in range(0, len(columns), _RUN):
@@ -524,15 +526,20 @@ class Body:
         return GdsReadStream(self.stream, blocks, block_bytes, whole, direct)
 
     def move(
-        self, stream: StridedReadStream, rows: Iterable[CopyRow], devices: Sequence[Any] = ()
+        self,
+        stream: StridedReadStream,
+        rows: Iterable[CopyRow],
+        devices: Sequence[Any] = (),
+        xors: bool = False,
     ) -> None:
-        """Copies rows to memory; copies to `devices` may still be in flight when this returns.
+        """Copies rows to memory; copies to `devices` may still be in flight when this returns. See
+        read_runs() for `xors`.
 
         Raises:
             CorruptCheckpoint, StorageError, DeviceError: see check().
         """
         columns = array("Q", [value for row in rows for value in row])
-        self.check(stream, stream.read_runs(columns, list(devices)))
+        self.check(stream, stream.read_runs(columns, list(devices), xors))
 
     def read_all(self, stream: ReadStream) -> None:
         """Reads and verifies the complete body without keeping its bytes; raises like check()."""

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import errno
 import io
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import closing
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from itertools import chain, product
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from fastckpt.arguments.names import listed
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
-from fastckpt.engine.staging import Staging
+from fastckpt.engine.staging import Staging, crc32
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError, ensure
 from fastckpt.formats import partial_objects, safetensors
 from fastckpt.formats.conversion import put_converted
@@ -36,6 +37,9 @@ from fastckpt.state.targets import (
 )
 from fastckpt.state.tree import OwnValues, Stored, fill
 from fastckpt.steps.copies import StepCopies
+from fastckpt.steps.root import store_at
+from fastckpt.steps.store import StepStore
+from fastckpt.storage.file_system import Storage
 
 _PART_BYTES = 64 << 20  # of a rank's own values, read at a time
 # If a part of a tensor consists of more than _RUNS_MAX runs of fewer than _RUN_ITEMS_MIN items, it
@@ -54,6 +58,54 @@ def _common(index: ShardIndex, keys: Collection[str]) -> list[str]:
     return [key for key in index.by_key if key in keys]
 
 
+def is_difference(index: ShardIndex, base: ShardIndex) -> bool:
+    """Returns whether a file is the difference of the file that its index describes from another
+    one, by their checksums: for equal lengths, crc(a ^ b) = crc(a) ^ crc(b) ^ crc(zeros).
+    """
+    if (index.nbytes, index.block_bytes, index.pieces) != (
+        base.nbytes,
+        base.block_bytes,
+        base.pieces,
+    ):
+        return False
+    last = index.nbytes - (len(index.block_crcs) - 1) * index.block_bytes
+    zeros = [crc32(bytes(nbytes)) for nbytes in (index.block_bytes, last)]
+    columns = zip(index.whole_crcs, base.whole_crcs, index.block_crcs, strict=True)
+    sums = [whole ^ other ^ difference for whole, other, difference in columns]
+    return sums == [zeros[0]] * (len(sums) - 1) + zeros[1:]
+
+
+def base_beside(
+    storage: Storage,
+    staging: Staging,
+    steps: StepStore,
+    name: str,
+    holding: ExitStack,
+    held: StepReader | None = None,
+) -> Callable[[str], StepReader]:
+    """Returns StepReader's `base` for a step of a store. `holding` keeps the bases that it opens
+    from being removed. `held` is a base whose tensors are in memory.
+    """
+    if not name:  # the store is the step itself
+        steps = store_at(storage, os.path.dirname(steps.root))
+
+    def base(nonce: str) -> StepReader:
+        if held is not None and nonce == held.manifest.nonce:
+            return held
+        for item in steps.committed()[0]:
+            if item.manifest.nonce == nonce:
+                holding.enter_context(steps.hold(item.name))
+                path = steps.path(item.name)
+                copies = StepCopies(storage, staging, [path])
+                return StepReader(staging, path, item.manifest, copies, base)
+        raise CorruptCheckpoint(
+            f"a step under {steps.root!r} is a difference from one with the nonce {nonce}, which "
+            "is not there"
+        )
+
+    return base
+
+
 class StepReader:
     """One committed step, opened for reading.
 
@@ -62,6 +114,7 @@ class StepReader:
         path: the step's directory.
         manifest: the step's manifest.
         copies: opens the step's files.
+        base: returns the reader of the step with a nonce, which files here are differences from.
 
     Attributes:
         path, manifest, copies: the arguments.
@@ -74,8 +127,11 @@ class StepReader:
         path: str,
         manifest: Manifest,
         copies: StepCopies,
+        base: Callable[[str], StepReader] | None = None,
     ) -> None:
         self._staging = staging
+        self._base = base
+        self._bases: dict[str, StepReader] = {}
         self.path = path
         self.manifest = manifest
         self.copies = copies
@@ -95,6 +151,16 @@ class StepReader:
         for writer in self.manifest.writers:
             index = self._index(writer)
             yield self._path(index.file), index.pieces
+
+    def check_bases(self) -> int:
+        """Compares the checksums of each difference with those of the files that it connects, in
+        this step and in those that it builds on. Returns 0, the bytes read for it. Raises as
+        _base_of().
+        """
+        for writer in self.manifest.writers:
+            if writer.base is not None:
+                self._base_of(self._index(writer))
+        return sum(base.check_bases() for base in self._bases.values())
 
     def objects(self, weights_only: bool) -> Any:
         """Returns the nest of all values that are not in shards. With weights_only, each value that
@@ -263,7 +329,9 @@ class StepReader:
                 continue
             dtype = dtypes[target.key]
             tensor = target.tensor.detach()
-            as_it_lies = (
+            # A difference is added in memory of the host.
+            is_readable = tensor.device.type == "cpu" or not self.manifest.bases
+            as_it_lies = is_readable and (
                 tensor.dtype == dtype and takes_bytes(tensor, readable) and tensor.is_contiguous()
             )
             if not as_it_lies or (tensor.device.type != "cpu" and self._in_bits(target)):
@@ -345,7 +413,38 @@ class StepReader:
         """Reads rows of a shard, sorted by position, into memory of the host or of the devices in
         `reads`. Bytes are staged in host memory, except for blocks that `direct` can read.
         """
-        self.copies.whole(index.file, lambda: self._read_rows(index, rows, reads, direct))
+
+        def read() -> None:
+            if index.delta is not None:
+                base, of_base = self._base_of(index)
+                base._read_file(of_base, rows)  # anew each time, since the difference is added
+            self._read_rows(index, rows, reads, direct)
+
+        self.copies.whole(index.file, read)
+
+    def _base_of(self, index: ShardIndex) -> tuple[StepReader, ShardIndex]:
+        """Returns the reader of the step from which a shard is a difference, and the index there.
+
+        Raises:
+            CorruptCheckpoint: there is no such step, or it is not the one that was subtracted.
+        """
+        assert index.delta is not None
+        nonce = index.delta.base
+        if nonce not in self._bases:
+            if self._base is None:
+                raise CorruptCheckpoint(
+                    f"{self._path(index.file)!r} is a difference from another step"
+                )
+            self._bases[nonce] = self._base(nonce)
+        base = self._bases[nonce]
+        writer = next((its for its in base.manifest.writers if its.rank == index.rank), None)
+        of_base = None if writer is None else base._index(writer)
+        if of_base is None or not is_difference(index, of_base):
+            raise CorruptCheckpoint(
+                f"{self._path(index.file)!r} is a difference from another file than that of rank "
+                f"{index.rank} in {base.path!r}, although the step has the base's nonce"
+            )
+        return base, of_base
 
     def _read_rows(
         self,
@@ -364,7 +463,28 @@ class StepReader:
             closing(body.divided(numbers, direct, large)) as stream,
         ):
             try:
-                body.move(stream, rows, devices)
+                body.move(stream, rows, devices, xors=index.delta is not None)
                 body.check(stream, stream.arrive())
             finally:
                 self.nbytes_read += stream.nbytes_read()
+
+
+class StepInMemory(StepReader):
+    """A step that was read into the memory of its targets, from which a later one differs there.
+
+    Args:
+        reader: has read the step.
+    """
+
+    def __init__(self, reader: StepReader) -> None:
+        super().__init__(reader._staging, reader.path, reader.manifest, reader.copies)
+        self._indexes = reader._indexes
+
+    def _read_file(
+        self,
+        index: ShardIndex,
+        rows: Sequence[CopyRow],
+        reads: DeviceSources | None = None,
+        direct: GdsDevice | None = None,
+    ) -> None:
+        """Does nothing: the rows are in their places."""

@@ -27,7 +27,7 @@ from fastckpt.ranks.round import Round
 from fastckpt.ranks.search import COMING, GONE, Candidate, Search, Trial
 from fastckpt.saving.pipeline import Pipeline
 from fastckpt.steps.copies import Fetch, StepCopies
-from fastckpt.steps.load import StepReader
+from fastckpt.steps.load import StepReader, base_beside
 from fastckpt.steps.no_steps import holds_export, no_directories, warn_once, what_is_there
 from fastckpt.steps.store import BEGUN, DONE, Committed, StepStore, in_order
 from fastckpt.storage.file_system import OWN_SHORTAGES, persistently
@@ -173,7 +173,8 @@ class _StepTrial(Trial[tuple[int, T]]):
         near = self._near
         nearer, fetch = ([], None) if near is None else near(manifest, self._holding)
         copies = StepCopies(self._current.storage, staging, [*nearer, self.path], fetch=fetch)
-        return manifest.step, self._read(StepReader(staging, self.path, manifest, copies))
+        base = base_beside(self._current.storage, staging, steps, self._name, self._holding)
+        return manifest.step, self._read(StepReader(staging, self.path, manifest, copies, base))
 
     def _is_gone(self) -> bool:
         """Returns whether the step was removed or replaced. On file systems where hosts do not see

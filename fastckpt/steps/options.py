@@ -22,6 +22,7 @@ from fastckpt.arguments.checks import (
 )
 from fastckpt.arguments.environment import Memory
 from fastckpt.arguments.options import WriteOptions
+from fastckpt.steps.snapshot import Snapshot
 
 Local: TypeAlias = str | os.PathLike[str] | tuple[str | os.PathLike[str], int] | Memory
 KEEP_LOCAL = 2  # steps, if the caller does not say
@@ -41,6 +42,8 @@ class StepOptions(WriteOptions):
     keep_best: KeepBest | None = None
     local: Local | None = None
     check_finite: bool = False
+    snapshot: Snapshot | None = None
+    keep_s: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

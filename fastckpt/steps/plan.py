@@ -12,6 +12,7 @@ import secrets
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from operator import itemgetter
@@ -23,6 +24,7 @@ from fastckpt.formats import safetensors, torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import (
     PER_RANK,
+    Delta,
     Piece,
     ShardIndex,
     entry_name,
@@ -67,6 +69,10 @@ class StepPlace(Place):
         self._agreement = agreement
         self._number = number
         self._options = options
+
+    def awaited(self, previous: Sequence[InnerHandle], pipeline: Pipeline) -> Sequence[InnerHandle]:
+        # A step that was not committed is no base.
+        return () if self._options.snapshot is None else previous
 
     def begin(self) -> None:
         if self._agreement.rank == 0:
@@ -188,6 +194,12 @@ class Shard:
                 names.append(leaf.key)
         return names
 
+    def pieces(self) -> tuple[Piece, ...]:
+        return tuple(
+            Piece(leaf.key, safetensors.NAMES[leaf.local.dtype], leaf.shape, box, begin)
+            for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False)
+        )
+
     def index(
         self,
         nonce: str,
@@ -195,11 +207,8 @@ class Shard:
         block_crcs: list[int],
         codec: str | None = None,
         frames: tuple[int, ...] = (),
+        delta: Delta | None = None,
     ) -> ShardIndex:
-        pieces = [
-            Piece(leaf.key, safetensors.NAMES[leaf.local.dtype], leaf.shape, box, begin)
-            for (leaf, box), begin in zip(self._pieces, self._offsets, strict=False)
-        ]
         own = (self._offsets[-1], self._per_rank_nbytes) if self._per_rank_nbytes else None
         return ShardIndex(
             nonce=nonce,
@@ -211,8 +220,9 @@ class Shard:
             block_crcs=tuple(block_crcs),
             codec=codec,
             frames=frames,
-            pieces=tuple(pieces),
+            pieces=self.pieces(),
             per_rank=own,
+            delta=delta,
         )
 
 
@@ -250,7 +260,7 @@ class StepPlan(Plan):
     ) -> None:
         super().__init__(content.reads, content.watched)
         # A codec makes one frame of each block.
-        self.whole = options.codec is not None
+        self.whole = options.codec is not None or options.snapshot is not None
         self._handle = handle
         self._agreement = agreement
         self._step = step
@@ -270,7 +280,12 @@ class StepPlan(Plan):
         assert content is not None
         own = Shard(content.leaves, content.per_rank, agreement.rank)
         names = own.look_at_numbers() if self._options.check_finite else []
-        if self.whole or names:
+        options = self._options
+        if options.snapshot is not None:
+            options.snapshot.begin(own.image, own.pieces())
+            if options.snapshot.base is not None:
+                options = replace(options, codec="planes")
+        if self.whole or names or options.snapshot is not None:
             self.way = "host"
         description = content.description
         compared = comparable(content.leaves, agreement.world_size, description.first_rank)
@@ -281,8 +296,8 @@ class StepPlan(Plan):
         if small:
             description.small = Description([])
             description.small.sample(small, seed)
-        path, how = self._handle.path, (self._place, self._options)
-        self._shard = _ShardOutput(own, path, agreement, self._storage, *how)
+        path, how = self._handle.path, (self._place, options)
+        self._shard = _ShardOutput(own, self._handle, agreement, self._storage, *how)
         self._shard.names = names
         captured, content.objects = content.objects, None
         records = [] if captured is None else captured.records
@@ -386,21 +401,22 @@ class _ShardOutput(Output):
     def __init__(
         self,
         shard: Shard,
-        path: str,
+        handle: InnerHandle,
         agreement: Round,
         storage: Storage,
         place: StepPlace,
         options: StepOptions,
     ) -> None:
-        super().__init__(shard.image, path)
-        self._shard = shard
+        super().__init__(shard.image, handle.path)
+        self._shard, self._handle = shard, handle
         self.nonce, self.record = "", b""
         self._storage = storage
         self.place = place
         self._options = options
         self._rank = agreement.rank
         self._name = shard_name(agreement.rank, options.codec)
-        self.slot_label = "" if shard.is_empty or options.codec is not None else self._name
+        is_coded = options.codec is not None or options.snapshot is not None
+        self.slot_label = "" if shard.is_empty or is_coded else self._name
         self._writer: FrameWriter | None = None
 
     def open(self) -> None:
@@ -426,8 +442,11 @@ class _ShardOutput(Output):
     def end(self) -> None:
         shard, file, step = self._shard, self.file, self.place.step
         frames = () if self._writer is None else self._writer.frames()
-        crcs = file.transfer.block_crcs()
-        index = shard.index(self.nonce, self._name, crcs, self._options.codec, frames)
+        crcs, snapshot = file.transfer.block_crcs(), self._options.snapshot
+        delta = None if snapshot is None else snapshot.delta(file.transfer.base_crcs())
+        index = shard.index(self.nonce, self._name, crcs, self._options.codec, frames, delta)
+        if snapshot is not None:
+            snapshot.end(self._handle, index, self.nonce)
         file.end(shard.nbytes)
         name, content = index_name(self._rank), index.to_bytes()
         step.write(name, content, file.fd, self._options.durable)

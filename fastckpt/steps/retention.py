@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from datetime import datetime
 
 from fastckpt.arguments.checks import MODES, KeepBest, Mode, check_choice, check_metrics
 from fastckpt.arguments.names import listed
@@ -88,6 +90,8 @@ def superfluous(
     for place, item in enumerate(committed):
         if not steps.has_seen(item):
             entries[place] = entries[place]._replace(number=None, counts=False, is_pinned=True)
+        if options.keep_s and _age_s(item) < options.keep_s:
+            entries[place] = entries[place]._replace(is_pinned=True)
     going = victims([each for each in entries if each.number == own.step], Policy(1))
     if options.keep_last is not None:
         rest = [
@@ -97,7 +101,23 @@ def superfluous(
         ]
         top = options.keep_best[2] if options.keep_best else 0
         going += victims(rest, Policy(options.keep_last, options.keep_every, top=top))
-    return going
+    return _without_bases(going, committed)
+
+
+def _age_s(item: Committed) -> float:
+    created = datetime.fromisoformat(item.manifest.created.replace("Z", "+00:00"))
+    return time.time() - created.timestamp()
+
+
+def _without_bases(going: list[str], committed: list[Committed]) -> list[str]:
+    """Returns `going` without the steps from which others that stay are differences."""
+    named = {item.manifest.nonce: item for item in committed}
+    needed, open_ends = set[str](), [item for item in committed if item.name not in going]
+    while open_ends:
+        bases = [named[each] for each in open_ends.pop().manifest.bases if each in named]
+        open_ends += [item for item in bases if item.name not in needed]
+        needed.update(item.name for item in bases)
+    return [name for name in going if name not in needed]
 
 
 def criterion(keep_best: KeepBest | None, metric: str | None, mode: Mode | None) -> KeepBest:

@@ -1,0 +1,306 @@
+"""WeightSubscriber: inference workers, evaluators or other readers prepare a version of a model's
+weights, verified, before they change their own model.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeAlias
+
+import torch
+
+from fastckpt.arguments.checks import check_deadline
+from fastckpt.arguments.names import listed
+from fastckpt.arguments.urls import StorageOptions, path_of
+from fastckpt.directories.export import check_dtype as check_dtype
+from fastckpt.directories.export import chosen, export, names_in_model, take_name
+from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, Vanished
+from fastckpt.formats.value_names import joined
+from fastckpt.plan.boxes import Box, whole
+from fastckpt.saving import pipeline
+from fastckpt.state.dtensors import dtensor_part
+from fastckpt.state.fit import Rename
+from fastckpt.state.kinds import is_sharded
+from fastckpt.state.targets import Target
+from fastckpt.state.tree import State, Stored, stored_of, tensors_in
+from fastckpt.steps.copies import StepCopies
+from fastckpt.steps.load import StepInMemory, StepReader, base_beside
+from fastckpt.steps.no_steps import real_path
+from fastckpt.steps.root import store_at
+from fastckpt.steps.store import Committed
+
+log = logging.getLogger("fastckpt")
+
+POLL_S = 0.2  # between two looks for a new version
+# Returns the part of a tensor that a reader wants, given its name and shape; None: all of it.
+Part: TypeAlias = Callable[[str, tuple[int, ...]], Sequence[slice] | None]
+
+
+def named(
+    state: Any, dtype: torch.dtype | None, rename: Rename | None, only: str | None
+) -> dict[str, torch.Tensor]:
+    """Returns the tensors to publish, converted, by the names that the model has for them. The
+    arguments are fastckpt.export's. Raises ValueError as export().
+    """
+    tensors = [(joined(keys), tensor) for keys, tensor in tensors_in(state)]
+    facts = [(name, tensor.dtype) for name, tensor in tensors]
+    found, taken = dict[str, torch.Tensor](), dict[str, str]()
+    for number, name, stored in chosen(facts, dtype, rename, only):
+        old, tensor = tensors[number]
+        take_name(name, old, taken)
+        found[name] = tensor.detach().to(stored)
+    if not found:
+        raise ValueError("the state holds no tensor to publish")
+    return found
+
+
+class WeightUpdate:
+    """A version that is prepared: fetched, verified and put together in host memory. It is valid
+    until its subscriber's next call of next() or close().
+
+    Attributes:
+        version: its number.
+        nonce: the random name of the version among all, as 32 hex digits.
+        tensors: the host tensors by name, or their parts that the subscriber wants.
+    """
+
+    def __init__(
+        self,
+        subscriber: WeightSubscriber,
+        version: int,
+        nonce: str,
+        tensors: Mapping[str, torch.Tensor],
+    ) -> None:
+        self._subscriber = subscriber
+        self.version, self.nonce, self.tensors = version, nonce, tensors
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields names and tensors, in the order of the published state."""
+        for name, tensor in self.tensors.items():
+            self._check_valid()
+            yield name, tensor
+
+    def apply(self, model: State) -> None:
+        """Copies the weights into a model, in place; converts dtypes as Tensor.copy_ does. A
+        misfit is found before the first byte of the model changes.
+
+        Args:
+            model: a module, a state dict or a nest of these with the names of the version; its
+                DTensors receive their part.
+
+        Raises:
+            IncompatibleCheckpoint: the model and the version differ in names or shapes.
+            CheckpointError: the update is no longer valid.
+        """
+        self._check_valid()
+        own = _tensors_of(model)
+        _refuse("the version has no tensor", own.keys() - self.tensors.keys())
+        _refuse("the model has no tensor", self.tensors.keys() - own.keys())
+        targets = {name: _local(name, tensor) for name, tensor in own.items()}
+        _refuse(
+            "the version has another shape for",
+            {name for name, its in targets.items() if its.shape != self.tensors[name].shape},
+        )
+        with torch.no_grad():
+            for name, target in targets.items():
+                target.copy_(self.tensors[name])
+        self._subscriber.version = self.version
+
+    def to_directory(self, path: str | os.PathLike[str], **arguments: Any) -> None:
+        """Writes the version as a Hugging Face directory, committed atomically; as fastckpt.export,
+        whose arguments these are. Only a subscriber of whole tensors can.
+        """
+        self._check_valid()
+        export(dict(self.tensors), path, **arguments).result()
+
+    def _check_valid(self) -> None:
+        if self._subscriber.nonce != self.nonce:
+            raise CheckpointError(
+                f"version {self.version} is no longer held: the subscriber has prepared another "
+                "one since, or is closed"
+            )
+
+
+class WeightSubscriber:
+    """Prepares the versions that a WeightPublisher has committed, in host memory.
+
+    It holds one copy of the weights that it wants. From the version that it holds it reads only
+    differences; otherwise a full version, and all differences since.
+
+    Args:
+        root: the publisher's.
+        like: a module, a state dict or a nest of these: only tensors with these names are wanted,
+            and of DTensors only this rank's part. None: all tensors.
+        part: of each tensor, the part that is wanted, such as the slice of a tensor-parallel
+            worker; a function of name and shape that returns a slice without a step for each
+            dimension, or None for all of it. Only the blocks that hold it are read.
+        storage_options: as Checkpointer's.
+        timeout_s: for how long a server may not answer.
+
+    Attributes:
+        version: the version that was applied last; None: none was.
+        nonce: of the version that is held; "": none is.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        like: State | None = None,
+        part: Part | None = None,
+        storage_options: StorageOptions | None = None,
+        timeout_s: float = 1800.0,
+    ) -> None:
+        path = real_path(path_of("root", root, storage_options, timeout_s), timeout_s)
+        self._storage = pipeline.current().storage
+        self._steps = store_at(self._storage, path)
+        self._boxes: dict[str, Box] | None = None
+        if like is not None:
+            self._boxes = {name: _box(name, its) for name, its in _tensors_of(like).items()}
+        self._part = part
+        self._held: StepReader | None = None
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._sequence = 0
+        self._damaged = set[str]()
+        self.version: int | None = None
+        self.nonce = ""
+
+    def next(self, timeout_s: float = 0.0) -> WeightUpdate | None:
+        """Prepares the newest version that was committed after the one held.
+
+        Every byte of it is verified by checksums, with the chain of differences, before this
+        returns. A damaged version is passed over, with a warning, for an older one that is new.
+
+        Args:
+            timeout_s: how long to wait for a new version.
+
+        Returns:
+            The version; None if there is none in time.
+
+        Raises:
+            StorageError: the root cannot be read. IncompatibleCheckpoint: a newer fastckpt wrote
+            the version, or it does not fit `like` or `part`. An earlier update is invalid then.
+        """
+        until = time.monotonic() + check_deadline("timeout_s", timeout_s)
+        while True:
+            update = self._look()
+            remaining_s = until - time.monotonic()
+            if update is not None or remaining_s <= 0:
+                return update
+            time.sleep(min(POLL_S, remaining_s))
+
+    def _look(self) -> WeightUpdate | None:
+        committed, faults = self._steps.committed()
+        for fault in faults:
+            if isinstance(fault.error, IncompatibleCheckpoint):
+                raise fault.error
+        for item in committed:
+            nonce = item.manifest.nonce
+            if item.manifest.sequence <= self._sequence:  # a listing may be stale
+                break
+            if nonce in self._damaged:
+                continue
+            try:
+                self._prepare(item)
+            except Vanished:  # retention has removed it, since there is a newer one
+                continue
+            except CorruptCheckpoint as error:
+                self._damaged.add(nonce)
+                log.warning("version %d is passed over: %s", item.manifest.step, error)
+                continue
+            self.nonce, self._sequence = nonce, item.manifest.sequence
+            return WeightUpdate(self, item.manifest.step, nonce, self._tensors)
+        return None
+
+    def _prepare(self, item: Committed) -> None:
+        """Reads a version into the tensors that are held."""
+        steps, staging, path = self._steps, pipeline.current().staging, self._steps.path(item.name)
+        held, self._held, self.nonce = self._held, None, ""  # until everything is read
+        if held is not None:  # the version held may be prepared again, if this one cannot be read
+            self._sequence -= 1
+        with ExitStack() as holding:
+            holding.enter_context(steps.hold(item.name))
+            if steps.read(item.name).nonce != item.manifest.nonce:
+                raise Vanished(path)
+            base = base_beside(self._storage, staging, steps, item.name, holding, held)
+            copies = StepCopies(self._storage, staging, [path])
+            reader = StepReader(staging, path, item.manifest, copies, base)
+            tensors, targets = self._targets(reader.objects(weights_only=True), path)
+            if held is not None and any(
+                self._tensors.get(target.key) is not target.tensor for target in targets
+            ):  # some memory holds nothing yet
+                reader = StepReader(
+                    staging,
+                    path,
+                    item.manifest,
+                    copies,
+                    base_beside(self._storage, staging, steps, item.name, holding),
+                )
+            reader.read(targets)
+            self._tensors, self._held = tensors, StepInMemory(reader)
+
+    def _targets(self, saved: Any, path: str) -> tuple[dict[str, torch.Tensor], list[Target]]:
+        """Returns the tensors of a version by name, in memory that is held already where it fits,
+        and the parts to read into them.
+        """
+        if not isinstance(saved, dict):
+            raise IncompatibleCheckpoint(f"{path!r} was not written by a WeightPublisher")
+        if self._boxes is not None:
+            _refuse(f"{path!r} has no tensor", self._boxes.keys() - saved.keys())
+        tensors, targets = dict[str, torch.Tensor](), list[Target]()
+        for name, value in saved.items():
+            stored = stored_of(value)
+            if self._boxes is not None and name not in self._boxes:
+                continue
+            if stored is None:
+                raise IncompatibleCheckpoint(f"{path!r} was not written by a WeightPublisher")
+            box = self._wanted(name, stored)
+            memory = self._tensors.get(name)
+            if memory is None or (memory.dtype, memory.shape) != (stored.dtype, box.sizes):
+                memory = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
+            tensors[name] = memory
+            targets.append(Target(*stored, box, memory))
+        return tensors, targets
+
+    def _wanted(self, name: str, stored: Stored) -> Box:
+        everything = whole(stored.shape) if self._boxes is None else self._boxes[name]
+        slices = None if self._part is None else self._part(name, stored.shape)
+        if slices is None:
+            return everything
+        bounds = [its.indices(size) for its, size in zip(slices, stored.shape, strict=True)]
+        begins = tuple(begin for begin, _end, _step in bounds)
+        return Box(begins, tuple(max(0, end - begin) for begin, end, _step in bounds))
+
+    def close(self) -> None:
+        """Frees the memory; an update is no longer valid."""
+        self._held, self._tensors, self.nonce = None, {}, ""
+
+    def __enter__(self) -> WeightSubscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _tensors_of(state: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a state by the names that they are published with."""
+    tensors = [(joined(keys), tensor) for keys, tensor in tensors_in(state)]
+    names = names_in_model([name for name, _tensor in tensors])
+    return {name: tensor for name, (_old, tensor) in zip(names, tensors, strict=True)}
+
+
+def _local(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return dtensor_part(name, tensor)[0] if is_sharded(tensor) else tensor
+
+
+def _box(name: str, tensor: torch.Tensor) -> Box:
+    return dtensor_part(name, tensor)[1] if is_sharded(tensor) else whole(tuple(tensor.shape))
+
+
+def _refuse(what: str, names: Any) -> None:
+    if names:
+        raise IncompatibleCheckpoint(f"{what} {listed(map(repr, sorted(names)))}")
