@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -114,6 +115,20 @@ class ShardIndex:
         difference from another.
         """
         return self.block_crcs if self.delta is None else self.delta.block_crcs
+
+    def is_difference_from(self, base: ShardIndex) -> bool:
+        """Returns whether the file is the difference of the file that this index describes from
+        that of another index, by their checksums. For blocks of equal size, crc(a ^ b) is
+        crc(a) ^ crc(b) ^ crc(zeros).
+        """
+        own, other = ((it.nbytes, it.block_bytes, it.pieces) for it in (self, base))
+        if own != other:
+            return False
+        last = self.nbytes - (len(self.block_crcs) - 1) * self.block_bytes
+        zeros = [zlib.crc32(bytes(nbytes)) for nbytes in (self.block_bytes, last)]
+        columns = zip(self.whole_crcs, base.whole_crcs, self.block_crcs, strict=True)
+        sums = [whole ^ before ^ difference for whole, before, difference in columns]
+        return sums == [zeros[0]] * (len(sums) - 1) + zeros[1:]
 
     @cached_property
     def by_key(self) -> dict[str, list[Piece]]:

@@ -18,7 +18,7 @@ import torch
 from fastckpt.arguments.names import listed
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
-from fastckpt.engine.staging import Staging, crc32
+from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError, ensure
 from fastckpt.formats import partial_objects, safetensors
 from fastckpt.formats.conversion import put_converted
@@ -56,23 +56,6 @@ def _common(index: ShardIndex, keys: Collection[str]) -> list[str]:
     if len(keys) < len(index.by_key):
         return [key for key in keys if key in index.by_key]
     return [key for key in index.by_key if key in keys]
-
-
-def is_difference(index: ShardIndex, base: ShardIndex) -> bool:
-    """Returns whether a file is the difference of the file that its index describes from another
-    one, by their checksums: for equal lengths, crc(a ^ b) = crc(a) ^ crc(b) ^ crc(zeros).
-    """
-    if (index.nbytes, index.block_bytes, index.pieces) != (
-        base.nbytes,
-        base.block_bytes,
-        base.pieces,
-    ):
-        return False
-    last = index.nbytes - (len(index.block_crcs) - 1) * index.block_bytes
-    zeros = [crc32(bytes(nbytes)) for nbytes in (index.block_bytes, last)]
-    columns = zip(index.whole_crcs, base.whole_crcs, index.block_crcs, strict=True)
-    sums = [whole ^ other ^ difference for whole, other, difference in columns]
-    return sums == [zeros[0]] * (len(sums) - 1) + zeros[1:]
 
 
 def base_beside(
@@ -439,7 +422,7 @@ class StepReader:
         base = self._bases[nonce]
         writer = next((its for its in base.manifest.writers if its.rank == index.rank), None)
         of_base = None if writer is None else base._index(writer)
-        if of_base is None or not is_difference(index, of_base):
+        if of_base is None or not index.is_difference_from(of_base):
             raise CorruptCheckpoint(
                 f"{self._path(index.file)!r} is a difference from another file than that of rank "
                 f"{index.rank} in {base.path!r}, although the step has the base's nonce"

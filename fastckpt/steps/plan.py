@@ -282,9 +282,8 @@ class StepPlan(Plan):
         names = own.look_at_numbers() if self._options.check_finite else []
         options = self._options
         if options.snapshot is not None:
-            options.snapshot.begin(own.image, own.pieces())
-            if options.snapshot.base is not None:
-                options = replace(options, codec="planes")
+            is_delta = options.snapshot.begin(own.image, own.pieces())
+            options = replace(options, codec="planes" if is_delta else None)
         if self.whole or names or options.snapshot is not None:
             self.way = "host"
         description = content.description
@@ -446,7 +445,7 @@ class _ShardOutput(Output):
         delta = None if snapshot is None else snapshot.delta(file.transfer.base_crcs())
         index = shard.index(self.nonce, self._name, crcs, self._options.codec, frames, delta)
         if snapshot is not None:
-            snapshot.end(self._handle, index, self.nonce)
+            snapshot.end(self._handle, index)
         file.end(shard.nbytes)
         name, content = index_name(self._rank), index.to_bytes()
         step.write(name, content, file.fd, self._options.durable)

@@ -8,6 +8,7 @@ import ctypes
 import mmap
 from typing import NamedTuple
 
+from fastckpt.errors import CheckpointError
 from fastckpt.formats.shard_index import Delta, ShardIndex
 from fastckpt.plan.image import Image
 from fastckpt.saving.handle import InnerHandle
@@ -16,12 +17,10 @@ _SHARE_MAX = 0.5  # a difference that takes more of a shard than this is not wor
 
 
 class _Last(NamedTuple):
-    """The last step: its save, nonce and layout, and the share of the shard that was stored."""
+    """The last step: its save, and the index of the shard."""
 
     handle: InnerHandle
-    nonce: str
-    pieces: tuple[object, ...]
-    share: float
+    shard: ShardIndex
 
 
 class Snapshot:
@@ -32,7 +31,6 @@ class Snapshot:
         full_every: the first of so many steps is stored in full.
 
     Attributes:
-        base: the nonce of the step that the save in progress differs from; None: from none.
         nbytes: the host memory that this takes, in bytes.
         why_full: why the shard of the last step was stored in full; "" if it was not.
     """
@@ -42,27 +40,28 @@ class Snapshot:
         self._deltas = 0  # since the last full shard
         self._memory: mmap.mmap | None = None
         self._last: _Last | None = None
-        self.base: str | None = None
+        self._base: ShardIndex | None = None
         self.why_full = ""
 
     @property
     def nbytes(self) -> int:
         return 0 if self._memory is None else len(self._memory)
 
-    def begin(self, image: Image, pieces: tuple[object, ...]) -> None:
-        """Begins a save of an image with these pieces: has its difference staged if the last step
-        is committed, the layout is the same and a full one is not due.
+    def begin(self, image: Image, pieces: tuple[object, ...]) -> bool:
+        """Begins a save of an image with these pieces. Has its difference staged, and returns True,
+        if the last step is committed, the layout is the same and a full shard is not due.
         """
         last, self._last = self._last, None  # until end(), the memory is of no known step
         self.why_full = self._reason(last, pieces)
         if last is None or self.why_full:
-            self.base, self._deltas = None, 0
+            self._base, self._deltas = None, 0
             self._memory = mmap.mmap(-1, image.body_nbytes) if image.body_nbytes else None
         else:
-            self.base, self._deltas = last.nonce, self._deltas + 1
+            self._base, self._deltas = last.shard, self._deltas + 1
         if self._memory is not None:
             image.base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
             image.sources.append(self._memory)
+        return self._base is not None
 
     def _reason(self, last: _Last | None, pieces: tuple[object, ...]) -> str:
         """Returns why the next shard is stored in full; "" if it need not be."""
@@ -70,26 +69,31 @@ class Snapshot:
             return "no step was saved before"
         if not last.handle.done() or last.handle.failure() is not None:
             return "the save before failed"
-        if last.pieces != pieces:
+        if last.shard.pieces != pieces:
             return "its tensors or their division differ from the step before"
         if self._deltas + 1 >= self._full_every:
             return "a full one was due"
-        if self.base is not None and last.share > _SHARE_MAX:
-            return f"the last difference took {last.share:.0%} of a full one"
+        share = last.shard.file_nbytes / last.shard.nbytes
+        if self._base is not None and share > _SHARE_MAX:
+            return f"the last difference took {share:.0%} of a full one"
         return ""
 
     def delta(self, base_crcs: list[int]) -> Delta | None:
-        """Returns what the index says of a difference; None if the shard was stored in full.
+        """Returns the member of the index for a difference; None if the shard was stored in full.
         `base_crcs` are those of the transfer.
         """
-        return None if self.base is None else Delta(self.base, tuple(base_crcs))
+        return None if self._base is None else Delta(self._base.nonce, tuple(base_crcs))
 
-    def end(self, handle: InnerHandle, index: ShardIndex | None, nonce: str) -> None:
-        """Notes the step whose shard is written; its handle tells later whether it is committed.
+    def end(self, handle: InnerHandle, index: ShardIndex) -> None:
+        """Notes the shard that was written; its handle tells later whether it is committed.
 
-        Args:
-            index: the shard's; None if this rank has none.
+        Raises:
+            CheckpointError: the memory has changed since the last step.
         """
-        share = 0.0 if index is None else index.file_nbytes / index.nbytes
-        pieces = () if index is None else index.pieces
-        self._last = _Last(handle, nonce, pieces, share)
+        if self._base is not None and not index.is_difference_from(self._base):
+            raise CheckpointError(
+                f"the copy of the last version in host memory has changed since it was saved, so "
+                f"{handle.path!r} is not its difference: publish again; the next version is stored "
+                "in full"
+            )
+        self._last = _Last(handle, index)
