@@ -111,7 +111,8 @@ class WeightPublisher:
             of one publisher follow each other: the next one is staged when this one has ended.
 
         Raises:
-            As Checkpointer.save; ValueError if two tensors get the same name, or none is left.
+            As Checkpointer.save; ValueError if two tensors get the same name, or none is left;
+                TypeError if a tensor is none that safetensors files can hold.
         """
         tensors = named(state, self._dtype, self._rename, self._only)
         return self._versions.save(version, tensors, metrics=metrics)

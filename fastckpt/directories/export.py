@@ -366,6 +366,14 @@ def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
             holders = replicas
         shape = tuple(tensor.shape)
         return _Held(Leaf(key, _plain(local), shape, box, holders, placement), identity)
+    check_storable(key, tensor)
+    local, shape = _plain(tensor), tuple(tensor.shape)
+    leaf = Leaf(key, local, shape, whole(shape), replicas, "replicated")
+    return _Held(leaf, memory_of(tensor) or object())
+
+
+def check_storable(key: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError for a tensor, not a DTensor, that safetensors files cannot hold."""
     kind = None
     if type(tensor) not in PLAIN_TENSORS:
         kind = f"a {type(tensor).__name__}"
@@ -379,9 +387,6 @@ def _held(key: str, tensor: Any, parts: Parts, is_first_ranks: bool) -> _Held:
         kind = NO_MEMORY
     if kind is not None:
         raise TypeError(f"{key!r} is {kind}")
-    local, shape = _plain(tensor), tuple(tensor.shape)
-    leaf = Leaf(key, local, shape, whole(shape), replicas, "replicated")
-    return _Held(leaf, memory_of(tensor) or object())
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -357,11 +357,9 @@ def _check_piece(key: str, dtype: Any, shape: Any, offset: Any, size: Any) -> in
 
 
 def check_version(written: object, form: str, versions: Sequence[int]) -> None:
-    """Raises IncompatibleCheckpoint if this is the format `form`, in another version than these."""
-    if not isinstance(written, dict) or written.get("format") != form:
-        return
-    if written.get("version") not in versions:
-        refuse_other_version(f"the {form}", written.get("version"), versions[-1])
+    """Raises IncompatibleCheckpoint if this is the format `form`, but in none of these versions."""
+    if isinstance(written, dict) and written.get("format") == form:
+        refuse_other_version(f"the {form}", written.get("version"), *versions)
 
 
 def check_nonce(nonce: str) -> None:

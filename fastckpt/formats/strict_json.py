@@ -66,12 +66,13 @@ def encode(value: object) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def refuse_other_version(what: str, version: object, known: int) -> None:
-    """Raises IncompatibleCheckpoint if this is a version other than the supported one."""
-    if type(version) is int and version != known and 0 < version < NUMBER_END:
-        update = ": update it" if version > known else ""
+def refuse_other_version(what: str, version: object, *known: int) -> None:
+    """Raises IncompatibleCheckpoint if this is a version, other than the supported ones."""
+    if type(version) is int and version not in known and 0 < version < NUMBER_END:
+        update = ": update it" if version > max(known) else ""
+        numbers = ("version " if len(known) == 1 else "versions ") + " and ".join(map(str, known))
         raise IncompatibleCheckpoint(
-            f"{what} has version {version}, this fastckpt reads version {known} only{update}"
+            f"{what} has version {version}, this fastckpt reads {numbers} only{update}"
         )
 
 

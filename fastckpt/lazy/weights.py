@@ -17,7 +17,7 @@ from fastckpt.arguments.checks import check_deadline
 from fastckpt.arguments.names import listed
 from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.directories.export import check_dtype as check_dtype
-from fastckpt.directories.export import chosen, export, names_in_model, take_name
+from fastckpt.directories.export import check_storable, chosen, export, names_in_model, take_name
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, Vanished
 from fastckpt.formats.value_names import joined
 from fastckpt.plan.boxes import Box, whole
@@ -26,7 +26,7 @@ from fastckpt.state.dtensors import dtensor_part
 from fastckpt.state.fit import Rename
 from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import Target
-from fastckpt.state.tree import State, Stored, stored_of, tensors_in
+from fastckpt.state.tree import State, stored_of, tensors_in
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.load import StepInMemory, StepReader, base_beside
 from fastckpt.steps.no_steps import real_path
@@ -44,7 +44,7 @@ def named(
     state: Any, dtype: torch.dtype | None, rename: Rename | None, only: str | None
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors to publish, converted, by the names that the model has for them. The
-    arguments are fastckpt.export's. Raises ValueError as export().
+    arguments are fastckpt.export's. Raises ValueError and TypeError as export().
     """
     tensors = [(joined(keys), tensor) for keys, tensor in tensors_in(state)]
     facts = [(name, tensor.dtype) for name, tensor in tensors]
@@ -52,7 +52,11 @@ def named(
     for number, name, stored in chosen(facts, dtype, rename, only):
         old, tensor = tensors[number]
         take_name(name, old, taken)
-        found[name] = tensor.detach().to(stored)
+        if is_sharded(tensor):
+            found[name] = tensor.detach().to(stored)
+        else:
+            check_storable(old, tensor)
+            found[name] = tensor.detach().resolve_neg().to(stored)
     if not found:
         raise ValueError("the state holds no tensor to publish")
     return found
@@ -164,8 +168,9 @@ class WeightSubscriber:
         self._part = part
         self._held: StepReader | None = None
         self._tensors: dict[str, torch.Tensor] = {}
+        self._contents: dict[int, tuple[str, Box, int]] = {}  # of tensors, see _content()
         self._sequence = 0
-        self._damaged = set[str]()
+        self._damaged = set[str]()  # nonces; of manifests that are damaged, names
         self.version: int | None = None
         self.nonce = ""
 
@@ -198,6 +203,9 @@ class WeightSubscriber:
         for fault in faults:
             if isinstance(fault.error, IncompatibleCheckpoint):
                 raise fault.error
+            if isinstance(fault.error, CorruptCheckpoint) and fault.name not in self._damaged:
+                self._damaged.add(fault.name)
+                log.warning("%r is passed over: %s", fault.name, fault.error)
         for item in committed:
             nonce = item.manifest.nonce
             if item.manifest.sequence <= self._sequence:  # a listing may be stale
@@ -226,22 +234,19 @@ class WeightSubscriber:
             holding.enter_context(steps.hold(item.name))
             if steps.read(item.name).nonce != item.manifest.nonce:
                 raise Vanished(path)
-            base = base_beside(self._storage, staging, steps, item.name, holding, held)
+            base = base_beside(self._storage, staging, steps, item.name, holding)
             copies = StepCopies(self._storage, staging, [path])
             reader = StepReader(staging, path, item.manifest, copies, base)
             tensors, targets = self._targets(reader.objects(weights_only=True), path)
-            if held is not None and any(
-                self._tensors.get(target.key) is not target.tensor for target in targets
-            ):  # some memory holds nothing yet
-                reader = StepReader(
-                    staging,
-                    path,
-                    item.manifest,
-                    copies,
-                    base_beside(self._storage, staging, steps, item.name, holding),
-                )
+            if held is not None and all(
+                self._contents.get(id(target.tensor)) == _content(target) for target in targets
+            ):  # otherwise some memory holds nothing yet, another part, or what others wrote to it
+                memory = StepInMemory(held, base)
+                base = base_beside(self._storage, staging, steps, item.name, holding, memory)
+                reader = StepReader(staging, path, item.manifest, copies, base)
             reader.read(targets)
-            self._tensors, self._held = tensors, StepInMemory(reader)
+            self._tensors, self._held = tensors, reader.alone()
+            self._contents = {id(its.tensor): _content(its) for its in targets}
 
     def _targets(self, saved: Any, path: str) -> tuple[dict[str, torch.Tensor], list[Target]]:
         """Returns the tensors of a version by name, in memory that is held already where it fits,
@@ -256,34 +261,46 @@ class WeightSubscriber:
             stored = stored_of(value)
             if self._boxes is not None and name not in self._boxes:
                 continue
-            if stored is None:
+            if stored is None and not isinstance(value, torch.Tensor):
                 raise IncompatibleCheckpoint(f"{path!r} was not written by a WeightPublisher")
-            box = self._wanted(name, stored)
+            dtype, shape = (value.dtype, value.shape) if stored is None else stored[1:]
+            box = self._wanted(name, tuple(shape))
             memory = self._tensors.get(name)
-            if memory is None or (memory.dtype, memory.shape) != (stored.dtype, box.sizes):
-                memory = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
+            if memory is None or (memory.dtype, memory.shape) != (dtype, box.sizes):
+                memory = torch.empty(box.sizes, dtype=dtype, device="cpu")
             tensors[name] = memory
-            targets.append(Target(*stored, box, memory))
+            if stored is None:  # it is small, and among the objects
+                begins_ends = zip(box.offsets, box.sizes, strict=True)
+                memory.copy_(value[tuple(slice(at, at + size) for at, size in begins_ends)])
+            else:
+                targets.append(Target(*stored, box, memory))
         return tensors, targets
 
-    def _wanted(self, name: str, stored: Stored) -> Box:
-        everything = whole(stored.shape) if self._boxes is None else self._boxes[name]
-        slices = None if self._part is None else self._part(name, stored.shape)
+    def _wanted(self, name: str, shape: tuple[int, ...]) -> Box:
+        everything = whole(shape) if self._boxes is None else self._boxes[name]
+        slices = None if self._part is None else self._part(name, shape)
         if slices is None:
             return everything
-        bounds = [its.indices(size) for its, size in zip(slices, stored.shape, strict=True)]
+        bounds = [its.indices(size) for its, size in zip(slices, shape, strict=True)]
         begins = tuple(begin for begin, _end, _step in bounds)
         return Box(begins, tuple(max(0, end - begin) for begin, end, _step in bounds))
 
     def close(self) -> None:
         """Frees the memory; an update is no longer valid."""
-        self._held, self._tensors, self.nonce = None, {}, ""
+        self._held, self._tensors, self._contents, self.nonce = None, {}, {}, ""
 
     def __enter__(self) -> WeightSubscriber:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _content(target: Target) -> tuple[str, Box, int]:
+    """Returns what the memory of a target holds after a read: of another part, or after somebody
+    has written to it, this is another tuple.
+    """
+    return target.key, target.box, target.tensor._version
 
 
 def _tensors_of(state: Any) -> dict[str, torch.Tensor]:

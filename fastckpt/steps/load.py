@@ -7,8 +7,10 @@ from __future__ import annotations
 import errno
 import io
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, product
 from typing import Any
@@ -72,21 +74,33 @@ def base_beside(
     if not name:  # the store is the step itself
         steps = store_at(storage, os.path.dirname(steps.root))
 
-    def base(nonce: str) -> StepReader:
+    return _Bases(storage, staging, steps, holding, held)
+
+
+@dataclass(frozen=True)
+class _Bases:
+    """See base_beside(). No closure that refers to itself: what it holds is freed at once."""
+
+    storage: Storage
+    staging: Staging
+    steps: StepStore
+    holding: ExitStack
+    held: StepReader | None
+
+    def __call__(self, nonce: str) -> StepReader:
+        steps, held = self.steps, self.held
         if held is not None and nonce == held.manifest.nonce:
             return held
         for item in steps.committed()[0]:
             if item.manifest.nonce == nonce:
-                holding.enter_context(steps.hold(item.name))
+                self.holding.enter_context(steps.hold(item.name))
                 path = steps.path(item.name)
-                copies = StepCopies(storage, staging, [path])
-                return StepReader(staging, path, item.manifest, copies, base)
+                copies = StepCopies(self.storage, self.staging, [path])
+                return StepReader(self.staging, path, item.manifest, copies, self)
         raise CorruptCheckpoint(
             f"a step under {steps.root!r} is a difference from one with the nonce {nonce}, which "
             "is not there"
         )
-
-    return base
 
 
 class StepReader:
@@ -242,6 +256,12 @@ class StepReader:
             raise StorageError(op, self._path(index.file), errno.ENOMEM) from None
         return content
 
+    def alone(self) -> StepReader:
+        """Returns a reader of the same step that keeps no other step's in memory."""
+        reader = StepReader(self._staging, self.path, self.manifest, self.copies)
+        reader._indexes = self._indexes
+        return reader
+
     def find(self, targets: Sequence[Place]) -> dict[str, torch.dtype]:
         """Returns the stored dtypes of the tensors that the targets are parts of.
 
@@ -396,14 +416,26 @@ class StepReader:
         """Reads rows of a shard, sorted by position, into memory of the host or of the devices in
         `reads`. Bytes are staged in host memory, except for blocks that `direct` can read.
         """
+        chain: list[tuple[StepReader, ShardIndex]] = [(self, index)]
+        while index.delta is not None and not isinstance(chain[-1][0], StepInMemory):
+            chain.append(chain[-1][0]._base_of(index))
+            index = chain[-1][1]
+        chain.reverse()
+        if len(chain) > 1:
+            reads = direct = None  # a difference is added in memory of the host
 
-        def read() -> None:
-            if index.delta is not None:
-                base, of_base = self._base_of(index)
-                base._read_file(of_base, rows)  # anew each time, since the difference is added
-            self._read_rows(index, rows, reads, direct)
+        def read(count: int) -> None:
+            for number, (reader, its) in enumerate(chain[:count]):
+                reader.copies.whole(its.file, partial(attempt, number, Counter()))
 
-        self.copies.whole(index.file, read)
+        def attempt(number: int, attempts: Counter[str]) -> None:
+            if attempts["begun"]:  # the last one may have added a part of the difference
+                read(number)
+            attempts["begun"] += 1
+            reader, its = chain[number]
+            reader._read_rows(its, rows, reads, direct)
+
+        read(len(chain))
 
     def _base_of(self, index: ShardIndex) -> tuple[StepReader, ShardIndex]:
         """Returns the reader of the step from which a shard is a difference, and the index there.
@@ -420,6 +452,11 @@ class StepReader:
                 )
             self._bases[nonce] = self._base(nonce)
         base = self._bases[nonce]
+        if base.manifest.sequence >= self.manifest.sequence:  # so that each chain has an end
+            raise CorruptCheckpoint(
+                f"{self._path(index.file)!r} is a difference from {base.path!r}, which was not "
+                "committed before it"
+            )
         writer = next((its for its in base.manifest.writers if its.rank == index.rank), None)
         of_base = None if writer is None else base._index(writer)
         if of_base is None or not index.is_difference_from(of_base):
@@ -454,20 +491,27 @@ class StepReader:
 
 class StepInMemory(StepReader):
     """A step that was read into the memory of its targets, from which a later one differs there.
+    That memory holds it until a difference is added; if that fails, it is read again.
 
     Args:
-        reader: has read the step.
+        held: the reader that has read the step.
+        base: as StepReader's.
     """
 
-    def __init__(self, reader: StepReader) -> None:
-        super().__init__(reader._staging, reader.path, reader.manifest, reader.copies)
-        self._indexes = reader._indexes
+    def __init__(self, held: StepReader, base: Callable[[str], StepReader]) -> None:
+        super().__init__(held._staging, held.path, held.manifest, held.copies)
+        self._indexes = held._indexes
+        self._again = StepReader(held._staging, held.path, held.manifest, held.copies, base)
+        self._given = set[str]()
 
-    def _read_file(
+    def _read_rows(
         self,
         index: ShardIndex,
         rows: Sequence[CopyRow],
-        reads: DeviceSources | None = None,
-        direct: GdsDevice | None = None,
+        reads: DeviceSources | None,
+        direct: GdsDevice | None,
     ) -> None:
-        """Does nothing: the rows are in their places."""
+        """Does nothing at first, since the rows are in their places."""
+        if index.file in self._given:
+            self._again._read_file(index, rows)
+        self._given.add(index.file)

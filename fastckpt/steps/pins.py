@@ -50,16 +50,23 @@ def delete(shelves: Sequence[StepStore], step: int) -> None:
     with copies of its steps.
 
     Raises:
-        CheckpointError: there is no such step, it is pinned, or it is being read.
+        CheckpointError: there is no such step, it is pinned, it is being read, or
+            another step is stored as a difference from it.
         StorageError: the step cannot be removed.
     """
     root, *others = shelves
     attempts = [(steps, item) for steps in (*others, root) for item in _attempts(steps, step)[::-1]]
     if not attempts:
         raise _none(shelves, step)
-    for steps, (name, _manifest) in attempts:
+    for steps, (name, manifest) in attempts:
         if is_pinned(steps, name):
             raise CheckpointError(f"{steps.path(name)!r} is pinned: call unpin({step}) first")
+        for item in steps.committed()[0]:
+            if manifest.nonce in item.manifest.bases and item.manifest.step != step:
+                raise CheckpointError(
+                    f"{steps.path(item.name)!r} is stored as a difference from "
+                    f"{steps.path(name)!r}: delete step {item.manifest.step} first"
+                )
     # Nodes that this process does not see, or that only a later job uses, may have copies.
     nonces = {item.manifest.nonce for _steps, item in attempts} if others else set[str]()
     try:

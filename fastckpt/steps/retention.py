@@ -12,7 +12,7 @@ from fastckpt.errors import StorageError
 from fastckpt.formats.manifest import validate_metrics
 from fastckpt.formats.step_names import step_of
 from fastckpt.steps.options import StepOptions
-from fastckpt.steps.store import Committed, StepStore
+from fastckpt.steps.store import Committed, StepStore, in_order
 from fastckpt.storage.keep import Entry, Policy, best_first, victims
 
 log = logging.getLogger("fastckpt")
@@ -28,8 +28,8 @@ def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
         if options.keep_last is None and not steps.has_another(keep):
             return
         committed, _faults = steps.committed()
-        nonces = {item.name: item.manifest.nonce for item in committed}
         stuck: set[int] = set()  # steps with an older attempt that stays and would come back
+        needed: set[str] = set()  # nonces of steps from which others that stay are differences
         going = superfluous(steps, committed, keep, options)
         if going and steps.lease is not None and steps.lease.is_lost():
             log.warning(
@@ -38,14 +38,16 @@ def tidy(steps: StepStore, keep: str, options: StepOptions) -> None:
             going = []
         if going and options.keep_best is not None:
             _warn_of_no_best(steps, committed, options.keep_best)
-        for name in reversed(going):
+        for name, manifest in _bases_last(going, committed):
+            stays = step_of(name) in stuck or manifest.nonce in needed
             try:
-                is_gone = step_of(name) not in stuck and steps.remove(name, nonces[name])
+                is_gone = not stays and steps.remove(name, manifest.nonce)
             except StorageError as error:  # others may go all the same
                 log.warning("an old step could not be removed: %s", error)
                 is_gone = False
             if not is_gone:
                 stuck.add(step_of(name))
+                needed |= manifest.bases
     except (StorageError, OSError) as error:
         log.warning("old steps could not be removed: %s", error)
 
@@ -101,7 +103,7 @@ def superfluous(
         ]
         top = options.keep_best[2] if options.keep_best else 0
         going += victims(rest, Policy(options.keep_last, options.keep_every, top=top))
-    return _without_bases(going, committed)
+    return without_bases(going, committed)
 
 
 def _age_s(item: Committed) -> float:
@@ -109,7 +111,7 @@ def _age_s(item: Committed) -> float:
     return time.time() - created.timestamp()
 
 
-def _without_bases(going: list[str], committed: list[Committed]) -> list[str]:
+def without_bases(going: list[str], committed: list[Committed]) -> list[str]:
     """Returns `going` without the steps from which others that stay are differences."""
     named = {item.manifest.nonce: item for item in committed}
     needed, open_ends = set[str](), [item for item in committed if item.name not in going]
@@ -118,6 +120,26 @@ def _without_bases(going: list[str], committed: list[Committed]) -> list[str]:
         open_ends += [item for item in bases if item.name not in needed]
         needed.update(item.name for item in bases)
     return [name for name in going if name not in needed]
+
+
+def _bases_last(going: list[str], committed: list[Committed]) -> list[Committed]:
+    """Returns the steps to remove, the oldest first, but each after those that differ from it:
+    whenever this process is killed, or a reader holds one, a step that is left has its bases.
+    """
+    named = {item.name: item for item in committed}
+    items = [named[name] for name in reversed(going)]
+    places = {item.manifest.nonce: place for place, item in enumerate(items)}
+    for item in sorted(items, key=in_order):  # a chain goes when its first step is due
+        its = [places[base] for base in item.manifest.bases if base in places]
+        places[item.manifest.nonce] = min([places[item.manifest.nonce], *its])
+    chains: dict[int, list[Committed]] = {}
+    for item in items:
+        chains.setdefault(places[item.manifest.nonce], []).append(item)
+    return [
+        item
+        for _place, chain in sorted(chains.items())
+        for item in sorted(chain, key=in_order, reverse=True)
+    ]
 
 
 def criterion(keep_best: KeepBest | None, metric: str | None, mode: Mode | None) -> KeepBest:

@@ -40,6 +40,7 @@ class Snapshot:
         self._deltas = 0  # since the last full shard
         self._memory: mmap.mmap | None = None
         self._last: _Last | None = None
+        self._has_begun = False
         self._base: ShardIndex | None = None
         self.why_full = ""
 
@@ -52,7 +53,7 @@ class Snapshot:
         if the last step is committed, the layout is the same and a full shard is not due.
         """
         last, self._last = self._last, None  # until end(), the memory is of no known step
-        self.why_full = self._reason(last, pieces)
+        self.why_full, self._has_begun = self._reason(last, pieces), True
         if last is None or self.why_full:
             self._base, self._deltas = None, 0
             self._memory = mmap.mmap(-1, image.body_nbytes) if image.body_nbytes else None
@@ -65,9 +66,9 @@ class Snapshot:
 
     def _reason(self, last: _Last | None, pieces: tuple[object, ...]) -> str:
         """Returns why the next shard is stored in full; "" if it need not be."""
-        if last is None:
+        if last is None and not self._has_begun:
             return "no step was saved before"
-        if not last.handle.done() or last.handle.failure() is not None:
+        if last is None or not last.handle.done() or last.handle.failure() is not None:
             return "the save before failed"
         if last.shard.pieces != pieces:
             return "its tensors or their division differ from the step before"

@@ -653,9 +653,9 @@ def test_junk_for_json(content: bytes) -> None:
 @pytest.mark.parametrize(
     ("version", "message"),
     [
-        (1, "the fastckpt-index has version 1, .* version 3 only$"),
-        (2, "the fastckpt-index has version 2, .* version 3 only$"),
-        (5, "the fastckpt-index has version 5, .* version 3 only: update it"),
+        (1, "the fastckpt-index has version 1, .* versions 3 and 4 only$"),
+        (2, "the fastckpt-index has version 2, .* versions 3 and 4 only$"),
+        (5, "the fastckpt-index has version 5, .* versions 3 and 4 only: update it"),
     ],
 )
 def test_an_index_of_another_version_is_incompatible(version: int, message: str) -> None:
@@ -939,12 +939,12 @@ def test_hostile_manifest_with_a_right_digest(change: Change, message: str) -> N
         Manifest.from_bytes(sealed(written))
 
 
-@pytest.mark.parametrize(("version", "update"), [(1, "$"), (3, ": update it")])
+@pytest.mark.parametrize(("version", "update"), [(1, "$"), (4, ": update it")])
 def test_a_manifest_of_another_version_is_incompatible_unless_it_is_damaged(
     version: int, update: str
 ) -> None:
     written = json.loads(GOLDEN_MANIFEST) | {"version": version, "new": []}
-    message = f"the fastckpt-step has version {version}, .* version 2 only{update}"
+    message = f"the fastckpt-step has version {version}, .* versions 2 and 3 only{update}"
     with pytest.raises(IncompatibleCheckpoint, match=message):
         Manifest.from_bytes(sealed(written))
     with pytest.raises(CorruptCheckpoint):

@@ -1,0 +1,398 @@
+"""Promise: a reader of published weights has exactly one version's bytes, always: whatever chain of
+differences leads to it, whoever reads it, whatever kinds of tensors it has and whatever fails.
+
+What is removed, damaged or killed meanwhile is test_weights_kept.py's business.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import fastckpt
+from fastckpt import Checkpointer, IncompatibleCheckpoint, WeightPublisher, WeightSubscriber
+from fastckpt.errors import CheckpointError
+from tests.kit.doubles import FailAt, Recorder, process_on
+from tests.kit.trees import bits
+from tests.kit.weights import (
+    FAST,
+    ROWS,
+    WAIT_S,
+    Weights,
+    assert_is,
+    assert_same,
+    base_of,
+    nonce_of,
+    publishing,
+    step,
+    weights,
+)
+
+
+@pytest.fixture
+def root(memory: Path) -> Path:
+    return memory / "run"
+
+
+@pytest.fixture
+def chain(root: Path) -> Path:
+    """Four versions: a full one, and three differences."""
+    with publishing(root) as publish:
+        assert [publish(version) for version in (1, 2, 3, 4)] == ["no step was saved before"] + [
+            ""
+        ] * 3
+    return root
+
+
+# ---- what comes back ----
+
+
+def test_every_reader_follows_the_chain(root: Path, tmp_path: Path) -> None:
+    with publishing(root, full_every=3) as publish, WeightSubscriber(root) as beside:
+        assert beside.next() is None
+        for version in range(1, 8):
+            why = publish(version)
+            is_full = version in (1, 4, 7)
+            assert (base_of(root, version) is None) == is_full == bool(why)
+            assert_is(beside.next(), version)
+            assert beside.next() is None
+            with WeightSubscriber(root) as fresh:
+                assert_is(fresh.next(), version)
+            for path in (root, step(root, version)):
+                with fastckpt.open(path) as tensors:
+                    assert_same({name: tensors[name][...] for name in tensors}, weights(version))
+            with Checkpointer(root) as checkpointer:
+                blank = {name: torch.zeros_like(its) for name, its in weights(version).items()}
+                assert checkpointer.restore(blank) == version
+                assert_same(blank, weights(version))
+                assert_same(checkpointer.load(version), weights(version))
+    with WeightSubscriber(root) as fresh:
+        update = fresh.next()
+        assert update is not None
+        update.to_directory(tmp_path / "exported")
+    exported = safetensors.torch.load_file(tmp_path / "exported" / "model.safetensors")
+    assert_same({name: exported[name] for name in weights(7)}, weights(7))
+
+
+def test_several_versions_are_skipped_between_two_looks(root: Path) -> None:
+    with publishing(root, full_every=4) as publish, WeightSubscriber(root) as beside:
+        for version in range(1, 12):
+            publish(version)
+            if version in (1, 3, 4, 9, 11):  # within a chain, and across one or two full versions
+                assert_is(beside.next(), version)
+
+
+def test_an_update_is_applied_in_place(chain: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(512, ROWS), torch.nn.BatchNorm1d(ROWS))
+    with publishing(chain) as publish, WeightSubscriber(chain) as subscriber:
+        for version in (5, 6):
+            publish(version, trained(model, version))
+            other = torch.nn.Sequential(torch.nn.Linear(512, ROWS), torch.nn.BatchNorm1d(ROWS))
+            where = [its.data_ptr() for its in other.state_dict().values()]
+            update = subscriber.next()
+            assert update is not None and subscriber.version != version
+            update.apply(other)
+            assert subscriber.version == version
+            assert [its.data_ptr() for its in other.state_dict().values()] == where
+            assert_same(other.state_dict(), {**model.state_dict()})
+
+
+def trained(model: torch.nn.Module, version: int) -> torch.nn.Module:
+    """The model after another step, which counts and moves its running statistics, too."""
+    with torch.no_grad():
+        model(torch.full((4, 512), float(version)) * torch.arange(4).view(4, 1))
+        for parameter in model.parameters():
+            parameter.add_(1e-3)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda its: its.pop("layer.bias"), "the model has no tensor 'layer.bias'"),
+        (lambda its: its.update(more=torch.zeros(2)), "the version has no tensor 'more'"),
+        (lambda its: its.update(seen=torch.zeros(1)), "another shape for 'seen'"),
+    ],
+)
+def test_a_model_that_does_not_fit_stays_as_it_is(
+    chain: Path, change: Callable[[Weights], None], told: str
+) -> None:
+    model = {name: torch.zeros_like(its) for name, its in weights(1).items()}
+    change(model)
+    with WeightSubscriber(chain) as subscriber:
+        update = subscriber.next()
+        assert update is not None
+        with pytest.raises(IncompatibleCheckpoint, match=told):
+            update.apply(model)
+        assert subscriber.version is None
+    assert all(not its.any() for its in model.values())
+
+
+def test_an_update_is_valid_until_the_next_one(chain: Path) -> None:
+    with publishing(chain) as publish, WeightSubscriber(chain) as subscriber:
+        old = subscriber.next()
+        assert old is not None and subscriber.next() is None
+        assert_is(old, 4)
+        publish(5)
+        new = subscriber.next()
+        for use in (lambda: dict(old), lambda: old.apply({}), lambda: old.to_directory("x")):
+            with pytest.raises(CheckpointError, match="version 4 is no longer held"):
+                use()
+        assert_is(new, 5)
+    with pytest.raises(CheckpointError, match="version 5 is no longer held"):
+        dict(new)  # type: ignore[call-overload]
+
+
+def test_what_a_reader_has_written_into_its_copy_is_in_no_later_version(chain: Path) -> None:
+    with publishing(chain) as publish, WeightSubscriber(chain) as subscriber:
+        update = subscriber.next()
+        assert update is not None
+        for name in ("layer.weight", "seen"):
+            update.tensors[name].zero_()
+        publish(5)
+        assert_is(subscriber.next(), 5)
+
+
+# ---- what is published ----
+
+
+EVERY_KIND: Weights = {
+    "bfloat16": torch.randn(700, 30).to(torch.bfloat16),
+    "float16": torch.randn(700, 30).half(),
+    "float32": torch.randn(700, 30),
+    "float64": torch.randn(700, 3).double(),
+    "int8": torch.arange(20_000).to(torch.int8),
+    "int64": torch.arange(300_000),
+    "bool": torch.arange(99) % 3 == 0,
+    "float8": torch.randn(700, 30).to(torch.float8_e4m3fn),
+    "empty": torch.empty(0, 7),
+    "empty int": torch.empty(0, dtype=torch.int32),
+    "0-d": torch.tensor(3.5),
+    "0-d int": torch.tensor(7),
+    "transposed": torch.randn(40, 30).t(),
+    "every other": torch.randn(400)[::2],
+    "expanded": torch.randn(1, 5).expand(3, 5),
+    "negative": torch._neg_view(torch.randn(50)),
+}
+EVERY_KIND["tied"] = EVERY_KIND["float32"]
+EVERY_KIND["part of it"] = EVERY_KIND["float32"][5:9]
+
+
+def changed(state: Weights) -> Weights:
+    """Every tensor with another element, if it has any, laid out as it was."""
+    found: Weights = {}
+    done: dict[int, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if id(tensor) in done:
+            found[name] = done[id(tensor)]
+            continue
+        new = tensor.clone()
+        if new.numel():
+            octets = bits(new.contiguous())
+            octets[-1] ^= 1
+            new.copy_(octets.view(new.dtype).view(new.shape))
+        found[name] = done[id(tensor)] = new
+    return found
+
+
+def test_every_kind_of_tensor_comes_back(root: Path) -> None:
+    second = changed(EVERY_KIND)
+    third = changed(second)
+    with publishing(root) as publish, WeightSubscriber(root) as beside:
+        for version, state in enumerate([EVERY_KIND, second, third, third]):
+            publish(version, state)
+            update = beside.next()
+            assert update is not None
+            plain = {name: its.resolve_neg() for name, its in state.items()}
+            assert_same(dict(update), plain)
+            with WeightSubscriber(root) as fresh:
+                assert_same(dict(fresh.next() or ()), plain)
+    assert base_of(root, 3) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_version_in_another_dtype(root: Path, dtype: torch.dtype) -> None:
+    with publishing(root, dtype=dtype) as publish, WeightSubscriber(root) as beside:
+        for version in (1, 2, 3):
+            publish(version)
+            cast = {
+                name: its.to(dtype) if its.is_floating_point() else its
+                for name, its in weights(version).items()
+            }
+            assert_same(dict(beside.next() or ()), cast)
+    assert base_of(root, 3) is not None
+
+
+def test_names_are_changed_and_left_out(root: Path) -> None:
+    state = {"model": weights(1), "step": 3, "optimizer": {"m": torch.zeros(9)}}
+    options = {"only": "model/*", "rename": {"^model/": "", "layer.": "l/"}}
+    with publishing(root, **options) as publish:
+        for version in (1, 2):
+            publish(version, state)
+    with WeightSubscriber(root) as subscriber:
+        expected = {name.replace("layer.", "l."): its for name, its in weights(1).items()}
+        assert_same(dict(subscriber.next() or ()), expected)
+    with WeightSubscriber(root, like={"seen": torch.tensor(0)}) as subscriber:
+        assert list(dict(subscriber.next() or ())) == ["seen"]
+    with (
+        WeightSubscriber(root, like={"other": torch.tensor(0)}) as subscriber,
+        pytest.raises(IncompatibleCheckpoint, match="has no tensor 'other'"),
+    ):
+        subscriber.next()
+
+
+@pytest.mark.filterwarnings("ignore")  # torch is about to remove some of these
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda: torch.eye(9).to_sparse(), "'bad' is of layout torch.sparse_coo"),
+        (lambda: torch.quantize_per_tensor(torch.ones(9), 0.1, 0, torch.qint8), "torch.qint8"),
+        (lambda: torch.ones(9, dtype=torch.complex32), "torch.complex32"),
+        (lambda: torch.empty(9, device="meta"), "'bad' is on the meta device"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)]), "'bad' is of layout"),
+        (lambda: torch.masked.masked_tensor(torch.ones(2), torch.ones(2) > 0), "a MaskedTensor"),
+    ],
+)
+def test_a_tensor_that_files_cannot_hold_is_refused(
+    root: Path, make: Callable[[], torch.Tensor], told: str
+) -> None:
+    with publishing(root) as publish:
+        with pytest.raises(TypeError, match=told):
+            publish(1, {"bad": make(), **weights(1)})
+        publish(2)
+    with WeightSubscriber(root) as subscriber:
+        assert_is(subscriber.next(), 2)
+
+
+@pytest.mark.parametrize("state", [{}, {"n": 1}, {"": torch.ones(1)}])
+def test_a_state_without_named_tensors_is_refused(root: Path, state: Any) -> None:
+    with publishing(root) as publish, pytest.raises(ValueError, match=r"no tensor|no name"):
+        publish(1, state)
+
+
+def test_a_part_of_each_tensor(root: Path) -> None:
+    """Also if the part moves between two versions: memory of the same shape has other bytes."""
+    begin = 0
+
+    def part(name: str, shape: tuple[int, ...]) -> list[slice] | None:
+        return None if len(shape) != 2 else [slice(begin, begin + 100), slice(3, None)]
+
+    with publishing(root) as publish, WeightSubscriber(root, part=part) as subscriber:
+        for version, begin in enumerate([0, 0, 100, 500, 500]):
+            publish(version)
+            expected = weights(version)
+            expected["layer.weight"] = expected["layer.weight"][begin : begin + 100, 3:]
+            assert_same(dict(subscriber.next() or ()), expected)
+
+
+# ---- full or not ----
+
+
+def test_the_first_version_of_a_publisher_is_full(chain: Path) -> None:
+    with publishing(chain) as publish:
+        assert publish(5) == "no step was saved before"
+        assert publish(6) == ""
+
+
+def test_a_version_of_other_tensors_is_full(root: Path) -> None:
+    why = "its tensors or their division differ from the step before"
+    with publishing(root) as publish, WeightSubscriber(root) as beside:
+        publish(1)
+        for version, state in enumerate(
+            [
+                weights(2, ROWS + 1),
+                {**weights(3, ROWS + 1), "more": torch.ones(3)},
+                {f"m.{name}": its for name, its in weights(3).items()},
+                {f"m.{name}": its.to(torch.float64) for name, its in weights(3).items()},
+            ],
+            2,
+        ):
+            assert publish(version, state) == why
+            assert_same(dict(beside.next() or ()), state)
+            assert publish(version + 100, state) == ""
+            assert_same(dict(beside.next() or ()), state)
+
+
+def test_a_version_after_a_large_difference_is_full(root: Path) -> None:
+    def noise(seed: int) -> Weights:
+        generator = torch.Generator().manual_seed(seed)
+        octets = torch.randint(0, 256, (1 << 20,), dtype=torch.uint8, generator=generator)
+        return {"w": octets.view(torch.float32)}
+
+    with publishing(root) as publish, WeightSubscriber(root) as beside:
+        whys = []
+        for version in range(5):
+            whys.append(publish(version, noise(version)))
+            assert_same(dict(beside.next() or ()), noise(version))
+    assert whys[0] and not whys[1] and not whys[3]
+    assert whys[2] == whys[4] and whys[2].startswith("the last difference took 1")
+
+
+@pytest.mark.parametrize("by_commit", [False, True])
+def test_a_version_after_a_failed_one_is_full(root: Path, by_commit: bool) -> None:
+    """Any operation may fail: some of those before the commit, and the commit itself."""
+    storage = Recorder()
+    with process_on(storage), publishing(root) as publish:
+        publish(1)
+        begun = len(storage.log)
+        publish(2)
+    log = storage.log[begun:]
+    commits = [at for at, its in enumerate(log) if its.name == "rename"]
+    shutil.rmtree(root)
+    storage = FailAt(commits[0] + begun if by_commit else begun + commits[0] // 2, errno.EIO)
+    with process_on(storage), publishing(root) as publish, WeightSubscriber(root) as beside:
+        publish(1)
+        assert_is(beside.next(), 1)
+        has_failed = False
+        for version in range(2, 9):
+            try:
+                why = publish(version)
+            except CheckpointError:
+                has_failed = True
+                continue
+            assert why == ("the save before failed" if has_failed else "")
+            has_failed = False
+            assert_is(beside.next(), version)
+        assert storage.log[storage._number].path  # the operation was reached
+
+
+def test_versions_in_flight_follow_each_other(root: Path) -> None:
+    """Each is the difference from the one before, which is committed when it is staged."""
+    with (
+        WeightPublisher(root, keep=9, options=FAST) as publisher,
+        WeightSubscriber(root) as beside,
+    ):
+        states = [weights(version) for version in range(1, 6)]
+        handles = [publisher.publish(its, version) for version, its in enumerate(states, 1)]
+        for handle in handles:
+            handle.result(WAIT_S)
+        assert_is(beside.next(), 5)
+    assert [base_of(root, version) for version in range(1, 6)] == [
+        None,
+        *(nonce_of(root, version) for version in range(1, 5)),
+    ]
+
+
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_versions_come_to_the_root_by_way_of_the_nodes(
+    disk: Path, memory: Path, in_flight: int
+) -> None:
+    root, options = disk / "run", {"local": memory, "keep": 9, "options": FAST}
+    with WeightPublisher(root, **options) as publisher, WeightSubscriber(root) as beside:
+        for first in range(1, 9, in_flight):
+            versions = range(first, first + in_flight)
+            handles = [publisher.publish(weights(each), each) for each in versions]
+            for handle in handles:
+                handle.result(WAIT_S)
+            assert_is(beside.next(), versions[-1])
+    assert [base_of(root, version) is None for version in range(1, 9)] == [True] + [False] * 7
+    for version in range(1, 9):
+        with fastckpt.open(step(root, version)) as tensors:
+            assert_same({name: tensors[name][...] for name in tensors}, weights(version))
