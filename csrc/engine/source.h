@@ -1,6 +1,6 @@
-// Fills a job's blocks with the bytes of an image, or with its difference from an earlier one, and
-// checksums them. Bytes come from host memory, with conversion if necessary; from devices, by queued
-// copies that arrive later; or stay within a device (GDS).
+// Fills a job's blocks with the bytes of an image, or with their difference from an earlier one,
+// and checksums them: from the host's memory, converted if need be; from devices, by copies that
+// are queued and arrive later; or within a device (GDS).
 #pragma once
 
 #include <cstddef>
