@@ -228,8 +228,6 @@ class WeightSubscriber:
         """Reads a version into the tensors that are held."""
         steps, staging, path = self._steps, pipeline.current().staging, self._steps.path(item.name)
         held, self._held, self.nonce = self._held, None, ""  # until everything is read
-        if held is not None:  # the version held may be prepared again, if this one cannot be read
-            self._sequence -= 1
         with ExitStack() as holding:
             holding.enter_context(steps.hold(item.name))
             if steps.read(item.name).nonce != item.manifest.nonce:
