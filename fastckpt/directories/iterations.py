@@ -166,8 +166,8 @@ def _changed_ns(path: str) -> int:
 
 
 def disagreement(root: str, number: int, damaged: Collection[str] = ()) -> str | None:
-    """Returns the reason why this iteration is loaded, if the tracker does not name it; else None.
-    `damaged` are directories that are known to be damaged.
+    """Returns the reason why this iteration is loaded although the tracker does not name it; None
+    if the tracker names it. `damaged` are directories that are known to be damaged.
     """
     latest, text = tracked(root), _tracker_text(root)
     if latest in (number, RELEASE):

@@ -1,4 +1,4 @@
-"""Compression and decompression of blocks, called by the engine instead of system calls.
+"""Compresses and decompresses blocks. The engine calls this where it would read or write otherwise.
 
 A compressed file has one frame for each block, in block order from offset 0. A skippable frame of
 zstd pads each frame to full pages. With the codec "zstd", a frame is a zstd frame with its content

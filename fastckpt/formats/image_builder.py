@@ -134,8 +134,8 @@ def check_digits(key: str, digits: str, count: int) -> None:
 
 
 def check_body(described: Mapping[str, Any], body_nbytes: int, version: int) -> None:
-    """Raises ValueError unless the version, body_bytes, block_bytes and crc32 of a tail are of this
-    version and fit a body of this size. Their types must have been checked.
+    """Raises ValueError if a tail's version is not this one, or if its body_bytes, block_bytes or
+    crc32 do not fit a body of this size. Their types must have been checked.
     """
     if described["version"] != version:
         raise ValueError(f"version is {described['version']}, must be {version}")

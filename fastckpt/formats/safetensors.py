@@ -213,7 +213,8 @@ def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, in
         nbytes: the size of the file.
 
     Returns:
-        The kind and the offset of the first byte of each tensor, by name, in the header's order.
+        A dict from each tensor's name, in the header's order, to its kind and the offset of its
+        first byte.
     """
     _check_header_nbytes(size, nbytes)
     if type(header) is not dict:

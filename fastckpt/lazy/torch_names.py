@@ -354,7 +354,7 @@ class _Plain:
 def _encoded(text: Any, encoding: Any = "latin1") -> Any:
     """Returns bytes that protocol 2 stores as text."""
     if type(text) is not str or encoding != "latin1":
-        raise ValueError("bytes must be made from text")
+        raise ValueError(f"pickled bytes must be text in latin1, found {type(text).__name__}")
     return text.encode("latin1")
 
 

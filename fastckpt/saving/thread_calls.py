@@ -104,9 +104,9 @@ class ThreadCalls:
     """The current calls of all threads except the caller's, at the time of construction.
 
     The GIL makes the snapshot consistent, because a thread that does not hold the GIL is in a call
-    that has released it, or between two instructions. If the thread's position has changed later,
-    the thread has left the call, or the call has continued with Python code. In both cases the
-    thread's operation has ended.
+    that has released it, or between two instructions. If the thread is at another position
+    when it is checked again, it has left the call, or the call has continued with Python code. In
+    both cases the thread's operation has ended.
 
     Args:
         before: positions() at the beginning of the save. For threads that have been in one call

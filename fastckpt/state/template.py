@@ -483,7 +483,7 @@ class Template:
             kind = "DTensor" if is_sharded(tensor) else type(tensor).__name__
             self._filling.misfits.append(
                 f"{at} is a {kind} of shape {[*tensor.shape]}, but the checkpoint has a DTensor of "
-                f"shape {[*parted.shape]}, each part of which is a {parted.spread.kind}"
+                f"shape {[*parted.shape]}, whose parts are of the class {parted.spread.kind}"
             )
             return
         local, box = dtensor_part(str(at), tensor)
@@ -612,8 +612,8 @@ def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def _names_within(value: Any, at: _At) -> Iterator[str]:
-    """Yields the names of the values and nests in a nest. A nest that occurs several times is
-    visited once.
+    """Yields the name of each value and of each container in a nest of containers. A container
+    that occurs several times is visited once.
     """
     ahead, visited = [(at, value)], set[int]()
     while ahead:

@@ -144,7 +144,7 @@ def _no_number(text: str) -> None:
 
 
 def _is_clock(value: Any) -> bool:
-    """Returns whether a value is a number of seconds, or None."""
+    """Returns True if the value is None or a number of seconds."""
     return value is None or (type(value) in (int, float) and 0 <= value < _SECONDS_END)
 
 

@@ -331,7 +331,7 @@ class LocalTier:
         info: StepInfo,
         is_resumed: bool = False,
     ) -> Drain:
-        """Returns the drain of a step to the root. For the arguments see Drain."""
+        """Returns the object that copies a step to the root. For the arguments see Drain."""
         return Drain(
             handle,
             agreement,

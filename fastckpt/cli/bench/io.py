@@ -76,7 +76,7 @@ class Grid:
                 self.defaults[operation] = Cell.of(own)
             refusal = current.storage.set_direct(fd, writing=True)
             if refusal is not None:
-                self.notes.append(f"{refusal}, so all cells are buffered")
+                self.notes.append(f"{refusal}, so all measurements use buffered I/O")
             self._direct = refusal is None
         finally:
             current.storage.close(fd)
