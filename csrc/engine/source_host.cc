@@ -53,8 +53,7 @@ void Source::copy(Block& block) {
 uint32_t Source::copy_piece(Block& block, const Segment& segment, uint64_t begin,
                             uint64_t end) const {
     if (block.is_direct()) return direct_crc(block, begin, end - begin);
-    if (block.is_arriving && image_.base == nullptr)
-        return crc32(0, block.at(begin), end - begin);
+    if (block.is_arriving && image_.base == nullptr) return crc32(0, block.at(begin), end - begin);
     const uint32_t crc = block.is_arriving ? 0 : copy_host(block, segment, begin, end);
     return image_.base == nullptr ? crc : subtract_base(block, begin, end);
 }
