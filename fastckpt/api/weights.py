@@ -20,7 +20,6 @@ from fastckpt.arguments.urls import StorageOptions
 from fastckpt.lazy.weights import check_dtype, named
 from fastckpt.saving.handle import SaveHandle
 from fastckpt.state.fit import Rename
-from fastckpt.steps.options import Local
 from fastckpt.steps.snapshot import Snapshot
 
 
@@ -31,7 +30,8 @@ class _Versions(Checkpointer):
         self, root: str | os.PathLike[str], full_every: int, keep_s: float, **arguments: Any
     ) -> None:
         super().__init__(root, **arguments)
-        self._options = replace(self._options, snapshot=Snapshot(full_every), keep_s=keep_s)
+        self.snapshot = Snapshot(full_every)
+        self._options = replace(self._options, snapshot=self.snapshot, keep_s=keep_s)
 
 
 class WeightPublisher:
@@ -57,7 +57,6 @@ class WeightPublisher:
         dtype: the dtype of tensors of floating-point numbers; None: their own. Tensors of another
             dtype are converted in publish().
         rename, only: as fastckpt.export's.
-        local: as Checkpointer's: the versions are committed on the nodes first, as with Memory.
         group, options, storage_options: as Checkpointer's.
 
     Raises:
@@ -75,7 +74,6 @@ class WeightPublisher:
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
         only: str | None = None,
-        local: Local | None = None,
         group: Any = None,
         options: SaveOptions = SaveOptions(),
         storage_options: StorageOptions | None = None,
@@ -87,7 +85,6 @@ class WeightPublisher:
             check_count("full_every", full_every),
             check_deadline("keep_s", keep_s),
             keep_last=check_count("keep", keep),
-            local=local,
             group=group,
             options=options,
             storage_options=storage_options,
@@ -122,6 +119,7 @@ class WeightPublisher:
         as Checkpointer.close().
         """
         self._versions.close()
+        self._versions.snapshot.clear()
 
     def __enter__(self) -> WeightPublisher:
         return self

@@ -22,7 +22,7 @@ from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleChec
 from fastckpt.formats.value_names import joined
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import dtensor_part
+from fastckpt.state.dtensors import dtensor_part, local_of, wraps_others
 from fastckpt.state.fit import Rename
 from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import Target
@@ -53,6 +53,8 @@ def named(
         old, tensor = tensors[number]
         take_name(name, old, taken)
         if is_sharded(tensor):
+            if wraps_others(local_of(tensor)):
+                raise TypeError(f"{old!r} is a DTensor whose parts are of a tensor subclass")
             found[name] = tensor.detach().to(stored)
         else:
             check_storable(old, tensor)
@@ -242,7 +244,7 @@ class WeightSubscriber:
                 memory = StepInMemory(held, base)
                 base = base_beside(self._storage, staging, steps, item.name, holding, memory)
                 reader = StepReader(staging, path, item.manifest, copies, base)
-            reader.read(targets)
+            reader.read(targets, in_place=True)
             self._tensors, self._held = tensors, reader.alone()
             self._contents = {id(its.tensor): _content(its) for its in targets}
 
@@ -265,7 +267,8 @@ class WeightSubscriber:
             box = self._wanted(name, tuple(shape))
             memory = self._tensors.get(name)
             if memory is None or (memory.dtype, memory.shape) != (dtype, box.sizes):
-                memory = torch.empty(box.sizes, dtype=dtype, device="cpu")
+                with torch.inference_mode(False):  # its tensors have no versions
+                    memory = torch.empty(box.sizes, dtype=dtype, device="cpu")
             tensors[name] = memory
             if stored is None:  # it is small, and among the objects
                 begins_ends = zip(box.offsets, box.sizes, strict=True)
@@ -279,6 +282,8 @@ class WeightSubscriber:
         slices = None if self._part is None else self._part(name, shape)
         if slices is None:
             return everything
+        if any(its.step not in (None, 1) for its in slices):
+            raise ValueError(f"part returned {slices} for {name!r}, must be slices without steps")
         bounds = [its.indices(size) for its, size in zip(slices, shape, strict=True)]
         begins = tuple(begin for begin, _end, _step in bounds)
         return Box(begins, tuple(max(0, end - begin) for begin, end, _step in bounds))

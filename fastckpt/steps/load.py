@@ -307,12 +307,16 @@ class StepReader:
                 )
         return {key: dtype for key, (dtype, _shape) in formats.items()}
 
-    def read(self, targets: Sequence[Target], staging: str = "host") -> int:
+    def read(
+        self, targets: Sequence[Target], staging: str = "host", *, in_place: bool = False
+    ) -> int:
         """Reads parts of tensors into the targets' memory, converting dtypes where they differ.
 
         Args:
             targets: the parts to read, each with its memory.
             staging: how bytes are transferred to a GPU: "host" or "gds", see fastckpt.load.
+            in_place: whether differences may be added in the targets' own memory, of which no two
+                share any.
 
         Returns:
             The number of bytes that were needed.
@@ -332,8 +336,8 @@ class StepReader:
                 continue
             dtype = dtypes[target.key]
             tensor = target.tensor.detach()
-            # A difference is added in memory of the host.
-            is_readable = tensor.device.type == "cpu" or not self.manifest.bases
+            # Tied tensors are targets with the same memory, which must receive a difference once.
+            is_readable = in_place or not self.manifest.bases
             as_it_lies = is_readable and (
                 tensor.dtype == dtype and takes_bytes(tensor, readable) and tensor.is_contiguous()
             )

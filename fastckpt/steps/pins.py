@@ -58,6 +58,8 @@ def delete(shelves: Sequence[StepStore], step: int) -> None:
     attempts = [(steps, item) for steps in (*others, root) for item in _attempts(steps, step)[::-1]]
     if not attempts:
         raise _none(shelves, step)
+    if any(item.manifest.bases for _steps, item in attempts):
+        attempts.reverse()  # a difference goes before the attempt that it was taken from
     for steps, (name, manifest) in attempts:
         if is_pinned(steps, name):
             raise CheckpointError(f"{steps.path(name)!r} is pinned: call unpin({step}) first")

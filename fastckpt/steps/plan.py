@@ -20,6 +20,7 @@ from operator import itemgetter
 import torch
 
 from fastckpt.engine.codec import FrameWriter, encoder_of
+from fastckpt.errors import CheckpointError
 from fastckpt.formats import safetensors, torch_zip
 from fastckpt.formats.manifest import OBJECTS, Manifest, ObjectsFile, Writer
 from fastckpt.formats.shard_index import (
@@ -96,7 +97,15 @@ class StepPlace(Place):
         """Commits the step on the first rank. `manifest` creates the manifest from the sequence
         number of this commit.
         """
-        self.step.commit(manifest(self._next_sequence()), self._options.durable)
+        committed = manifest(self._next_sequence())
+        if committed.bases:
+            there = {item.manifest.nonce for item in self._steps.committed()[0]}
+            if not committed.bases <= there:
+                raise CheckpointError(
+                    f"the step from which {self.step.path()!r} is a difference was removed; "
+                    "nothing was committed, and the next save is stored in full"
+                )
+        self.step.commit(committed, self._options.durable)
 
     def _next_sequence(self) -> int:
         return self._steps.next_sequence()

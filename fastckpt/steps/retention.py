@@ -103,7 +103,7 @@ def superfluous(
         ]
         top = options.keep_best[2] if options.keep_best else 0
         going += victims(rest, Policy(options.keep_last, options.keep_every, top=top))
-    return without_bases(going, committed)
+    return _without_bases(going, committed)
 
 
 def _age_s(item: Committed) -> float:
@@ -111,7 +111,7 @@ def _age_s(item: Committed) -> float:
     return time.time() - created.timestamp()
 
 
-def without_bases(going: list[str], committed: list[Committed]) -> list[str]:
+def _without_bases(going: list[str], committed: list[Committed]) -> list[str]:
     """Returns `going` without the steps from which others that stay are differences."""
     named = {item.manifest.nonce: item for item in committed}
     needed, open_ends = set[str](), [item for item in committed if item.name not in going]

@@ -48,12 +48,16 @@ class Snapshot:
     def nbytes(self) -> int:
         return 0 if self._memory is None else len(self._memory)
 
+    def clear(self) -> None:
+        """Frees the memory. The next step is stored in full."""
+        self._last = self._base = self._memory = None
+
     def begin(self, image: Image, pieces: tuple[object, ...]) -> bool:
         """Begins a save of an image with these pieces. Has its difference staged, and returns True,
         if the last step is committed, the layout is the same and a full shard is not due.
         """
         last, self._last = self._last, None  # until end(), the memory is of no known step
-        self.why_full, self._has_begun = self._reason(last, pieces), True
+        self.why_full, self._has_begun = self._reason(last, image.body_nbytes, pieces), True
         if last is None or self.why_full:
             self._base, self._deltas = None, 0
             self._memory = mmap.mmap(-1, image.body_nbytes) if image.body_nbytes else None
@@ -64,13 +68,13 @@ class Snapshot:
             image.sources.append(self._memory)
         return self._base is not None
 
-    def _reason(self, last: _Last | None, pieces: tuple[object, ...]) -> str:
+    def _reason(self, last: _Last | None, nbytes: int, pieces: tuple[object, ...]) -> str:
         """Returns why the next shard is stored in full; "" if it need not be."""
         if last is None and not self._has_begun:
             return "no step was saved before"
         if last is None or not last.handle.done() or last.handle.failure() is not None:
             return "the save before failed"
-        if last.shard.pieces != pieces:
+        if last.shard.pieces != pieces or nbytes != self.nbytes:
             return "its tensors or their division differ from the step before"
         if self._deltas + 1 >= self._full_every:
             return "a full one was due"

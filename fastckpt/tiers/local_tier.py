@@ -31,7 +31,6 @@ from fastckpt.steps.copies import Fetch
 from fastckpt.steps.newest_whole import readable
 from fastckpt.steps.options import StepOptions
 from fastckpt.steps.posix import PosixSteps
-from fastckpt.steps.retention import without_bases
 from fastckpt.steps.store import Committed, StepStore
 from fastckpt.storage.file_system import NEW_MODE, reported, room_text
 from fastckpt.storage.keep import Entry, Policy, victims
@@ -419,7 +418,7 @@ class LocalTier:
             if not is_useless:
                 of_use.append(entries[-1])
                 has_safe = has_safe or is_safe
-        going = without_bases(victims(entries, Policy(self.keep)), committed)
+        going = victims(entries, Policy(self.keep))
         for name in going:
             self.remove(name, nonces[name])
         with suppress(CheckpointError):  # readable() has warned of a tier that cannot be listed

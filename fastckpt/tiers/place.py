@@ -76,8 +76,6 @@ class NodePlace(StepPlace):
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
             self._tier.refuse("cannot be drained: staging memory has only one block")
         handle, self._save_before = self._save_before, None
-        if self._options.snapshot is not None:
-            return super().awaited(previous, pipeline)
         return () if handle is None else (handle,)
 
     def slot(self, output: Output) -> Slot | None:

@@ -380,19 +380,46 @@ def test_versions_in_flight_follow_each_other(root: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("in_flight", [1, 4])
-def test_versions_come_to_the_root_by_way_of_the_nodes(
-    disk: Path, memory: Path, in_flight: int
-) -> None:
-    root, options = disk / "run", {"local": memory, "keep": 9, "options": FAST}
-    with WeightPublisher(root, **options) as publisher, WeightSubscriber(root) as beside:
-        for first in range(1, 9, in_flight):
-            versions = range(first, first + in_flight)
-            handles = [publisher.publish(weights(each), each) for each in versions]
-            for handle in handles:
-                handle.result(WAIT_S)
-            assert_is(beside.next(), versions[-1])
-    assert [base_of(root, version) is None for version in range(1, 9)] == [True] + [False] * 7
-    for version in range(1, 9):
-        with fastckpt.open(step(root, version)) as tensors:
-            assert_same({name: tensors[name][...] for name in tensors}, weights(version))
+def test_tied_tensors_of_a_model_receive_a_difference_once(disk: Path) -> None:
+    """A restore and load_into() have one target for each name, and both have the same memory."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Linear(700, 500, bias=False)
+            self.head = torch.nn.Linear(700, 500, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model = Tied()
+    with publishing(disk) as publish:
+        for version in (1, 2, 3):
+            with torch.no_grad():
+                model.embedding.weight[version] += 1
+            assert (publish(version, model) == "") == (version > 1)
+    expected = model.embedding.weight.detach().clone()
+    for fill in (
+        lambda found: fastckpt.Checkpointer(disk).restore(found.state_dict()),
+        lambda found: fastckpt.load_into(found, disk),
+    ):
+        found = Tied()
+        fill(found)
+        assert torch.equal(found.head.weight, expected)
+
+
+def test_a_subscriber_works_within_inference_mode(disk: Path) -> None:
+    with publishing(disk) as publish, WeightSubscriber(disk) as subscriber:
+        for version in (1, 2):
+            publish(version)
+            with torch.inference_mode():
+                assert_is(subscriber.next(), version)
+
+
+def test_a_part_with_a_step_is_refused(disk: Path) -> None:
+    with publishing(disk) as publish:
+        publish(1)
+    part = {"layer.weight": (slice(0, 9, 2), slice(None))}.get
+    with (
+        WeightSubscriber(disk, part=lambda name, _shape: part(name)) as subscriber,
+        pytest.raises(ValueError, match="slices without steps"),
+    ):
+        subscriber.next()

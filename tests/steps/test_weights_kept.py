@@ -489,3 +489,29 @@ def assert_whole_or_none(root: Path, expected: tuple[int, int], label: str) -> N
         with fastckpt.open(root / item.name) as tensors:
             found = {name: tensors[name][...] for name in tensors}
         assert_same(found, weights(item.manifest.step))
+
+
+def test_a_difference_from_a_removed_version_is_not_committed(disk: Path) -> None:
+    with publishing(disk) as publish, WeightSubscriber(disk) as subscriber:
+        publish(1)
+        with Checkpointer(disk) as other:
+            other.delete(1)
+        with pytest.raises(CheckpointError, match="was removed; nothing was committed"):
+            publish(2)
+        assert publish(3) == "the save before failed"
+        assert_is(subscriber.next(), 3)
+
+
+def test_a_version_that_was_published_twice_is_deleted_as_a_whole(disk: Path) -> None:
+    """The second attempt differs from the first, and goes first: none is left unreadable."""
+    with publishing(disk) as publish:
+        publish(5)
+        assert publish(5) == ""
+        with (
+            WeightSubscriber(disk) as subscriber,
+            Checkpointer(disk) as other,
+        ):
+            assert_is(subscriber.next(), 5)
+            other.delete(5)
+    with WeightSubscriber(disk) as fresh:
+        assert fresh.next() is None
