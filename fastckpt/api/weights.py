@@ -23,7 +23,7 @@ from fastckpt.state.fit import Rename
 from fastckpt.steps.snapshot import Snapshot
 
 
-class _Versions(Checkpointer):
+class Versions(Checkpointer):
     """A Checkpointer whose steps are differences from the step before, where that is possible."""
 
     def __init__(
@@ -80,7 +80,7 @@ class WeightPublisher:
     ) -> None:
         check_dtype(dtype)
         self._dtype, self._rename, self._only = dtype, rename, only
-        self._versions = _Versions(
+        self._versions = Versions(
             root,
             check_count("full_every", full_every),
             check_deadline("keep_s", keep_s),

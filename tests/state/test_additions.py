@@ -214,7 +214,7 @@ def test_parts_of_a_subclass_go_back_to_their_places() -> None:
 
     on_ranks(2, same)
     on_ranks(3, other)
-    with pytest.raises(IncompatibleCheckpoint, match=r"is a Tensor of shape.*each part.* Codes"):
+    with pytest.raises(IncompatibleCheckpoint, match=r"is a Tensor of shape.*whose parts .* Codes"):
         restore({"m": torch.zeros(12, 4)}, nest, own(0, 1))
 
 
