@@ -446,17 +446,20 @@ def test_the_commands_know_differences(
 def test_a_power_cut_leaves_the_versions_before_or_the_new_one(memory: Path, storm: Storm) -> None:
     """At any operation of a difference's save, and of the removals after a full one's."""
     live, after = memory / "live", memory / "after"
+    operations = dict[tuple[int, int], int]()
     for versions in ((3, 4), (4, 5)):
-        operations = len(cut(live, versions, 1 << 60).log)
+        operations[versions] = len(cut(live, versions, 1 << 60).log)
         shutil.rmtree(live)
-        for count in storm.some(range(operations + 1), 4):
-            storage = cut(live, versions, count)
-            for label, image in storage.images(SUITE_SEED + count, 1):
-                plant(image, after, dead_pid())
-                if (after / "run").exists():
-                    assert_whole_or_none(after / "run", versions, f"{label} after {count}")
-                shutil.rmtree(after, ignore_errors=True)
-            shutil.rmtree(live)
+    for rng in storm.rounds(suite=8, torture=300):
+        versions = rng.choice([*operations])
+        count = rng.randint(0, operations[versions])
+        storage = cut(live, versions, count)
+        for label, image in storage.images(SUITE_SEED + count, 1):
+            plant(image, after, dead_pid())
+            if (after / "run").exists():
+                assert_whole_or_none(after / "run", versions, f"{label} after {count}")
+            shutil.rmtree(after, ignore_errors=True)
+        shutil.rmtree(live)
 
 
 def cut(live: Path, versions: tuple[int, int], count: int) -> Crash:
