@@ -379,7 +379,7 @@ def test_a_directory_stays_whole_whose_replacement_hangs(
                 ).exception(WAIT_S)
                 assert isinstance(error, StorageError) and error.in_doubt
             assert (mount.files / "tag" / "x").read_text() == ("new" if exchanges else "old")
-            assert os.listdir(mount.files) == ["tag"]
+            wait_until(lambda: os.listdir(mount.files) == ["tag"], "the leftover is removed")
 
 
 def filling(text: str) -> Callable[[Draft], None]:
