@@ -48,20 +48,20 @@ def named(
     """
     tensors = [(joined(keys), tensor) for keys, tensor in tensors_in(state)]
     facts = [(name, tensor.dtype) for name, tensor in tensors]
-    found, taken = dict[str, torch.Tensor](), dict[str, str]()
+    result, names = dict[str, torch.Tensor](), dict[str, str]()
     for number, name, stored in chosen(facts, dtype, rename, only):
         old, tensor = tensors[number]
-        take_name(name, old, taken)
+        take_name(name, old, names)
         if is_sharded(tensor):
             if wraps_others(local_of(tensor)):
                 raise TypeError(f"{old!r} is a DTensor whose parts are of a tensor subclass")
-            found[name] = tensor.detach().to(stored)
+            result[name] = tensor.detach().to(stored)
         else:
             check_storable(old, tensor)
-            found[name] = tensor.detach().resolve_neg().to(stored)
-    if not found:
+            result[name] = tensor.detach().resolve_neg().to(stored)
+    if not result:
         raise ValueError("the state holds no tensor to publish")
-    return found
+    return result
 
 
 class WeightUpdate:
@@ -109,7 +109,7 @@ class WeightUpdate:
         targets = {name: _local(name, tensor) for name, tensor in own.items()}
         _refuse(
             "the version has another shape for",
-            {name for name, its in targets.items() if its.shape != self.tensors[name].shape},
+            {name for name, target in targets.items() if target.shape != self.tensors[name].shape},
         )
         with torch.no_grad():
             for name, target in targets.items():
@@ -166,7 +166,7 @@ class WeightSubscriber:
         self._steps = store_at(self._storage, path)
         self._boxes: dict[str, Box] | None = None
         if like is not None:
-            self._boxes = {name: _box(name, its) for name, its in _tensors_of(like).items()}
+            self._boxes = {name: _box(name, tensor) for name, tensor in _tensors_of(like).items()}
         self._part = part
         self._held: StepReader | None = None
         self._tensors: dict[str, torch.Tensor] = {}
@@ -229,7 +229,7 @@ class WeightSubscriber:
     def _prepare(self, item: Committed) -> None:
         """Reads a version into the tensors that are held."""
         steps, staging, path = self._steps, pipeline.current().staging, self._steps.path(item.name)
-        held, self._held, self.nonce = self._held, None, ""  # until everything is read
+        base_step, self._held, self.nonce = self._held, None, ""  # until everything is read
         with ExitStack() as holding:
             holding.enter_context(steps.hold(item.name))
             if steps.read(item.name).nonce != item.manifest.nonce:
@@ -238,15 +238,15 @@ class WeightSubscriber:
             copies = StepCopies(self._storage, staging, [path])
             reader = StepReader(staging, path, item.manifest, copies, base)
             tensors, targets = self._targets(reader.objects(weights_only=True), path)
-            if held is not None and all(
+            if base_step is not None and all(
                 self._contents.get(id(target.tensor)) == _content(target) for target in targets
             ):  # otherwise some memory holds nothing yet, another part, or what others wrote to it
-                memory = StepInMemory(held, base)
+                memory = StepInMemory(base_step, base)
                 base = base_beside(self._storage, staging, steps, item.name, holding, memory)
                 reader = StepReader(staging, path, item.manifest, copies, base)
             reader.read(targets, in_place=True)
             self._tensors, self._held = tensors, reader.alone()
-            self._contents = {id(its.tensor): _content(its) for its in targets}
+            self._contents = {id(each.tensor): _content(each) for each in targets}
 
     def _targets(self, saved: Any, path: str) -> tuple[dict[str, torch.Tensor], list[Target]]:
         """Returns the tensors of a version by name, in memory that is held already where it fits,
@@ -282,9 +282,9 @@ class WeightSubscriber:
         slices = None if self._part is None else self._part(name, shape)
         if slices is None:
             return everything
-        if any(its.step not in (None, 1) for its in slices):
+        if any(each.step not in (None, 1) for each in slices):
             raise ValueError(f"part returned {slices} for {name!r}, must be slices without steps")
-        bounds = [its.indices(size) for its, size in zip(slices, shape, strict=True)]
+        bounds = [each.indices(size) for each, size in zip(slices, shape, strict=True)]
         begins = tuple(begin for begin, _end, _step in bounds)
         return Box(begins, tuple(max(0, end - begin) for begin, end, _step in bounds))
 

@@ -130,8 +130,8 @@ def _bases_last(going: list[str], committed: list[Committed]) -> list[Committed]
     items = [named[name] for name in reversed(going)]
     places = {item.manifest.nonce: place for place, item in enumerate(items)}
     for item in sorted(items, key=in_order):  # a chain goes when its first step is due
-        its = [places[base] for base in item.manifest.bases if base in places]
-        places[item.manifest.nonce] = min([places[item.manifest.nonce], *its])
+        earlier = [places[base] for base in item.manifest.bases if base in places]
+        places[item.manifest.nonce] = min([places[item.manifest.nonce], *earlier])
     chains: dict[int, list[Committed]] = {}
     for item in items:
         chains.setdefault(places[item.manifest.nonce], []).append(item)

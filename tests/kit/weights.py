@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import fastckpt
@@ -18,6 +19,7 @@ from fastckpt.lazy.weights import WeightUpdate
 from tests.kit.trees import bits
 
 WAIT_S = 60.0
+FIRST = "no step was saved before"  # why the first version of a publisher is full
 ROWS = 600
 FAST = fastckpt.SaveOptions(durable=False)
 Weights = dict[str, torch.Tensor]
@@ -84,3 +86,16 @@ def nonce_of(root: Path, version: int) -> str:
 def shard(root: Path, version: int) -> Path:
     (found,) = step(root, version).glob("rank-*.safetensors*")
     return found
+
+
+@pytest.fixture
+def root(memory: Path) -> Path:
+    return memory / "run"
+
+
+@pytest.fixture
+def chain(root: Path) -> Path:
+    """Four versions: a full one, and three differences."""
+    with publishing(root) as publish:
+        assert [publish(version) for version in (1, 2, 3, 4)] == [FIRST, "", "", ""]
+    return root

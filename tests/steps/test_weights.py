@@ -29,27 +29,15 @@ from tests.kit.weights import (
     assert_is,
     assert_same,
     base_of,
+    chain,
     nonce_of,
     publishing,
+    root,
     step,
     weights,
 )
 
-
-@pytest.fixture
-def root(memory: Path) -> Path:
-    return memory / "run"
-
-
-@pytest.fixture
-def chain(root: Path) -> Path:
-    """Four versions: a full one, and three differences."""
-    with publishing(root) as publish:
-        assert [publish(version) for version in (1, 2, 3, 4)] == ["no step was saved before"] + [
-            ""
-        ] * 3
-    return root
-
+__all__ = ["chain", "root"]
 
 # ---- what comes back ----
 

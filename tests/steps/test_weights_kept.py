@@ -40,26 +40,16 @@ from tests.kit.weights import (
     assert_is,
     assert_same,
     base_of,
+    chain,
     nonce_of,
     publishing,
+    root,
     shard,
     step,
     weights,
 )
 
-
-@pytest.fixture
-def root(memory: Path) -> Path:
-    return memory / "run"
-
-
-@pytest.fixture
-def chain(root: Path) -> Path:
-    """Four versions: a full one, and three differences."""
-    with publishing(root) as publish:
-        for version in (1, 2, 3, 4):
-            publish(version)
-    return root
+__all__ = ["chain", "root"]
 
 
 def versions(root: Path) -> list[int]:
