@@ -1203,10 +1203,11 @@ class DieReading(Recorder):
         self._left = number
 
     def attempt(self, kind: str, fd: int, memory: memoryview, offset: int) -> int:
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-            signal.pause()
-        self._left -= 1
+        with self._log_lock:  # two streams read at once
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+                signal.pause()
+            self._left -= 1
         return super().attempt(kind, fd, memory, offset)
 
 
