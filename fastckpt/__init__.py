@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from fastckpt.lazy.into import load_into
     from fastckpt.lazy.open import open as open
     from fastckpt.lazy.tensors import LazyTensor, LazyTensors
-    from fastckpt.lazy.weights import WeightSubscriber
+    from fastckpt.lazy.weights import WeightSubscriber, WeightUpdate
     from fastckpt.ranks.stop_signals import StopSignals
     from fastckpt.state.fit import Differences
     from fastckpt.state.tree import PerRank
@@ -83,6 +83,7 @@ __all__ = [  # without open: `import *` must not hide the built-in
     "TruncatedFile",
     "WeightPublisher",
     "WeightSubscriber",
+    "WeightUpdate",
     "__version__",
     "export",
     "load",
@@ -102,6 +103,7 @@ _NAMED_LATER = {
     "StopSignals": "fastckpt.ranks.stop_signals",
     "WeightPublisher": "fastckpt.api.weights",
     "WeightSubscriber": "fastckpt.lazy.weights",
+    "WeightUpdate": "fastckpt.lazy.weights",
     "export": "fastckpt.directories.export",
     "load": "fastckpt.api.files",
     "load_into": "fastckpt.lazy.into",

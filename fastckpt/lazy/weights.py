@@ -173,6 +173,7 @@ class WeightSubscriber:
         self._contents: dict[int, tuple[str, Box, int]] = {}  # of tensors, see _content()
         self._sequence = 0
         self._damaged = set[str]()  # nonces; of manifests that are damaged, names
+        self._update: WeightUpdate | None = None  # the one that is held
         self.version: int | None = None
         self.nonce = ""
 
@@ -200,6 +201,31 @@ class WeightSubscriber:
                 return update
             time.sleep(min(POLL_S, remaining_s))
 
+    def wait_for(self, version: int | None = None, *, timeout_s: float = 0.0) -> WeightUpdate:
+        """Prepares the newest version as next() does, or returns it if it is held already. The
+        readers of a model call this when the trainer has told them the number.
+
+        Args:
+            version: the number that the newest version must have; None: any.
+            timeout_s: how long to wait until it has this number.
+
+        Raises:
+            CheckpointError: it has another number, or no version is committed, at the end of that
+                time. Otherwise as next().
+        """
+        until, remaining_s = time.monotonic() + check_deadline("timeout_s", timeout_s), 0.0
+        while True:
+            self.next(remaining_s)  # at first 0, since what is held may be the newest
+            if self._update is not None and version in (None, self._update.version):
+                return self._update
+            remaining_s = until - time.monotonic()
+            if remaining_s <= 0:
+                found = "no version" if self._update is None else f"version {self._update.version}"
+                raise CheckpointError(
+                    f"the newest in {self._steps.root!r} is {found} after {timeout_s:g} s, must be "
+                    f"{'any' if version is None else version}"
+                )
+
     def _look(self) -> WeightUpdate | None:
         committed, faults = self._steps.committed()
         for fault in faults:
@@ -223,13 +249,15 @@ class WeightSubscriber:
                 log.warning("version %d is passed over: %s", item.manifest.step, error)
                 continue
             self.nonce, self._sequence = nonce, item.manifest.sequence
-            return WeightUpdate(self, item.manifest.step, nonce, self._tensors)
+            self._update = WeightUpdate(self, item.manifest.step, nonce, self._tensors)
+            return self._update
         return None
 
     def _prepare(self, item: Committed) -> None:
         """Reads a version into the tensors that are held."""
         steps, staging, path = self._steps, pipeline.current().staging, self._steps.path(item.name)
-        base_step, self._held, self.nonce = self._held, None, ""  # until everything is read
+        # Nothing is held until everything is read.
+        base_step, self._held, self._update, self.nonce = self._held, None, None, ""
         with ExitStack() as holding:
             holding.enter_context(steps.hold(item.name))
             if steps.read(item.name).nonce != item.manifest.nonce:
@@ -290,7 +318,8 @@ class WeightSubscriber:
 
     def close(self) -> None:
         """Frees the memory; an update is no longer valid."""
-        self._held, self._tensors, self._contents, self.nonce = None, {}, {}, ""
+        self._held, self._update, self.nonce = None, None, ""
+        self._tensors, self._contents = {}, {}
 
     def __enter__(self) -> WeightSubscriber:
         return self

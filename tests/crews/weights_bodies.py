@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from typing import Any
@@ -13,6 +14,7 @@ from fastckpt import WeightPublisher, WeightSubscriber
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.crews.steps_states import local, same_bits, spread_by_group
 from tests.kit.doubles import Deadly, process_on
+from tests.kit.inference import VERL, importable
 from tests.kit.weights import weights
 
 OPTIONS = fastckpt.SaveOptions(durable=False, timeout_s=3.0)
@@ -87,3 +89,14 @@ def die_publishing(member: Member, root: str, dying: int, count: int) -> list[An
             os.kill(os.getpid(), signal.SIGKILL)
         attempt(publishing.close)
         return [None if ended.error is None else type(ended.error).__name__]
+
+
+def send_by_verl(member: Member, root: str) -> dict[str, float]:
+    """Sends a version as an actor rank of verl does; returns the metrics."""
+    with importable(VERL, "verl"):
+        from fastckpt.integrations import verl
+
+        engine = verl.Engine(1 << 20, is_master=member.rank == 0, root=root, options=OPTIONS)
+        metrics = asyncio.run(engine.send_weights(iter(weights(1).items()), global_steps=1))
+        engine.close()
+        return metrics

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,29 @@ def test_an_update_is_valid_until_the_next_one(chain: Path) -> None:
         assert_is(new, 5)
     with pytest.raises(CheckpointError, match="version 5 is no longer held"):
         dict(new)  # type: ignore[call-overload]
+
+
+def test_a_version_is_waited_for_by_its_number(root: Path) -> None:
+    with WeightSubscriber(root) as subscriber, publishing(root) as publish:
+        with pytest.raises(CheckpointError, match=r"is no version after 0 s, must be any"):
+            subscriber.wait_for()
+        publish(1)
+        for wanted in (1, None, 1):  # at first it is read, then it is held
+            assert_is(subscriber.wait_for(wanted), 1)
+        with pytest.raises(CheckpointError, match=r"is version 1 after 0.1 s, must be 2"):
+            subscriber.wait_for(2, timeout_s=0.1)
+        later = threading.Thread(target=publish, args=(2,))
+        later.start()
+        assert_is(subscriber.wait_for(2, timeout_s=WAIT_S), 2)
+        later.join()
+        publish(3)
+        with pytest.raises(CheckpointError, match=r"is version 3 after 0 s, must be 2"):
+            subscriber.wait_for(2)
+        assert_is(subscriber.wait_for(), 3)
+        publish(1)  # again, by a trainer that went back
+        assert_is(subscriber.wait_for(1), 1)
+    with pytest.raises(CheckpointError, match=r"no version"):
+        subscriber.wait_for(1)
 
 
 def test_what_a_reader_has_written_into_its_copy_is_in_no_later_version(chain: Path) -> None:

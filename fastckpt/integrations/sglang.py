@@ -1,0 +1,78 @@
+"""Loads the versions of a WeightPublisher in SGLang servers.
+
+    subscriber = fastckpt.WeightSubscriber("s3://bucket/policy")
+    update = subscriber.wait_for(step, timeout_s=600)
+    load(update, ["http://10.0.0.5:30000"], "/dev/shm/policy")
+
+Responsible for the request /update_weights_from_disk. SGLang itself is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastckpt import CheckpointError, WeightUpdate
+from fastckpt.arguments.checks import check_deadline
+
+
+def load(
+    update: WeightUpdate,
+    servers: Sequence[str],
+    directory: str | os.PathLike[str],
+    *,
+    files: Sequence[str | os.PathLike[str]] = (),
+    timeout_s: float = 600.0,
+    headers: Mapping[str, str] | None = None,
+    **request: Any,
+) -> None:
+    """Writes a version to a directory, and has all servers load it from there at the same time.
+
+    The directory changes atomically from the version before to this one, so a server that starts
+    or loads at any time finds a whole version.
+
+    Args:
+        update: what WeightSubscriber.next() or wait_for() returned, of whole tensors.
+        servers: the URLs of the servers, such as "http://host:30000".
+        directory: on a file system that all servers see by this path. Its whole content is
+            replaced.
+        files: what the directory has besides weights, such as config.json; as fastckpt.export's.
+        timeout_s: for how long a server may load.
+        headers: further headers of the request, such as {"Authorization": "Bearer KEY"}.
+        request: further members of the request, such as flush_cache=False; SGLang's defaults apply.
+            weight_version is the number of the version.
+
+    Raises:
+        StorageError: the directory cannot be written; no server was asked.
+        CheckpointError: at least one server has not loaded the version. Its weights are unknown:
+            load a version again, or restart it.
+    """
+    deadline_s, path = check_deadline("timeout_s", timeout_s), os.path.realpath(directory)
+    update.to_directory(path, files=files)
+    body = {"model_path": path, "weight_version": str(update.version), **request}
+
+    def ask(server: str) -> str:
+        url = f"{server.rstrip('/')}/update_weights_from_disk"
+        content = {"Content-Type": "application/json", **(headers or {})}
+        asked = urllib.request.Request(url, json.dumps(body).encode(), content, method="POST")
+        try:
+            with urllib.request.urlopen(asked, timeout=deadline_s) as response:
+                answer = json.loads(response.read())
+        except urllib.error.HTTPError as error:  # 400 if loading has failed
+            return f"{server}: {error.read().decode(errors='replace') or error}"
+        except (OSError, ValueError) as error:
+            return f"{server}: {error}"
+        return "" if answer.get("success") is True else f"{server}: {answer}"
+
+    with ThreadPoolExecutor(max(1, len(servers))) as threads:
+        failed = [answer for answer in threads.map(ask, servers) if answer]
+    if failed:
+        raise CheckpointError(
+            f"version {update.version} was loaded by {len(servers) - len(failed)} of "
+            f"{len(servers)} servers; the weights of the others are unknown: {'; '.join(failed)}"
+        )

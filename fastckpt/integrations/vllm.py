@@ -1,0 +1,217 @@
+"""Brings the versions of a WeightPublisher to vLLM: the weight transfer engine "fastckpt" of its
+workers, and that of the trainer, which tells them what to load.
+
+    vllm serve MODEL --weight-transfer-config '{"backend": "fastckpt"}'
+
+    engine = TrainerEngine.trainer_init(  # on all ranks of the trainer
+        TrainerInfo(rank=rank, root="s3://bucket/policy"), client=client, source=model
+    )
+    engine.publish(step)   # as WeightPublisher.publish; training goes on
+    engine.prepare()       # when it is committed, the workers fetch it, and vLLM goes on serving
+    engine.send_weights()  # while the caller has paused vLLM: they load what they have verified
+
+Responsible for the two interfaces in vllm/distributed/weight_transfer/base.py.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from fastckpt import CheckpointError, SaveHandle, WeightPublisher, WeightSubscriber
+from fastckpt.arguments.checks import check_choice
+from fastckpt.arguments.names import listed
+
+try:
+    from vllm.distributed.weight_transfer import base, factory
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
+except ImportError as error:
+    raise ImportError(f"{__name__} needs vLLM 0.26 or newer: {error}") from error
+
+BACKEND = "fastckpt"
+FETCH, VERIFY, LOAD = "fetch", "verify", "load"
+
+
+@dataclass
+class InitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]
+    """What a worker is told once: `root` and `storage_options` as WeightSubscriber's; `timeout_s`:
+    how long an update waits for its version.
+    """
+
+    root: str
+    storage_options: dict[str, Any] | None = None
+    timeout_s: float = 600.0
+
+
+@dataclass
+class UpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]
+    """A request to fetch a version in the background, to wait until it is verified, or to load it
+    when it is.
+    """
+
+    version: int
+    stage: str = LOAD
+
+    def __post_init__(self) -> None:
+        check_choice("stage", self.stage, (FETCH, VERIFY, LOAD))
+
+
+class Engine(base.WeightTransferEngine):  # type: ignore[misc]
+    """A worker's engine. It holds the tensors of the checkpoint in host memory, whole, since vLLM's
+    loaders take whole ones. The model is unchanged until the version is verified.
+    """
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    supports_draft_weight_update = False
+    _subscriber: WeightSubscriber | None = None
+    _is_loading = False
+    _shapes: dict[str, Any] | None = None  # of the tensors that were loaded, by name
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()
+        root, self._timeout_s = init_info.root, init_info.timeout_s
+        self._subscriber = WeightSubscriber(root, storage_options=init_info.storage_options)
+        self._fetcher = ThreadPoolExecutor(1, "fastckpt-fetch")
+
+    def start_weight_update(self) -> None:
+        self._is_loading = False
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Raises CheckpointError if the version cannot be prepared or has not the tensors of the
+        one that was loaded before: then the model is as before. Raises it also if loading fails;
+        then the model has weights of two versions, until a version has been loaded.
+        """
+        if self._subscriber is None:
+            raise CheckpointError("init_weight_transfer_engine() must be called before an update")
+        version, stage = update_info.version, update_info.stage
+        wait = self._subscriber.wait_for
+        prepared = self._fetcher.submit(wait, version, timeout_s=self._timeout_s)
+        if stage == FETCH:
+            return
+        update = prepared.result()
+        shapes = {name: tuple(tensor.shape) for name, tensor in update}
+        if self._shapes not in (None, shapes):
+            differing = {name for name, _shape in self._shapes.items() ^ shapes.items()}
+            raise CheckpointError(
+                f"version {version} differs from the one that is loaded in the names or shapes of "
+                f"{listed(map(repr, sorted(differing)))}: publish all tensors of the checkpoint"
+            )
+        if stage == LOAD:
+            self._load(version, iter(update))
+            self._shapes = shapes
+
+    def _load(self, version: int, tensors: Any) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        parameters = {name for name, _ in self.model.named_parameters()}
+        self._is_loading = True
+        try:
+            initialize_layerwise_reload(self.model)
+            loaded = self.model.load_weights(tensors)
+            missing = parameters - (parameters if loaded is None else loaded)
+            if missing and getattr(self.model_config, "quantization", None) is None:
+                raise ValueError(f"the version lacks {listed(map(repr, sorted(missing)))}")
+        except Exception as error:
+            raise CheckpointError(
+                f"version {version} is loaded in part, so this worker must not serve until a whole "
+                f"version is loaded: {error}"
+            ) from error
+
+    def finish_weight_update(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        if self._is_loading:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._is_loading = False
+
+    def shutdown(self) -> None:
+        if self._subscriber is not None:
+            self._fetcher.shutdown()
+            self._subscriber.close()
+            self._subscriber = None
+
+
+@dataclass
+class TrainerInfo(TrainerInitInfo):  # type: ignore[misc]
+    """How to make a trainer's engine: `root`, `storage_options` and `publisher` (further arguments)
+    for its WeightPublisher; `timeout_s` as InitInfo's.
+    """
+
+    backend: ClassVar[str] = BACKEND
+    root: str
+    storage_options: dict[str, Any] | None = None
+    timeout_s: float = 600.0
+    publisher: dict[str, Any] = field(default_factory=dict)
+
+
+class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
+    """The engine of each rank of the trainer; rank 0 alone talks to vLLM. `source` is the module or
+    state dict to publish, whose names are those of the checkpoint that vLLM was started from; or a
+    WeightSource, which each rank then copies to its host.
+    """
+
+    init_info_cls = TrainerInfo
+    publisher: WeightPublisher
+    _version = -1
+    _handle: SaveHandle | None = None  # of a version that has not been sent
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: TrainerInfo, *, client: Any, source: Any = None
+    ) -> TrainerEngine:
+        if source is None:
+            raise ValueError("source must be the module or state dict to publish, not None")
+        engine = cls(client=client, source=source, is_sender=init_info.is_sender)
+        root, options = init_info.root, init_info.storage_options
+        engine.publisher = WeightPublisher(root, storage_options=options, **init_info.publisher)
+        if engine.is_sender:
+            client.init_weight_transfer_engine(asdict(InitInfo(root, options, init_info.timeout_s)))
+        return engine
+
+    def publish(self, version: int) -> SaveHandle:
+        """As WeightPublisher.publish, with the source as state."""
+        source = self.source
+        if isinstance(source, base.WeightSource):
+            source = {name: tensor.detach().cpu() for name, tensor in source}
+        self._handle, self._version = self.publisher.publish(source, version), version
+        return self._handle
+
+    def prepare(self) -> None:
+        """Waits until the version is committed, and tells the workers to fetch it. Raises as
+        SaveHandle.result.
+        """
+        handle = self.publish(self._version + 1) if self._handle is None else self._handle
+        handle.result()
+        self._tell(FETCH)
+
+    def send_weights(self) -> None:
+        """Loads the version in all workers, after all of them have verified it; publishes the next
+        one first if this one has been sent. vLLM's weight_version is then its number.
+        """
+        self.prepare()
+        self._tell(VERIFY, LOAD, label=str(self._version))
+        self._handle = None
+
+    def _tell(self, *stages: str, label: str | None = None) -> None:
+        if self.is_sender:
+            self.client.start_weight_update()
+            for stage in stages:
+                self.client.update_weights(asdict(UpdateInfo(self._version, stage)))
+            self.client.finish_weight_update(*[label] if label else [])
+
+    def shutdown(self) -> None:
+        self.publisher.close()
+
+
+def register() -> None:
+    """Registers both engines. It is vLLM's plugin, which a process may call repeatedly."""
+    for registry, engine in (
+        (factory.WeightTransferEngineFactory, Engine),
+        (factory.WeightTransferTrainerFactory, TrainerEngine),
+    ):
+        if BACKEND not in registry._registry:  # the factory refuses a second registration
+            registry.register_engine(BACKEND, engine)
+
+
+register()
