@@ -7,6 +7,7 @@ On vLLM's own classes where it is installed, else on doubles of them.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ import pytest
 import torch
 
 from fastckpt import CheckpointError, WeightPublisher
-from tests.kit.inference import VLLM, PackedModel, Worker, importable
+from tests.kit.inference import VLLM, PackedModel, Worker, importable, installed
+from tests.kit.paths import ROOT
 from tests.kit.weights import FAST, shard
 
 ROWS = 5
@@ -214,3 +216,15 @@ def test_the_plugin_may_be_called_again(vllm: ModuleType) -> None:
     vllm.register()
     with pytest.raises(ValueError, match="already registered"):
         vllm.factory.WeightTransferEngineFactory.register_engine("fastckpt", vllm.Engine)
+
+
+@pytest.mark.skipif(not installed("vllm"), reason="vLLM is not installed")
+def test_a_real_vllm_generates_what_the_trained_model_does(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.crews.vllm_life", str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout.strip().rpartition("\n")[2])
+    assert told["generated"] == [*told["expected"], told["expected"][-1]]
+    assert told["meanwhile"] == told["expected"][:-1], "fetching changes nothing"
+    assert len({*map(tuple, told["expected"])}) == 4
+    assert "names or shapes of 'model.layers.1.mlp.up_proj.weight'" in told["refused"]
