@@ -9,6 +9,7 @@ claims. It must not know how the examples or the library work inside.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -307,6 +308,19 @@ def test_demo_proves_its_claims(tmp_path: Path) -> None:
     for kind in kinds:
         assert any(line.startswith(f"  {kind}  ") for line in output.splitlines()), output
     assert not list(tmp_path.glob("fastckpt*")), "the demonstration left files behind"
+
+
+@needs_fsdp2
+def test_readers_sample_with_the_weights_that_trainers_publish(disk: Path) -> None:
+    versions = 8
+    options = ("--versions", versions, "--root", "run")
+    job = Job(
+        "examples/reinforce_weights.py", disk, *options, ranks=4, imports=IMPORTS, variables=PASSIVE
+    )
+    rewards = re.findall(r"^version (\d+): reward ([\d.]+);", job.finish(), re.MULTILINE)
+    assert [int(version) for version, _reward in rewards] == [*range(versions)]
+    assert float(rewards[-1][1]) > float(rewards[0][1])
+    assert len([*(disk / "run" / "samples").iterdir()]) == 2 * versions
 
 
 def test_streamed_inference_gives_the_same_tokens(disk: Path) -> None:
