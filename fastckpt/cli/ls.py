@@ -40,10 +40,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _rows(steps: StepStore, *, is_local: bool) -> Iterator[dict[str, Any]]:
     infos, faults = steps.committed()
     numbers = {manifest.nonce: manifest.step for _name, manifest in infos}
+    whole = set[str]()  # nonces of steps whose bases are all there
+    for _name, manifest in reversed(infos):  # the oldest first, so bases before differences
+        if manifest.bases <= whole:
+            whole.add(manifest.nonce)
     for name, manifest in infos:
         wrong = _wrong(steps, name, manifest, is_local)
-        if not is_local and not manifest.bases <= numbers.keys():
-            wrong = wrong or "the step from which it is a difference is missing"
+        if not is_local and manifest.nonce not in whole:
+            wrong = wrong or "a step from which it is built is missing"
         yield {
             **_row(steps, name, is_local),
             "state": "damaged" if wrong else "committed",

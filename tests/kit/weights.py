@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import WeightPublisher
-from fastckpt.lazy.weights import WeightUpdate
+from fastckpt import WeightPublisher, WeightSubscriber, WeightUpdate
 from tests.kit.trees import bits
 
 WAIT_S = 60.0
@@ -68,6 +67,15 @@ def publishing(root: Path, **options: Any) -> Iterator[Callable[..., Any]]:
             return publisher._versions._options.snapshot.why_full  # type: ignore[union-attr]
 
         yield publish
+
+
+def looked(subscriber: WeightSubscriber) -> int:
+    """Looks for a new version, and whether it has one version's bytes; returns its number or 0."""
+    update = subscriber.next()
+    if update is None:
+        return 0
+    assert_same(dict(update), weights(update.version % 50))
+    return update.version
 
 
 def step(root: Path, version: int) -> Path:

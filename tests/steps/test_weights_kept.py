@@ -428,6 +428,15 @@ def test_the_commands_know_differences(
     capsys.readouterr()
     flip(shard(chain, 2), 0.5)
     assert main(["verify", str(chain)]) != 0
+    shutil.rmtree(step(chain, 2))
+    capsys.readouterr()
+    assert main(["ls", str(chain)]) != 0
+    told = capsys.readouterr().out.splitlines()
+    assert ["damaged: a step from which it is built is missing" in line for line in told] == [
+        True,
+        True,
+        False,
+    ]
 
 
 # ---- the power is cut ----

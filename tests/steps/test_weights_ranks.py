@@ -20,7 +20,7 @@ from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.kit.programs import program, told
 from tests.kit.storm import Storm
 from tests.kit.torches import needs_fsdp2
-from tests.kit.weights import ROWS, assert_is, assert_same, publishing, weights
+from tests.kit.weights import ROWS, assert_is, assert_same, looked, publishing, weights
 
 RANKS_IMPORT = "tests.crews.weights_imports"
 pytestmark = pytest.mark.multiprocess
@@ -99,28 +99,39 @@ with WeightPublisher(sys.argv[1], keep=2, full_every=4, options=options) as publ
 """
 
 
+SUBSCRIBER = """
+import sys
+from pathlib import Path
+from fastckpt import WeightSubscriber
+from tests.kit.weights import looked
+
+with WeightSubscriber(sys.argv[1]) as subscriber:
+    looked(subscriber)
+    print("begun", flush=True)
+    while True:
+        looked(subscriber)
+"""
+
+
 @pytest.mark.slow
-def test_a_subscriber_beside_publishers_that_are_killed(disk: Path, storm: Storm) -> None:
+def test_a_subscriber_beside_publishers_and_others_that_are_killed(
+    disk: Path, storm: Storm
+) -> None:
     root, begin = disk / "run", 1
     with WeightSubscriber(root) as beside:
         for rng in storm.rounds(suite=3, torture=100):
-            with program(PUBLISHER, root, begin) as publisher:
-                assert told(publisher) == "begun"
+            with (
+                program(PUBLISHER, root, begin) as publisher,
+                program(SUBSCRIBER, root) as subscriber,
+            ):
+                assert told(publisher) == told(subscriber) == "begun"
                 for _ in range(rng.randrange(1, 30)):
                     begin = max(begin, looked(beside))
-                publisher.send_signal(signal.SIGKILL)
-                publisher.wait(60.0)
+                for each in rng.sample([publisher, subscriber], 2):
+                    each.send_signal(signal.SIGKILL)
+                    each.wait(60.0)
             begin = max(begin, looked(beside))
             with WeightSubscriber(root) as fresh:
                 assert looked(fresh) == begin
             begin += 1
     shutil.rmtree(root)  # the last one was killed in the midst of a save
-
-
-def looked(subscriber: WeightSubscriber) -> int:
-    """Looks for a new version, and whether it has one version's bytes; returns its number or 0."""
-    update = subscriber.next()
-    if update is None:
-        return 0
-    assert_same(dict(update), weights(update.version % 50))
-    return update.version
