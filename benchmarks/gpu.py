@@ -130,9 +130,10 @@ def main() -> int:
             record["titles"] = {name: title for name, (title, _run) in PARTS.items()}
             try:
                 run(options, here, record)
-            except SystemExit as signalled:  # what was measured until then is shown
-                ended = int(str(signalled.code))
-                record["failures"].append(f"ended by signal {ended - 128} before all was measured")
+            except KeyboardInterrupt as interrupt:  # what was measured until then is shown
+                (number,) = interrupt.args
+                ended = 128 + number
+                record["failures"].append(f"ended by signal {number} before all was measured")
         # At once: a peer may take longer to end than whoever sent the signal waits.
         missed = harness.concluded(record, options.out, "gpu")
     names = ("fastckpt", *PARTS)

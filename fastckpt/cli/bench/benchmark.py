@@ -26,7 +26,7 @@ from fastckpt.saving import pipeline
 @contextmanager
 def own_directory(directory: str, prefix: str) -> Iterator[Path]:
     """Makes a directory in `directory`, and removes it when the body ends. SIGTERM and SIGHUP end
-    the body like Ctrl-C.
+    the body like Ctrl-C, by a KeyboardInterrupt with the signal's number.
     """
     signals = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     earlier = {number: signal.signal(number, _interrupt) for number in signals}
@@ -61,7 +61,7 @@ _interrupted: list[int] = []  # the signals that arrived in the body of own_dire
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:
     _interrupted.append(number)
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt(number)
 
 
 def raise_if_interrupted() -> None:
@@ -69,7 +69,7 @@ def raise_if_interrupted() -> None:
     raised another error instead, like torch.distributed.checkpoint.
     """
     if _interrupted:
-        raise KeyboardInterrupt from None
+        raise KeyboardInterrupt(_interrupted[0]) from None
 
 
 def check_room(directory: str, nbytes: int) -> None:
