@@ -296,7 +296,7 @@ class Checkpointer:
                     deadline_s,
                 )
             content = captured(
-                state,
+                self._saved_form(state),
                 self._coordinator.rank,
                 self._coordinator.world_size,
                 self._rank_of,
@@ -333,6 +333,10 @@ class Checkpointer:
         handle = current.save(save)
         self._saves.add(handle)
         return handle
+
+    def _saved_form(self, state: Any) -> Any:
+        """Returns what is saved of a state; an error of this rank fails the save on all ranks."""
+        return state
 
     def restore(
         self,

@@ -7,7 +7,7 @@ version before (steps/snapshot.py); every reader of steps follows such a chain.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,14 +24,27 @@ from fastckpt.steps.snapshot import Snapshot
 
 
 class Versions(Checkpointer):
-    """A Checkpointer whose steps are differences from the step before, where that is possible."""
+    """A Checkpointer whose steps are differences from the step before, where that is possible.
+
+    Args:
+        form: returns the tensors to save of a state.
+    """
 
     def __init__(
-        self, root: str | os.PathLike[str], full_every: int, keep_s: float, **arguments: Any
+        self,
+        root: str | os.PathLike[str],
+        form: Callable[[Any], dict[str, torch.Tensor]],
+        full_every: int,
+        keep_s: float,
+        **arguments: Any,
     ) -> None:
         super().__init__(root, **arguments)
+        self._form = form
         self.snapshot = Snapshot(full_every)
         self._options = replace(self._options, snapshot=self.snapshot, keep_s=keep_s)
+
+    def _saved_form(self, state: Any) -> dict[str, torch.Tensor]:
+        return self._form(state)
 
 
 class WeightPublisher:
@@ -79,9 +92,9 @@ class WeightPublisher:
         storage_options: StorageOptions | None = None,
     ) -> None:
         check_dtype(dtype)
-        self._dtype, self._rename, self._only = dtype, rename, only
         self._versions = Versions(
             root,
+            lambda state: named(state, dtype, rename, only),
             check_count("full_every", full_every),
             check_deadline("keep_s", keep_s),
             keep_last=check_count("keep", keep),
@@ -109,10 +122,10 @@ class WeightPublisher:
 
         Raises:
             As Checkpointer.save; ValueError if two tensors get the same name, or none is left;
-                TypeError if a tensor is none that safetensors files can hold.
+                TypeError if a tensor is none that safetensors files can hold. If one rank raises
+                one of these, result() raises PeerFailed on the others.
         """
-        tensors = named(state, self._dtype, self._rename, self._only)
-        return self._versions.save(version, tensors, metrics=metrics)
+        return self._versions.save(version, state, metrics=metrics)
 
     def close(self) -> None:
         """Waits for the versions in flight, and raises the first error that nobody has asked for;

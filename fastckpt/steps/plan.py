@@ -451,7 +451,7 @@ class _ShardOutput(Output):
         shard, file, step = self._shard, self.file, self.place.step
         frames = () if self._writer is None else self._writer.frames()
         crcs, snapshot = file.transfer.block_crcs(), self._options.snapshot
-        delta = None if snapshot is None else snapshot.delta(file.transfer.base_crcs())
+        delta = None if snapshot is None else snapshot.delta(file.transfer.base_crcs)
         index = shard.index(self.nonce, self._name, crcs, self._options.codec, frames, delta)
         if snapshot is not None:
             snapshot.end(self._handle, index)

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from collections.abc import Callable
 from typing import NamedTuple
 
+from fastckpt.arguments.quantities import shown_size
 from fastckpt.errors import CheckpointError
 from fastckpt.formats.shard_index import Delta, ShardIndex
 from fastckpt.plan.image import Image
@@ -60,7 +62,7 @@ class Snapshot:
         self.why_full, self._has_begun = self._reason(last, image.body_nbytes, pieces), True
         if last is None or self.why_full:
             self._base, self._deltas = None, 0
-            self._memory = mmap.mmap(-1, image.body_nbytes) if image.body_nbytes else None
+            self._memory = self._allocated(image.body_nbytes)
         else:
             self._base, self._deltas = last.shard, self._deltas + 1
         if self._memory is not None:
@@ -68,26 +70,38 @@ class Snapshot:
             image.sources.append(self._memory)
         return self._base is not None
 
+    def _allocated(self, nbytes: int) -> mmap.mmap | None:
+        """Returns the memory for a copy of the shard; None if no step will be a difference."""
+        if self._full_every == 1 or nbytes == 0:
+            return None
+        try:
+            return mmap.mmap(-1, nbytes)
+        except OSError as error:
+            raise CheckpointError(
+                f"{shown_size(nbytes)} of host memory for a copy of the published version cannot "
+                f"be had: {error}; full_every=1 needs none"
+            ) from error
+
     def _reason(self, last: _Last | None, nbytes: int, pieces: tuple[object, ...]) -> str:
         """Returns why the next shard is stored in full; "" if it need not be."""
         if last is None and not self._has_begun:
             return "no step was saved before"
         if last is None or not last.handle.done() or last.handle.failure() is not None:
             return "the save before failed"
-        if last.shard.pieces != pieces or nbytes != self.nbytes:
-            return "its tensors or their division differ from the step before"
         if self._deltas + 1 >= self._full_every:
             return "a full one was due"
+        if last.shard.pieces != pieces or nbytes != self.nbytes:
+            return "its tensors or their division differ from the step before"
         share = last.shard.file_nbytes / last.shard.nbytes
         if self._base is not None and share > _SHARE_MAX:
             return f"the last difference took {share:.0%} of a full one"
         return ""
 
-    def delta(self, base_crcs: list[int]) -> Delta | None:
+    def delta(self, base_crcs: Callable[[], list[int]]) -> Delta | None:
         """Returns the member of the index for a difference; None if the shard was stored in full.
-        `base_crcs` are those of the transfer.
+        `base_crcs` is that of the transfer, which has some if the shard is a difference.
         """
-        return None if self._base is None else Delta(self._base.nonce, tuple(base_crcs))
+        return None if self._base is None else Delta(self._base.nonce, tuple(base_crcs()))
 
     def end(self, handle: InnerHandle, index: ShardIndex) -> None:
         """Notes the shard that was written; its handle tells later whether it is committed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,6 +73,23 @@ def fail_in_the_second(member: Member, root: str) -> list[Any]:
             outcome: Outcome = attempt(published)
             why = publishing._versions._options.snapshot.why_full  # type: ignore[union-attr]
             ends.append(why if outcome.error is None else type(outcome.error).__name__)
+    return ends
+
+
+def fail_alone(member: Member, root: str) -> list[str]:
+    """Publishes a version that the last rank cannot publish, and one that all can; the errors."""
+    ends = []
+    options = replace(OPTIONS, timeout_s=100.0)
+    with WeightPublisher(root, group=member.group, options=options) as publishing:
+        for version in (1, 2):
+            state = weights(1)
+            if version == 1 and member.rank == member.world_size - 1:
+                state["layer.weight"] = state["layer.weight"].to_sparse()
+
+            def published(version: int = version, state: Any = state) -> Any:
+                return publishing.publish(state, version).result()
+
+            ends.append(str(attempt(published).error))
     return ends
 
 

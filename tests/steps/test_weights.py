@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -330,6 +331,30 @@ def test_a_version_of_other_tensors_is_full(root: Path) -> None:
             assert_same(dict(beside.next() or ()), state)
             assert publish(version + 100, state) == ""
             assert_same(dict(beside.next() or ()), state)
+
+
+def test_full_versions_alone_need_no_copy(root: Path) -> None:
+    with WeightPublisher(root, full_every=1, options=FAST) as publisher:
+        for version in (1, 2):
+            publisher.publish(weights(version), version).result(WAIT_S)
+            assert publisher._versions.snapshot.nbytes == 0
+    assert base_of(root, 2) is None
+    with WeightSubscriber(root) as subscriber:
+        assert_is(subscriber.next(), 2)
+
+
+def test_too_little_memory_for_a_copy_fails_the_version(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_fd: int, _nbytes: int) -> Any:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    with WeightPublisher(root, options=FAST) as publisher:
+        with monkeypatch.context() as patched:
+            patched.setattr("fastckpt.steps.snapshot.mmap", SimpleNamespace(mmap=refused))
+            with pytest.raises(CheckpointError, match=r"MiB of host memory .* full_every=1"):
+                publisher.publish(weights(1), 1).result(WAIT_S)
+        publisher.publish(weights(2), 2).result(WAIT_S)
 
 
 def test_a_version_after_a_large_difference_is_full(root: Path) -> None:

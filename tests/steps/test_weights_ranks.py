@@ -62,6 +62,15 @@ def test_after_a_version_that_failed_on_one_rank_the_next_is_full_on_all(
         assert_is(subscriber.next(), 4)
 
 
+def test_what_one_rank_cannot_publish_fails_on_all_at_once(
+    crew: Callable[[int], Crew], disk: Path
+) -> None:
+    (first, last) = crew(2)(bodies.fail_alone, str(disk / "run"))
+    assert "rank 1 failed: TypeError" in first[0], "it has not waited for the time-out"
+    assert "'layer.weight'" in last[0]
+    assert first[1] == last[1] == "None"
+
+
 @needs_fsdp2
 @pytest.mark.slow
 def test_a_rank_that_dies_as_it_publishes_leaves_no_half_version(
