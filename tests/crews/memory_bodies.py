@@ -474,6 +474,9 @@ class Freezing(Recorder):
         """Stops at the operation after so many others; reports what that is before."""
         self._at, self._report = len(self.log) + count, report
 
+    def disarm(self) -> None:
+        self._at = 1 << 40
+
     def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
         if number == self._at:
             Path(self._report).write_text(f"{operation.name} {operation.path}", "utf-8")
@@ -495,4 +498,7 @@ def save_frozen(
     state = stamped(member, 2)
     storage.arm(count, report)
     handle = saving.save(2, state)
-    return attempt(lambda: handle.wait_local(60)).error
+    error = attempt(lambda: handle.wait_local(60)).error
+    pipeline.current().drain()  # what the save does after its commit may stop, too
+    storage.disarm()  # but nothing that comes after this call, which the caller takes for running
+    return error
