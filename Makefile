@@ -45,7 +45,7 @@ export PIP_NO_INPUT := 1
 MAKEFLAGS += --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup build test setup-other test-other test-versions torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-burst bench-objects bench-network bench-memory bench-megatron bench-torchtitan bench-dlio bench-scale asan tsan clean
+.PHONY: help setup build test setup-other test-other test-versions torture check docs wheels demo bench bench-ranks bench-gpu gpu-proof bench-dcp bench-export bench-weights bench-burst bench-objects bench-network bench-memory bench-megatron bench-torchtitan bench-dlio bench-scale asan tsan clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -145,6 +145,9 @@ bench-dcp: build  ## measure torch.distributed.checkpoint; BENCH_ARGS goes to be
 
 bench-export: build  ## measure exports to Hugging Face; BENCH_ARGS goes to benchmarks/export.py
 	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 benchmarks/export.py $(BENCH_ARGS)
+
+bench-weights: build  ## measure published weights; BENCH_ARGS goes to benchmarks/weights.py
+	@OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 benchmarks/weights.py $(BENCH_ARGS)
 
 bench-burst: build  ## measure bursts on shared storage, as root; BENCH_ARGS goes to benchmarks/burst.py
 	@$(BIN)/python benchmarks/burst.py $(BENCH_ARGS)

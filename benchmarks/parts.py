@@ -75,6 +75,7 @@ PARTS = (
     Part("ranks", "ranks.py --size 1 --rounds 5", "--size 0.02 --rounds 1"),
     Part("dcp", "dcp.py --size 1 --rounds 5", "--size 0.03 --rounds 1", ranks=2),
     Part("export", "export.py --size 2 --rounds 5", "--size 0.03 --rounds 1", ranks=4),
+    Part("weights", "weights.py --size 2 --rounds 5", "--size 0.05 --rounds 1", ranks=2),
     Part("megatron", "megatron_saves.py --rounds 5", "--hidden 64 --rounds 1", ranks=2),
     Part("torchtitan", "torchtitan_saves.py --rounds 5", "--ballast 8 --rounds 1", ranks=2),
     Part("objects", "objects.py --gib 0.5 --rounds 3", "--gib 0.02 --rounds 1 --servers drain"),
