@@ -15,6 +15,7 @@ import torch
 
 from fastckpt.api.checkpointer import Checkpointer
 from fastckpt.arguments.checks import check_count, check_deadline
+from fastckpt.arguments.environment import Memory
 from fastckpt.arguments.options import SaveOptions
 from fastckpt.arguments.urls import StorageOptions
 from fastckpt.lazy.weights import check_dtype, named
@@ -70,11 +71,14 @@ class WeightPublisher:
         dtype: the dtype of tensors of floating-point numbers; None: their own. Tensors of another
             dtype are converted in publish().
         rename, only: as fastckpt.export's.
+        local: a Memory in which versions are committed first, as Checkpointer's; a WeightSubscriber
+            with `local` on the same nodes reads them there. It must have root_every=1. The next
+            version is staged when this one is in the root.
         group, options, storage_options: as Checkpointer's.
 
     Raises:
-        ValueError, TypeError: as Checkpointer, and for a full_every below 1 or a dtype that
-            safetensors files cannot hold.
+        ValueError, TypeError: as Checkpointer, and for a full_every below 1, a root_every above 1
+            or a dtype that safetensors files cannot hold.
     """
 
     def __init__(
@@ -87,17 +91,21 @@ class WeightPublisher:
         dtype: torch.dtype | None = None,
         rename: Rename | None = None,
         only: str | None = None,
+        local: Memory | None = None,
         group: Any = None,
         options: SaveOptions = SaveOptions(),
         storage_options: StorageOptions | None = None,
     ) -> None:
         check_dtype(dtype)
+        if local is not None and local.root_every != 1:
+            raise ValueError(f"local has root_every={local.root_every}, must be 1")
         self._versions = Versions(
             root,
             lambda state: named(state, dtype, rename, only),
             check_count("full_every", full_every),
             check_deadline("keep_s", keep_s),
             keep_last=check_count("keep", keep),
+            local=local,
             group=group,
             options=options,
             storage_options=storage_options,

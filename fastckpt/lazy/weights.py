@@ -13,12 +13,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fastckpt.arguments.checks import check_deadline
+from fastckpt.arguments.checks import check_deadline, check_path
 from fastckpt.arguments.names import listed
 from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.directories.export import check_dtype as check_dtype
 from fastckpt.directories.export import check_storable, chosen, export, names_in_model, take_name
 from fastckpt.errors import CheckpointError, CorruptCheckpoint, IncompatibleCheckpoint, Vanished
+from fastckpt.formats.manifest import Manifest
+from fastckpt.formats.step_names import tier_name
 from fastckpt.formats.value_names import joined
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.saving import pipeline
@@ -28,14 +30,16 @@ from fastckpt.state.kinds import is_sharded
 from fastckpt.state.targets import Target
 from fastckpt.state.tree import State, stored_of, tensors_in
 from fastckpt.steps.copies import StepCopies
-from fastckpt.steps.load import StepInMemory, StepReader, base_beside
+from fastckpt.steps.load import StepInMemory, StepReader, base_beside, hold_all
+from fastckpt.steps.newest_whole import readable
 from fastckpt.steps.no_steps import real_path
 from fastckpt.steps.root import store_at
-from fastckpt.steps.store import Committed
+from fastckpt.steps.store import Committed, StepStore, in_order
 
 log = logging.getLogger("fastckpt")
 
 POLL_S = 0.2  # between two looks for a new version
+Places: TypeAlias = list[tuple[StepStore, Committed]]  # of one version, the nearest first
 # Returns the part of a tensor that a reader wants, given its name and shape; None: all of it.
 Part: TypeAlias = Callable[[str, tuple[int, ...]], Sequence[slice] | None]
 
@@ -141,6 +145,10 @@ class WeightSubscriber:
         root: the publisher's.
         like: a module, a state dict or a nest of these: only tensors with these names are wanted,
             and of DTensors only this rank's part. None: all tensors.
+        local: the directory of the publisher's Memory, on a node of the trainer: files that are in
+            this node's memory are read there, and a version is prepared before it is in the root if
+            this node has all of its files, as the only node of a job has, and both of two nodes
+            with peers=1. None: the root is read.
         part: of each tensor, the part that is wanted, such as the slice of a tensor-parallel
             worker; a function of name and shape that returns a slice without a step for each
             dimension, or None for all of it. Only the blocks that hold it are read.
@@ -157,6 +165,7 @@ class WeightSubscriber:
         root: str | os.PathLike[str],
         *,
         like: State | None = None,
+        local: str | os.PathLike[str] | None = None,
         part: Part | None = None,
         storage_options: StorageOptions | None = None,
         timeout_s: float = 1800.0,
@@ -164,6 +173,10 @@ class WeightSubscriber:
         path = real_path(path_of("root", root, storage_options, timeout_s), timeout_s)
         self._storage = pipeline.current().storage
         self._steps = store_at(self._storage, path)
+        self._near: StepStore | None = None
+        if local is not None:
+            directory = os.path.realpath(check_path("local", local))
+            self._near = store_at(self._storage, os.path.join(directory, tier_name(path)))
         self._boxes: dict[str, Box] | None = None
         if like is not None:
             self._boxes = {name: _box(name, tensor) for name, tensor in _tensors_of(like).items()}
@@ -172,7 +185,7 @@ class WeightSubscriber:
         self._tensors: dict[str, torch.Tensor] = {}
         self._contents: dict[int, tuple[str, Box, int]] = {}  # of tensors, see _content()
         self._sequence = 0
-        self._damaged = set[str]()  # nonces; of manifests that are damaged, names
+        self._damaged = set[str]()  # by nonce and root; of manifests that are damaged, names
         self._update: WeightUpdate | None = None  # the one that is held
         self.version: int | None = None
         self.nonce = ""
@@ -234,44 +247,65 @@ class WeightSubscriber:
             if isinstance(fault.error, CorruptCheckpoint) and fault.name not in self._damaged:
                 self._damaged.add(fault.name)
                 log.warning("%r is passed over: %s", fault.name, fault.error)
-        for item in committed:
-            nonce = item.manifest.nonce
-            if item.manifest.sequence <= self._sequence:  # a listing may be stale
+        versions = dict[str, Places]()
+        near = [] if self._near is None else [(self._near, item) for item in readable(self._near)]
+        for steps, item in [*near, *((self._steps, item) for item in committed)]:
+            versions.setdefault(item.manifest.nonce, []).append((steps, item))
+        for places in sorted(versions.values(), key=lambda its: in_order(its[-1][1]), reverse=True):
+            steps, (_name, manifest) = places[-1]
+            if manifest.sequence <= self._sequence:  # a listing may be stale
                 break
-            if nonce in self._damaged:
+            attempt = f"{manifest.nonce} in {steps.root}"
+            if attempt in self._damaged or not self._is_whole(manifest.nonce, versions):
                 continue
             try:
-                self._prepare(item)
+                self._prepare(manifest, places)
             except Vanished:  # retention has removed it, since there is a newer one
                 continue
             except CorruptCheckpoint as error:
-                self._damaged.add(nonce)
-                log.warning("version %d is passed over: %s", item.manifest.step, error)
+                self._damaged.add(attempt)
+                log.warning("version %d is passed over: %s", manifest.step, error)
                 continue
-            self.nonce, self._sequence = nonce, item.manifest.sequence
-            self._update = WeightUpdate(self, item.manifest.step, nonce, self._tensors)
+            self.nonce, self._sequence = manifest.nonce, manifest.sequence
+            self._update = WeightUpdate(self, manifest.step, manifest.nonce, self._tensors)
             return self._update
         return None
 
-    def _prepare(self, item: Committed) -> None:
+    def _is_whole(self, nonce: str, versions: Mapping[str, Places]) -> bool:
+        """Returns whether this node and the root have all files of a version and of those that it
+        differs from. What the root has committed is whole.
+        """
+        if self._held is not None and nonce == self._held.manifest.nonce:
+            return True
+        if nonce not in versions:
+            return False
+        steps, (name, manifest) = versions[nonce][-1]
+        if steps is self._steps:
+            return True
+        files = [manifest.objects.file]
+        for writer in manifest.writers:
+            files += [writer.file, writer.index]
+        return all(
+            self._storage.status(steps.path(name, file)) is not None for file in files
+        ) and all(self._is_whole(base, versions) for base in manifest.bases)
+
+    def _prepare(self, manifest: Manifest, places: Places) -> None:
         """Reads a version into the tensors that are held."""
-        steps, staging, path = self._steps, pipeline.current().staging, self._steps.path(item.name)
+        staging, root, near = pipeline.current().staging, self._steps, self._near
         # Nothing is held until everything is read.
         base_step, self._held, self._update, self.nonce = self._held, None, None, ""
         with ExitStack() as holding:
-            holding.enter_context(steps.hold(item.name))
-            if steps.read(item.name).nonce != item.manifest.nonce:
-                raise Vanished(path)
-            base = base_beside(self._storage, staging, steps, item.name, holding)
-            copies = StepCopies(self._storage, staging, [path])
-            reader = StepReader(staging, path, item.manifest, copies, base)
-            tensors, targets = self._targets(reader.objects(weights_only=True), path)
+            paths, (_steps, (name, _manifest)) = hold_all(places, holding), places[-1]
+            base = base_beside(self._storage, staging, root, name, holding, near=near)
+            copies = StepCopies(self._storage, staging, paths)
+            reader = StepReader(staging, paths[-1], manifest, copies, base)
+            tensors, targets = self._targets(reader.objects(weights_only=True), paths[-1])
             if base_step is not None and all(
                 self._contents.get(id(target.tensor)) == _content(target) for target in targets
             ):  # otherwise some memory holds nothing yet, another part, or what others wrote to it
                 memory = StepInMemory(base_step, base)
-                base = base_beside(self._storage, staging, steps, item.name, holding, memory)
-                reader = StepReader(staging, path, item.manifest, copies, base)
+                base = base_beside(self._storage, staging, root, name, holding, memory, near)
+                reader = StepReader(staging, paths[-1], manifest, copies, base)
             reader.read(targets, in_place=True)
             self._tensors, self._held = tensors, reader.alone()
             self._contents = {id(each.tensor): _content(each) for each in targets}

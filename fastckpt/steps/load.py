@@ -21,7 +21,13 @@ from fastckpt.arguments.names import listed
 from fastckpt.engine.devices import DeviceSources
 from fastckpt.engine.gds import GdsDevice
 from fastckpt.engine.staging import Staging
-from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError, ensure
+from fastckpt.errors import (
+    CorruptCheckpoint,
+    IncompatibleCheckpoint,
+    StorageError,
+    Vanished,
+    ensure,
+)
 from fastckpt.formats import partial_objects, safetensors
 from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.manifest import Manifest, Writer, key_hash, may_hold
@@ -40,7 +46,7 @@ from fastckpt.state.targets import (
 from fastckpt.state.tree import OwnValues, Stored, fill
 from fastckpt.steps.copies import StepCopies
 from fastckpt.steps.root import store_at
-from fastckpt.steps.store import StepStore
+from fastckpt.steps.store import Committed, StepStore
 from fastckpt.storage.file_system import Storage
 
 _PART_BYTES = 64 << 20  # of a rank's own values, read at a time
@@ -67,14 +73,16 @@ def base_beside(
     name: str,
     holding: ExitStack,
     held: StepReader | None = None,
+    near: StepStore | None = None,
 ) -> Callable[[str], StepReader]:
     """Returns StepReader's `base` for a step of a store. `holding` keeps the bases that it opens
-    from being removed. `held` is a base whose tensors are in memory.
+    from being removed. `held` is a base whose tensors are in memory. `near` is a store from which
+    files are read if it has them.
     """
     if not name:  # the store is the step itself
         steps = store_at(storage, os.path.dirname(steps.root))
 
-    return _Bases(storage, staging, steps, holding, held)
+    return _Bases(storage, staging, [steps] if near is None else [near, steps], holding, held)
 
 
 @dataclass(frozen=True)
@@ -83,24 +91,42 @@ class _Bases:
 
     storage: Storage
     staging: Staging
-    steps: StepStore
+    stores: list[StepStore]  # the nearest first
     holding: ExitStack
     held: StepReader | None
 
     def __call__(self, nonce: str) -> StepReader:
-        steps, held = self.steps, self.held
+        held = self.held
         if held is not None and nonce == held.manifest.nonce:
             return held
-        for item in steps.committed()[0]:
-            if item.manifest.nonce == nonce:
-                self.holding.enter_context(steps.hold(item.name))
-                path = steps.path(item.name)
-                copies = StepCopies(self.storage, self.staging, [path])
-                return StepReader(self.staging, path, item.manifest, copies, self)
-        raise CorruptCheckpoint(
-            f"a step under {steps.root!r} is a difference from one with the nonce {nonce}, which "
-            "is not there"
-        )
+        listed = [(steps, item) for steps in self.stores for item in steps.committed()[0]]
+        found = [(steps, item) for steps, item in listed if item.manifest.nonce == nonce]
+        paths = hold_all(found, self.holding)
+        if not paths:
+            raise CorruptCheckpoint(
+                f"a step under {self.stores[-1].root!r} is a difference from one with the nonce "
+                f"{nonce}, which is not there"
+            )
+        copies = StepCopies(self.storage, self.staging, paths)
+        return StepReader(self.staging, paths[-1], found[-1][1].manifest, copies, self)
+
+
+def hold_all(places: Sequence[tuple[StepStore, Committed]], holding: ExitStack) -> list[str]:
+    """Keeps the directories of one step from being removed, until `holding` is closed. Returns
+    those that are still there, in the same order. Raises Vanished if the last one is not.
+    """
+    paths = list[str]()
+    for steps, item in places:
+        try:
+            holding.enter_context(steps.hold(item.name))
+            if steps.read(item.name).nonce != item.manifest.nonce:
+                raise Vanished(steps.path(item.name))
+        except Vanished:
+            if (steps, item) == places[-1]:
+                raise
+            continue
+        paths.append(steps.path(item.name))
+    return paths
 
 
 class StepReader:

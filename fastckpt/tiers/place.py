@@ -76,6 +76,8 @@ class NodePlace(StepPlace):
         if pipeline.staging.allowance(None).blocks < DRAIN_BLOCKS_MIN:
             self._tier.refuse("cannot be drained: staging memory has only one block")
         handle, self._save_before = self._save_before, None
+        if self._options.snapshot is not None:  # only a step that is in the root is a base
+            return super().awaited(previous, pipeline)
         return () if handle is None else (handle,)
 
     def slot(self, output: Output) -> Slot | None:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 import fastckpt
-from fastckpt import WeightPublisher, WeightSubscriber
+from fastckpt import Memory, WeightPublisher, WeightSubscriber
+from fastckpt.formats.manifest import MANIFEST
 from tests.crews.group_crew import Member, Outcome, attempt
 from tests.crews.steps_states import local, same_bits, spread_by_group
-from tests.kit.doubles import Deadly, process_on
+from tests.kit.doubles import Deadly, Recorder, process_on
 from tests.kit.inference import VERL, importable
-from tests.kit.weights import weights
+from tests.kit.weights import assert_is, weights
 
 OPTIONS = fastckpt.SaveOptions(durable=False, timeout_s=3.0)
 
@@ -118,3 +119,37 @@ def send_by_verl(member: Member, root: str) -> dict[str, float]:
         metrics = asyncio.run(engine.send_weights(iter(weights(1).items()), global_steps=1))
         engine.close()
         return metrics
+
+
+def publish_on_nodes(
+    member: Member, root: str, nodes: list[str], versions: list[int]
+) -> list[tuple[int, list[str]]]:
+    """Publishes versions to the memory of a node for each rank, and reads each one there. Returns
+    the numbers that were read, and which of their files, but for the manifest, were opened in the
+    root.
+    """
+    storage, node, found = Recorder(by_engine=True), nodes[member.rank], []
+    with (
+        process_on(storage),
+        publisher(member, root, local=Memory(directory=node, budget="64MiB")) as publishing,
+        WeightSubscriber(root, local=node) as subscriber,
+    ):
+        for version in versions:
+            handle = publishing.publish(sharded(member, version), version)
+            assert handle.wait_memory(60)
+            handle.result()
+            storage.log.clear()
+            update = subscriber.wait_for(version, timeout_s=60)
+            assert_is(update, version)
+            opened = [its.path for its in storage.log if its.name == "open regular"]
+            found.append(
+                (
+                    version,
+                    [
+                        path
+                        for path in opened
+                        if path.startswith(f"{root}/step-") and not path.endswith(MANIFEST)
+                    ],
+                )
+            )
+    return found

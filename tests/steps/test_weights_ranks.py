@@ -19,9 +19,11 @@ from tests.crews import weights_bodies as bodies
 from tests.crews.group_crew import Crew, Nursery, RankDied
 from tests.kit.programs import program, told
 from tests.kit.storm import Storm
+from tests.kit.tiers import local
 from tests.kit.torches import needs_fsdp2
 from tests.kit.weights import ROWS, assert_is, assert_same, looked, publishing, weights
 
+__all__ = ["local"]
 RANKS_IMPORT = "tests.crews.weights_imports"
 pytestmark = pytest.mark.multiprocess
 FULL, DIFFERS = "no step was saved before", ""
@@ -95,12 +97,16 @@ PUBLISHER = """
 import sys
 import itertools
 import fastckpt
-from fastckpt import WeightPublisher
+from fastckpt import Memory, WeightPublisher
 from tests.kit.weights import weights
 
 options = fastckpt.SaveOptions(durable=False)
-begin = int(sys.argv[2])
-with WeightPublisher(sys.argv[1], keep=2, full_every=4, options=options) as publisher:
+begin, local = int(sys.argv[2]), None
+if sys.argv[3]:
+    local = Memory(directory=sys.argv[3], budget="64MiB")
+with WeightPublisher(
+    sys.argv[1], keep=2, full_every=4, local=local, options=options
+) as publisher:
     for version in itertools.count(begin):
         publisher.publish(weights(version % 50), version).result()
         if version == begin:
@@ -114,7 +120,7 @@ from pathlib import Path
 from fastckpt import WeightSubscriber
 from tests.kit.weights import looked
 
-with WeightSubscriber(sys.argv[1]) as subscriber:
+with WeightSubscriber(sys.argv[1], local=sys.argv[2] or None) as subscriber:
     looked(subscriber)
     print("begun", flush=True)
     while True:
@@ -123,15 +129,16 @@ with WeightSubscriber(sys.argv[1]) as subscriber:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_local", [False, True])
 def test_a_subscriber_beside_publishers_and_others_that_are_killed(
-    disk: Path, storm: Storm
+    disk: Path, local: Path, storm: Storm, is_local: bool
 ) -> None:
-    root, begin = disk / "run", 1
-    with WeightSubscriber(root) as beside:
+    root, begin, memory = disk / "run", 1, local if is_local else None
+    with WeightSubscriber(root, local=memory) as beside:
         for rng in storm.rounds(suite=3, torture=100):
             with (
-                program(PUBLISHER, root, begin) as publisher,
-                program(SUBSCRIBER, root) as subscriber,
+                program(PUBLISHER, root, begin, memory or "") as publisher,
+                program(SUBSCRIBER, root, memory or "") as subscriber,
             ):
                 assert told(publisher) == told(subscriber) == "begun"
                 for _ in range(rng.randrange(1, 30)):
@@ -140,7 +147,7 @@ def test_a_subscriber_beside_publishers_and_others_that_are_killed(
                     each.send_signal(signal.SIGKILL)
                     each.wait(60.0)
             begin = max(begin, looked(beside))
-            with WeightSubscriber(root) as fresh:
+            with WeightSubscriber(root, local=memory) as fresh:
                 assert looked(fresh) == begin
             begin += 1
     shutil.rmtree(root)  # the last one was killed in the midst of a save
