@@ -109,7 +109,10 @@ def main() -> int:
     args = parser.parse_args()
     if int(os.environ.get("WORLD_SIZE", 1)) <= TRAINERS:
         raise SystemExit("start this by torchrun --standalone --nproc-per-node 4")
-    (args.root / "samples").mkdir(parents=True, exist_ok=True)
+    samples = args.root / "samples"
+    samples.mkdir(parents=True, exist_ok=True)
+    if any(samples.iterdir()):  # before the ranks meet, so none is of this run
+        raise SystemExit(f"{samples} has samples of another run: pass another --root")
     dist.init_process_group("gloo")
     try:
         rank = dist.get_rank()

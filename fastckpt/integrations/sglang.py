@@ -9,6 +9,8 @@ Responsible for the request /update_weights_from_disk. SGLang itself is not impo
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import json
 import os
 import urllib.error
@@ -33,14 +35,14 @@ def load(
 ) -> None:
     """Writes a version to a directory, and has all servers load it from there at the same time.
 
-    The directory changes atomically from the version before to this one, so a server that starts
-    or loads at any time finds a whole version.
+    Two directories below it take turns, each of which is replaced as a whole: while a version is
+    written, and while servers load it, the version before is there, too.
 
     Args:
         update: what WeightSubscriber.next() or wait_for() returned, of whole tensors.
         servers: the URLs of the servers, such as "http://host:30000".
-        directory: on a file system that all servers see by this path. Its whole content is
-            replaced.
+        directory: on a file system that all servers see by this path. Load into it from one process
+            at a time.
         files: what the directory has besides weights, such as config.json; as fastckpt.export's.
         timeout_s: for how long a server may load.
         headers: further headers of the request, such as {"Authorization": "Bearer KEY"}.
@@ -52,7 +54,8 @@ def load(
         CheckpointError: at least one server has not loaded the version. Its weights are unknown:
             load a version again, or restart it.
     """
-    deadline_s, path = check_deadline("timeout_s", timeout_s), os.path.realpath(directory)
+    deadline_s = check_deadline("timeout_s", timeout_s)
+    path = _older_of([os.path.join(os.path.abspath(directory), name) for name in ("0", "1")])
     update.to_directory(path, files=files)
     body = {"model_path": path, "weight_version": str(update.version), **request}
 
@@ -64,10 +67,13 @@ def load(
             with urllib.request.urlopen(asked, timeout=deadline_s) as response:
                 answer = json.loads(response.read())
         except urllib.error.HTTPError as error:  # 400 if loading has failed
-            return f"{server}: {error.read().decode(errors='replace') or error}"
-        except (OSError, ValueError) as error:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                return f"{server}: {error.read().decode(errors='replace') or error}"
             return f"{server}: {error}"
-        return "" if answer.get("success") is True else f"{server}: {answer}"
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            return f"{server}: {error}"
+        is_loaded = isinstance(answer, dict) and answer.get("success") is True
+        return "" if is_loaded else f"{server}: {answer}"
 
     with ThreadPoolExecutor(max(1, len(servers))) as threads:
         failed = [answer for answer in threads.map(ask, servers) if answer]
@@ -76,3 +82,12 @@ def load(
             f"version {update.version} was loaded by {len(servers) - len(failed)} of "
             f"{len(servers)} servers; the weights of the others are unknown: {'; '.join(failed)}"
         )
+
+
+def _older_of(paths: Sequence[str]) -> str:
+    """Returns the first path that does not exist, else the one that was replaced first."""
+
+    def replaced(path: str) -> int:
+        return os.stat(path).st_ctime_ns if os.path.exists(path) else 0
+
+    return min(paths, key=replaced)

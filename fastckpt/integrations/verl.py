@@ -11,7 +11,7 @@ Responsible for the interface in verl/checkpoint_engine/base.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,8 +53,13 @@ class Engine(CheckpointEngineWithCache):  # type: ignore[misc]
         self._publisher: WeightPublisher | None = None
         self._subscriber: WeightSubscriber | None = None
         self._version = -1
+        self._before: str | None = None  # the nonce of the newest version before the sync
 
     def prepare(self) -> dict[str, Any]:
+        """Notes the newest version: an earlier run on the same root may have published one with the
+        number that comes next. verl calls this on all workers before it sends.
+        """
+        self._before = self._reader().newest()
         return {}
 
     @classmethod
@@ -99,14 +104,21 @@ class Engine(CheckpointEngineWithCache):  # type: ignore[misc]
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Waits for the version `global_steps`, or takes the newest one, and yields its tensors
-        when all of it is verified. Raises as WeightSubscriber.wait_for.
+        """Waits for the version `global_steps`, or any, that was committed after prepare(), and
+        yields its tensors when all of it is verified. Raises as WeightSubscriber.wait_for.
         """
+        update = await asyncio.to_thread(
+            self._reader().wait_for, global_steps, after=self._before, timeout_s=self._timeout_s
+        )
+        for name, tensor in self._on_device(update):
+            yield name, tensor
+
+    def _reader(self) -> WeightSubscriber:
         if self._subscriber is None:
             self._subscriber = WeightSubscriber(self._root, storage_options=self._storage_options)
-        update: WeightUpdate = await asyncio.to_thread(
-            self._subscriber.wait_for, global_steps, timeout_s=self._timeout_s
-        )
+        return self._subscriber
+
+    def _on_device(self, update: WeightUpdate) -> Iterator[tuple[str, torch.Tensor]]:
         accelerator = torch.accelerator.current_accelerator()
         for name, tensor in update:  # what verl sends by CUDA IPC has to be on the device
             yield name, tensor if accelerator is None else tensor.to(accelerator)
@@ -121,6 +133,6 @@ class Engine(CheckpointEngineWithCache):  # type: ignore[misc]
         self._publisher = self._subscriber = None
 
     async def get_weights(self) -> AsyncGenerator[tuple[str, torch.Tensor], None]:
-        """Yields the newest version, as receive_weights()."""
-        async for name, tensor in self.receive_weights():
+        """Yields the newest version. Raises as WeightSubscriber.wait_for."""
+        for name, tensor in self._on_device(await asyncio.to_thread(self._reader().wait_for)):
             yield name, tensor

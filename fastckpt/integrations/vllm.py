@@ -15,10 +15,13 @@ Responsible for the two interfaces in vllm/distributed/weight_transfer/base.py.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
+import fastckpt
 from fastckpt import CheckpointError, SaveHandle, WeightPublisher, WeightSubscriber
 from fastckpt.arguments.checks import check_choice
 from fastckpt.arguments.names import listed
@@ -31,17 +34,18 @@ except ImportError as error:
 
 BACKEND = "fastckpt"
 FETCH, VERIFY, LOAD = "fetch", "verify", "load"
+TIMEOUT_S = 200.0
 
 
 @dataclass
 class InitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]
     """What a worker is told once: `root` and `storage_options` as WeightSubscriber's; `timeout_s`:
-    how long an update waits for its version.
+    how long an update waits for its version, below the time-out of vLLM's HTTP client.
     """
 
     root: str
     storage_options: dict[str, Any] | None = None
-    timeout_s: float = 600.0
+    timeout_s: float = TIMEOUT_S
 
 
 @dataclass
@@ -65,6 +69,7 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
     init_info_cls, update_info_cls = InitInfo, UpdateInfo
     supports_draft_weight_update = False
     _subscriber: WeightSubscriber | None = None
+    _fetched: Future[Any] | None = None  # of the last FETCH
     _is_loading = False
     _shapes: dict[str, Any] | None = None  # of the tensors that were loaded, by name
 
@@ -78,28 +83,42 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
         self._is_loading = False
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Raises CheckpointError if the version cannot be prepared or has not the tensors of the
-        one that was loaded before: then the model is as before. Raises it also if loading fails;
-        then the model has weights of two versions, until a version has been loaded.
+        """Raises CheckpointError if the version cannot be prepared, or has other tensors than the
+        model's checkpoint or the version before: then the model is as before. Raises it also if
+        loading fails; then the model has weights of two versions, until a version has been loaded.
         """
         if self._subscriber is None:
             raise CheckpointError("init_weight_transfer_engine() must be called before an update")
         version, stage = update_info.version, update_info.stage
-        wait = self._subscriber.wait_for
-        prepared = self._fetcher.submit(wait, version, timeout_s=self._timeout_s)
         if stage == FETCH:
+            self._fetched = self._fetcher.submit(self._subscriber.next)
             return
-        update = prepared.result()
+        if self._fetched is not None:
+            wait([self._fetched])  # an error of it comes again
+        update = self._subscriber.wait_for(version, timeout_s=self._timeout_s)
         shapes = {name: tuple(tensor.shape) for name, tensor in update}
-        if self._shapes not in (None, shapes):
-            differing = {name for name, _shape in self._shapes.items() ^ shapes.items()}
+        if differing := self._differing(shapes):
             raise CheckpointError(
-                f"version {version} differs from the one that is loaded in the names or shapes of "
-                f"{listed(map(repr, sorted(differing)))}: publish all tensors of the checkpoint"
+                f"version {version} differs from the model in the names or shapes of "
+                f"{listed(map(repr, sorted(differing)))}: publish all tensors of its checkpoint"
             )
         if stage == LOAD:
             self._load(version, iter(update))
             self._shapes = shapes
+
+    def _differing(self, shapes: dict[str, Any]) -> set[str]:
+        """Returns the names of tensors that do not fit: to those of the last version, or at first
+        to the checkpoint that vLLM was started from, where it is a directory of this machine. vLLM
+        itself does not notice that a part of a parameter is missing.
+        """
+        if self._shapes is not None:
+            return {name for name, _shape in self._shapes.items() ^ shapes.items()}
+        directory = getattr(self.model_config, "model", "")
+        if not os.path.isdir(directory):
+            return set()
+        with fastckpt.open(directory) as saved:
+            expected = {name: tuple(saved[name].shape) for name in saved}
+        return {name for name, _shape in expected.items() - shapes.items()}
 
     def _load(self, version: int, tensors: Any) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -113,6 +132,8 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
             if missing and getattr(self.model_config, "quantization", None) is None:
                 raise ValueError(f"the version lacks {listed(map(repr, sorted(missing)))}")
         except Exception as error:
+            # Else the next load would count what this one has loaded, and leave out the rest.
+            self.finish_weight_update()
             raise CheckpointError(
                 f"version {version} is loaded in part, so this worker must not serve until a whole "
                 f"version is loaded: {error}"
@@ -122,14 +143,14 @@ class Engine(base.WeightTransferEngine):  # type: ignore[misc]
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if self._is_loading:
-            finalize_layerwise_reload(self.model, self.model_config)
             self._is_loading = False
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         if self._subscriber is not None:
-            self._fetcher.shutdown()
+            self._fetcher.shutdown(cancel_futures=True)
             self._subscriber.close()
-            self._subscriber = None
+            self._subscriber = self._fetched = None
 
 
 @dataclass
@@ -141,7 +162,7 @@ class TrainerInfo(TrainerInitInfo):  # type: ignore[misc]
     backend: ClassVar[str] = BACKEND
     root: str
     storage_options: dict[str, Any] | None = None
-    timeout_s: float = 600.0
+    timeout_s: float = TIMEOUT_S
     publisher: dict[str, Any] = field(default_factory=dict)
 
 
@@ -155,6 +176,7 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
     publisher: WeightPublisher
     _version = -1
     _handle: SaveHandle | None = None  # of a version that has not been sent
+    _failure = ""  # of an update
 
     @classmethod
     def trainer_init(
@@ -179,26 +201,48 @@ class TrainerEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
 
     def prepare(self) -> None:
         """Waits until the version is committed, and tells the workers to fetch it. Raises as
-        SaveHandle.result.
+        SaveHandle.result, and as send_weights.
         """
         handle = self.publish(self._version + 1) if self._handle is None else self._handle
-        handle.result()
+        try:
+            handle.result()
+        except BaseException:
+            self._handle = None
+            raise
         self._tell(FETCH)
 
     def send_weights(self) -> None:
         """Loads the version in all workers, after all of them have verified it; publishes the next
         one first if this one has been sent. vLLM's weight_version is then its number.
+
+        Raises:
+            CheckpointError: on rank 0: this update has failed, or an earlier one. vLLM's workers
+                may have answered in part, and the answers that are left would be taken for those
+                to later calls: restart vLLM, and make another engine.
         """
         self.prepare()
-        self._tell(VERIFY, LOAD, label=str(self._version))
         self._handle = None
+        self._tell(VERIFY, LOAD, label=str(self._version))
 
     def _tell(self, *stages: str, label: str | None = None) -> None:
-        if self.is_sender:
+        if not self.is_sender:
+            return
+        if self._failure:
+            raise CheckpointError(f"an earlier update has failed: {self._failure}; restart vLLM")
+        stage = "start"
+        try:
             self.client.start_weight_update()
             for stage in stages:
                 self.client.update_weights(asdict(UpdateInfo(self._version, stage)))
             self.client.finish_weight_update(*[label] if label else [])
+        except Exception as error:
+            with suppress(Exception):  # a worker that has not failed has an open session
+                self.client.finish_weight_update()
+            state = "may be of two versions" if stage == LOAD else "are as before"
+            self._failure = (
+                f"version {self._version} at the stage {stage!r}: {error}; the weights {state}"
+            )
+            raise CheckpointError(f"the update has failed: {self._failure}") from error
 
     def shutdown(self) -> None:
         self.publisher.close()

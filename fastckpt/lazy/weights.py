@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -115,6 +116,7 @@ class WeightUpdate:
             "the version has another shape for",
             {name for name, target in targets.items() if target.shape != self.tensors[name].shape},
         )
+        self._subscriber.version = None  # until all of it is there
         with torch.no_grad():
             for name, target in targets.items():
                 target.copy_(self.tensors[name])
@@ -122,9 +124,14 @@ class WeightUpdate:
 
     def to_directory(self, path: str | os.PathLike[str], **arguments: Any) -> None:
         """Writes the version as a Hugging Face directory, committed atomically; as fastckpt.export,
-        whose arguments these are. Only a subscriber of whole tensors can.
+        whose arguments these are.
+
+        Raises:
+            ValueError: the subscriber wants parts, by `like` or `part`. Otherwise as export().
         """
         self._check_valid()
+        if self._subscriber.wants_parts:
+            raise ValueError("a subscriber with like= or part= may not have the whole version")
         export(dict(self.tensors), path, **arguments).result()
 
     def _check_valid(self) -> None:
@@ -156,8 +163,9 @@ class WeightSubscriber:
         timeout_s: for how long a server may not answer.
 
     Attributes:
-        version: the version that was applied last; None: none was.
+        version: the version that was applied last; None: none was, or not all of it.
         nonce: of the version that is held; "": none is.
+        wants_parts: whether `like` or `part` was passed.
     """
 
     def __init__(
@@ -181,6 +189,8 @@ class WeightSubscriber:
         if like is not None:
             self._boxes = {name: _box(name, tensor) for name, tensor in _tensors_of(like).items()}
         self._part = part
+        self.wants_parts = like is not None or part is not None
+        self._lock = threading.Lock()  # of one look at a time, which writes to the memory
         self._held: StepReader | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._contents: dict[int, tuple[str, Box, int]] = {}  # of tensors, see _content()
@@ -208,36 +218,65 @@ class WeightSubscriber:
         """
         until = time.monotonic() + check_deadline("timeout_s", timeout_s)
         while True:
-            update = self._look()
+            with self._lock:
+                update = self._look()
             remaining_s = until - time.monotonic()
             if update is not None or remaining_s <= 0:
                 return update
             time.sleep(min(POLL_S, remaining_s))
 
-    def wait_for(self, version: int | None = None, *, timeout_s: float = 0.0) -> WeightUpdate:
+    def newest(self) -> str:
+        """Returns the nonce of the version in the root that was committed last, without reading it;
+        "" if there is none. Raises StorageError if the root cannot be listed.
+        """
+        committed, _faults = self._steps.committed()
+        return committed[0].manifest.nonce if committed else ""
+
+    def wait_for(
+        self, version: int | None = None, *, after: str | None = None, timeout_s: float = 0.0
+    ) -> WeightUpdate:
         """Prepares the newest version as next() does, or returns it if it is held already. The
-        readers of a model call this when the trainer has told them the number.
+        readers of a model call this when the trainer has told them the number of a version that it
+        has committed.
 
         Args:
             version: the number that the newest version must have; None: any.
-            timeout_s: how long to wait until it has this number.
+            after: a nonce that newest() returned before the trainer began to publish: this version
+                is not waited for, even if it has the number.
+            timeout_s: how long to wait until the newest version is such a one.
 
         Raises:
-            CheckpointError: it has another number, or no version is committed, at the end of that
-                time. Otherwise as next().
+            CheckpointError: it is none at the end of that time; or before, if the version with the
+                number is damaged, or is followed by another one. Otherwise as next().
         """
         until, remaining_s = time.monotonic() + check_deadline("timeout_s", timeout_s), 0.0
         while True:
             self.next(remaining_s)  # at first 0, since what is held may be the newest
-            if self._update is not None and version in (None, self._update.version):
-                return self._update
+            update = self._update
+            if update is not None and version in (None, update.version) and update.nonce != after:
+                return update
             remaining_s = until - time.monotonic()
-            if remaining_s <= 0:
-                found = "no version" if self._update is None else f"version {self._update.version}"
+            if remaining_s <= 0 or self._is_past(version, after):
+                found = "no version" if update is None else f"version {update.version}"
+                wanted = "any" if version is None else f"{version}"
                 raise CheckpointError(
                     f"the newest in {self._steps.root!r} is {found} after {timeout_s:g} s, must be "
-                    f"{'any' if version is None else version}"
+                    f"{wanted if after is None else f'{wanted}, after the one with nonce {after}'}"
                 )
+
+    def _is_past(self, version: int | None, after: str | None) -> bool:
+        """Returns whether the version with a number is damaged, or older than the one that is held,
+        so that it is never the newest whole one.
+        """
+        for item in self._steps.committed()[0]:
+            manifest = item.manifest
+            if manifest.step == version and manifest.nonce != after:
+                is_older = self._held is not None and manifest.sequence < self._sequence
+                return is_older or self._attempt(manifest, self._steps) in self._damaged
+        return False
+
+    def _attempt(self, manifest: Manifest, steps: StepStore) -> str:
+        return f"{manifest.nonce} in {steps.root}"
 
     def _look(self) -> WeightUpdate | None:
         committed, faults = self._steps.committed()
@@ -255,7 +294,7 @@ class WeightSubscriber:
             steps, (_name, manifest) = places[-1]
             if manifest.sequence <= self._sequence:  # a listing may be stale
                 break
-            attempt = f"{manifest.nonce} in {steps.root}"
+            attempt = self._attempt(manifest, steps)
             if attempt in self._damaged or not self._is_whole(manifest.nonce, versions):
                 continue
             try:

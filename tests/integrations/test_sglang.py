@@ -31,7 +31,8 @@ def test_servers_load_each_version(servers: list[DiskLoader], root: Path, disk: 
     config.write_text("{}")
     urls = [each.url for each in servers]
     with publishing(root) as publish, WeightSubscriber(root) as subscriber:
-        for version in (1, 2):
+        paths = []
+        for version in (1, 2, 3):
             publish(version)
             load(
                 subscriber.wait_for(version),
@@ -42,12 +43,12 @@ def test_servers_load_each_version(servers: list[DiskLoader], root: Path, disk: 
             )
             for each in servers:
                 assert_same(dict(sorted(each.weights.items())), sorted_weights(version))
-                assert each.requests[-1] == {
-                    "model_path": str(directory),
-                    "weight_version": str(version),
-                    "flush_cache": False,
-                }
-    assert (directory / "config.json").read_text() == "{}"
+                path = each.requests[-1].pop("model_path")
+                assert each.requests[-1] == {"weight_version": str(version), "flush_cache": False}
+                assert Path(path).parent == directory
+                assert (Path(path) / "config.json").read_text() == "{}"
+            paths.append(path)
+        assert paths[0] != paths[1] and paths[2] == paths[0], "two directories take turns"
 
 
 def sorted_weights(version: int) -> Weights:

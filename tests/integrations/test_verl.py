@@ -81,6 +81,25 @@ def test_what_the_actor_sends_arrives(make: Callable[..., Any], memory: Path) ->
     wait_until(lambda: [path.name for path in (memory / "run").glob("step-*")] == ["step-00000005"])
 
 
+def test_what_an_earlier_run_published_with_the_number_is_not_taken(
+    make: Callable[..., Any], memory: Path
+) -> None:
+    with publishing(memory / "run") as publish:
+        publish(3)
+    actor, rollout = make(is_master=True, options=FAST), make(timeout_s=60.0)
+
+    async def sync(sent: Weights, version: int | None) -> Weights:
+        for each in (actor, rollout):
+            each.prepare()
+        receiving = asyncio.create_task(received(rollout, version))
+        await asyncio.sleep(0)  # it looks before the actor publishes
+        await actor.send_weights(iter(sent.items()), global_steps=version)
+        return await receiving
+
+    for sent, version in ((4, 3), (5, 3), (6, None), (7, None)):
+        assert_same(asyncio.run(sync(weights(sent), version)), weights(sent))
+
+
 def test_without_steps_the_next_version_is_sent_and_the_newest_received(
     make: Callable[..., Any],
 ) -> None:

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from fastckpt import CheckpointError, WeightPublisher
@@ -128,6 +129,15 @@ def test_a_version_that_is_not_there_leaves_the_model_as_it_is(
     assert_serves(worker, 2)
 
 
+def again(vllm: ModuleType, trainer: Any, worker: Worker, memory: Path) -> Any:
+    """The engine that a trainer makes after an update that failed."""
+    info = vllm.TrainerInfo(rank=0, root=str(memory / "run"), timeout_s=0.0, publisher=PUBLISHER)
+    trainer.publisher.close()
+    made = vllm.TrainerEngine.trainer_init(info, client=worker, source=trainer.source)
+    trainer.publisher = made.publisher  # which is closed at the end
+    return made
+
+
 def test_a_damaged_version_is_not_loaded(trainer: Any, worker: Worker, memory: Path) -> None:
     send(trainer, 1)
     trainer.source = checkpoint(2)
@@ -139,20 +149,56 @@ def test_a_damaged_version_is_not_loaded(trainer: Any, worker: Worker, memory: P
     assert_serves(worker, 1)
 
 
-def test_a_load_that_fails_is_told_and_the_next_one_is_whole(trainer: Any, worker: Worker) -> None:
+def test_a_load_that_fails_is_told_and_the_next_one_is_whole(
+    vllm: ModuleType, trainer: Any, worker: Worker, memory: Path
+) -> None:
     send(trainer, 1)
     worker.engine.model.fails_after = 1
-    with pytest.raises(CheckpointError, match=r"2 is loaded in part.*the loader fails"):
+    with pytest.raises(
+        CheckpointError, match=r"2 is loaded in part.*the loader fails.*may be of two"
+    ):
         send(trainer, 2)
-    assert worker.label == "1"
+    assert worker.label == "1" and worker.engine.model.reloads[-2:] == ["initialize", "finalize"]
     worker.engine.model.fails_after = None
-    trainer.send_weights()
-    assert_serves(worker, 2)
-    assert worker.label == "2"
+    with pytest.raises(CheckpointError, match=r"an earlier update has failed.*restart vLLM"):
+        send(trainer, 3)
+    send(again(vllm, trainer, worker, memory), 4)
+    assert_serves(worker, 4)
+    assert worker.label == "4"
+
+
+def test_a_session_of_a_worker_that_has_not_failed_is_ended(
+    vllm: ModuleType, trainer: Any, worker: Worker, memory: Path
+) -> None:
+    """As with several workers, of which another one has failed."""
+    send(trainer, 1)
+    with pytest.MonkeyPatch.context() as patched:
+
+        def fails(_info: dict[str, Any]) -> None:
+            raise RuntimeError("another worker has failed")
+
+        patched.setattr(worker, "update_weights", fails)
+        with pytest.raises(CheckpointError, match=r"another worker has failed; .* are as before"):
+            send(trainer, 2)
+    send(again(vllm, trainer, worker, memory), 3)
+    assert_serves(worker, 3)
+
+
+def test_a_first_version_that_lacks_a_tensor_of_the_checkpoint_is_refused(
+    trainer: Any, worker: Worker, memory: Path
+) -> None:
+    """A part of a packed parameter, of which the loader does not tell that it is missing."""
+    (memory / "base").mkdir()
+    safetensors.torch.save_file(checkpoint(0), memory / "base" / "model.safetensors")
+    worker.engine.model_config.model = str(memory / "base")
+    source = {name: each for name, each in checkpoint(1).items() if name != "k"}
+    with pytest.raises(CheckpointError, match=r"names or shapes of 'k'.*are as before"):
+        send(trainer, 1, source)
+    assert worker.engine.model.reloads == []
 
 
 def test_a_first_version_without_a_parameter_is_told(trainer: Any, worker: Worker) -> None:
-    with pytest.raises(CheckpointError, match=r"1 is loaded in part.*lacks 'norm'"):
+    with pytest.raises(CheckpointError, match=r"'load': .*1 is loaded in part.*lacks 'norm'"):
         send(trainer, 1, {name: checkpoint(1)[name] for name in ("q", "k")})
 
 

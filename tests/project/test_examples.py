@@ -298,9 +298,10 @@ def test_torchrun_starts_the_ranks_again(disk: Path) -> None:
 
 
 @pytest.mark.torture
+@pytest.mark.timeout(900)
 def test_demo_proves_its_claims(tmp_path: Path) -> None:
     variables = {"TMPDIR": str(tmp_path), **PASSIVE}  # else it would start its command anew
-    output = Job("examples/train_gpt.py", tmp_path, "--demo", variables=variables).finish(1200)
+    output = Job("examples/train_gpt.py", tmp_path, "--demo", variables=variables).finish(850)
     assert "FAIL" not in output
     assert "Every claim held." in output
     assert "3 ranks went on from step" in output

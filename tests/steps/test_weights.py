@@ -154,11 +154,14 @@ def test_a_version_is_waited_for_by_its_number(root: Path) -> None:
         assert_is(subscriber.wait_for(2, timeout_s=WAIT_S), 2)
         later.join()
         publish(3)
-        with pytest.raises(CheckpointError, match=r"is version 3 after 0 s, must be 2"):
-            subscriber.wait_for(2)
+        with pytest.raises(CheckpointError, match=r"is version 3 after 60 s, must be 2"):
+            subscriber.wait_for(2, timeout_s=WAIT_S)  # at once: it never is the newest again
         assert_is(subscriber.wait_for(), 3)
+        before = subscriber.newest()
+        with pytest.raises(CheckpointError, match=rf"must be 3, after the one with nonce {before}"):
+            subscriber.wait_for(3, after=before)
         publish(1)  # again, by a trainer that went back
-        assert_is(subscriber.wait_for(1), 1)
+        assert_is(subscriber.wait_for(1, after=before), 1)
     with pytest.raises(CheckpointError, match=r"no version"):
         subscriber.wait_for(1)
 
@@ -302,7 +305,13 @@ def test_a_part_of_each_tensor(root: Path) -> None:
             publish(version)
             expected = weights(version)
             expected["layer.weight"] = expected["layer.weight"][begin : begin + 100, 3:]
-            assert_same(dict(subscriber.next() or ()), expected)
+            update = subscriber.next()
+            assert_same(dict(update or ()), expected)
+    with WeightSubscriber(root, part=part) as subscriber:
+        update = subscriber.next()
+        assert update is not None
+        with pytest.raises(ValueError, match=r"may not have the whole version"):
+            update.to_directory(root.parent / "export")
 
 
 # ---- full or not ----
