@@ -44,8 +44,9 @@ class Bench(RankBench):
         del self.model
         self.generator = torch.Generator().manual_seed(self.rank)
         self.root = directory / "weights"
+        by_step = fastckpt.SaveOptions(fence="step")
         self.publisher = fastckpt.WeightPublisher(
-            self.root, keep=2, full_every=1000, group=dist.group.WORLD
+            self.root, keep=2, full_every=1000, group=dist.group.WORLD, options=by_step
         )
         self.subscriber = fastckpt.WeightSubscriber(self.root)
         self.old: State = {}  # the first rank's tensors of the last file of gaps
@@ -54,7 +55,7 @@ class Bench(RankBench):
             directory / "steps",
             keep_last=1,
             group=dist.group.WORLD,
-            options=fastckpt.SaveOptions(fence="step"),
+            options=by_step,
         )
 
     def change(self) -> None:
