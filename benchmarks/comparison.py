@@ -182,6 +182,14 @@ def comparison(records: dict[str, Row]) -> str:
     ours, theirs = pair(records["export"], "committed, of HuggingFaceStorageWriter")
     rival = ("HuggingFaceStorageWriter", theirs)
     found.append(row_of("Hugging Face export, four ranks: durable", ours, None, rival))
+    for head, what in (("durable", "committed"), ("read", "cold read into a model")):
+        by_hand = {
+            name: pair(records["weights"], f"{what}, of rank 0 writes {way}")
+            for name, way in (("whole by safetensors", "the whole"), ("gaps and values", "gaps"))
+        }
+        rival = best_of({name: theirs for name, (_ours, theirs) in by_hand.items()})
+        ours = by_hand["gaps and values"][0]
+        found.append(row_of(f"1 GiB of weights, 3 % changed: {head}", ours, None, rival))
     for server in ("drain", "seaweedfs"):
         seconds = of_ways(records["objects"], server)
         heads = {"committed s": "save", "load s": "load"}

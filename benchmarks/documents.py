@@ -196,7 +196,7 @@ def dated(record: Row) -> str:
 
 def compare() -> str:
     """Return the user's table: ours beside torch's own, the best rival and the machine's limit."""
-    names = ("saves", "many", "training", "dcp", "export", "objects", "dlio")
+    names = ("saves", "many", "training", "dcp", "export", "weights", "objects", "dlio")
     records = {name: record for name in names if (record := record_of(name)) is not None}
     if len(records) < len(names):
         return NOTHING
