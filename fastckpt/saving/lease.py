@@ -47,6 +47,9 @@ _UNWRITTEN_S = 60.0  # an empty file of at most this age may be a lease that is 
 
 # The leases that this process holds and releases at exit. Changed and copied by single operations.
 _leases: set[Lease] = set()
+# One lock for all leases of a process on a record, because a release hands the record's file over
+# to another of them. By process, storage and path.
+_locks: weakref.WeakValueDictionary[tuple[int, int, str], NotedLock] = weakref.WeakValueDictionary()
 
 
 def now_text() -> str:
@@ -75,7 +78,7 @@ class Lease:
         self._root = root
         self._user: weakref.ref[object] | None = None
         self._takes_over = False
-        self._lock = NotedLock("lease", path)
+        self._lock = _locks.setdefault((os.getpid(), id(storage), path), NotedLock("lease", path))
         self._has_it, self._pid, self._began = False, 0, ""
         # Locked while the lease is held. Its release ends the thread that renews the lease. A
         # finalizer may release it, since that does not wait.
@@ -299,6 +302,8 @@ class Lease:
         holding.acquire()
         # If no thread can be started, only saves renew the lease.
         start_thread(partial(self._keep_renewed, holding), BEATING, daemon=True)
+        if self._user is not None and self._user() is None:
+            self._end_beats()  # a save that outlives its Checkpointer holds it for its commit alone
 
     def _end_beats(self) -> None:
         if (holding := self._holding) is not None:

@@ -28,11 +28,12 @@ from fastckpt.saving.lease import BEATING, LASTS_S, LEASE_FILE, Lease
 from fastckpt.saving.lease_records import NBYTES, LeaseRecord
 from fastckpt.storage.file_system import Storage
 from fastckpt.storage.machine import pid_space
-from tests.kit.doubles import Operation, Recorder, T, dead_pid, path_of, process_on
+from tests.kit.doubles import Delay, Operation, Recorder, T, dead_pid, path_of, process_on
 from tests.kit.hosts import needs_root
 from tests.kit.interpreters import Program
 from tests.kit.network_double import NetworkClient
 from tests.kit.programs import run_python, tell, told
+from tests.kit.saves import wait_until
 from tests.kit.steps import WAIT_S, directories, record, restored, state
 
 SAVES = """
@@ -503,4 +504,48 @@ def test_commands_pass_over_it_and_repair_removes_a_dead_one(
     assert main(["repair", str(disk)]) == 1
     assert "the lease of a dead job" in capsys.readouterr().out and (disk / LEASE_FILE).exists()
     assert main(["repair", str(disk), "--yes"]) == 0
+    assert not (disk / LEASE_FILE).exists()
+
+
+def test_a_lease_is_handed_over_only_between_two_renewals(disk: Path) -> None:
+    """Two Checkpointers of a process have the record's file in turn."""
+    through, gate = threading.Event(), threading.Event()
+    through.set()
+    storage, failures = Delay("write_at", through, gate), list[BaseException]()
+    first, other = Lease(storage, str(disk)), Lease(storage, str(disk))
+    first.take()
+    other.take()
+
+    def renew() -> None:
+        try:
+            other.renew()
+        except BaseException as error:
+            failures.append(error)
+
+    renewing, releasing = threading.Thread(target=renew), threading.Thread(target=first.release)
+    renewing.start()
+    wait_until(lambda: not storage._gates)  # it is about to write
+    releasing.start()
+    releasing.join(0.3)  # for as long as it may take to do what it must not do yet
+    gate.set()
+    renewing.join(WAIT_S)
+    releasing.join(WAIT_S)
+    assert failures == [] and other.is_held and not first.is_held
+    other.renew()
+    other.release()
+    assert not (disk / LEASE_FILE).exists()
+
+
+def test_a_lease_that_is_taken_for_a_user_who_is_gone_is_released(disk: Path) -> None:
+    """By the commit of a save whose Checkpointer was forgotten."""
+
+    class User:
+        pass
+
+    user, lease = User(), Lease(Storage(), str(disk))
+    lease.release_with(user)
+    del user
+    gc.collect()
+    lease.renew()
+    wait_until(lambda: not lease.is_held)
     assert not (disk / LEASE_FILE).exists()
