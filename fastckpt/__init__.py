@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from fastckpt.lazy.weights import WeightSubscriber, WeightUpdate
     from fastckpt.ranks.stop_signals import StopSignals
     from fastckpt.state.fit import Differences
+    from fastckpt.state.generators import Generators
+    from fastckpt.state.resumable_loader import ResumableLoader
     from fastckpt.state.tree import PerRank
 
 __version__ = "0.1.0"
@@ -64,6 +66,7 @@ __all__ = [  # without open: `import *` must not hide the built-in
     "CorruptCheckpoint",
     "DeviceError",
     "Differences",
+    "Generators",
     "IncompatibleCheckpoint",
     "LazyTensor",
     "LazyTensors",
@@ -72,6 +75,7 @@ __all__ = [  # without open: `import *` must not hide the built-in
     "PeerFailed",
     "PerRank",
     "RanksDisagree",
+    "ResumableLoader",
     "RootInUse",
     "SaveCancelled",
     "SaveHandle",
@@ -95,10 +99,12 @@ __all__ = [  # without open: `import *` must not hide the built-in
 _NAMED_LATER = {
     "Checkpointer": "fastckpt.api.checkpointer",
     "Differences": "fastckpt.state.fit",
+    "Generators": "fastckpt.state.generators",
     "LazyTensor": "fastckpt.lazy.tensors",
     "LazyTensors": "fastckpt.lazy.tensors",
     "Memory": "fastckpt.api.checkpointer",
     "PerRank": "fastckpt.state.tree",
+    "ResumableLoader": "fastckpt.state.resumable_loader",
     "SaveOptions": "fastckpt.api.files",
     "StopSignals": "fastckpt.ranks.stop_signals",
     "WeightPublisher": "fastckpt.api.weights",

@@ -86,7 +86,8 @@ class Checkpointer:
     - tensors, which must be equal on all ranks (samples of their contents are compared);
     - DTensors, of which each rank holds a part, in any placement except Partial;
     - PerRank(value), for a value that differs between ranks;
-    - objects with state_dict and load_state_dict: modules, optimizers, schedulers, data loaders;
+    - objects with state_dict and load_state_dict: modules, optimizers, schedulers, data loaders
+      (see ResumableLoader), random generators (see Generators);
     - any other object that can be pickled and has no DTensor inside; the first rank's is saved.
     The contents of tensors below 1 MiB (up to 64 MiB in all) may differ between ranks; the first
     rank's are saved. restore() needs a state that it can change in place: a dict, list, tensor,

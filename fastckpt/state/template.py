@@ -33,6 +33,7 @@ from fastckpt.state.fit import (
     renamed,
     unexpected,
 )
+from fastckpt.state.generators import Generators
 from fastckpt.state.kinds import is_sharded
 from fastckpt.state.optimizers import (
     completed,
@@ -121,6 +122,7 @@ class Template:
         self._find = find
         self._per_rank = per_rank
         self._actions: list[Callable[[], object]] = []
+        self._last: list[Callable[[], object]] = []  # for generators, from which actions may draw
         self._lossy: list[str] = []
         self._unmerged: list[str] = []
         self._ignored: list[_At] = []
@@ -237,7 +239,7 @@ class Template:
 
     def put(self) -> None:
         """Puts the values into the state, after the targets have been read."""
-        for action in self._actions:
+        for action in [*self._actions, *self._last]:
             action()
         tell_lossy(self._where, self._lossy)
 
@@ -568,7 +570,7 @@ class Template:
                 message = f"{at}, {kind}, rejected its state from {self._where!r}: {error}"
                 raise retold(error, message) from error
 
-        self._actions.append(give)
+        (self._last if isinstance(value, Generators) else self._actions).append(give)
 
     def _optimizer(self, value: torch.optim.Optimizer, saved: Any, at: _At, depth: int) -> None:
         """Restores an optimizer completely or not at all: its parameters have numbers instead of

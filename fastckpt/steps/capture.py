@@ -19,7 +19,7 @@ from fastckpt.formats.value_names import below, items_in
 from fastckpt.ranks.same_state import Description
 from fastckpt.saving.mutation_check import WatchedTensors
 from fastckpt.state.kinds import PLAIN_TENSORS, copied_later
-from fastckpt.state.tree import Flat, Leaf, flatten, is_stateful
+from fastckpt.state.tree import Flat, Leaf, PerRank, flatten, is_stateful
 
 
 @dataclass
@@ -146,6 +146,7 @@ def _pickled(flat: Flat) -> bytes:
         name: own.value.state_dict() if is_stateful(own.value) else own.value
         for name, own in flat.per_rank.items()
     }
+    values = {k: v.value if isinstance(v, PerRank) else v for k, v in values.items()}
     buffer = io.BytesIO()
     with _named(values):
         torch_save(values, buffer)
