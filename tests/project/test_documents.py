@@ -191,7 +191,8 @@ def loss_of(batch):
 DIGEST = """
 import pprint  # which sorts the keys of dicts: their order is no state
 whole = [model.state_dict(), ema.state_dict(), optimizer.state_dict(), scheduler.state_dict()]
-whole += [scaler.state_dict(), state["best"], generators.state_dict()]
+whole += [scaler.state_dict(), state["best"], state["generators"].state_dict().value]
+whole += [batches.state_dict().value]
 plain = torch.utils._pytree.tree_map(
     lambda each: each.numpy().tobytes() if isinstance(each, torch.Tensor) else each, whole
 )
@@ -204,7 +205,7 @@ def test_training_resumes_bit_by_bit(disk: Path) -> None:
     (example,) = (
         each
         for each in blocks(ROOT / "docs" / "guides" / "resume.md", every=False)
-        if "Batches" in each
+        if "ResumableLoader" in each
     )
     text = WHOLE_RUN + example + DIGEST
     told = []
