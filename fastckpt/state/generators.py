@@ -91,7 +91,8 @@ def all_states(more: Sequence[Any]) -> dict[str, Any]:
     accelerator = torch.accelerator.current_accelerator()
     kind = "" if accelerator is None else accelerator.type
     module: Any = getattr(torch, kind, None)
-    if hasattr(module, "get_rng_state") and module.is_initialized():
+    is_initialized = getattr(module, "is_initialized", lambda: True)
+    if hasattr(module, "get_rng_state") and is_initialized():
         devices = [module.get_rng_state(each) for each in range(module.device_count())]
         states |= {"accelerator": kind, "devices": devices}
     return states | {"more": [*map(_state, more)]}

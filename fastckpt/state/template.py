@@ -204,12 +204,11 @@ class Template:
         for text in self._useless:
             log.log(level, "%r: %s", self._where, text)
         if self._ignored and self._fit.unexpected is None:
-            text = listed(map(str, self._ignored))
             log.log(
                 level,
                 "%r holds values that are not in the state and were not restored: %s",
                 self._where,
-                text,
+                listed(map(str, self._ignored)),
             )
         if self._copies:
             log.log(
@@ -239,7 +238,8 @@ class Template:
 
     def put(self) -> None:
         """Puts the values into the state, after the targets have been read."""
-        for action in [*self._actions, *self._last]:
+        actions, self._actions, self._last = [*self._actions, *self._last], [], []
+        for action in actions:  # which keep the state alive
             action()
         tell_lossy(self._where, self._lossy)
 
