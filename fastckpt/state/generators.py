@@ -86,8 +86,8 @@ def is_generator(value: object) -> bool:
 def all_states(more: Sequence[Any]) -> dict[str, Any]:
     """Returns the states of the process's generators and of others."""
     states = {"torch": _state(torch.default_generator), "python": _state(random)}
-    if "numpy" in sys.modules:
-        states["numpy"] = _state(sys.modules["numpy"].random)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["numpy"] = _state(numpy.random)
     accelerator = torch.accelerator.current_accelerator()
     kind = "" if accelerator is None else accelerator.type
     module: Any = getattr(torch, kind, None)

@@ -54,8 +54,8 @@ class ResumableLoader:
 
     Raises:
         TypeError: the argument is no such loader.
-        ValueError: the loader has no state_dict, and has persistent_workers=True or in_order=False,
-            with which batches cannot be repeated.
+        ValueError: the loader has persistent_workers=True or in_order=False, with which batches
+            cannot be repeated.
     """
 
     __module__ = "fastckpt"
@@ -68,7 +68,7 @@ class ResumableLoader:
                 "and load_state_dict"
             )
         for name, fit in _REPEATABLE.items():
-            if not self._restores_itself and getattr(loader, name, fit) != fit:
+            if getattr(loader, name, fit) != fit:
                 raise ValueError(
                     f"the loader has {name}={not fit}, and its batches cannot be repeated after a "
                     f"restart: pass {name}={fit}"

@@ -133,7 +133,6 @@ STATEFUL: dict[str, Callable[[int], Any]] = {
     "distributed": lambda n: stateful(n, 2, sampler=of_one_rank()),
     "torchdata's": lambda n: stateful(n, 2, sampler=of_one_rank(StatefulDistributedSampler)),
     "rare snapshots": lambda n: stateful(n, shuffle=True, snapshot_every_n_steps=3),
-    "lasting workers": lambda n: stateful(n, shuffle=True, persistent_workers=n > 0),
 }
 needs_torchdata = pytest.mark.skipif(StatefulDataLoader is None, reason="needs torchdata")
 CASES = [
@@ -305,17 +304,20 @@ def test_a_running_loader_goes_back_to_a_step(disk: Path) -> None:
         assert [(batch.tolist(), batches.position, drawn()) for batch in batches] == first
 
 
-def test_a_loop_over_epochs_continues_where_it_was() -> None:
+@pytest.mark.parametrize("make", CASES)
+def test_a_loop_over_epochs_continues_where_it_was(make: Callable[[int], Any]) -> None:
+    """Also between two epochs, where no iterator is there."""
     seed(1)
-    batches, saved, seen = ResumableLoader(LOADERS["own generator"](0)), [], []
+    batches, saved, seen = ResumableLoader(make(0)), [], []
     for _ in range(3):
         saved.append((len(seen), through_a_file(states(batches))))
         for batch in batches:
             seen.append((batches.epoch, batches.position, batch.tolist(), drawn()))
             saved.append((len(seen), through_a_file(states(batches))))
-    assert [where[:2] for where in seen] == [(n, i) for n in range(3) for i in range(1, 5)]
+    count = len(seen) // 3
+    assert [where[:2] for where in seen] == [(n, i + 1) for n in range(3) for i in range(count)]
     for count, (own, generators) in saved:
-        batches = ResumableLoader(LOADERS["own generator"](0))
+        batches = ResumableLoader(make(0))
         batches.load_state_dict(own)
         Generators().load_state_dict(generators)
         rest = []
@@ -323,6 +325,41 @@ def test_a_loop_over_epochs_continues_where_it_was() -> None:
             for batch in batches:
                 rest.append((batches.epoch, batches.position, batch.tolist(), drawn()))
         assert rest == seen[count:]
+
+
+@pytest.mark.parametrize("name", ["distributed", "distributed batches"])
+def test_a_sampler_knows_the_epoch(name: str) -> None:
+    samples = LOADERS[name](0)
+    samples.dataset.noise = 0.0
+    batches = ResumableLoader(samples)
+    orders = [[batch.tolist() for batch in batches] for _ in range(3)]
+    for epoch, order in enumerate(orders):
+        sampler = of_one_rank()
+        sampler.set_epoch(epoch)
+        assert [sample[0] for batch in order for sample in batch] == [*sampler]
+
+
+def test_any_object_that_restores_itself_is_a_loader() -> None:
+    class Numbers:
+        begin = 0
+
+        def __iter__(self) -> Iterator[int]:
+            while self.begin < 4:
+                self.begin += 1
+                yield self.begin
+            self.begin = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"begin": self.begin}
+
+        def load_state_dict(self, saved: dict[str, int]) -> None:
+            self.begin = saved["begin"]
+
+    batches = ResumableLoader(Numbers())
+    assert [next(batches) for _ in range(6)] == [1, 2, 3, 4, 1, 2]
+    other = ResumableLoader(Numbers())
+    other.load_state_dict(batches.state_dict())
+    assert [*other] == [3, 4] and (other.epoch, next(other)) == (2, 1)
 
 
 def test_a_loader_without_batches_ends() -> None:
@@ -514,6 +551,12 @@ def test_what_cannot_be_restored_is_refused_at_once() -> None:
     for wrong in (random.SystemRandom(), 7, torch.rand):
         with pytest.raises(TypeError, match=r"is not a generator whose state can be saved: pass"):
             Generators(wrong)
+
+
+@needs_torchdata
+def test_lasting_workers_are_refused_of_any_loader() -> None:
+    with pytest.raises(ValueError, match="has persistent_workers=True"):
+        ResumableLoader(stateful(1, persistent_workers=True))
 
 
 def test_batches_without_an_order_are_refused() -> None:
