@@ -40,7 +40,7 @@ def seed(number: int) -> None:
 
 def drawn() -> list[float]:
     """What a training step draws, of all generators of the process."""
-    return [torch.rand(1).item(), numpy.random.standard_normal(), random.gauss()]
+    return [torch.rand(1).item(), numpy.random.standard_normal(), random.gauss(0, 1)]
 
 
 class Augmented(data.Dataset):
@@ -285,6 +285,33 @@ def test_the_generators_may_be_at_any_place(straight: Callable[..., bytes], disk
     for place in range(ENTRIES + 1):
         for number in (2, STEPS - 1):
             assert continued(disk, number, LOADERS["shuffle"], 0, place) == ended, place
+
+
+def test_loaders_may_share_a_generator(disk: Path) -> None:
+    """Which is passed, too, as is one that only the data set draws from."""
+
+    def built(number: int) -> tuple[list[ResumableLoader], numpy.random.Generator, dict[str, Any]]:
+        seed(number)
+        shared, noise = torch.Generator().manual_seed(number), numpy.random.default_rng(number)
+        samples = [torch.rand(1) for _ in range(SAMPLES)]
+        options: Any = {"shuffle": True, "generator": shared}
+        options["collate_fn"] = lambda batch: len(batch) + noise.random()
+        loaders = [ResumableLoader(data.DataLoader(samples, n, **options)) for n in (2, 3)]
+        generators = Generators(shared, noise)
+        return loaders, noise, {"generators": generators, "train": loaders[0], "test": loaders[1]}
+
+    def steps(loaders: list[ResumableLoader], noise: Any) -> list[Any]:
+        return [(next(loaders[n]), drawn(), noise.random()) for n in (0, 0, 1, 0, 1, 1, 1, 0, 0)]
+
+    loaders, noise, state = built(1)
+    steps(loaders, noise)
+    with Checkpointer(disk) as checkpointer:
+        checkpointer.save(1, state)
+        straight = steps(loaders, noise)
+        loaders, noise, state = built(2)
+        steps(loaders, noise)
+        checkpointer.restore(state)
+    assert steps(loaders, noise) == straight
 
 
 def test_a_running_loader_goes_back_to_a_step(disk: Path) -> None:
