@@ -41,6 +41,8 @@ class Versions(Checkpointer):
     ) -> None:
         super().__init__(root, **arguments)
         self._form = form
+        if self._tier is not None:
+            self._tier.needs_each_step = False  # nobody asks for a version after a newer one
         self.snapshot = Snapshot(full_every)
         self._options = replace(self._options, snapshot=self.snapshot, keep_s=keep_s)
 
@@ -97,6 +99,8 @@ class WeightPublisher:
         storage_options: StorageOptions | None = None,
     ) -> None:
         check_dtype(dtype)
+        if local is not None and not isinstance(local, Memory):
+            raise TypeError(f"local is {local!r}, must be a fastckpt.Memory")
         if local is not None and local.root_every != 1:
             raise ValueError(f"local has root_every={local.root_every}, must be 1")
         self._versions = Versions(

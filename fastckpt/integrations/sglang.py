@@ -50,11 +50,15 @@ def load(
             weight_version is the number of the version.
 
     Raises:
+        ValueError: a URL is none of HTTP.
         StorageError: the directory cannot be written; no server was asked.
         CheckpointError: at least one server has not loaded the version. Its weights are unknown:
             load a version again, or restart it.
     """
     deadline_s = check_deadline("timeout_s", timeout_s)
+    for server in servers:
+        if not server.startswith(("http://", "https://")):
+            raise ValueError(f"server {server!r} must begin with http:// or https://")
     path = _older_of([os.path.join(os.path.abspath(directory), name) for name in ("0", "1")])
     update.to_directory(path, files=files)
     body = {"model_path": path, "weight_version": str(update.version), **request}

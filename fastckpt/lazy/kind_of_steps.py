@@ -329,6 +329,15 @@ def mention() -> int:
     raise NotCommitted(f"it has no {MANIFEST}: it was never committed, or is being saved")
 
 
+def _verify_bases(reader: StepReader) -> int:
+    """Verifies the shards of all steps that a step builds on; returns the bytes."""
+    return sum(
+        _verify_writer(base.copies, base.manifest, writer)
+        for base in reader.bases()
+        for writer in base.manifest.writers
+    )
+
+
 def _verify(place: Place, steps: StepStore, name: str, is_local: bool) -> int:
     """Verifies every file that the manifest names, and protects the step from removal until the
     end. If `is_local`, verifies only the files of this node's writers.
@@ -347,6 +356,8 @@ def _verify(place: Place, steps: StepStore, name: str, is_local: bool) -> int:
             base = base_beside(place.storage, place.staging, steps, name, holding)
             reader = StepReader(place.staging, steps.path(name), manifest, copies, base)
             checks.append(partial(reader.check_bases))
+            if not name:  # the step alone is verified: of a root, each base is another step
+                checks.append(partial(_verify_bases, reader))
         nbytes, damage = 0, []
         unread: StorageError | None = None
         for check in checks:

@@ -137,8 +137,8 @@ class WeightUpdate:
     def _check_valid(self) -> None:
         if self._subscriber.nonce != self.nonce:
             raise CheckpointError(
-                f"version {self.version} is no longer held: the subscriber has prepared another "
-                "one since, or is closed"
+                f"version {self.version} is no longer held: the subscriber has read another one "
+                "since, or is closed"
             )
 
 
@@ -185,9 +185,10 @@ class WeightSubscriber:
         if local is not None:
             directory = os.path.realpath(check_path("local", local))
             self._near = store_at(self._storage, os.path.join(directory, tier_name(path)))
-        self._boxes: dict[str, Box] | None = None
+        self._boxes: dict[str, tuple[torch.Size, Box]] | None = None  # of `like`, and its shapes
         if like is not None:
-            self._boxes = {name: _box(name, tensor) for name, tensor in _tensors_of(like).items()}
+            wanted = _tensors_of(like).items()
+            self._boxes = {name: (tensor.shape, _box(name, tensor)) for name, tensor in wanted}
         self._part = part
         self.wants_parts = like is not None or part is not None
         self._lock = threading.Lock()  # of one look at a time, which writes to the memory
@@ -197,6 +198,7 @@ class WeightSubscriber:
         self._sequence = 0
         self._damaged = set[str]()  # by nonce and root; of manifests that are damaged, names
         self._update: WeightUpdate | None = None  # the one that is held
+        self._lost = ""  # the nonce of the one that was held, before a read failed
         self.version: int | None = None
         self.nonce = ""
 
@@ -204,7 +206,8 @@ class WeightSubscriber:
         """Prepares the newest version that was committed after the one held.
 
         Every byte of it is verified by checksums, with the chain of differences, before this
-        returns. A damaged version is passed over, with a warning, for an older one that is new.
+        returns. A damaged version is passed over, with a warning, for an older one that is new; if
+        there is none, the version that was held is read again, and stays valid.
 
         Args:
             timeout_s: how long to wait for a new version.
@@ -260,7 +263,7 @@ class WeightSubscriber:
                 found = "no version" if update is None else f"version {update.version}"
                 wanted = "any" if version is None else f"{version}"
                 raise CheckpointError(
-                    f"the newest in {self._steps.root!r} is {found} after {timeout_s:g} s, must be "
+                    f"the newest whole one in {self._steps.root!r} is {found}, must be "
                     f"{wanted if after is None else f'{wanted}, after the one with nonce {after}'}"
                 )
 
@@ -292,7 +295,8 @@ class WeightSubscriber:
             versions.setdefault(item.manifest.nonce, []).append((steps, item))
         for places in sorted(versions.values(), key=lambda its: in_order(its[-1][1]), reverse=True):
             steps, (_name, manifest) = places[-1]
-            if manifest.sequence <= self._sequence:  # a listing may be stale
+            is_lost = manifest.nonce == self._lost
+            if manifest.sequence <= self._sequence and not is_lost:  # a listing may be stale
                 break
             attempt = self._attempt(manifest, steps)
             if attempt in self._damaged or not self._is_whole(manifest.nonce, versions):
@@ -307,7 +311,8 @@ class WeightSubscriber:
                 continue
             self.nonce, self._sequence = manifest.nonce, manifest.sequence
             self._update = WeightUpdate(self, manifest.step, manifest.nonce, self._tensors)
-            return self._update
+            self._lost = ""
+            return None if is_lost else self._update
         return None
 
     def _is_whole(self, nonce: str, versions: Mapping[str, Places]) -> bool:
@@ -331,7 +336,7 @@ class WeightSubscriber:
     def _prepare(self, manifest: Manifest, places: Places) -> None:
         """Reads a version into the tensors that are held."""
         staging, root, near = pipeline.current().staging, self._steps, self._near
-        # Nothing is held until everything is read.
+        self._lost = self.nonce or self._lost  # until everything is read, nothing is held
         base_step, self._held, self._update, self.nonce = self._held, None, None, ""
         with ExitStack() as holding:
             paths, (_steps, (name, _manifest)) = hold_all(places, holding), places[-1]
@@ -379,19 +384,31 @@ class WeightSubscriber:
         return tensors, targets
 
     def _wanted(self, name: str, shape: tuple[int, ...]) -> Box:
-        everything = whole(shape) if self._boxes is None else self._boxes[name]
-        slices = None if self._part is None else self._part(name, shape)
+        box = whole(shape)
+        if self._boxes is not None:
+            expected, box = self._boxes[name]
+            if tuple(expected) != shape:
+                raise IncompatibleCheckpoint(
+                    f"{name!r} has the shape {list(shape)} in the version, {list(expected)} in like"
+                )
+        slices: Any = None if self._part is None else self._part(name, shape)
         if slices is None:
-            return everything
-        if any(each.step not in (None, 1) for each in slices):
-            raise ValueError(f"part returned {slices} for {name!r}, must be slices without steps")
+            return box
+        is_fit = isinstance(slices, Sequence) and len(slices) == len(shape)
+        if not is_fit or not all(
+            isinstance(each, slice) and each.step in (None, 1) for each in slices
+        ):
+            raise ValueError(
+                f"part returned {slices!r} for {name!r}, must be slices without steps, one for "
+                f"each of {len(shape)} dimensions"
+            )
         bounds = [each.indices(size) for each, size in zip(slices, shape, strict=True)]
         begins = tuple(begin for begin, _end, _step in bounds)
         return Box(begins, tuple(max(0, end - begin) for begin, end, _step in bounds))
 
     def close(self) -> None:
         """Frees the memory; an update is no longer valid."""
-        self._held, self._update, self.nonce = None, None, ""
+        self._held, self._update, self.nonce, self._lost = None, None, "", ""
         self._tensors, self._contents = {}, {}
 
     def __enter__(self) -> WeightSubscriber:

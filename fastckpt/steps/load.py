@@ -175,6 +175,12 @@ class StepReader:
             index = self._index(writer)
             yield self._path(index.file), index.pieces
 
+    def bases(self) -> Iterator[StepReader]:
+        """Yields the steps that files here build on, as check_bases() has opened them."""
+        for base in self._bases.values():
+            yield base
+            yield from base.bases()
+
     def check_bases(self) -> int:
         """Compares the checksums of each difference with those of the files that it connects, in
         this step and in those that it builds on. Returns 0, the bytes read for it. Raises as

@@ -80,6 +80,8 @@ class LocalTier:
         highest: on the first rank, the highest sequence number of any node's steps.
         copies_of: by nonce, the nodes' copies of each earlier job's step that is complete on the
             nodes together.
+        needs_each_step: whether a step whose copy to the root failed stays until it is copied, also
+            if the root has a newer one.
         useless: nonces of steps that are replaced by a later attempt or by a newer step in the
             root.
         incomplete: nonces of steps with parts that no node has.
@@ -134,6 +136,7 @@ class LocalTier:
         self._last_why = ""
         self._sequence: int | None = None
         self.highest = 0
+        self.needs_each_step = True
         self.useless, self.incomplete = set[str](), set[str]()
         self.copies_of: dict[str, list[Copy]] = {}
 
@@ -277,14 +280,15 @@ class LocalTier:
         )
 
     def _outdated(self) -> bool:
-        """If a newer step bypassed the tier, marks older steps that need not stay as useless;
-        returns whether any step was newly marked.
+        """If the root has a newer step, marks older steps that need not stay as useless; returns
+        whether any step was newly marked.
         """
         last = max((item.manifest.sequence for item in readable(self.root)), default=-1)
         old = {
             item.manifest.nonce
             for item in readable(self.steps)
-            if item.manifest.sequence < last and not self.is_due(item.manifest.step)
+            if item.manifest.sequence < last
+            and not (self.needs_each_step and self.is_due(item.manifest.step))
         }
         is_new = not old <= self.useless
         self.useless |= old

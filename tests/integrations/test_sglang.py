@@ -68,6 +68,8 @@ def test_a_server_that_does_not_load_is_named(
             load(subscriber.wait_for(1), urls, disk / "policy")
         assert re.search(rf"{servers[1].url}: .*no memory is left", str(told.value))
         assert f"{gone.url}: " in str(told.value) and f"{servers[0].url}: " not in str(told.value)
+        with pytest.raises(ValueError, match=r"'host:30000' must begin with http"):
+            load(subscriber.wait_for(1), [urls[0], "host:30000"], disk / "policy")
         with pytest.raises(CheckpointError, match="unknown request"):
             load(subscriber.wait_for(1), urls[:1], disk / "policy", unknown=1)
 

@@ -118,11 +118,11 @@ def test_another_version_or_a_damaged_one_is_an_error(
     make: Callable[..., Any], memory: Path
 ) -> None:
     rollout = make()
-    with pytest.raises(CheckpointError, match="no version after 0 s, must be 1"):
+    with pytest.raises(CheckpointError, match="no version, must be 1"):
         asyncio.run(received(rollout, 1))
     with publishing(memory / "run") as publish:
         publish(1)
-        with pytest.raises(CheckpointError, match="version 1 after 0 s, must be 2"):
+        with pytest.raises(CheckpointError, match="version 1, must be 2"):
             asyncio.run(received(rollout, 2))
         assert_same(asyncio.run(received(rollout, 1)), weights(1))
         publish(2)

@@ -122,7 +122,7 @@ def test_a_version_that_is_not_there_leaves_the_model_as_it_is(
 ) -> None:
     send(trainer, 1)
     for stage in ("verify", "load"):
-        with pytest.raises(CheckpointError, match="version 1 after 0 s, must be 2"):
+        with pytest.raises(CheckpointError, match="version 1, must be 2"):
             update(worker, {"version": 2, "stage": stage})
         assert_serves(worker, 1)
     send(trainer, 2)

@@ -189,6 +189,32 @@ def test_a_damaged_version_is_passed_over(
             assert_is(fresh.next(), 7)
 
 
+@pytest.mark.parametrize("name", ["shard", "rank-00000.json", "objects.pt", "manifest.json"])
+def test_a_version_that_is_held_stays_when_the_next_one_is_damaged(root: Path, name: str) -> None:
+    with publishing(root) as publish, WeightSubscriber(root) as beside:
+        for version in (1, 2):
+            publish(version)
+            held = beside.next()
+        publish(3)
+        spoiled(shard(root, 3) if name == "shard" else step(root, 3) / name, "flip")
+        assert beside.next() is None
+        assert_is(held, 2)
+        assert beside.wait_for(2).nonce == nonce_of(root, 2)
+        with pytest.raises(CheckpointError, match=r"is version 2, must be 3"):
+            beside.wait_for(3)
+        assert_is(beside.wait_for(), 2)
+
+
+def test_a_step_is_verified_with_all_that_it_builds_on(
+    chain: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(step(chain, 4))]) == 0
+    flip(shard(chain, 2), 0.5)
+    capsys.readouterr()
+    assert main(["verify", str(step(chain, 4))]) != 0
+    assert "step-00000002" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove", "remove the step"])
 @pytest.mark.parametrize("name", ["shard", "rank-00000.json"])
 def test_a_damaged_base_gives_no_wrong_bytes(

@@ -6,6 +6,7 @@ memory.
 from __future__ import annotations
 
 import errno
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -158,6 +159,29 @@ def test_a_version_that_memory_has_no_room_for_goes_to_the_root(disk: Path, loca
             assert_same(dict(update or ()), weights(version, rows=1000))
         assert not [*local.glob("*/step-*")]
     assert base_of(root, 2) is not None
+
+
+def test_memory_that_was_full_of_versions_that_failed_is_used_again(
+    disk: Path, local: Path
+) -> None:
+    root = disk / "run"
+    root.mkdir()
+    small = Memory(directory=local, budget="24MiB")
+    with doors() as opened, WeightPublisher(root, local=small, options=FAST) as publisher:
+
+        def published(version: int) -> bool:
+            handle = publisher.publish(weights(version), version)
+            failed = handle.exception(WAIT_S)
+            assert (failed is not None) == bool(opened.faults)
+            return handle.stats.local_committed_s is not None
+
+        opened.faults["create", root] = errno.ENOSPC
+        numbers = itertools.count(1)
+        while published(next(numbers)):
+            pass
+        opened.faults.clear()
+        published(next(numbers))  # past the memory
+        assert published(next(numbers)), "its older versions are of no use any more"
 
 
 def test_a_publisher_that_comes_back_goes_on(disk: Path, local: Path) -> None:
