@@ -453,13 +453,27 @@ class Job:
                 try:
                     self.write(pipeline)
                 except BaseException as error:
-                    self.fail(error)
+                    cause = self._cause(error)
+                    self.fail(cause)
+                    if cause is not error:
+                        raise cause from error
                     raise
         except BaseException as error:
             # If the first rank was lost after its commit, its checkpoint must not be destroyed.
             if not self.agreement.may_be_visible:
                 self._remove(pipeline.storage, error)
             raise
+
+    def _cause(self, error: BaseException) -> BaseException:
+        """Returns the failure of another rank in the place of an error that this rank has because
+        the other one has removed the directory since.
+        """
+        if isinstance(error, StorageError) and error.errno in (errno.ENOENT, errno.ESTALE):
+            try:
+                self.agreement.check()
+            except CheckpointError as failure:
+                return failure
+        return error
 
     def fail(self, error: BaseException) -> None:
         """Reports the failure to the other ranks; keeps the first error."""

@@ -53,8 +53,10 @@ from tests.crews.steps_training import (
     train_and_save,
     train_behind_the_step_fence,
 )
+from tests.kit.doubles import Operation, Recorder, T, process_on
 from tests.kit.hosts import checked
 from tests.kit.options import gathered
+from tests.kit.saves import wait_until
 
 __all__ = ["restore_and_train", "train_and_save", "train_behind_the_step_fence"]
 
@@ -86,6 +88,29 @@ def save_steps(member: Member, root: str, steps: list[int], options: dict[str, A
     with Checkpointer(root, group=member.group, **gathered(**options)) as checkpointer:
         for step in steps:
             saved(member, checkpointer, step)
+
+
+class Untimely(Recorder):
+    """The first rank cannot create its shard; others create theirs when its directory is gone."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self._is_first = rank == 0
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == "create" and operation.path.endswith(".safetensors"):
+            if self._is_first:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            wait_until(lambda: not os.path.exists(os.path.dirname(operation.path)))
+        return real()
+
+
+def save_in_a_directory_that_goes(member: Member, root: str) -> Outcome:
+    with process_on(Untimely(member.rank)):
+        checkpointer = Checkpointer(root, group=member.group)
+        outcome = attempt(lambda: saved(member, checkpointer, 1))
+        attempt(checkpointer.close)
+        return outcome
 
 
 def save_as_second_job(member: Member, root: str, taken_over: str) -> list[Outcome]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +22,9 @@ from fastckpt.tiers.survey import Survey
 from tests.crews.group_crew import WAIT_S, Member, Outcome, attempt
 from tests.crews.steps_bodies import found_in, meet, saved
 from tests.crews.steps_states import stamped
-from tests.kit.doubles import Deadly
+from tests.kit.doubles import Deadly, Operation, Recorder, process_on
 from tests.kit.options import gathered
+from tests.kit.saves import wait_until
 
 T = TypeVar("T")
 
@@ -147,6 +149,29 @@ def restore_tiered(
     with Checkpointer(root, group=member.group, local=locals_[member.rank]) as checkpointer:
         found = attempt(lambda: found_in(member, checkpointer, step))
         return found, checkpointer.restored_from
+
+
+class AfterTheFirst(Recorder):
+    """Files of steps in a root are created when their directory is gone again."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__()
+        self._root = root
+
+    def perform(self, number: int, operation: Operation, real: Callable[[], T]) -> T:
+        if operation.name == "create" and operation.path.startswith(f"{self._root}/step-"):
+            wait_until(lambda: not os.path.exists(os.path.dirname(operation.path)))
+        return real()
+
+
+def restore_after_the_first(
+    member: Member, root: str, locals_: list[str]
+) -> tuple[Outcome, dict[str, str]]:
+    """As restore_tiered(), but the first rank has given the copy to the root up before the others
+    begin to write to it.
+    """
+    with process_on(AfterTheFirst(root) if member.rank else Recorder()):
+        return restore_tiered(member, root, locals_)
 
 
 def save_soon(

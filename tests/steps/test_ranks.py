@@ -8,6 +8,7 @@ do stands in crews/steps_*.py; ranks that are killed are test_ranks_kill.py's bu
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -24,7 +25,7 @@ import zstandard
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
-from fastckpt.errors import RootInUse
+from fastckpt.errors import PeerFailed, RootInUse, StorageError
 from fastckpt.plan.image import BLOCK_BYTES
 from fastckpt.saving.lease_records import LeaseRecord
 from fastckpt.storage.machine import pid_space, started
@@ -510,6 +511,16 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
         step.with_name("step-00000002") / "rank-00003.safetensors", step / "rank-00003.safetensors"
     ),
 }
+
+
+def test_a_rank_that_finds_the_directory_gone_tells_why(
+    crew: Callable[[int], Crew], disk: Path
+) -> None:
+    """Another rank has failed, and the first one has removed what there was."""
+    first, other = crew(2)(bodies.save_in_a_directory_that_goes, str(disk / "run"))
+    assert isinstance(first.error, StorageError) and first.error.errno == errno.EIO
+    assert isinstance(other.error, PeerFailed), other.error
+    assert "rank 0 failed: StorageError" in str(other.error)
 
 
 @pytest.mark.parametrize(

@@ -322,6 +322,15 @@ def test_one_node_is_full_and_ranks_take_turns(
         assert nodes.restored(crew(4), locals_)[0] == 1
 
 
+def test_ranks_that_find_the_copy_given_up_go_back_with_the_first(
+    crew: Callable[[int], Crew], killed: Nodes
+) -> None:
+    flip(local_step(killed.a, 2) / "objects.pt", 0.5)
+    results = crew(4)(bodies.restore_after_the_first, str(killed.root), killed.two)
+    assert [outcome.error for outcome, _taken in results] == [None] * 4
+    assert {outcome.value for outcome, _taken in results} == {1}
+
+
 @pytest.mark.parametrize(
     ("size", "options"), [(4, {}), (2, {"codec": "zstd"}), (2, {"fence": "step"})], ids=str
 )
