@@ -39,8 +39,8 @@ TIMEOUT_S = 200.0
 
 @dataclass
 class InitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]
-    """What a worker is told once: `root` and `storage_options` as WeightSubscriber's; `timeout_s`:
-    how long an update waits for its version, below the time-out of vLLM's HTTP client.
+    """The facts that a worker receives once: `root` and `storage_options` as WeightSubscriber's;
+    `timeout_s`: how long an update waits for its version, below the time-out of vLLM's HTTP client.
     """
 
     root: str

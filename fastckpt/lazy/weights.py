@@ -187,8 +187,8 @@ class WeightSubscriber:
             self._near = store_at(self._storage, os.path.join(directory, tier_name(path)))
         self._boxes: dict[str, tuple[torch.Size, Box]] | None = None  # of `like`, and its shapes
         if like is not None:
-            wanted = _tensors_of(like).items()
-            self._boxes = {name: (tensor.shape, _box(name, tensor)) for name, tensor in wanted}
+            tensors = _tensors_of(like).items()
+            self._boxes = {name: (tensor.shape, _box(name, tensor)) for name, tensor in tensors}
         self._part = part
         self.wants_parts = like is not None or part is not None
         self._lock = threading.Lock()  # of one look at a time, which writes to the memory
@@ -260,11 +260,11 @@ class WeightSubscriber:
                 return update
             remaining_s = until - time.monotonic()
             if remaining_s <= 0 or self._is_past(version, after):
-                found = "no version" if update is None else f"version {update.version}"
-                wanted = "any" if version is None else f"{version}"
+                newest = "no version" if update is None else f"version {update.version}"
+                goal = "any" if version is None else f"{version}"
                 raise CheckpointError(
-                    f"the newest whole one in {self._steps.root!r} is {found}, must be "
-                    f"{wanted if after is None else f'{wanted}, after the one with nonce {after}'}"
+                    f"the newest whole one in {self._steps.root!r} is {newest}, must be "
+                    f"{goal if after is None else f'{goal}, after the one with nonce {after}'}"
                 )
 
     def _is_past(self, version: int | None, after: str | None) -> bool:

@@ -197,9 +197,9 @@ class ResumableLoader:
         then, now = saved["facts"], self._facts()
         others = [name for name in now if then.get(name) != now[name]]
         if others:
-            found = ", ".join(f"{name} was {then.get(name)}, is {now[name]}" for name in others)
+            changes = ", ".join(f"{name} was {then.get(name)}, is {now[name]}" for name in others)
             raise ValueError(
-                f"the loader differs from the saved one ({found}), so its position would be at "
+                f"the loader differs from the saved one ({changes}), so its position would be at "
                 "other samples: make the loader as it was, or leave it out of the restore to begin "
                 "a new epoch"
             )

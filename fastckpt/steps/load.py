@@ -100,15 +100,15 @@ class _Bases:
         if held is not None and nonce == held.manifest.nonce:
             return held
         listed = [(steps, item) for steps in self.stores for item in steps.committed()[0]]
-        found = [(steps, item) for steps, item in listed if item.manifest.nonce == nonce]
-        paths = hold_all(found, self.holding)
+        places = [(steps, item) for steps, item in listed if item.manifest.nonce == nonce]
+        paths = hold_all(places, self.holding)
         if not paths:
             raise CorruptCheckpoint(
                 f"a step under {self.stores[-1].root!r} is a difference from one with the nonce "
                 f"{nonce}, which is not there"
             )
         copies = StepCopies(self.storage, self.staging, paths)
-        return StepReader(self.staging, paths[-1], found[-1][1].manifest, copies, self)
+        return StepReader(self.staging, paths[-1], places[-1][1].manifest, copies, self)
 
 
 def hold_all(places: Sequence[tuple[StepStore, Committed]], holding: ExitStack) -> list[str]:
