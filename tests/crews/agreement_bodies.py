@@ -329,7 +329,11 @@ def _lightning(root: str) -> Save:
 
 
 def steps_of_calls(member: Member, root: str) -> list[int]:
-    """The steps in which a Trainer calls on_save, where rank 1 hears late that saves have ended."""
+    """The steps in which a Trainer calls on_save, where rank 1 learns late that saves have ended.
+
+    Only the Trainer's thread does: if a save's own thread did, it would end the save twice, and
+    not wait for the removal of older checkpoints.
+    """
     from transformers import TrainerCallback
 
     called: list[int] = []
@@ -343,7 +347,12 @@ def steps_of_calls(member: Member, root: str) -> list[int]:
 
     _launch(member)
     trainer = _trainer(root, max_steps=6, save_steps=2, callbacks=[Notes()])
-    late = mock.patch.object(InnerHandle, "done", lambda _handle: False)
+    training, done = threading.get_ident(), InnerHandle.done
+
+    def done_late(handle: InnerHandle) -> bool:
+        return threading.get_ident() != training and done(handle)
+
+    late = mock.patch.object(InnerHandle, "done", done_late)
     with late if member.rank else contextlib.nullcontext():
         trainer.train()
     return called
