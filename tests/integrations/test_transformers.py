@@ -510,14 +510,16 @@ def test_what_would_be_written_in_other_ways_is_refused(
 def test_another_trainer_can_be_extended(disk: Path) -> None:
     class Theirs(Trainer):  # type: ignore[misc]
         def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            (disk / "seen").touch()
             super()._save_checkpoint(model, trial)
+            within = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            (within / "theirs.json").write_text("1")
 
     class Ours(AsyncTrainer, Theirs):
         pass
 
     make(Ours, disk, max_steps=2).train()
-    assert (disk / "seen").exists() and check(str(disk / "checkpoint-2"))
+    listed = json.loads((disk / "checkpoint-2" / "fastckpt.json").read_text())["files"]
+    assert "theirs.json" in listed and check(str(disk / "checkpoint-2"))
 
 
 def test_models_saved_by_hand_are_written_by_transformers(disk: Path) -> None:

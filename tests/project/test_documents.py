@@ -27,6 +27,7 @@ RUN = (
     "migration.md",
     "fsdp2.md",
     "monitoring.md",
+    "other.md",
 )
 _BLOCK = re.compile(r"^```python( notest)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
