@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from fastckpt.cli.shared_arguments import parts, shown_name, shown_others
 from fastckpt.formats.value_names import dotted
 
 _PART_BYTES = 64 << 20  # compared at a time
+_SMALL_BYTES = 1 << 20  # of a tensor that is read together with others
 
 
 class Difference(NamedTuple):
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
         both = [name for name in names if name in in_a and name in in_b]
         differences = []
         with progress(sum(a[in_a[name]].nbytes for name in both), "compared") as done:
-            for name in both:
+            for name in _in_file_order(both, a, in_a, b, in_b):
                 difference = compare(a[in_a[name]], b[in_b[name]], done)
                 differences += [difference._replace(name=name)] if difference else []
         others = {"A": a.others, "B": b.others}
@@ -84,6 +85,31 @@ def _by_name(tensors: fastckpt.LazyTensors, others: fastckpt.LazyTensors) -> dic
         if len(names) == len(tensors):
             return names
     return {name: name for name in tensors}
+
+
+def _in_file_order(
+    names: list[str],
+    a: fastckpt.LazyTensors,
+    in_a: dict[str, str],
+    b: fastckpt.LazyTensors,
+    in_b: dict[str, str],
+) -> Iterator[str]:
+    """Yields names in the order of the first checkpoint's files. Small tensors are requested in
+    groups of bounded size before their names are yielded, so that they are read together.
+    """
+    ours, room = {in_a[name]: name for name in names}, _PART_BYTES
+    group, small = list[str](), list[str]()
+    for number, own in enumerate(a.in_file_order(ours), 1):
+        name, tensor = ours[own], a[own]
+        group.append(name)
+        if tensor.nbytes < _SMALL_BYTES and tensor.shape == b[in_b[name]].shape:
+            small.append(name)
+            room -= tensor.nbytes
+        if room <= 0 or number == len(ours):
+            a.prefetch([in_a[name] for name in small])
+            b.prefetch([in_b[name] for name in small])
+            yield from group
+            group, small, room = [], [], _PART_BYTES
 
 
 def compare(

@@ -6,7 +6,6 @@ Responsible for turning parts of tensors into rows of files.
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -21,6 +20,7 @@ from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.lazy.source import Rest, Shard, Stored, Wanted
 from fastckpt.plan.boxes import CopyRow, blocks_of, row_major, strided_copies, whole
+from fastckpt.reading.kept_blocks import KeptBlocks
 from fastckpt.reading.verified import Body
 from fastckpt.state.targets import takes_bytes
 
@@ -67,7 +67,6 @@ class _Items(ItemsView[str, Stored]):
         return self._mapping.pairs()
 
 
-_SMALL_BYTES = 1 << 20  # of a part, up to which the block around it costs more
 _RUNS_MAX = 64  # more copies to a device go through the host: each takes microseconds to begin
 
 
@@ -139,6 +138,7 @@ class ExtentsSource:
         rest: the checkpoint's other values; None: there are none, and names are not paths of keys.
         begin_of: returns the offset of a record in the file, or raises; default: there are no
             records.
+        kept: keeps blocks of these files and others; default: of these alone.
 
     Attributes:
         stored: returns the tensor at a position.
@@ -153,6 +153,7 @@ class ExtentsSource:
         close: Callable[[], None],
         rest: Rest | None = None,
         begin_of: Callable[[str], int] = len,
+        kept: KeptBlocks | None = None,
     ) -> None:
         self.kind = kind
         self.facts: dict[str, int | str] = {"files": len(bodies)}
@@ -164,7 +165,7 @@ class ExtentsSource:
         self._staging, self._bodies, self._close = staging, bodies, close
         self._lock = threading.Lock()
         self._routed: dict[int, Body] = {}
-        self._last = _LastBlock()
+        self._kept = kept or KeptBlocks()
         self._files = ExitStack()
 
     def _body(self, file: int) -> Body:
@@ -198,6 +199,12 @@ class ExtentsSource:
                     form = self._form(want)
                     values = values.conj() if form.is_conj else values
                     want.target.copy_(values.neg() if form.is_neg else values)
+
+    def positions(self) -> Mapping[str, tuple[str, int]]:
+        return {
+            name: (self._bodies[form.file].path, begin + (self._begin_of(record) if record else 0))
+            for name, (form, record, begin, _nbytes) in self._places.items()
+        }
 
     def _form(self, want: Wanted) -> Form:
         return self._places[want.name][0]
@@ -247,7 +254,7 @@ class ExtentsSource:
         if not rows:
             return
         body = self._body(file)
-        if all(part.memory.device.type == "cpu" for part in parts) and self._last.gives(body, rows):
+        if all(part.memory.device.type == "cpu" for part in parts) and self._kept.gives(body, rows):
             return
         devices = self._staging.devices.reads(
             part.memory.untyped_storage() for part in parts if part.memory.device.type != "cpu"
@@ -258,48 +265,10 @@ class ExtentsSource:
 
     def close(self) -> None:
         try:
+            self._kept.clear()
             self._files.close()
         finally:
             self._close()
-
-
-class _LastBlock:
-    """The block from which small parts were read last. To read a part, the complete block is read
-    and verified; so when a second part is requested, the block is kept in memory until parts of
-    another block are requested.
-    """
-
-    def __init__(self) -> None:
-        self._asked: tuple[str, int] | None = None  # for a part of it: the path, and the number
-        self._kept: tuple[tuple[str, int], torch.Tensor] | None = None
-
-    def gives(self, body: Body, rows: Sequence[CopyRow]) -> bool:
-        """Copies rows from the block to host memory; returns False if the block does not contain
-        them, so that they must be read.
-        """
-        few = sum(row[3] for row in rows) <= _RUNS_MAX
-        small = sum(row[2] * row[3] for row in rows) <= _SMALL_BYTES
-        if not (few and small and body.index.block_crcs):
-            return False
-        numbers = blocks_of(rows, body.index.block_bytes)
-        if len(numbers) > 1:
-            return False
-        begin, place = numbers[0] * body.index.block_bytes, (body.path, numbers[0])
-        previous, self._asked, buffer = self._asked, place, self._kept  # others read at a time
-        if buffer is None or buffer[0] != place:
-            if previous != place:
-                return False
-            nbytes = min(body.index.block_bytes, body.index.body_nbytes - begin)
-            buffer = place, torch.empty(nbytes, dtype=torch.uint8, device="cpu")
-            with closing(body.stream(numbers)) as stream:
-                body.move(stream, [(begin, buffer[1].data_ptr(), nbytes, 1, nbytes, nbytes)])
-                body.check(stream, stream.arrive())
-            self._kept = buffer
-        for offset, address, nbytes, count, stride, step in rows:
-            at = buffer[1].data_ptr() + offset - begin
-            for number in range(count):
-                ctypes.memmove(address + number * step, at + number * stride, nbytes)
-        return True
 
 
 def _copy(tail: bytes, begin: int, memory: torch.Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
 from typing import NamedTuple
@@ -124,6 +124,12 @@ class ItemsSource:
                     # The file holds another tensor, or something else.
                     raise CorruptCheckpoint(f"{path!r} is damaged: {error}") from None
                 file.arrive()
+
+    def positions(self) -> Mapping[str, tuple[str, int]]:
+        return {
+            name: (chunks[0].path, chunks[0].offset) if chunks else ("", 0)
+            for name, chunks in self._chunks.items()
+        }
 
     def close(self) -> None:
         """Does nothing, since no file is open between reads."""

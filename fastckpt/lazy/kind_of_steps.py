@@ -29,6 +29,7 @@ from fastckpt.lazy.extents import Described
 from fastckpt.lazy.kind import OF_ANOTHER, Debris, Kind, NotCommitted, Part, Place, refused
 from fastckpt.lazy.source import Shard, Source, Stored, Wanted
 from fastckpt.lazy.torch_file import zip_of_ours
+from fastckpt.reading.kept_blocks import KeptBlocks
 from fastckpt.saving.lease import Lease
 from fastckpt.state.targets import Target
 from fastckpt.state.tree import Stored as Placeholder
@@ -67,7 +68,8 @@ class StepSource:
     ) -> None:
         manifest, path = steps.read(name), steps.path(name)
         self._files = ExitStack()
-        copies = StepCopies(storage, staging, [path], open_shards=self._files)
+        kept = KeptBlocks()
+        copies = StepCopies(storage, staging, [path], open_shards=self._files, kept=kept)
         base = base_beside(storage, staging, steps, name, self._files)
         self._reader = StepReader(staging, path, manifest, copies, base)
         self._close = close
@@ -82,7 +84,7 @@ class StepSource:
             failing.callback(self._files.close)
             body = self._files.enter_context(copies.body(manifest))
             objects = zip_of_ours(body, is_of_step=True)
-            self._objects = objects.source(self.kind)
+            self._objects = objects.source(self.kind, kept=kept)
             self.rest = objects.rest
             parts.check(objects.tensors)
             self._places = objects.tensors
@@ -113,6 +115,17 @@ class StepSource:
         if targets:
             self._reader.read(targets)
         self._objects.read(small)
+
+    def positions(self) -> Mapping[str, tuple[str, int]]:
+        in_shards: dict[str, tuple[str, int]] = {}
+        for file, pieces in self._reader.pieces():
+            for piece in pieces:
+                in_shards.setdefault(piece.key, (file, piece.begin))
+        small, none = self._objects.positions(), ("", 0)  # of a tensor without elements
+        return {
+            name: in_shards.get(place.key, none) if isinstance(place, Placeholder) else small[name]
+            for name, place in self._places.items()
+        }
 
     def close(self) -> None:
         try:

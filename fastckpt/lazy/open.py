@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from fastckpt.arguments.urls import StorageOptions, path_of
@@ -52,6 +52,10 @@ class RenamedSource:
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         self._source.read([want._replace(name=self.olds[want.name]) for want in wanted])
+
+    def positions(self) -> Mapping[str, tuple[str, int]]:
+        positions = self._source.positions()
+        return {name: positions[old] for name, old in self.olds.items()}
 
     def close(self) -> None:
         self._source.close()

@@ -101,5 +101,8 @@ class Source(Protocol):
             DeviceError: a copy to a GPU failed.
         """
 
+    def positions(self) -> Mapping[str, tuple[str, int]]:
+        """Returns where the first part of each tensor begins: a file, and an offset in it."""
+
     def close(self) -> None:
         """Closes the open files, after the last read. Idempotent."""

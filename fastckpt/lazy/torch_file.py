@@ -19,6 +19,7 @@ from fastckpt.lazy.extents import ExtentsSource
 from fastckpt.lazy.source import Rest
 from fastckpt.lazy.torch_names import StoredView, names_of
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
+from fastckpt.reading.kept_blocks import KeptBlocks
 from fastckpt.reading.verified import Body, body_of
 from fastckpt.state.tree import Stored
 from fastckpt.storage.file_system import naming, reported
@@ -52,12 +53,16 @@ class TorchZip(NamedTuple):
     tensors: Mapping[str, StoredView | Stored]
     rest: Rest
 
-    def source(self, kind: str, close: Callable[[], None] = lambda: None) -> ExtentsSource:
-        """Returns a Source of the tensors stored in this file; its close() calls `close`."""
+    def source(
+        self, kind: str, close: Callable[[], None] = lambda: None, kept: KeptBlocks | None = None
+    ) -> ExtentsSource:
+        """Returns a Source of the tensors stored in this file; its close() calls `close`. For
+        `kept`, see ExtentsSource.
+        """
         with naming(self.body.path):
             views = self._placed()
         staging, rest = self.body.staging, self.rest
-        return ExtentsSource(kind, staging, [self.body], views, close, rest, self.begin_of)
+        return ExtentsSource(kind, staging, [self.body], views, close, rest, self.begin_of, kept)
 
     def _placed(self) -> dict[str, StoredView]:
         views = {n: view for n, view in self.tensors.items() if type(view) is StoredView}

@@ -22,6 +22,7 @@ from fastckpt.formats import torch_zip
 from fastckpt.formats.manifest import Manifest, Writer
 from fastckpt.formats.shard_index import ShardIndex
 from fastckpt.plan.image import BLOCK_BYTES, PORTION_BYTES, BlockChecksums, block_count
+from fastckpt.reading.kept_blocks import KeptBlocks
 from fastckpt.reading.verified import OVERWRITTEN, Body, VerifiedFile, body_of, opened_regular
 from fastckpt.storage.file_system import Storage, naming, persistently, reported
 from fastckpt.storage.input_files import InputFile
@@ -45,8 +46,10 @@ class StepCopies:
             transferred.
         open_shards: keeps the shards and their read routes open until the stack is closed. None:
             each shard is opened for one read.
+        kept: keeps blocks of the shards that stay open.
 
     Attributes:
+        kept: the argument.
         sources: maps each file's name to the path that the file was read from.
     """
 
@@ -57,6 +60,7 @@ class StepCopies:
         directories: Sequence[str],
         open_shards: ExitStack | None = None,
         fetch: Fetch | None = None,
+        kept: KeptBlocks | None = None,
     ) -> None:
         self._storage = storage
         self._staging = staging
@@ -64,6 +68,7 @@ class StepCopies:
         self._fetch, self._fetched = fetch, dict[str, str]()
         self._unbrought = set[str]()  # files whose failed fetch was reported
         self._open_shards, self._bodies = open_shards, dict[str, Body]()
+        self.kept = kept
         self._lock = threading.Lock()
         self._number: dict[str, int] = {}  # the number of the directory that a file is read from
         self._damaged: set[tuple[str, int]] = set()  # copies, each by file and directory number

@@ -294,8 +294,11 @@ class StepReader:
         reader._indexes = self._indexes
         return reader
 
-    def find(self, targets: Sequence[Place]) -> dict[str, torch.dtype]:
-        """Returns the stored dtypes of the tensors that the targets are parts of.
+    def find(
+        self, targets: Sequence[Place], indexes: Sequence[ShardIndex] | None = None
+    ) -> dict[str, torch.dtype]:
+        """Returns the stored dtypes of the tensors that the targets are parts of. `indexes` are
+        those of the files that may hold the targets, if they were looked up before.
 
         Raises:
             IncompatibleCheckpoint: a tensor is missing in this step, or has another shape.
@@ -305,7 +308,7 @@ class StepReader:
         parts: dict[str, list[Box]] = {}
         formats: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         keys = dict.fromkeys(key for key, *_ in targets)
-        for index in self._needed(targets):
+        for index in self._needed(targets) if indexes is None else indexes:
             for piece in chain.from_iterable(index.by_key[key] for key in _common(index, keys)):
                 stored = (safetensors.DTYPES[piece.dtype], piece.shape)
                 if formats.setdefault(piece.key, stored) != stored:
@@ -332,7 +335,12 @@ class StepReader:
                     f"must have {list(shape)}"
                 )
             inside = (intersect(part, box) for part in parts.get(key, ()))
-            if box.numel and not covers(box, [part for part in inside if part is not None]):
+            is_one_part = parts.get(key) == [box]
+            if (
+                box.numel
+                and not is_one_part
+                and not covers(box, [part for part in inside if part is not None])
+            ):
                 raise CorruptCheckpoint(
                     f"{self._path('')!r} must hold every element of {key!r} exactly once, but "
                     "parts are missing or overlap"
@@ -359,7 +367,8 @@ class StepReader:
                 partly overwritten.
         """
         places = [target.place for target in targets]
-        dtypes = self.find(places)
+        indexes = [*self._needed(places)]
+        dtypes = self.find(places, indexes)
         buffers: dict[str, list[tuple[Target, torch.Tensor]]] = {}
         needed = 0
         readable = self._staging.devices.readable()
@@ -384,7 +393,7 @@ class StepReader:
         queue = reads.ranges[0].queue if reads.ranges else None
         direct, _why = self._staging.gds.way(staging, queue)
         note_overwritten(target.tensor for target in targets)
-        for index in self._needed(places):
+        for index in indexes:
             rows: list[CopyRow] = []
             for key in _common(index, buffers):
                 for piece, (target, tensor) in product(index.by_key[key], buffers[key]):
@@ -510,19 +519,20 @@ class StepReader:
         direct: GdsDevice | None,
     ) -> None:
         devices = [] if reads is None else reads.ranges
-        numbers = blocks_of(rows, index.block_bytes)
-        large = set[int]()
-        if direct is not None:
-            large = whole_blocks(rows, index.block_bytes, direct.queue, devices)
-        with (
-            self.copies.shard(index) as body,
-            closing(body.divided(numbers, direct, large)) as stream,
-        ):
-            try:
-                body.move(stream, rows, devices, xors=index.delta is not None)
-                body.check(stream, stream.arrive())
-            finally:
-                self.nbytes_read += stream.nbytes_read()
+        kept = None if devices or index.delta is not None else self.copies.kept
+        with self.copies.shard(index) as body:
+            if kept is not None and kept.gives(body, rows):
+                return
+            numbers = blocks_of(rows, index.block_bytes)
+            large = set[int]()
+            if direct is not None:
+                large = whole_blocks(rows, index.block_bytes, direct.queue, devices)
+            with closing(body.divided(numbers, direct, large)) as stream:
+                try:
+                    body.move(stream, rows, devices, xors=index.delta is not None)
+                    body.check(stream, stream.arrive())
+                finally:
+                    self.nbytes_read += stream.nbytes_read()
 
 
 class StepInMemory(StepReader):

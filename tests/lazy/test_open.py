@@ -256,7 +256,7 @@ def test_small_tensors_read_one_by_one_read_a_block_once(
             assert torch.equal(tensors[name][...], tensor)
         assert torch.equal(tensors["column"][::2, 1], state["column"][::2, 1])
     # The last may lie in the tail, whose first page shares a block with them.
-    assert 2 <= storage.names_logged().count("read") <= 4
+    assert 1 <= storage.names_logged().count("read") <= 2
 
 
 def test_a_damaged_block_is_damaged_for_each_of_its_tensors(disk: Path) -> None:
