@@ -31,7 +31,6 @@ from fastckpt.arguments.names import listed, without_wrappers
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.arguments.urls import is_mounted
 from fastckpt.cli.local_tiers import opened
-from fastckpt.cli.parser import CONVERT_DTYPES
 from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import is_directory, is_there, parts, shown_name, shown_others
 from fastckpt.directories.directory_plan import tell_lossy
@@ -41,6 +40,7 @@ from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageError, telling
 from fastckpt.formats import safetensors
 from fastckpt.formats.conversion import put_converted
+from fastckpt.formats.hugging_face import ADAPTER_CONFIG, CONFIG, files_for_a_model
 from fastckpt.formats.step_names import NAME as STEP_NAME
 from fastckpt.formats.value_names import dotted, keys_of
 from fastckpt.saving import pipeline
@@ -55,7 +55,6 @@ log = logging.getLogger("fastckpt")
 _PART_BYTES, _READERS = 32 << 20, 2  # bytes per read, number of reading threads
 _STAGING_BYTES = 64 << 20
 _ALIGNMENT = 64
-_DTYPES = dict(zip(CONVERT_DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
 
 class Copy(NamedTuple):
@@ -82,6 +81,8 @@ def run(arguments: argparse.Namespace) -> int:
     _check_absent(target, is_step)
     if arguments.step is not None and arguments.step < 0:
         raise CheckpointError(f"--step is {arguments.step}, must be 0 or more")
+    if arguments.files is not None and arguments.to != "hf":
+        raise CheckpointError("--files is for --to hf, since only that is a directory of a model")
     if arguments.to in ("hf", "dcp"):
         check_path("DST", target)  # a URL is not supported
     if is_step and is_directory(target):
@@ -95,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
             _nested({copy.name: None for copy in copies})  # raises before any copy
         _check_room(os.path.dirname(target), sum(copy.nbytes for copy in copies))
         if arguments.to == "hf":
-            _to_hugging_face(target, tensors, copies, shard_bytes)
+            files = _files(arguments.source, arguments.files, tensors)
+            _to_hugging_face(target, tensors, copies, shard_bytes, files)
         elif arguments.to == "safetensors":
             _to_safetensors(target, tensors, copies)
         else:
@@ -185,23 +187,23 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
         name = dotted(old) if is_dotted and tensors.has_paths else old
         return name.removeprefix(prefix) if name.startswith(prefix) else None
 
-    named = [(name, tensor.dtype) for name, tensor in tensors.items()]
+    named = [(name, stored.dtype) for name, stored in tensors.listed()]
     # If names are paths of keys, the name of a tensor without any key is also empty.
     has_empty = not is_dotted and not tensors.has_paths
     spelled = without_wrappers if is_dotted else list
-    olds, old_names, copies = [*tensors.values()], dict[str, str](), list[Copy]()
+    olds, old_names, copies = [*tensors], dict[str, str](), list[Copy]()
     for number, name, dtype in chosen(
-        named, _DTYPES.get(arguments.dtype), without_prefix, arguments.glob, spelled, has_empty
+        named, arguments.dtype, without_prefix, arguments.glob, spelled, has_empty
     ):
-        take_name(name, olds[number].name, old_names, safetensors.METADATA if is_dotted else None)
-        copies.append(Copy(name, olds[number], dtype))
+        take_name(name, olds[number], old_names, safetensors.METADATA if is_dotted else None)
+        copies.append(Copy(name, tensors[olds[number]], dtype))
     if not copies:
         raise CheckpointError(
             f"{tensors.path!r} holds no matching tensor: --glob {arguments.glob!r} applies to "
             f"the names that inspect lists, and --prefix {prefix!r} to the names that are "
             f"written, which have {'.' if is_dotted else '/'!r} between keys"
         )
-    unknown = [copy.name for copy in copies if not safetensors.supported(copy.dtype)]
+    unknown = [copy.name for copy in copies if not safetensors.can_hold(copy.dtype, copy.shape)]
     if unknown and is_dotted:
         names = listed(map(shown_name, unknown))
         raise IncompatibleCheckpoint(
@@ -320,10 +322,30 @@ def _to_safetensors(path: str, tensors: fastckpt.LazyTensors, copies: Sequence[C
 
 
 def _to_hugging_face(
-    path: str, tensors: fastckpt.LazyTensors, copies: Sequence[Copy], shard_bytes: int
+    path: str,
+    tensors: fastckpt.LazyTensors,
+    copies: Sequence[Copy],
+    shard_bytes: int,
+    files: Sequence[str],
 ) -> None:
     read = partial(_contents, tensors)
-    _save_directory(path, lambda draft: add_files(draft, copies, read, shard_bytes))
+    _save_directory(path, lambda draft: add_files(draft, copies, read, shard_bytes, files))
+
+
+def _files(source: str, given: str | None, tensors: fastckpt.LazyTensors) -> list[str]:
+    """Returns the paths of the files that a model needs beside its tensors: those in the given
+    directory or, if none is given, those in the source if it is a directory with a config.
+    """
+    if given is None and (tensors.has_paths or not is_directory(source)):
+        return []
+    directory = os.path.realpath(source if given is None else given)
+    with reported("list", directory):
+        names = files_for_a_model(pipeline.current().storage.names(directory))
+    if given is None and not {CONFIG, ADAPTER_CONFIG} & {*names}:
+        return []
+    if not names:
+        raise CheckpointError(f"--files: {directory!r} holds no config or tokenizer files")
+    return [os.path.join(directory, name) for name in names]
 
 
 def _contents(tensors: fastckpt.LazyTensors, copies: Sequence[Copy]) -> Iterator[memoryview]:

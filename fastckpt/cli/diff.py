@@ -158,6 +158,8 @@ def _largest(a: torch.Tensor, b: torch.Tensor) -> int | float:
         differences = torch.where(a > b, a - b, b - a)  # modulo 2^64: negative means large
         large = differences[differences < 0]
         return int(large.max()) + (1 << 64) if len(large) else int(differences.max())
+    if a.dtype == getattr(torch, "float4_e2m1fn_x2", None):
+        a, b = (_E2M1[_bits(each).long().bitwise_right_shift(_NIBBLES) & 15] for each in (a, b))
     kind = torch.complex128 if a.is_complex() else torch.float64
     a, b = a.to(kind), b.to(kind)
     same = a.eq(b) | (a.isnan() & b.isnan())
@@ -166,6 +168,9 @@ def _largest(a: torch.Tensor, b: torch.Tensor) -> int | float:
 
 
 _INT64_MIN = -(1 << 63)
+_NIBBLES = torch.tensor([0, 4], device="cpu")
+_MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+_E2M1 = torch.tensor([sign * n for sign in (1, -1) for n in _MAGNITUDES], device="cpu")
 _INTEGERS = frozenset(
     {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint32, torch.uint16, torch.uint8}
 )

@@ -9,10 +9,7 @@ import os
 import sys
 from functools import lru_cache
 from itertools import chain, compress, repeat
-from math import prod
 from typing import Any, NamedTuple
-
-import torch
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
@@ -61,7 +58,7 @@ def _listed(tensors: fastckpt.LazyTensors, glob: str) -> tuple[list[str], list[_
     entries: dict[int, tuple[Any, _Kind]] = {}  # by the identity of the shared description
 
     def kind_of(stored: Any) -> _Kind:
-        kind = _kind(stored.dtype, stored.shape, stored.shards)
+        kind = _kind(*stored.shown, stored.shape, stored.shards)
         if len(entries) < _KINDS_MAX:
             entries[id(stored)] = stored, kind
         return kind
@@ -78,8 +75,7 @@ def _listed(tensors: fastckpt.LazyTensors, glob: str) -> tuple[list[str], list[_
 
 
 @lru_cache(_KINDS_MAX)
-def _kind(dtype: torch.dtype, shape: tuple[int, ...], shards: tuple[Any, ...]) -> _Kind:
-    text, nbytes = str(dtype).removeprefix("torch."), prod(shape) * dtype.itemsize
+def _kind(text: str, nbytes: int, shape: tuple[int, ...], shards: tuple[Any, ...]) -> _Kind:
     files = [os.path.basename(shard.path) for shard in shards]
     distinct = [*dict.fromkeys(files)]
     file = shown_name(distinct[0]) if len(distinct) == 1 else f"{len(distinct)} files"

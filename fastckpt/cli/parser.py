@@ -7,6 +7,7 @@ Therefore each command has its own module, which is imported when the command ru
 from __future__ import annotations
 
 import argparse
+import ast
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from fastckpt.arguments.checks import check_path
 from fastckpt.cli import advise
 from fastckpt.cli.shared_arguments import path_argument, quantity_argument
 
-CONVERT_DTYPES = ("fp32", "bf16", "fp16")
+_DTYPES = ("fp32", "bf16", "fp16")
 _FORMATS = ("pt", "safetensors", "hf", "dcp", "step")
 _NEWEST = "if the path is a root, also search there for its newest step"
 _MIB = 1 << 20
@@ -63,6 +64,20 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
     return number
+
+
+def _dtypes(text: str) -> str | dict[str, str]:
+    """Parses a dtype or a dict of globs and dtypes, for argparse."""
+    try:
+        rules = {"*": text} if text in _DTYPES else ast.literal_eval(text)
+        if {*map(type, rules)} <= {str} and {*rules.values()} <= {*_DTYPES}:
+            return text if text in _DTYPES else rules
+    except (ValueError, TypeError, SyntaxError, AttributeError, MemoryError, RecursionError):
+        pass  # it is neither
+    told = ", ".join(_DTYPES)
+    raise argparse.ArgumentTypeError(
+        f"{text!r} must be one of {told}, or a dict of globs and these"
+    )
 
 
 def _size(text: str) -> int:
@@ -162,8 +177,18 @@ _COMMANDS = {
         ),
         _any(
             "--dtype",
-            choices=CONVERT_DTYPES,
-            help="convert floating-point tensors to this dtype",
+            type=_dtypes,
+            help=(
+                f"convert floating-point tensors to this dtype: {', '.join(_DTYPES)}. Or a Python "
+                "dict of globs of new names and dtypes, such as "
+                '\'{"*.bias": "fp32", "*": "bf16"}\'; the first glob that matches counts'
+            ),
+        ),
+        _path(
+            "--files",
+            "DIR",
+            "for hf, copy config and tokenizer files from this directory; default: from SRC, if it "
+            "is a directory of Hugging Face",
         ),
         _any(
             "--shard-size",

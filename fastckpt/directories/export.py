@@ -11,17 +11,19 @@ import logging
 import os
 import stat
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.nn import Module
 
 from fastckpt.arguments.checks import check_path, check_size
-from fastckpt.arguments.names import listed, without_wrappers
+from fastckpt.arguments.names import listed, nearest, without_wrappers
 from fastckpt.arguments.options import Pacing, SaveOptions, WriteOptions
 from fastckpt.arguments.quantities import shown_size
 from fastckpt.directories.draft import Draft
@@ -66,9 +68,18 @@ T = TypeVar("T", bound=Tensor)
 Read = Callable[[Sequence[T]], Iterator[memoryview]]
 
 
-def add_files(draft: Draft, tensors: Sequence[T], read: Read[T], shard_bytes: int) -> None:
-    """Writes the files of an export into its directory, and adds the index file."""
+def add_files(
+    draft: Draft,
+    tensors: Sequence[T],
+    read: Read[T],
+    shard_bytes: int,
+    copied: Sequence[str],
+) -> None:
+    """Writes the files of an export into its directory, and adds the index file and the copies of
+    other files.
+    """
     files = hugging_face.divided(tensors, shard_bytes)
+    _add_copies(draft, copied, files)
     for name, its in files.items():
         path, make = os.path.join(draft.directory, name), partial(draft.made, name)
         draft.listed[name] = _write(path, its, read, draft.agreement, make)
@@ -96,7 +107,7 @@ def _write(
     """Writes a file, which `make` creates (see ImageFile), and returns its size and CRC-32."""
     # Tensors with larger items come first, so that each tensor is aligned to its items.
     tensors = sorted(tensors, key=lambda its: -its.dtype.itemsize)
-    entries = [(its.name, safetensors.NAMES[its.dtype], tuple(its.shape)) for its in tensors]
+    entries = [(its.name, *safetensors.written(its.dtype, its.shape)) for its in tensors]
     header = safetensors.header(entries, hugging_face.METADATA, safetensors.LENGTH_BYTES)
     nbytes, crc = len(header) + sum(its.nbytes for its in tensors), 0
 
@@ -129,6 +140,11 @@ def _portions(contents: Iterator[memoryview]) -> Iterator[bytearray]:
 
 log = logging.getLogger("fastckpt")
 
+# What floating-point tensors are cast to: one dtype for all, or by globs of their names.
+Casts: TypeAlias = torch.dtype | str | Mapping[str, torch.dtype | str | None] | None
+_SPELLED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} | {
+    str(dtype)[6:]: dtype for dtype in safetensors.NAMES if dtype.is_floating_point
+}
 _FILE_BYTES_MAX = 1 << 30  # of a file copied with the tensors
 
 
@@ -136,7 +152,7 @@ def export(
     state: Any,
     directory: str | os.PathLike[str],
     *,
-    dtype: torch.dtype | None = None,
+    dtype: Casts = None,
     rename: Rename | None = None,
     only: str | None = None,
     shard_bytes: int | str = "5GB",
@@ -160,8 +176,12 @@ def export(
             and DistributedDataParallel ("module.").
         directory: the path to write. An old export there is replaced completely. Other files there
             stay, but the export fails if it needs the name of one of them.
-        dtype: the dtype of floating-point tensors in the files; None: each tensor's own. Tensors
-            whose finite numbers overflow in this dtype are named in a warning, once.
+        dtype: the dtype of floating-point tensors in the files, as torch.bfloat16 or as a text such
+            as "bf16", "fp16", "fp32" or "float64"; None: each tensor's own. Or a dict of globs and
+            dtypes, such as {"*.router.bias": "fp32", "*": "bf16"}: the first glob that matches a
+            tensor's name in the files gives its dtype, and a glob that matches no name is an error.
+            Tensors of F4, F8_E8M0 and other dtypes that only block formats use are never cast.
+            Tensors whose finite numbers overflow in their new dtype are named in a warning, once.
         rename: renames tensors, like load_into()'s `rename`; it is applied to the keys joined by
             "/".
         only: export only tensors whose names in the state match this glob, such as "model/*".
@@ -169,8 +189,9 @@ def export(
         files: files to copy into the directory, of at most 1 GiB each, such as the tokenizer's and
             config.json, which from_pretrained needs. Only the first rank's list is used, and its
             files are read before this returns. If config.json contains a dtype, the copy contains
-            `dtype` instead. If no config.json is given, the config of a transformers model is
-            written, and a warning is logged for any other state.
+            instead the one that most elements have, among the floating-point dtypes of at least 16
+            bits, or of 8 if there are no others. If no config.json is given, the config of a
+            transformers model is written, and a warning is logged for any other state.
         group: a torch.distributed process group whose ranks all call this, with DTensors on these
             ranks, and the same plain tensors on each rank. Ranks communicate over the job's store;
             no collective runs. None: this process alone.
@@ -205,7 +226,7 @@ def export(
         tensors = _named(state, rename, only, dtype, draft, held, unequal)
         contents = hugging_face.divided(tensors, file_bytes)
         if shared.coordinator.rank == 0:
-            _add_others(draft, copied, contents, dtype, state)
+            _add_others(draft, copied, contents, state)
         alike = [("the argument shard_bytes", str(file_bytes))]
         draft.add_shared(
             SharedFiles(contents, hugging_face.METADATA, alike, unequal, shared.note_unequal),
@@ -221,22 +242,33 @@ def export(
     )
 
 
-def check_dtype(dtype: object) -> None:
-    if dtype is None:
-        return
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {type(dtype).__name__}, must be a torch.dtype, or None")
-    if not dtype.is_floating_point or not safetensors.supported(dtype):
-        raise ValueError(
-            f"dtype is {dtype}, must be a floating-point dtype that safetensors files support"
-        )
+def check_dtype(dtype: Casts) -> dict[str, torch.dtype | None]:
+    """Returns the dtypes by the globs of names for which they are; raises like export()."""
+    rules = dict[str, torch.dtype | None]()
+    for glob, value in (dtype if isinstance(dtype, Mapping) else {"*": dtype}).items():
+        found = _SPELLED.get(value) if isinstance(value, str) else value
+        if isinstance(value, str) and found is None:
+            raise ValueError(
+                f"dtype is {value!r}, must be one of {listed(_SPELLED, len(_SPELLED))}"
+            )
+        if not isinstance(found, torch.dtype | None):
+            raise TypeError(
+                f"dtype is {dtype!r}, must be a torch.dtype, its name, a dict of globs and these, "
+                "or None"
+            )
+        if found is not None and not (found.is_floating_point and safetensors.supported(found)):
+            raise ValueError(
+                f"dtype is {found}, must be a floating-point dtype that safetensors files support"
+            )
+        rules[glob] = found
+    return rules
 
 
 def _named(
     state: Any,
     rename: Rename | None,
     only: str | None,
-    dtype: torch.dtype | None,
+    dtype: Casts,
     draft: Draft,
     parts: Parts,
     unequal: frozenset[str],
@@ -289,7 +321,7 @@ def names_in_model(names: Sequence[str]) -> list[str]:
 
 def chosen(
     tensors: Sequence[tuple[str, torch.dtype]],
-    dtype: torch.dtype | None,
+    dtype: Casts,
     rename: Rename | None,
     only: str | None,
     spelled: Callable[[Sequence[str]], list[str]] = names_in_model,
@@ -324,11 +356,19 @@ def chosen(
                 "or leave it out"
             )
     names = spelled([new for _number, new in pairs])
+    rules = check_dtype(dtype)
+    useless = [glob for glob in rules if not any(fnmatchcase(name, glob) for name in names)]
+    if useless and isinstance(dtype, Mapping):
+        raise ValueError(
+            f"dtype has the glob {useless[0]!r}, which matches no name of a tensor in the files"
+            f"{nearest(useless[0], names)}"
+        )
     result = list[Chosen]()
     for (number, _new), name in zip(pairs, names, strict=True):
         own = tensors[number][1]
-        is_cast = dtype is not None and own.is_floating_point
-        result.append(Chosen(number, name, dtype if dtype is not None and is_cast else own))
+        cast = next((rules[glob] for glob in rules if fnmatchcase(name, glob)), None)
+        is_cast = own.is_floating_point and safetensors.supported(own)
+        result.append(Chosen(number, name, cast if cast is not None and is_cast else own))
     return result
 
 
@@ -381,7 +421,7 @@ def check_storable(key: str, tensor: torch.Tensor) -> None:
         kind = f"of layout {tensor.layout}"
     elif tensor.is_meta:
         kind = "on the meta device"
-    elif tensor.is_quantized or not safetensors.supported(tensor.dtype):
+    elif tensor.is_quantized or not safetensors.can_hold(tensor.dtype, tensor.shape):
         kind = f"of {tensor.dtype}"
     elif tensor.numel() and memory_of(tensor) is None:
         kind = NO_MEMORY
@@ -390,24 +430,34 @@ def check_storable(key: str, tensor: torch.Tensor) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_neg()
+    return tensor.detach().resolve_neg().resolve_conj()
 
 
 def _add_others(
     draft: Draft,
     copied: Sequence[str],
     contents: Mapping[str, Sequence[SharedTensor]],
-    dtype: torch.dtype | None,
     state: object,
 ) -> None:
     """Adds the files that the first rank writes alone: the index, the copied files and, if these
     have no config.json, the model's config.
     """
+    if index := hugging_face.index(contents):
+        draft.add_content(index, hugging_face.INDEX)
+    names = _add_copies(draft, copied, contents)
+    has_config = not names.isdisjoint({hugging_face.CONFIG, hugging_face.ADAPTER_CONFIG})
+    if not has_config and (config := _config_of(state)):
+        config = hugging_face.config(config, _common_dtype(contents))
+        draft.add_content(config, hugging_face.CONFIG)
+
+
+def _add_copies(
+    draft: Draft, copied: Sequence[str], contents: Mapping[str, Sequence[Tensor]]
+) -> set[str]:
+    """Adds copies of files to those with tensors, and returns the names of all."""
     # The first two names are reserved even if they are not written, because a copied index would
     # name missing files.
     names = {file_list.NAME, hugging_face.INDEX, *contents}
-    if index := hugging_face.index(contents):
-        draft.add_content(index, hugging_face.INDEX)
     storage = pipeline.current().storage
     for path in copied:
         name = os.path.basename(path)
@@ -420,14 +470,24 @@ def _add_others(
         _check_file(storage, path)
         with reported("read", path):
             content = storage.read_file(os.path.realpath(path), _FILE_BYTES_MAX)
-        if name == hugging_face.CONFIG and dtype is not None:
-            content = hugging_face.config(content, str(dtype)[6:])  # without "torch."
+        if name == hugging_face.CONFIG:
+            content = hugging_face.config(content, _common_dtype(contents))
         draft.add_content(content, name)
-    if not names & {hugging_face.CONFIG, hugging_face.ADAPTER_CONFIG}:
-        own = [tensor.dtype for shard in contents.values() for tensor in shard]
-        stored = next((each for each in own if each.is_floating_point), own[0])
-        if config := _config_of(state):
-            draft.add_content(hugging_face.config(config, str(stored)[6:]), hugging_face.CONFIG)
+    return names
+
+
+def _common_dtype(files: Mapping[str, Sequence[Tensor]]) -> str:
+    """Returns the name of the floating-point dtype that most elements have, among those of at least
+    16 bits or, if there are none, among all; "" if no tensor has one. Models do not compute in the
+    smaller ones, which quantized weights have.
+    """
+    counts = Counter[torch.dtype]()
+    for its in chain.from_iterable(files.values()):
+        if its.dtype.is_floating_point and safetensors.supported(its.dtype):
+            counts[its.dtype] += its.nbytes // its.dtype.itemsize
+    wide = {dtype: count for dtype, count in counts.items() if dtype.itemsize > 1}
+    named = ((count, str(dtype)[6:]) for dtype, count in (wide or counts).items())
+    return max(named, default=(0, ""))[1]
 
 
 _has_warned = False  # of an export without a config.json

@@ -44,6 +44,11 @@ class SharedTensor(NamedTuple):
     leaf: Leaf
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return self.leaf.shape
+
+    @property
     def nbytes(self) -> int:
         """The size of the whole tensor in the file, in bytes."""
         return prod(self.leaf.shape) * self.dtype.itemsize
@@ -89,7 +94,7 @@ class SharedFile:
             ),
         )
         entries = [
-            (tensors[n].name, safetensors.NAMES[tensors[n].dtype], tensors[n].leaf.shape)
+            (tensors[n].name, *safetensors.written(tensors[n].dtype, tensors[n].shape))
             for n in order
         ]
         header = bytearray(safetensors.header(entries, metadata, PAGE_BYTES))

@@ -1,17 +1,20 @@
-"""A Hugging Face directory: the names of its safetensors files, the division of tensors among them,
-the index, and the dtype in the model's config.json.
+"""A Hugging Face directory: the names of its files, the division of tensors among the safetensors
+files, the index, and the dtype in the model's config.json.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
+
+from fastckpt.formats import file_list
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX = f"model{INDEX_SUFFIX}"
 METADATA = {"format": "pt"}  # of each file; transformers asks for it
+_OF_A_MODEL = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")  # ends of names
 
 
 class Tensor(Protocol):
@@ -62,18 +65,30 @@ def index(files: Mapping[str, Sequence[Tensor]]) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 
+def files_for_a_model(names: Iterable[str]) -> list[str]:
+    """Returns the names of those files of a directory that a model needs beside its tensors: the
+    configs, the tokenizer, and code.
+    """
+    others = ".index.json", file_list.NAME
+    return sorted(
+        name
+        for name in names
+        if name.endswith(_OF_A_MODEL) and not name.endswith(others) and name[0] != "."
+    )
+
+
 def config(content: bytes, dtype: str) -> bytes:
     """Replaces the dtype in a config.json, if it has one, for the model or its parts. Returns the
     same bytes if nothing changes or if they are not a JSON object.
 
     Args:
-        dtype: the name of the dtype, such as "bfloat16".
+        dtype: the name of the dtype, such as "bfloat16"; "": nothing changes.
     """
     try:
         config = json.loads(content)
     except (ValueError, RecursionError):
         return content
-    if not isinstance(config, dict) or not _tell_dtype(config, dtype):
+    if not dtype or not isinstance(config, dict) or not _tell_dtype(config, dtype):
         return content
     return json.dumps(config, indent=2).encode() + b"\n"
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from fastckpt.formats.strict_json import (
 )
 from fastckpt.plan.image import PAGE_BYTES, Image
 
-# The dtypes by their names in the format; stock readers of safetensors know them all.
+# The dtypes of steps by their names in the format; all stock readers of safetensors know them.
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -47,6 +47,25 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
 }
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+# The other dtypes of the format: the bits of a number, and the name of the dtype in torch, if any.
+_OTHERS = {
+    "C64": (64, "complex64"),
+    "F8_E8M0": (8, "float8_e8m0fnu"),
+    "F8_E4M3FNUZ": (8, "float8_e4m3fnuz"),
+    "F8_E5M2FNUZ": (8, "float8_e5m2fnuz"),
+    "F6_E2M3": (6, ""),
+    "F6_E3M2": (6, ""),
+    "F4": (4, "float4_e2m1fn_x2"),  # torch has two numbers in an item
+}
+_BITS = {name: 8 * dtype.itemsize for name, dtype in DTYPES.items()} | {
+    name: bits for name, (bits, _torch_name) in _OTHERS.items()
+}
+_IN_TORCH: dict[str, torch.dtype] = DTYPES | {
+    name: getattr(torch, torch_name)
+    for name, (_bits, torch_name) in _OTHERS.items()
+    if hasattr(torch, torch_name)
+}
+_IN_FILES = {dtype: name for name, dtype in _IN_TORCH.items()}
 LENGTH_BYTES = 8
 HEADER_BYTES_MAX = 100_000_000  # of JSON; stock readers refuse more
 METADATA = "__metadata__"
@@ -66,9 +85,12 @@ class Entry(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """A dtype and shape, which many tensors of a file often share."""
+    """A dtype and shape, which many tensors of a file often share.
 
-    dtype: torch.dtype
+    For a tensor that torch has no dtype for, `dtype` is a text that says which dtype this is.
+    """
+
+    dtype: torch.dtype | str
     shape: tuple[int, ...]
     nbytes: int
 
@@ -78,8 +100,19 @@ class UnknownDtype(ValueError):
 
 
 def supported(dtype: torch.dtype) -> bool:
-    """Returns whether standard readers support this dtype."""
+    """Returns whether all standard readers support this dtype."""
     return dtype in NAMES
+
+
+def can_hold(dtype: torch.dtype, shape: Sequence[int]) -> bool:
+    """Returns whether the format has a dtype for such a tensor, which new readers know."""
+    return dtype in _IN_FILES and (_IN_FILES[dtype] != "F4" or len(shape) > 0)
+
+
+def written(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Returns the dtype and shape that the header has for a tensor that files can_hold()."""
+    name = _IN_FILES[dtype]
+    return name, (*shape[:-1], 2 * shape[-1]) if name == "F4" else (*shape,)
 
 
 def fits(tensor: torch.Tensor) -> bool:
@@ -151,7 +184,7 @@ def header(
     for name, dtype, shape in tensors:
         if name in written or name == METADATA:
             raise ValueError(f"two entries are named {name!r}, or the name is reserved")
-        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        begin, end = end, end + math.prod(shape) * _BITS[dtype] // 8
         written[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [begin, end]}
     text = json.dumps(written, separators=(",", ":")).encode()
     text += b" " * (-(LENGTH_BYTES + len(text)) % grain)
@@ -235,7 +268,7 @@ def validate(header: object, size: int, nbytes: int) -> dict[str, tuple[Kind, in
     if wrong is not None:
         raise ValueError(f"data_offsets of {shown(names[wrong])} must be two numbers")
     entries: dict[str, tuple[Kind, int]] = {}
-    kinds = kinds_of(dtypes, shapes, names)
+    kinds = _kinds_of(dtypes, shapes, names)
     for name, kind, (begin, end) in zip(names, kinds, offsets, strict=True):
         if end - begin != kind.nbytes:
             raise ValueError(f"data_offsets of {shown(name)} must span its {kind.nbytes} bytes")
@@ -268,40 +301,52 @@ def _check_metadata(metadata: object) -> None:
         check_text(value)
 
 
-def kind_of(dtype: Any, shape: Any, name: str) -> Kind:
+def kind_of(dtype: Any, shape: Any, name: str, known: Container[str] = DTYPES.keys()) -> Kind:
     """Returns the kind of a tensor with this shape and dtype, given by its name in the format.
 
     Raises:
-        ValueError: the dtype is not supported, the shape is not a list of numbers from 0, or the
-            size does not fit in 63 bits (computed without dimensions of size 0, so that strides
-            also fit).
+        ValueError: the dtype is not one of `known`, the shape is not a list of numbers from 0, or
+            the size is no number of bytes of 63 bits (computed without dimensions of size 0, so
+            that strides also fit).
     """
-    if type(dtype) is not str or dtype not in DTYPES:
+    if type(dtype) is not str or dtype not in known:
         raise UnknownDtype(f"dtype of {shown(name)} is {shown(dtype)}, which is not supported")
     if not is_numbers(shape):
         raise ValueError(f"shape of {shown(name)} must be a list of numbers from 0 to 2^63")
     kind = _kind(dtype, tuple(shape))
     if kind is None:
-        raise ValueError(f"shape of {shown(name)} must have fewer than 2^63 bytes")
+        raise ValueError(f"shape of {shown(name)} must have whole bytes, fewer than 2^63 bytes")
     return kind
 
 
-def kinds_of(dtypes: Sequence[Any], shapes: Sequence[Any], names: Sequence[str]) -> list[Kind]:
-    """Returns the kinds of many tensors; raises kind_of()'s error for the first invalid one."""
-    are_known = {*map(type, dtypes)} <= {str} and {*dtypes} <= DTYPES.keys()
+def _kinds_of(dtypes: Sequence[Any], shapes: Sequence[Any], names: Sequence[str]) -> list[Kind]:
+    """Returns the kinds of the tensors of a header; raises kind_of()'s error for the first invalid
+    one.
+    """
+    are_known = {*map(type, dtypes)} <= {str} and {*dtypes} <= _BITS.keys()
     if are_known and without_numbers(shapes) is None:
         kinds = [*filter(None, map(_kind, dtypes, map(tuple, shapes)))]
         if len(kinds) == len(names):
             return kinds
-    return [*map(kind_of, dtypes, shapes, names)]
+    return [*map(partial(kind_of, known=_BITS.keys()), dtypes, shapes, names)]
 
 
 @lru_cache(KINDS_MAX)
 def _kind(dtype: str, shape: tuple[int, ...]) -> Kind | None:
     """Returns a kind; None if its size does not fit in 63 bits."""
-    nbytes = DTYPES[dtype].itemsize
+    bits = _BITS[dtype]
     for size in shape:  # step by step: the product of a hostile shape has millions of digits
-        nbytes *= size or 1
-        if nbytes >= NUMBER_END:
+        bits *= size or 1
+        if bits >= 8 * NUMBER_END:
             return None
-    return Kind(DTYPES[dtype], shape, 0 if 0 in shape else nbytes)
+    if 0 in shape:
+        bits = 0
+    if bits % 8:
+        return None
+    known: torch.dtype | str = _IN_TORCH.get(dtype, dtype)
+    if dtype == "F4" and shape:
+        if shape[-1] % 2:
+            known = "F4 with an odd last dimension"
+        elif known != dtype:
+            shape = (*shape[:-1], shape[-1] // 2)
+    return Kind(known, shape, bits // 8)

@@ -18,7 +18,7 @@ import torch
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats.strict_json import KINDS_MAX
-from fastckpt.lazy.source import Rest, Shard, Stored, Wanted
+from fastckpt.lazy.source import Rest, Shard, Stored, Unreadable, Wanted
 from fastckpt.plan.boxes import CopyRow, blocks_of, row_major, strided_copies, whole
 from fastckpt.reading.kept_blocks import KeptBlocks
 from fastckpt.reading.verified import Body
@@ -79,6 +79,7 @@ class Form(NamedTuple):
         strides: the tensor's strides, in elements.
         is_conj, is_neg: whether the elements are the conjugates or the negatives of the stored
             ones.
+        unreadable: see Stored.
     """
 
     file: int
@@ -87,6 +88,7 @@ class Form(NamedTuple):
     strides: tuple[int, ...]
     is_conj: bool = False
     is_neg: bool = False
+    unreadable: Unreadable | None = None
 
 
 # A tensor's form, and where its first element lies: in a record of the file, if it has any, so many
@@ -119,7 +121,7 @@ class _Forms:
     def _describe(self, form: Form) -> Stored:
         shards = (Shard(self._bodies[form.file].path, whole(form.shape)),)
         repeated = frozenset(dim for dim, stride in enumerate(form.strides) if not stride)
-        stored = Stored(form.dtype, form.shape, shards, repeated)
+        stored = Stored(form.dtype, form.shape, shards, repeated, form.unreadable)
         if len(self._described) >= KINDS_MAX:
             self._described.clear()
         self._described[id(form)] = form, stored

@@ -157,6 +157,9 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
             continue
         used.add(source_name)
         stored = source.tensors[source_name]
+        if refused := stored.refusal(source_name, tensor.dtype):
+            misfits.append(refused)
+            continue
         old = olds.get(source_name, source_name)
         there = "in the checkpoint" + (f", where it is {old!r}" if old != name else "")
         origin = (source_name, stored)

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import lru_cache
 
+import torch
+
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint
 from fastckpt.formats import safetensors
 from fastckpt.formats.strict_json import KINDS_MAX, decode, shown
 from fastckpt.lazy.extents import ExtentsSource, Form, Place
+from fastckpt.lazy.source import Unreadable
 from fastckpt.plan.boxes import row_major
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
 from fastckpt.reading.verified import Body, opened_regular, read_small
@@ -112,6 +115,9 @@ def _opened(staging: Staging, file: InputFile, number: int) -> tuple[Body, dict[
 
     @lru_cache(KINDS_MAX)
     def form(kind: safetensors.Kind) -> Form:
+        if isinstance(kind.dtype, str):  # one that cannot be read
+            unreadable = Unreadable(kind.dtype, kind.nbytes)
+            return Form(number, torch.uint8, kind.shape, (), unreadable=unreadable)
         return Form(number, kind.dtype, kind.shape, row_major(kind.shape))
 
     tensors: dict[str, Place] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -11,6 +12,7 @@ import torch
 from fastckpt.plan.boxes import Box
 
 NAMES_MAX = 20  # of values that are no tensors
+_PACKED: object = getattr(torch, "float4_e2m1fn_x2", object())
 
 
 class Shard(NamedTuple):
@@ -18,6 +20,13 @@ class Shard(NamedTuple):
 
     path: str
     box: Box
+
+
+class Unreadable(NamedTuple):
+    """What is known of a tensor whose dtype torch does not have: the dtype, and the size."""
+
+    dtype: str
+    nbytes: int
 
 
 class Stored(NamedTuple):
@@ -28,12 +37,35 @@ class Stored(NamedTuple):
         shards: its parts and their files.
         repeated: the dimensions along which all elements are the same memory, like in an expanded
             tensor; only the first element along them is read.
+        unreadable: set for a tensor that cannot be read; `dtype` has no meaning then.
     """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
     repeated: frozenset[int] = frozenset()
+    unreadable: Unreadable | None = None
+
+    @property
+    def shown(self) -> tuple[str, int]:
+        """The name of the dtype, and the size in bytes."""
+        name = str(self.dtype).removeprefix("torch.")
+        return self.unreadable or (name, prod(self.shape) * self.dtype.itemsize)
+
+    def refusal(self, name: str, dtype: torch.dtype | None = None) -> str:
+        """Returns why a tensor of this name cannot be read, or not as `dtype`; "" if it can."""
+        if self.unreadable is None:
+            if dtype in (None, self.dtype) or _PACKED not in (dtype, self.dtype):
+                return ""
+            return (
+                f"{name!r} is of {self.dtype}, and torch does not cast packed numbers to {dtype}: "
+                f"leave this tensor out, or load it into a tensor of {self.dtype}"
+            )
+        return (
+            f"{name!r} is of dtype {self.unreadable.dtype}, which torch {torch.__version__} does "
+            "not have: leave this tensor out, or read it with a version of torch that has this "
+            "dtype or with the program that wrote it"
+        )
 
 
 class Wanted(NamedTuple):

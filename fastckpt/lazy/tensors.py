@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastckpt.arguments.names import nearest
-from fastckpt.errors import CorruptCheckpoint, StorageError, as_url
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint, StorageError, as_url
 from fastckpt.lazy.source import Shard, Source, Stored, Wanted
 from fastckpt.plan.boxes import Box, whole
 
@@ -98,6 +98,10 @@ def _other(item: Any) -> TypeError:
 class LazyTensors(Mapping[str, "LazyTensor"]):
     """The tensors of an open checkpoint, by name; the result of fastckpt.open().
 
+    A name whose tensor has a dtype that torch does not have, such as F6_E2M3 of safetensors, raises
+    IncompatibleCheckpoint when it is looked up. A tensor of F4 has torch's dtype float4_e2m1fn_x2
+    and shape, in which each item of the last dimension holds two numbers.
+
     Several threads may read at the same time, but a process that is forked later may not. Close it,
     or use it in a `with` statement, because until then files are open and a Checkpointer's step is
     protected from removal.
@@ -144,6 +148,8 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         except KeyError:
             hint = f"{name!r}{nearest(name, self)}"
             raise KeyError(f"{self.path!r} holds no tensor {hint}") from None
+        if stored.unreadable:
+            raise IncompatibleCheckpoint(f"{self.path!r}: {stored.refusal(name)}")
         return LazyTensor(self, name, stored)
 
     def __contains__(self, name: object) -> bool:
@@ -183,6 +189,7 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
 
         Raises:
             KeyError: there is no tensor of this name.
+            IncompatibleCheckpoint: torch does not have the tensor's dtype.
             TypeError: names is a string.
             ValueError: this is closed.
         """
@@ -258,6 +265,7 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
 
         Raises:
             KeyError: there is no tensor of this name.
+            IncompatibleCheckpoint: torch does not have the tensor's dtype.
             Others: see LazyTensor.__getitem__().
         """
         chosen = [(name, *selected(index, self[name].shape)) for name, index in parts]

@@ -148,7 +148,7 @@ def stored_of(value: object) -> Stored | None:
         kind = safetensors.kind_of(dtype, shape, key)
     except ValueError as error:
         raise CorruptCheckpoint(f"a placeholder for a tensor is malformed: {error}") from None
-    return Stored(key, kind.dtype, kind.shape)
+    return Stored(key, safetensors.DTYPES[str(dtype)], kind.shape)
 
 
 def _placeholder(leaf: Leaf) -> dict[str, Any]:

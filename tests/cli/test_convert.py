@@ -225,7 +225,7 @@ def test_a_converted_step_has_its_number(disk: Path) -> None:
     [
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ["--to", "hf"], "'a.b'"),
         ({"a": torch.ones(1)}, ["--to", "hf", "--glob", "x"], "holds no matching tensor"),
-        ({"a": torch.ones(1, dtype=torch.cfloat)}, ["--to", "safetensors"], "no dtype for a: ch"),
+        ({"a": torch.ones(1, dtype=torch.cdouble)}, ["--to", "safetensors"], "no dtype for a: ch"),
         ({"a": torch.ones(1)}, ["--to", "hf", "--shard-size", "much"], "shard-size"),
         (torch.ones(1), ["--to", "safetensors"], "has no name, because it is not in a"),
         ({"q": torch.ones(1)}, ["--to", "hf", "--rename", "q"], "rename is 'q', must be a dict"),
@@ -448,3 +448,93 @@ def test_what_would_fail_late_fails_at_once(disk: Path, capsys: pytest.CaptureFi
     assert main(["convert", str(disk / "huge.pt"), b, "--to", "hf"]) == 1
     assert "free, but the tensors need 4.00 PiB" in capsys.readouterr().err
     assert sorted(path.name for path in disk.iterdir()) == ["a.pt", "huge.pt"]
+
+
+def test_globs_of_names_have_dtypes(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"model": {"router.bias": torch.randn(9), "w": torch.randn(4, 5), "ids": torch.ones(1)}}
+    fastckpt.save(state, disk / "a.pt").result(60)
+    for to, bias in (("hf", "*.router.bias"), ("pt", "model/router.bias")):
+        rules = json.dumps({bias: "fp32", "*ids": "fp16", "*": "bf16"})
+        path = str(disk / to)
+        assert main(["convert", str(disk / "a.pt"), path, "--to", to, "--dtype", rules]) == 0
+        with fastckpt.open(path) as tensors:
+            assert [str(tensor.dtype)[6:] for tensor in tensors.values()] == [
+                *("float32", "bfloat16", "float16")
+            ]
+    capsys.readouterr()
+    rules = '{"*.routed.bias": "fp32", "*": "bf16"}'
+    arguments = ["convert", str(disk / "a.pt"), str(disk / "b"), "--to", "hf", "--dtype"]
+    assert main([*arguments, rules]) == 1
+    assert "glob '*.routed.bias', which matches no name" in capsys.readouterr().err
+    for wrong in ("fp8", "{", '{"*": "fp8"}', "{1: 'bf16'}", "[]", '{"*": []}', "{'*'}"):
+        with pytest.raises(SystemExit, match="2"):
+            main([*arguments, wrong])
+        assert "must be one of fp32, bf16, fp16, or a dict" in capsys.readouterr().err
+
+
+def model_directory(directory: Path) -> Path:
+    """A model as the hub has it: names are links to blobs."""
+    (directory / "blobs").mkdir(parents=True)
+    (directory / "model").mkdir()
+    state = {"w": torch.randn(30, 20), "b": torch.randn(20)}
+    safetensors.torch.save_file(state, directory / "blobs" / "0", metadata={"format": "pt"})
+    contents = {
+        "config.json": '{"model_type": "llama", "torch_dtype": "float32", "vocab_size": 7}',
+        "tokenizer.json": '{"version": "1.0"}',
+        "tokenizer.model": "binary",
+        "chat_template.jinja": "{{ messages }}",
+        "merges.txt": "#version: 0.2",
+        "modeling.py": "raise RuntimeError",
+        "other.index.json": "{}",
+        ".hidden.json": "{}",
+        "optimizer.bin": "much",
+    }
+    for number, (name, content) in enumerate(contents.items(), 1):
+        (directory / "blobs" / str(number)).write_text(content)
+        (directory / "model" / name).symlink_to(directory / "blobs" / str(number))
+    (directory / "model" / "model.safetensors").symlink_to(directory / "blobs" / "0")
+    return directory / "model"
+
+
+COPIED = {
+    *("chat_template.jinja", "config.json", "merges.txt", "modeling.py"),
+    *("tokenizer.json", "tokenizer.model"),
+}
+
+
+def test_a_model_keeps_its_config_and_tokenizer(disk: Path) -> None:
+    model = model_directory(disk / "hub")
+    options = ["--to", "hf", "--dtype", "bf16"]
+    assert main(["convert", str(model), str(disk / "b"), *options]) == 0
+    made = {"model.safetensors", "fastckpt.json"}
+    assert {*os.listdir(disk / "b")} == COPIED | made
+    config = json.loads((disk / "b" / "config.json").read_bytes())
+    assert config == {"model_type": "llama", "torch_dtype": "bfloat16", "vocab_size": 7}
+    assert (disk / "b" / "merges.txt").read_text() == "#version: 0.2"
+    assert main(["verify", str(disk / "b")]) == 0
+    # Again from what convert wrote: the list of its files is not copied.
+    assert main(["convert", str(disk / "b"), str(disk / "c"), "--to", "hf"]) == 0
+    assert {*os.listdir(disk / "c")} == COPIED | made
+    assert main(["convert", str(model), str(disk / "d.pt"), "--to", "pt"]) == 0
+
+
+def test_files_of_another_directory_are_brought(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = model_directory(disk / "hub")
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, {"w": torch.randn(3)}).result(60)
+    run, made = str(disk / "run"), {"model.safetensors", "fastckpt.json"}
+    assert main(["convert", run, str(disk / "b"), "--to", "hf", "--files", str(model)]) == 0
+    assert {*os.listdir(disk / "b")} == COPIED | made
+    assert main(["convert", run, str(disk / "c"), "--to", "hf"]) == 0
+    assert {*os.listdir(disk / "c")} == made
+    capsys.readouterr()
+    for files, to, told in (
+        (str(disk / "none"), "hf", "No such file"),
+        (str(disk / "hub"), "hf", "holds no config or tokenizer files"),
+        (str(model), "pt", "--files is for --to hf"),
+    ):
+        assert main(["convert", run, str(disk / "d"), "--to", to, "--files", files]) == 1
+        assert told in capsys.readouterr().err
+        assert not (disk / "d").exists()

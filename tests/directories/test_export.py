@@ -136,6 +136,61 @@ def test_files_are_copied_as_they_were_at_the_call(disk: Path) -> None:
     assert (disk / "a" / "empty.txt").read_text() == ""
 
 
+def test_each_tensor_gets_the_dtype_of_the_first_glob_of_its_name(disk: Path) -> None:
+    block = {"router": {"weight": torch.randn(9, 5), "bias": torch.randn(9)}, "norm": torch.ones(7)}
+    state = {"layers": [block, block["norm"] * 2], "ids": torch.arange(5)}
+    dtype = {"*.router.bias": "fp32", "layers.1": None, "*norm": torch.float64, "*": "bfloat16"}
+    fastckpt.export(state, disk / "a", dtype=dtype).result(WAIT_S)
+    assert {name: tensor.dtype for name, tensor in loaded(disk / "a").items()} == {
+        "layers.0.router.weight": torch.bfloat16,
+        "layers.0.router.bias": torch.float32,
+        "layers.0.norm": torch.float64,
+        "layers.1": torch.float32,
+        "ids": torch.int64,
+    }
+    fastckpt.export(state, disk / "b", dtype={"*.weight": "fp16"}, only="layers/0/*").result(WAIT_S)
+    found = loaded(disk / "b")
+    assert found["layers.0.router.weight"].dtype == torch.float16
+    assert torch.equal(found["layers.0.norm"], block["norm"])
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "told"),
+    [
+        ({"a": torch.float32, "b": torch.bfloat16}, "bfloat16"),
+        ({"a": torch.bfloat16, "b": torch.float32}, "float32"),
+        ({"a": torch.float16, "b": torch.float8_e4m3fn}, "float16"),
+        ({"a": torch.float16, "b": torch.int8}, "float16"),
+        ({"a": torch.int8, "b": torch.float8_e4m3fn}, "float8_e4m3fn"),
+        ({"a": torch.int8, "b": torch.int8}, "as before"),
+    ],
+)
+def test_the_config_names_the_dtype_of_most_elements(
+    dtypes: dict[str, torch.dtype], told: str, disk: Path
+) -> None:
+    (disk / "config.json").write_text('{"torch_dtype": "as before"}')
+    sizes = {"a": 100, "b": 150}  # in bytes, the first may be larger
+    state = {name: torch.zeros(sizes[name], dtype=dtype) for name, dtype in dtypes.items()}
+    fastckpt.export(state, disk / "a", files=[disk / "config.json"]).result(WAIT_S)
+    assert json.loads((disk / "a" / "config.json").read_bytes())["torch_dtype"] == told
+
+
+def test_dtypes_of_today_are_exported_and_not_cast(disk: Path) -> None:
+    names = ("float4_e2m1fn_x2", "float8_e8m0fnu", "float8_e4m3fnuz", "complex64")
+    state = {
+        name: torch.arange(96, dtype=torch.uint8).view(getattr(torch, name)).view(2, -1)
+        for name in names
+        if hasattr(torch, name)
+    }
+    state["conj"] = torch.randn(3, 4, dtype=torch.complex64).conj()
+    fastckpt.export(state, disk / "a", dtype="bf16").result(WAIT_S)
+    found = loaded(disk / "a")
+    for name, tensor in state.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        ours, theirs = found[name].contiguous(), tensor.resolve_conj().contiguous()
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)), name
+
+
 def test_the_config_names_the_dtype_of_the_export(disk: Path) -> None:
     config = disk / "config.json"
     config.write_text('{"model_type": "llama", "dtype": "float32"}')
@@ -337,7 +392,7 @@ def test_a_pattern_that_fits_no_name_is_refused(disk: Path) -> None:
 def test_what_files_cannot_hold_is_named(disk: Path) -> None:
     state = {
         "good": torch.ones(2),
-        "complex": torch.zeros(2, dtype=torch.complex64),
+        "complex": torch.zeros(2, dtype=torch.complex128),
         "sparse": torch.zeros(2, 2).to_sparse(),
         "meta": torch.zeros(2, device="meta"),
         "odd": torch.zeros(2).as_subclass(_Odd),
@@ -345,7 +400,7 @@ def test_what_files_cannot_hold_is_named(disk: Path) -> None:
     with pytest.raises(TypeError) as caught:
         fastckpt.export(state, disk / "a")
     assert str(caught.value) == (
-        "safetensors files cannot hold all of the state: 'complex' is of torch.complex64; "
+        "safetensors files cannot hold all of the state: 'complex' is of torch.complex128; "
         "'sparse' is of layout torch.sparse_coo; 'meta' is on the meta device; 'odd' is a _Odd"
     )
     assert os.listdir(disk) == []
@@ -369,7 +424,10 @@ def test_what_files_cannot_hold_is_named(disk: Path) -> None:
         (torch.ones(1), {}, ValueError, "has no name, because it is not in a dict or"),
         ({"a": 1}, {}, ValueError, "no tensor"),
         ({"a": torch.ones(1)}, {"dtype": torch.int8}, ValueError, "floating-point"),
-        ({"a": torch.ones(1)}, {"dtype": "bf16"}, TypeError, "torch.dtype"),
+        ({"a": torch.ones(1)}, {"dtype": "int8"}, ValueError, "'int8', must be one of fp32, bf16"),
+        ({"a": torch.ones(1)}, {"dtype": {"a": torch.int8}}, ValueError, "floating-point"),
+        ({"a": torch.ones(1)}, {"dtype": {"*": 16}}, TypeError, "a dict of globs and these"),
+        ({"a.b": torch.ones(1)}, {"dtype": {"*.bb": "bf16", "*": None}}, ValueError, "matches no"),
         ({"a": torch.ones(1)}, {"shard_bytes": 0}, ValueError, "shard_bytes"),
         ({"a": torch.ones(1)}, {"rename": 3}, TypeError, "rename"),
         ({"a": torch.ones(1)}, {"files": "config.json"}, TypeError, "list of paths"),

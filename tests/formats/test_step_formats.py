@@ -303,6 +303,17 @@ HOSTILE_HEADERS: list[tuple[str | bytes, str]] = [
     (one_tensor(dtype="F31"), "'F31', which is not supported"),
     *[(one_tensor(dtype=name), "not supported") for name in ("f32", ["F32"], None)],
     *[
+        (one_tensor(dtype=dtype, shape=shape, data_offsets=[0, nbytes]), "have whole bytes")
+        for dtype, shape, nbytes in (
+            *(("F4", [], 1), ("F4", [3], 2), ("F4", [3, 1], 2), ("F4", [5, 5], 13)),
+            *(("F6_E2M3", [], 1), ("F6_E3M2", [3], 3), ("F6_E3M2", [2, 7], 11)),
+        )
+    ],
+    *[
+        (one_tensor(dtype=dtype, shape=[4], data_offsets=[0, 4]), f"span its {nbytes} bytes")
+        for dtype, nbytes in (("F4", 2), ("F6_E2M3", 3), ("C64", 32))
+    ],
+    *[
         (one_tensor(shape=shape), "shape of 'x'")
         for shape in (2, "2", [True, 2], [2.0], [-2], [[2]], [1 << 63])
     ],
