@@ -100,9 +100,10 @@ def _in_file_order(
     ours, room = {in_a[name]: name for name in names}, _PART_BYTES
     group, small = list[str](), list[str]()
     for number, own in enumerate(a.in_file_order(ours), 1):
-        name, tensor = ours[own], a[own]
+        name, tensor, other = ours[own], a[own], b[in_b[ours[own]]]
         group.append(name)
-        if tensor.nbytes < _SMALL_BYTES and tensor.shape == b[in_b[name]].shape:
+        is_read = (tensor.shape, tensor.dtype) == (other.shape, other.dtype)
+        if is_read and tensor.nbytes < _SMALL_BYTES:
             small.append(name)
             room -= tensor.nbytes
         if room <= 0 or number == len(ours):
