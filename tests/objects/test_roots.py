@@ -229,6 +229,24 @@ def test_commands_take_urls(weed: Weed, root: str, disk: Path, bare: Any) -> Non
     assert torch.equal(torch.load(disk / "one.pt")["weights"], state_of(1)["weights"])
 
 
+def test_a_model_in_a_bucket(proxy: Proxy, root: str, disk: Path, bare: Any) -> None:
+    """Its small tensors come from a block that is read once, and its config is brought along."""
+    state = {f"w{number}": torch.full((99,), float(number)) for number in range(200)}
+    fastckpt.export(state, disk / "export").result()
+    (disk / "export" / "config.json").write_text('{"dtype": "float16"}')
+    for name in ("model.safetensors", "config.json"):
+        key = f"{root.partition(BUCKET + '/')[2]}/{name}"
+        bare.put(key, (disk / "export" / name).read_bytes())
+    with fastckpt.open(root, storage_options=options(proxy.port)) as tensors:
+        proxy.count()
+        assert all(torch.equal(tensors[name][...], state[name]) for name in reversed(state))
+        assert proxy.count().requests.total() == 1
+    variables: dict[str, str | None] = {**environment(proxy.port)}
+    done = run(COMMANDS, f"convert --to hf {root} {disk}/hf", variables=variables, cwd=disk)
+    assert "/hf 0" in done.stdout, done.stdout + done.stderr
+    assert json.loads((disk / "hf" / "config.json").read_bytes()) == {"dtype": "float32"}
+
+
 @pytest.mark.parametrize("asked", [{"staging": "gds"}, {"backend": "io_uring"}], ids=str)
 def test_what_only_files_can_have_is_refused(client: Any, root: str, asked: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="cannot be used with a URL"):
