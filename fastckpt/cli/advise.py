@@ -23,6 +23,7 @@ BYTES_PER_PARAMETER = 14.0
 FAILURES_PER_GPU_HOUR = 419 / (54 * 24 * 16384)
 CALL_S = 0.02  # a call without copies; README.md has 0.012 s for 2 GiB
 _GPUS_PER_NODE = 8
+_DAY_S = 86400.0
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,13 @@ class Job:
     restart_s: float = 300.0
     torch_rate: float = 0.7e9  # from docs/project/measurements.md
     torch_writers: int = 1
+    keep_last: int | None = None  # all checkpoints stay
+    keep_every: int | None = None  # none beside keep_last
+    keep_best: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            may_be_zero = name in ("step_s", "commit_s", "restart_s", "staging_bytes")
+            may_be_zero = name in ("step_s", "commit_s", "restart_s", "staging_bytes", "keep_best")
             if value is not None and not (
                 isfinite(value) and value >= (0 if may_be_zero else 1e-9)
             ):
@@ -63,6 +67,8 @@ class Job:
                     f"({self.ranks})"
                 )
                 raise ValueError(message)
+        if self.keep_last is None and (self.keep_every or self.keep_best):
+            raise ValueError("keep_every and keep_best need keep_last, as in a Checkpointer")
 
     @property
     def rank_bytes(self) -> float:
@@ -94,6 +100,8 @@ class Advice:
     torch_s: float  # the same for torch.save, while training waits
     torch_interval_s: float
     torch_lost_share: float
+    disk_bytes: float | None  # of the kept checkpoints and the next; None: all are kept
+    growth_bytes_per_day: float | None  # of those that stay; None if the time of a step is unknown
 
 
 def advise(job: Job) -> Advice:
@@ -154,6 +162,19 @@ def advise(job: Job) -> Advice:
         torch_s=torch_s,
         torch_interval_s=torch_interval_s,
         torch_lost_share=lost_share(job, torch_s, 0.0, torch_interval_s),
+        disk_bytes=job.keep_last and (job.keep_last + job.keep_best + 1) * job.nbytes,
+        growth_bytes_per_day=_growth(job, interval_s),
+    )
+
+
+def _growth(job: Job, interval_s: float) -> float | None:
+    """Returns how many bytes of checkpoints that are never removed are added in a day, at most."""
+    if job.keep_last is None:
+        return job.nbytes * _DAY_S / interval_s
+    if job.keep_every is None:
+        return 0.0
+    return (
+        job.nbytes * _DAY_S / max(interval_s, job.keep_every * job.step_s) if job.step_s else None
     )
 
 
@@ -203,6 +224,9 @@ _OPTIONS = {
     "torch_writers": _Option(
         "--torch-writers", int, "N", "processes that call torch.save in the comparison"
     ),
+    "keep_last": _Option("--keep-last", int, "N", "newest checkpoints that stay"),
+    "keep_every": _Option("--keep-every", int, "N", "steps whose multiples also stay"),
+    "keep_best": _Option("--keep-best", int, "N", "best checkpoints that also stay"),
 }
 
 
@@ -275,7 +299,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _shown(name: str, value: Any) -> str:
-    return "unknown" if value is None else _SHOWN[_OPTIONS[name].read](value)
+    absent = {"keep_last": "all", "keep_every": "none"}.get(name, "unknown")
+    return absent if value is None else _SHOWN[_OPTIONS[name].read](value)
 
 
 def _report(job: Job, found: Advice) -> list[str]:
@@ -304,6 +329,7 @@ def _report(job: Job, found: Advice) -> list[str]:
                 ("slowest drain_rate that keeps up", f"{shown_rate(found.drain_rate)} a node"),
             ],
         ),
+        *_lines("Disk space of the checkpoints", _disk(job, found)),
         *_lines(
             f"For comparison: torch.save by {job.torch_writers}, while training waits",
             [
@@ -313,6 +339,20 @@ def _report(job: Job, found: Advice) -> list[str]:
             ],
         ),
     ]
+
+
+def _disk(job: Job, found: Advice) -> list[tuple[str, str]]:
+    grows = found.growth_bytes_per_day
+    if job.keep_last is None or found.disk_bytes is None:
+        return [("all stay, without keep_last", f"grows by {shown_size(grows or 0)} a day")]
+    kept = f"{job.keep_last} newest" + (f", {job.keep_best} best" if job.keep_best else "")
+    rows = [(f"{kept}, and the one being written", shown_size(found.disk_bytes))]
+    if grows is None:
+        text = f"grows by {shown_size(job.nbytes)} every {job.keep_every} steps"
+        rows.append(("those of keep_every", f"{text} (give --step-time for a day)"))
+    elif grows:
+        rows.append(("those of keep_every", f"grows by at most {shown_size(grows)} a day"))
+    return rows
 
 
 def _percent(share: float) -> str:

@@ -5,20 +5,27 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import json
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 import fastckpt
+from fastckpt.arguments.names import listed
 from fastckpt.cli.local_tiers import opened
 from fastckpt.cli.progress import progress
-from fastckpt.cli.shared_arguments import parts, shown_name, shown_others
+from fastckpt.cli.shared_arguments import is_directory, parts, shown_name
+from fastckpt.formats import file_list
+from fastckpt.formats.hugging_face import INDEX_SUFFIX
 from fastckpt.formats.value_names import dotted
+from fastckpt.lazy.object_digests import digest
+from fastckpt.saving import pipeline
 
 _PART_BYTES = 64 << 20  # compared at a time
 _SMALL_BYTES = 1 << 20  # of a tensor that is read together with others
+_LISTED = ("different", "only_a", "only_b", "not_compared")  # of the objects
 
 
 class Difference(NamedTuple):
@@ -28,9 +35,9 @@ class Difference(NamedTuple):
         name: the tensor's name.
         what: "dtype", "shape" or "content".
         text: the difference in words.
-        changed: for "content", the share of elements that differ in any bit, above 0 and up to 1.
-        max_abs: for "content", the largest absolute difference, which is exact for integers; None
-            if it is not finite.
+        changed: the share of elements that differ in any bit or, between dtypes, in value.
+        max_abs: the largest absolute difference, which is exact for integers; None if it is not
+            finite, or if the shapes differ.
     """
 
     name: str
@@ -39,11 +46,16 @@ class Difference(NamedTuple):
     changed: float = 0.0
     max_abs: int | float | None = None
 
+    @property
+    def size(self) -> tuple[bool, float, float]:
+        """A key by which differences are sorted: other shapes and infinite ones are the largest."""
+        return self.max_abs is None, self.max_abs or 0, self.changed
+
 
 def run(arguments: argparse.Namespace) -> int:
-    local = arguments.local
-    with opened(arguments.a, local) as a, opened(arguments.b, local) as b:
-        in_a, in_b = _by_name(a, b), _by_name(b, a)
+    local, rules = arguments.local, dict(arguments.rename)
+    with opened(arguments.a, local, rules or None) as a, opened(arguments.b, local) as b:
+        in_a, in_b = _by_name(a, a, b), _by_name(b, b, a)
         names = [name for name in {**in_a, **in_b} if fnmatch.fnmatchcase(name, arguments.glob)]
         only_a = [name for name in names if name not in in_b]
         only_b = [name for name in names if name not in in_a]
@@ -53,38 +65,97 @@ def run(arguments: argparse.Namespace) -> int:
             for name in _in_file_order(both, a, in_a, b, in_b):
                 difference = compare(a[in_a[name]], b[in_b[name]], done)
                 differences += [difference._replace(name=name)] if difference else []
+        differences.sort(key=lambda each: each.size, reverse=True)
+        objects = _objects(_digests(a, b, arguments.a), _digests(b, a, arguments.b), arguments.glob)
         others = {"A": a.others, "B": b.others}
+    equal = len(both) - len(differences)
     if arguments.json:
         summary = {
             "only_a": only_a,
             "only_b": only_b,
             "different": [difference._asdict() for difference in differences],
-            "equal": len(both) - len(differences),
+            "equal": equal,
+            "objects": objects,
             "others": others,
         }
         print(json.dumps(summary, indent=1))
     else:
-        for where, its in (("A", only_a), ("B", only_b)):
-            for name in its:
-                print(f"only in {where}: {shown_name(name)}")
+        _print_only(only_a, only_b)
         for difference in differences:
             print(f"{shown_name(difference.name)}: {difference.text}")
-        for where, kinds in others.items():
-            if kinds:
-                print(f"in {where}, {shown_others(kinds)}")
-        print(f"{len(both) - len(differences)} of {len(names)} tensors are equal")
+        _print_objects(objects)
+        counts = [equal, len(differences), len(only_a), len(only_b)]
+        its = [objects["equal"], *(len(objects[what]) for what in _LISTED)]
+        print("{} tensors equal, {} differ, {} only in A, {} only in B; ".format(*counts), end="")
+        print("objects: {} equal, {} differ, {} only in A, {} only in B".format(*its), end="")
+        print(f", {its[-1]} not compared" if its[-1] else "")
     return 1 if differences or only_a or only_b else 0
 
 
-def _by_name(tensors: fastckpt.LazyTensors, others: fastckpt.LazyTensors) -> dict[str, str]:
-    """Returns the names of tensors, by the names used for comparison. These have "." between keys
-    if only `tensors` has paths of keys, as after a conversion.
+def _print_only(only_a: Iterable[str], only_b: Iterable[str], what: str = "") -> None:
+    for where, its in (("A", only_a), ("B", only_b)):
+        for name in its:
+            print(f"only in {where}: {what}{shown_name(name)}")
+
+
+def _print_objects(objects: dict[str, Any]) -> None:
+    if objects["equal"] or objects["different"] or objects["not_compared"]:
+        _print_only(objects["only_a"], objects["only_b"], "object ")
+    for name, digests in objects["different"].items():
+        in_a, in_b = map(shown_name, digests)
+        print(f"object {shown_name(name)}: {in_a} in A, {in_b} in B")
+    if objects["not_compared"]:
+        names = listed(map(shown_name, objects["not_compared"]))
+        why = "with tensors, with values of single ranks, or not readable as plain values"
+        print(f"objects not compared ({why}): {names}")
+
+
+def _by_name(
+    names: Collection[str], tensors: fastckpt.LazyTensors, others: fastckpt.LazyTensors
+) -> dict[str, str]:
+    """Returns some names of a checkpoint, by the names used for comparison. These have "." between
+    keys if only `tensors` has paths of keys, as after a conversion.
     """
     if tensors.has_paths and not others.has_paths:
-        names = {dotted(name): name for name in tensors}
-        if len(names) == len(tensors):
-            return names
-    return {name: name for name in tensors}
+        by_name = {dotted(name): name for name in names}
+        if len(by_name) == len(names):
+            return by_name
+    return {name: name for name in names}
+
+
+def _digests(
+    tensors: fastckpt.LazyTensors, others: fastckpt.LazyTensors, path: str
+) -> dict[str, str | None]:
+    """Returns the digests of values that are not tensors, by the names used for comparison, and
+    those of the JSON files in the directory of another program, by their names.
+    """
+    found, storage = tensors.digests(), pipeline.current().storage
+    result = {name: found[own] for name, own in _by_name(found, tensors, others).items()}
+    if tensors.has_paths or not is_directory(path):
+        return result
+    for name in sorted(storage.names(path)):
+        if name.endswith(".json") and not name.endswith((INDEX_SUFFIX, file_list.NAME)):
+            try:
+                content = storage.read_file(os.path.join(path, name), file_list.NBYTES_MAX)
+                result[name] = digest(json.loads(content))
+            except (OSError, ValueError, RecursionError):  # it is told that it was not compared
+                result[name] = None
+    return result
+
+
+def _objects(in_a: dict[str, str | None], in_b: dict[str, str | None], glob: str) -> dict[str, Any]:
+    """Returns the names of objects by the result of their comparison."""
+    names = [name for name in {**in_a, **in_b} if fnmatch.fnmatchcase(name, glob)]
+    both = {name: (in_a[name], in_b[name]) for name in names if name in in_a and name in in_b}
+    known = {name: pair for name, pair in both.items() if None not in pair}
+    different = {name: pair for name, pair in known.items() if pair[0] != pair[1]}
+    return {
+        "equal": len(known) - len(different),
+        "different": different,
+        "only_a": [name for name in names if name not in in_b],
+        "only_b": [name for name in names if name not in in_a],
+        "not_compared": [name for name in both if name not in known],
+    }
 
 
 def _in_file_order(
@@ -121,25 +192,42 @@ def compare(
     """
     if a.shape != b.shape:
         return Difference(a.name, "shape", f"shape {[*a.shape]} in A, {[*b.shape]} in B")
-    if a.dtype != b.dtype:
-        return Difference(a.name, "dtype", f"dtype {a.dtype} in A, {b.dtype} in B")
+    is_cast = a.dtype != b.dtype
+    dtypes = f"dtype {_shown_dtype(a)} in A, {_shown_dtype(b)} in B; " if is_cast else ""
     changed = 0
     largest: int | float = 0
     # Differences are computed with several copies, in numbers of at least 8 bytes.
     for part in parts(a.shape, max(a.dtype.itemsize, 8), _PART_BYTES):
         ours, theirs = a[part], b[part]
         told(ours.numel() * ours.itemsize)
-        count = int(_bits(ours).ne(_bits(theirs)).any(-1).sum())
+        if is_cast:
+            ours, theirs = _in_one_dtype(ours, theirs)
+            count = int(ours.ne(theirs).logical_and_(~(ours.isnan() & theirs.isnan())).sum())
+        else:
+            count = int(_bits(ours).ne(_bits(theirs)).any(-1).sum())
         if count:
             changed += count
             largest = max(largest, _largest(ours, theirs), key=lambda each: (each != each, each))
     if not changed:
-        return None
+        return Difference(a.name, "dtype", f"{dtypes}equal values", 0.0, 0) if is_cast else None
     share, is_finite = changed / a.numel(), largest < inf
     shown = f"{largest:.6g}" if isinstance(largest, float) else str(largest)
     by = f"by up to {shown}" if is_finite else "infinities and NaN among them"
-    text = f"{100 * share:.3g}% of its elements differ, {by}"
-    return Difference(a.name, "content", text, share, largest if is_finite else None)
+    text = f"{dtypes}{100 * share:.3g}% of its elements differ, {by}"
+    what = "dtype" if is_cast else "content"
+    return Difference(a.name, what, text, share, largest if is_finite else None)
+
+
+def _shown_dtype(tensor: fastckpt.LazyTensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _in_one_dtype(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns tensors of two dtypes in one that is at least as wide as both."""
+    if {a.dtype, b.dtype} <= _INTEGERS - {torch.uint64} | {torch.bool}:
+        return a.to(torch.int64), b.to(torch.int64)
+    kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    return a.to(kind), b.to(kind)
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

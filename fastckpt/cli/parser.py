@@ -80,6 +80,14 @@ def _dtypes(text: str) -> str | dict[str, str]:
     )
 
 
+def _renaming(text: str) -> tuple[str, str]:
+    """Parses OLD=NEW, a pattern of rename= and its replacement, for argparse."""
+    old, _equals, new = text.rpartition("=")
+    if not old:
+        raise argparse.ArgumentTypeError(f"{text!r} must be OLD=NEW")
+    return old, new
+
+
 def _size(text: str) -> int:
     nbytes = int(quantities.size(text))
     if nbytes < _MIB:
@@ -123,13 +131,29 @@ _COMMANDS = {
     ),
     "diff": _command(
         "compare the tensors of two checkpoints",
-        "Compares the tensors of two checkpoints of any kind by name, dtype, shape and contents, "
-        'and nothing else. Names with "/" between keys match names of safetensors and DCP, which '
+        "Compares the tensors of two checkpoints of any kind by name, dtype, shape and contents. "
+        "Tensors of different dtypes are compared as float64, integers as int64. Lists the "
+        "largest differences first. Objects (all other values, and JSON files in a directory) are "
+        "compared by a digest of their value. "
+        'Names with "/" between keys match names of safetensors and DCP, which '
         'use ".". No code of the checkpoints is run. The exit status is 0 if the tensors are '
-        "equal, and 1 if they differ, or if a path is missing, damaged or not a checkpoint.",
+        "equal, whatever the objects are, and 1 if they differ, or if a path is missing, damaged "
+        "or not a checkpoint.",
         _path("a", "A", "a checkpoint, like PATH of inspect"),
         _path("b", "B", "a checkpoint, like PATH of inspect"),
         _GLOB,
+        _any(
+            "--rename",
+            action="append",
+            type=_renaming,
+            default=[],
+            metavar="OLD=NEW",
+            help=(
+                "compare the names in A that match the regular expression OLD under the name NEW, "
+                "like load_into(rename={OLD: NEW}), such as '^model/='. The last = ends OLD. May "
+                "be given several times, in the order of use"
+            ),
+        ),
         _local(_NEWEST),
     ),
     "convert": _command(

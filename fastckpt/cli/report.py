@@ -14,6 +14,8 @@ from fastckpt.errors import CheckpointError
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import entries
 
+_FAILED_SHOWN = 10
+
 
 def run(arguments: argparse.Namespace) -> int:
     path = os.path.realpath(arguments.log)
@@ -35,6 +37,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(found: list[dict[str, Any]], limit: float) -> None:
+    failed = [entry for entry in found if entry["error"] is not None]
+    if failed:
+        print(f"{len(failed)} of {len(found)} saves failed:")
+        for entry in failed[-_FAILED_SHOWN:]:
+            print(f"  step {entry['step']}: {shown_name(entry['error'])}")
+        if len(failed) > _FAILED_SHOWN:
+            print(f"  and {len(failed) - _FAILED_SHOWN} before these")
     clocks = ("stall", "committed", "rate", "of limit", "slowest")
     rows = [("step", "began", "ranks", "size", "stored", *clocks)]
     for entry in found:
@@ -50,7 +59,7 @@ def _print(found: list[dict[str, Any]], limit: float) -> None:
                 _time(entry["committed_s"]),
                 "" if rate is None else shown_rate(rate),
                 "" if not rate else f"{rate / limit:.0%}",
-                last if entry["error"] is None else f"failed: {shown_name(entry['error'])}",
+                last if entry["error"] is None else "failed",
             )
         )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -79,11 +88,11 @@ def _time(seconds: float | None) -> str:
 
 
 def _print_one(entry: dict[str, Any], limit: float) -> None:
+    if entry["error"] is not None:
+        print(f"step {entry['step']} failed: {shown_name(entry['error'])}")
     began = shown_name(entry["began"])
     stored = f", {_stored(entry)} in files" if _stored(entry) else ""
     print(f"step {entry['step']}, started {began}: {shown_size(entry['nbytes'])}{stored}")
-    if entry["error"] is not None:
-        print(f"failed: {shown_name(entry['error'])}")
     print(f"{'phase':10}{'median':>12}{'longest':>12}  on rank")
     for name, begin, end in PHASES:
         took = {rank: b - a for rank, (a, b) in _spans(entry, begin, end).items()}

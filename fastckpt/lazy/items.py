@@ -7,7 +7,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
@@ -16,6 +16,7 @@ from fastckpt.directories import dcp_metadata
 from fastckpt.directories.items_load import OURS, ItemsFile, Request
 from fastckpt.engine.staging import Staging
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
+from fastckpt.lazy.object_digests import digest_of_file
 from fastckpt.lazy.source import NAMES_MAX, Rest, Shard, Stored, Wanted
 from fastckpt.plan.boxes import Box, covers, intersect
 from fastckpt.storage.file_system import Storage
@@ -77,7 +78,8 @@ class ItemsSource:
                 tuple(Shard(chunk.path, chunk.box) for chunk in chunks),
             )
         others = {"a pickled object": len(objects)} if objects else {}
-        self.rest = Rest(others, len(objects), tuple(objects[:NAMES_MAX]))
+        digests = partial(self._digests, path, objects, metadata.storage_data)
+        self.rest = Rest(others, len(objects), tuple(objects[:NAMES_MAX]), digests)
         files = {*paths.values()}
         self.facts: dict[str, int | str] = {"files": len(files)}
         for file in files:
@@ -130,6 +132,26 @@ class ItemsSource:
             name: (chunks[0].path, chunks[0].offset) if chunks else ("", 0)
             for name, chunks in self._chunks.items()
         }
+
+    def _digests(
+        self, path: str, objects: Sequence[str], infos: Mapping[MetadataIndex, Any]
+    ) -> dict[str, str | None]:
+        """Returns the digests of these pickled objects, by name."""
+        found: dict[str, str | None] = dict.fromkeys(objects)
+        files: dict[str, dict[str, Request]] = {}
+        for name in objects:
+            info = infos.get(MetadataIndex(name))
+            if info is not None and not getattr(info, "transform_descriptors", None):
+                request = Request(info.offset, info.length)
+                files.setdefault(os.path.join(path, info.relative_path), {})[name] = request
+        for file_path, requests in files.items():
+            ordered = sorted({*requests.values()})
+            names = {request.offset: name for name, request in requests.items()}
+            name_of = partial(dict[int, str], names)
+            with ItemsFile(self._storage, self._staging, file_path, ordered, name_of) as file:
+                for name in sorted(requests, key=requests.__getitem__):
+                    found[name] = digest_of_file(file.content(requests[name]))
+        return found
 
     def close(self) -> None:
         """Does nothing, since no file is open between reads."""

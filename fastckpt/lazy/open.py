@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from fastckpt.arguments.urls import StorageOptions, path_of
 from fastckpt.engine.staging import Staging
@@ -13,7 +14,7 @@ from fastckpt.errors import IncompatibleCheckpoint
 from fastckpt.lazy.extents import Described
 from fastckpt.lazy.kind import Place
 from fastckpt.lazy.kinds import kind_of
-from fastckpt.lazy.source import Source, Wanted
+from fastckpt.lazy.source import Rest, Source, Wanted
 from fastckpt.lazy.tensors import LazyTensors
 from fastckpt.saving import pipeline
 from fastckpt.state.fit import Fit, Rename, name_taken
@@ -37,7 +38,8 @@ class RenamedSource:
 
     def __init__(self, source: Source, fit: Fit, path: str) -> None:
         self._source = source
-        self.kind, self.facts, self.rest = source.kind, source.facts, source.rest
+        self.kind, self.facts = source.kind, source.facts
+        self.rest = source.rest._replace(digests=partial(_renamed, source.rest, fit))
         self.has_paths, self.is_verified = source.has_paths, source.is_verified
         names, useless = fit.new_names([*source.tensors])
         if useless:
@@ -59,6 +61,14 @@ class RenamedSource:
 
     def close(self) -> None:
         self._source.close()
+
+
+def _renamed(rest: Rest, fit: Fit) -> dict[str, str | None]:
+    """Returns the digests of values under the names that `fit.rename` gives them."""
+    found = rest.digests()
+    names, _useless = fit.new_names([*found])
+    pairs = zip(names, found.values(), strict=True)
+    return {name: digest for name, digest in pairs if name is not None}
 
 
 def open(

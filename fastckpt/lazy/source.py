@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -87,11 +87,13 @@ class Rest(NamedTuple):
             objects may contain tensors.
         total: the number of values, including these objects; a list of plain values counts as one.
         names: the names of the first values.
+        digests: reads the values' digests, by name; see LazyTensors.digests().
     """
 
     others: Mapping[str, int] = MappingProxyType({})
     total: int = 0
     names: tuple[str, ...] = ()
+    digests: Callable[[], Mapping[str, str | None]] = dict
 
 
 class Source(Protocol):

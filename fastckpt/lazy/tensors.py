@@ -174,6 +174,20 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
         positions = self._source.positions()
         return sorted(names, key=positions.__getitem__)
 
+    def digests(self) -> Mapping[str, str | None]:
+        """Returns a digest of each value that is not a tensor, by name. Equal values have the same
+        digest, also if a dict has another order or another pickler wrote them. It is the value
+        itself if that is short. No code of the checkpoint is run.
+
+        None stands for a value that cannot be compared so: an object that contains tensors or
+        itself, or a PerRank. A list of plain values counts as one value.
+
+        Raises:
+            CorruptCheckpoint, StorageError: the values are damaged, or cannot be read.
+        """
+        self._check_open()
+        return self._source.rest.digests()
+
     def __repr__(self) -> str:
         return f"<{len(self)} tensors of {self.path!r}, {self.kind}>"
 

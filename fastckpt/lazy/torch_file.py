@@ -16,6 +16,7 @@ from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import torch_zip, zip_records
 from fastckpt.formats.zip_records import Directory
 from fastckpt.lazy.extents import ExtentsSource
+from fastckpt.lazy.object_digests import digests_of
 from fastckpt.lazy.source import Rest
 from fastckpt.lazy.torch_names import StoredView, names_of
 from fastckpt.plan.image import BLOCK_BYTES, BlockChecksums
@@ -184,7 +185,13 @@ def _opened(
         byte_order = bytes(order[:20])
         raise IncompatibleCheckpoint(f"its byte order is {byte_order!r}, must be {_LITTLE!r}")
     names = names_of(bytes(content(_PICKLE)), is_of_step=is_of_step)
-    return TorchZip(body, records, begin_of, names.tensors, names.rest)
+
+    def digests() -> Mapping[str, str | None]:
+        with naming(body.path):
+            return digests_of(bytes(content(_PICKLE)), is_of_step=is_of_step)
+
+    rest = names.rest._replace(digests=digests)
+    return TorchZip(body, records, begin_of, names.tensors, rest)
 
 
 def _content(

@@ -7,7 +7,7 @@ counted, so that files with objects of users can also be opened.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -16,7 +16,14 @@ import torch
 
 from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from fastckpt.formats import plain_pickle
-from fastckpt.formats.plain_pickle import NUMBER_END, Callee, Ignored, Instance, are_numbers
+from fastckpt.formats.plain_pickle import (
+    NUMBER_END,
+    Callee,
+    Ignored,
+    Instance,
+    Kept,
+    are_numbers,
+)
 from fastckpt.formats.strict_json import KINDS_MAX
 from fastckpt.formats.value_names import escaped, items_in
 from fastckpt.lazy.extents import Form
@@ -106,7 +113,7 @@ def names_of(content: bytes, *, is_of_step: bool) -> Names:
         IncompatibleCheckpoint: it has a protocol that is not supported.
     """
     try:
-        nest, _end = plain_pickle.loads(content, _find, _storage, _STATEFUL)
+        nest = value_of(content, _find)
     except plain_pickle.Refused as error:
         raise IncompatibleCheckpoint(
             f"its pickle holds {error}: it was not written by torch.save with protocol 2 or later"
@@ -114,6 +121,13 @@ def names_of(content: bytes, *, is_of_step: bool) -> Names:
     except plain_pickle.DAMAGE as error:
         raise CorruptCheckpoint(f"its pickle is malformed: {str(error)[:100]}") from None
     return _Walk(_NAMES_PER_BYTE * len(content) + _NAMES_MIN, is_of_step).run(nest)
+
+
+def value_of(content: bytes, find: Callable[[str, str], Any]) -> Any:
+    """Returns the value that a pickle of torch.save describes, with a StoredView for each tensor.
+    `find` is plain_pickle.loads()'s, and so are the errors.
+    """
+    return plain_pickle.loads(content, find, _storage, _STATEFUL)[0]
 
 
 class _Walk:
@@ -381,7 +395,15 @@ def _plain_of(name: str, *_arguments: Any) -> _Plain:
 
 _STATEFUL = (Instance(OrderedDict, _without_state),)
 _SETS, _BUILTINS = ("set", "frozenset"), ("complex", "bytearray", "range")
+_WITHOUT_TENSORS: dict[tuple[str, str], Any] = {
+    **_plain("torch", ("device",)),
+    **_plain("builtins", _BUILTINS),
+    **_plain("__builtin__", _BUILTINS),
+    **_plain("datetime", ("datetime", "date", "time", "timedelta", "timezone")),
+    **_plain("pathlib", ("Path", "PosixPath", "PurePosixPath", "WindowsPath")),
+}
 _KNOWN: dict[tuple[str, str], Any] = {
+    **_WITHOUT_TENSORS,
     ("collections", "OrderedDict"): Callee(_ordered),
     ("collections", "defaultdict"): Callee(_empty_dict),
     ("torch", "Size"): Callee(_size),
@@ -390,18 +412,22 @@ _KNOWN: dict[tuple[str, str], Any] = {
     ("torch.storage", "UntypedStorage"): None,
     **{("torch._utils", name): callee for name, callee in _REBUILT.items()},
     **{("torch", name): dtype for name, dtype in (*_STORAGES.items(), *_DTYPES.items())},
-    **_plain("torch", ("device",)),
     ("builtins", "bytes"): Callee(_empty_bytes),
     ("__builtin__", "bytes"): Callee(_empty_bytes),
-    **_plain("builtins", _BUILTINS),
     **_globals("builtins", _SETS, Callee(_items)),
-    **_plain("__builtin__", _BUILTINS),
     **_globals("__builtin__", _SETS, Callee(_items)),
-    **_plain("datetime", ("datetime", "date", "time", "timedelta", "timezone")),
-    **_plain("pathlib", ("Path", "PosixPath", "PurePosixPath", "WindowsPath")),
 }
 
 
 def _find(module: str, name: str) -> Any:
     entry = _KNOWN.get((module, name), _KNOWN)
     return Ignored(f"{module}.{name}") if entry is _KNOWN else entry
+
+
+def find_kept(module: str, name: str) -> Any:
+    """Returns what value_of() takes for a global, so that objects are Kept with all their parts."""
+    key = module, name
+    if name in _SETS and key in _KNOWN:
+        return Callee(set if name == "set" else frozenset)
+    is_kept = key not in _KNOWN or key in _WITHOUT_TENSORS
+    return Kept(f"{module}.{name}") if is_kept else _KNOWN[key]

@@ -129,6 +129,8 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
         name: [(with_saves - own) / saves for with_saves, own in zip(its, quiet, strict=True)]
         for name, its in windows.items()
     }
+    noise_s = (max(quiet) - min(quiet)) / saves
+    above = {name: its for name, its in lost.items() if min(its) > 0 and median(its) > noise_s}
     return {
         "nbytes": nbytes,
         "device": arguments.device,
@@ -136,8 +138,11 @@ def _measured(own: Path, arguments: argparse.Namespace) -> Result:
         "every": every,
         "saves": saves,
         "step_s": median(quiet) / (saves * every),
-        "lost_s_by_round": lost,
-        "lost_s": {name: median(its) for name, its in lost.items()},
+        "window_s_by_round": {_NONE: quiet, **windows},
+        "noise_s": noise_s,
+        "lost_s": {name: median(above[name]) if name in above else None for name in lost},
+        "lost_lowest_s": {name: min(its) for name, its in above.items()},
+        "lost_highest_s": {name: max(noise_s, *its) for name, its in lost.items()},
         "wrong": wrong,
     }
 
@@ -149,10 +154,27 @@ def _lines(result: Result) -> Iterator[str]:
         f"{result['saves']} times, every {every} steps of {shown_time(result['step_s'])}; "
         f"{shown_rounds(result)}"
     )
-    rows = [("", "lost for each save", "of the training time")]
+    rows = [("", "lost for each save", "range over rounds", "of the training time")]
     for name, lost_s in result["lost_s"].items():
-        rows.append((name, shown_time(lost_s), f"{lost_s / (every * result['step_s']):.1%}"))
+        highest_s, share = result["lost_highest_s"][name], 1 / (every * result["step_s"])
+        highest = shown_time(highest_s)
+        if lost_s is not None:
+            span = f"{shown_time(result['lost_lowest_s'][name])} to {highest}"
+            rows.append((name, shown_time(lost_s), span, f"{lost_s * share:.1%}"))
+        elif highest_s > 0:
+            rows.append(
+                (name, "less than noise", f"at most {highest}", f"< {highest_s * share:.1%}")
+            )
+        else:
+            rows.append((name, "none measured", "", ""))
     yield from table(rows)
+    if result["rounds"] == 1:
+        yield "noise: unknown after 1 round; use --rounds 3 or more"
+    else:
+        yield (
+            f"noise: equal rounds without saves differ by {shown_time(result['noise_s'])} for each "
+            "save"
+        )
 
 
 COMMAND = Command(
