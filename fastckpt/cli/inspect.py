@@ -13,9 +13,14 @@ from typing import Any, NamedTuple
 
 import fastckpt
 from fastckpt.arguments.quantities import shown_size
+from fastckpt.arguments.urls import path_of
+from fastckpt.cli.directory_files import fault, is_of_trainer, sizes_in
 from fastckpt.cli.local_tiers import opened
-from fastckpt.cli.shared_arguments import shown_name, shown_others
+from fastckpt.cli.shared_arguments import is_directory, shown_name, shown_others
+from fastckpt.directories.verify import list_of
+from fastckpt.errors import CheckpointError, CorruptCheckpoint
 from fastckpt.formats.torch_pickle import collection_paused
+from fastckpt.saving import pipeline
 
 _KINDS_MAX = 256
 
@@ -34,23 +39,46 @@ class _Kind(NamedTuple):
 
 @collection_paused()  # collection would take longer than making 100,000 descriptions
 def run(arguments: argparse.Namespace) -> int:
-    with opened(arguments.path, arguments.local) as tensors:
-        names, kinds = _listed(tensors, arguments.glob)
-        summary = {
-            "path": tensors.path,
-            "kind": tensors.kind,
-            "verified": tensors.is_verified,
-            **tensors.facts,
-            "tensors": len(names),
-            "nbytes": sum(kind.row["nbytes"] for kind in kinds),
-            "others": tensors.others,
-        }
+    names, kinds, told = list[str](), list[_Kind](), dict[str, Any]()
+    path = os.path.realpath(arguments.path)
+    try:
+        with opened(arguments.path, arguments.local) as tensors:
+            names, kinds = _listed(tensors, arguments.glob)
+            told = {"path": tensors.path, "kind": tensors.kind, "verified": tensors.is_verified}
+            told |= {**tensors.facts, "others": tensors.others}
+            inner = path_of("path", tensors.path)
+        path = inner if is_directory(inner) else path
+    except CheckpointError as error:  # its subclasses tell of damage
+        if type(error) is not CheckpointError or not is_of_trainer(path):
+            raise
+        kind = "a checkpoint of Trainer without tensors that fastckpt reads"
+        told = {"path": path, "kind": kind, "verified": False, "others": {}}
+    nbytes = sum(kind.row["nbytes"] for kind in kinds)
+    summary = {**told, "tensors": len(names), "nbytes": nbytes}
+    if is_directory(path):
+        storage = pipeline.current().storage
+        files = list_of(path, storage)
+        sizes = sizes_in(storage, path, is_deep=bool(files) or is_of_trainer(path))
+        if wrong := fault(files, sizes):
+            raise CorruptCheckpoint(f"{path!r} is damaged: {wrong}")
+        summary["file_sizes"] = sizes
     if arguments.json:
         content = [{"name": n, **kind.row} for n, kind in zip(names, kinds, strict=True)]
         print(json.dumps({**summary, "content": content}, indent=1))
     else:
         _print(summary, names, kinds)
+        if arguments.glob == "*":
+            _print_files(summary.get("file_sizes", {}))
     return 0
+
+
+def _print_files(sizes: dict[str, int]) -> None:
+    if sizes:
+        print(f"{len(sizes)} files in the directory, {shown_size(sum(sizes.values()))}")
+    shown = {shown_name(name): shown_size(nbytes) for name, nbytes in sizes.items()}
+    width = max(map(len, shown), default=0)
+    for name, size in shown.items():
+        print(f"{name:{width}}  {size}")
 
 
 def _listed(tensors: fastckpt.LazyTensors, glob: str) -> tuple[list[str], list[_Kind]]:
@@ -86,7 +114,8 @@ def _kind(text: str, nbytes: int, shape: tuple[int, ...], shards: tuple[Any, ...
 def _print(told: dict[str, Any], names: list[str], kinds: list[_Kind]) -> None:
     facts = [f"{name} {told[name]}" for name in ("step", "saved", "ranks", "files") if name in told]
     checked = "verified when read" if told["verified"] else "without block checksums"
-    print(f"{shown_name(told['path'])}: {told['kind']}, {checked}; {', '.join(facts)}")
+    end = f"; {', '.join(facts)}" if facts else ""
+    print(f"{shown_name(told['path'])}: {told['kind']}, {checked}{end}")
     print(f"{told['tensors']} tensors, {shown_size(told['nbytes'])}")
     if told["others"]:
         print(shown_others(told["others"]))

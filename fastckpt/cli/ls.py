@@ -1,4 +1,6 @@
-"""`fastckpt ls`: lists the steps of a Checkpointer without reading their data."""
+"""`fastckpt ls`: lists the steps of a Checkpointer, and checkpoints of transformers' Trainer,
+without reading their data.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,11 @@ from datetime import datetime, timezone
 from typing import Any
 
 from fastckpt.arguments.quantities import shown_size, shown_time
+from fastckpt.cli.directory_files import trainer_rows
 from fastckpt.cli.local_tiers import tiers_of
 from fastckpt.cli.shared_arguments import real_root, shown_name
 from fastckpt.errors import CheckpointError, StorageError
+from fastckpt.formats import file_list
 from fastckpt.formats.manifest import Manifest
 from fastckpt.saving import pipeline
 from fastckpt.steps.no_steps import holds_export, steps_at, what_is_there
@@ -28,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = [*_rows(steps_at(storage, root), is_local=False)]
     for tier in tiers_of(storage, root, arguments.local):
         rows += _rows(tier, is_local=True)
+    rows += trainer_rows(storage, root)
     if not rows:
         raise CheckpointError(f"{root!r} holds no step: {what_is_there(store_at(storage, root))}")
     if arguments.json:
@@ -103,6 +108,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
         facts = [row["name"], row["where"]]
         if "saved" in row:
             facts += [shown_size(row["nbytes"]), f"{_age(row['saved'])} old"]
+        if row.get("listed_files"):
+            facts.append(f"{row['listed_files']} files in {file_list.NAME}")
         if "ranks" in row:
             facts.append(f"{row['ranks']} rank{'s' if row['ranks'] != 1 else ''}")
             facts += [f"difference from step {base}" for base in row["bases"]]

@@ -110,14 +110,17 @@ _COMMANDS = {
         "list the steps under a root",
         "Lists the steps of a Checkpointer's root, beginning with the last commit: their size, "
         "age, ranks, metrics and pins, and whether all files exist with the right sizes (`verify` "
-        "also reads them). The exit status is 0, or 1 if a step is damaged or there is no step.",
-        _path("root", "ROOT", "a Checkpointer's root"),
+        "also reads them). In a run of transformers' Trainer, lists each checkpoint-N, and "
+        "whether it has fastckpt.json, the list of its files that fastckpt writes. The exit "
+        "status is 0, or 1 if a step is damaged or there is none.",
+        _path("root", "ROOT", "a Checkpointer's root, or the output_dir of a Trainer"),
         _local("also list its steps of ROOT"),
     ),
     "inspect": _command(
         "list the tensors of a checkpoint",
         "Lists the tensors of a checkpoint by name, with dtype, shape, size and files, without "
-        "reading their data. No code of the checkpoint is run. The exit status is 0, or 1 if "
+        "reading their data; and for a directory, each file with its size. No code of the "
+        "checkpoint is run. The exit status is 0, or 1 if "
         "PATH is missing, damaged or not a checkpoint.",
         _path(
             "path",

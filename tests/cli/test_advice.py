@@ -147,6 +147,21 @@ def test_step_fence_hides_copies_behind_a_step() -> None:
     assert known.lost_share < unknown.lost_share
 
 
+def test_disk_space_that_retention_needs() -> None:
+    without = advise(job())
+    assert without.disk_bytes is None
+    assert without.growth_bytes_per_day == pytest.approx(980e9 * 86400 / without.interval_s)
+    kept = advise(job(keep_last=3, keep_best=2))
+    assert (kept.disk_bytes, kept.growth_bytes_per_day) == (6 * 980e9, 0)
+    assert advise(job(keep_last=3, keep_every=500)).growth_bytes_per_day is None
+    every = advise(job(keep_last=3, keep_every=500, step_s=10.0))
+    assert every.growth_bytes_per_day == pytest.approx(980e9 * 86400 / 5000)
+    often = advise(job(keep_last=3, keep_every=1, step_s=1.0))
+    assert often.growth_bytes_per_day == pytest.approx(980e9 * 86400 / often.interval_s), (
+        "no more stay than are saved"
+    )
+
+
 def test_one_rank() -> None:
     found = advise(Job(nbytes=1e9, ranks=1, nodes=1, mtbf_s=1e6, writer_rate=1e9, torch_rate=1e9))
     assert found.root_s == pytest.approx(1.5)
@@ -173,6 +188,8 @@ def test_the_drain_ends_with_the_interval(tmp_path: Path) -> None:
         ({"staging_bytes": -1}, "staging_bytes is -1, must be finite and 0 or more"),
         ({"torch_writers": 513}, "torch_writers is 513"),
         ({"step_s": inf}, "step_s is inf"),
+        ({"keep_last": 0}, "keep_last is 0, must be finite and above 0"),
+        ({"keep_best": 1}, "keep_every and keep_best need keep_last"),
     ],
 )
 def test_wrong_inputs_are_refused(changed: dict[str, Any], message: str) -> None:

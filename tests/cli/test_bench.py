@@ -239,7 +239,8 @@ def test_training_counts_what_a_save_costs(bench: Bench) -> None:
     assert found["wrong"] == [] and (found["every"], found["saves"]) == (2, 2)
     ours = {"fastckpt, call fence", "fastckpt, step fence"}
     assert {*found["lost_s"]} == {"torch.save + fsync", *ours}
-    assert all(len(its) == 2 for its in found["lost_s_by_round"].values())
+    assert {*found["window_s_by_round"]} == {"no saves", "torch.save + fsync", *ours}
+    assert all(len(its) == 2 for its in found["window_s_by_round"].values())
     assert found["step_s"] > 0 and 0 < found["nbytes"] < 3 * MIB
 
 
@@ -314,7 +315,55 @@ def test_training_ends_after_the_round_in_which_its_time_is_over(
 ) -> None:
     monkeypatch.setattr(train, "_MEASURED_S", 0.0)
     found = bench("train", "--every", "1", "--saves", "1")
-    assert found["rounds"] == 1 and {len(its) for its in found["lost_s_by_round"].values()} == {1}
+    assert found["rounds"] == 1 and {len(its) for its in found["window_s_by_round"].values()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("windows", "lost_s", "row"),
+    [
+        ([(10.0, 12.0), (10.2, 13.0), (10.1, 12.4)], 1.15, "1.15 s  1.00 s to 1.40 s  22.8%"),
+        (
+            [(10.0, 10.1), (10.6, 10.8), (10.1, 10.3)],
+            None,
+            "less than noise  at most 300 ms  < 5.9%",
+        ),
+        (
+            [(10.0, 9.0), (10.0, 12.0), (10.0, 12.0)],
+            None,
+            "less than noise  at most 1.00 s  < 20.0%",
+        ),
+        ([(10.0, 9.0)], None, "none measured"),
+        ([(10.0, 12.0)], 1.0, "1.00 s  1.00 s to 1.00 s  20.0%"),
+    ],
+)
+def test_a_cost_below_the_noise_is_no_number(
+    windows: list[tuple[float, float]],
+    lost_s: float | None,
+    row: str,
+    disk: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The windows of each round, without and with saves, have these times, by a double."""
+    ahead = {kind: [pair[kind] for pair in windows] for kind in (0, 1)}
+    taken: dict[Any, list[float]] = {}
+
+    def window(_self: Any, _saves: int, _every: int, save: Any, _path: Path) -> float:
+        its = taken.setdefault(save, [*ahead[save is not train.no_save]])
+        return its.pop(0)
+
+    monkeypatch.setattr(train.Training, "window", window)
+    sizes = ("--size", "1MiB", "--rounds", str(len(windows)), "--saves", "2", "--every", "1")
+    assert main(["bench", "train", str(disk), *sizes, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(its == (lost_s and pytest.approx(lost_s)) for its in found["lost_s"].values())
+    taken.clear()
+    assert main(["bench", "train", str(disk), *sizes]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = ("torch.save + fsync", "fastckpt, call fence", "fastckpt, step fence")
+    for name, line in zip(names, lines[3:6], strict=True):
+        assert line.split() == [*name.split(), *row.split()] and "-" not in line
+    assert lines[6].startswith("noise: ") and ("unknown" in lines[6]) == (len(windows) == 1)
 
 
 def test_memory_is_touched_before_each_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,9 +161,42 @@ def test_advise_prints_a_report(capsys: pytest.CaptureFixture[str]) -> None:
         f"bottleneck {found.bottleneck} ",
         f"{quantities.shown_time(found.interval_s)}, {found.interval_steps} steps",
         f"{100 * found.lost_share:.2f} %",
+        "all stay, without keep_last grows by ",
     ):
         assert expected in " ".join(told.out.split())
     assert not told.err
+
+
+@pytest.mark.parametrize(
+    ("given", "lines"),
+    [
+        ((), ["all stay, without keep_last grows by 470 TiB a day"]),
+        (("--keep-last=3",), ["3 newest, and the one being written 3.64 TiB"]),
+        (
+            ("--keep-last=3", "--keep-best=2", "--keep-every=1000"),
+            [
+                "3 newest, 2 best, and the one being written 5.46 TiB",
+                "those of keep_every grows by 931 GiB every 1000 steps "
+                "(give --step-time for a day)",
+            ],
+        ),
+        (
+            ("--keep-last=3", "--keep-every=1000", "--step-time=10s"),
+            [
+                "3 newest, and the one being written 3.64 TiB",
+                "those of keep_every grows by at most 7.86 TiB a day",
+            ],
+        ),
+    ],
+)
+def test_advise_tells_the_disk_space(
+    given: tuple[str, ...], lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = ("--size", "1TB", "--gpus", "8", "--mtbf", "1000s", *given)
+    assert main(["advise", *job]) == 0
+    section = capsys.readouterr().out.partition("Disk space of the checkpoints\n")[2]
+    rows = section.partition("\n\n")[0].splitlines()
+    assert [" ".join(row.split()) for row in rows] == lines
 
 
 def test_advise_tells_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +211,7 @@ def test_advise_tells_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_input_of_a_job_has_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
     rates = ("--d2h", "--writer", "--network", "--ost", "--nvme", "--torch")
     times = ("--step-time", "--commit-time", "--restart-time", "--mtbf")
-    counts = ("--osts", "--torch-writers")
+    counts = ("--osts", "--torch-writers", "--keep-last", "--keep-every", "--keep-best")
     given = [text for flag in rates for text in (flag, "3GB/s")]
     given += [text for flag in times for text in (flag, "7s")]
     given += [text for flag in counts for text in (flag, "5")]
@@ -186,7 +219,7 @@ def test_every_input_of_a_job_has_an_argument(capsys: pytest.CaptureFixture[str]
     expected = {
         **{name: 3e9 for name in told["inputs"] if name.endswith("_rate")},
         **dict.fromkeys(("step_s", "commit_s", "restart_s", "mtbf_s"), 7.0),
-        **dict.fromkeys(("osts", "torch_writers"), 5),
+        **dict.fromkeys(("osts", "torch_writers", "keep_last", "keep_every", "keep_best"), 5),
         **{"nbytes": 16 * 70e9, "ranks": 512, "nodes": 64, "staging_bytes": 2.0**30},
     }
     assert told["inputs"] == expected

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import collections
+import datetime
 import json
 import math
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 
 import fastckpt
 from fastckpt.cli import main
 from fastckpt.storage.file_system import Storage
 from tests.kit.noise import flip
+from tests.kit.torches import NEEDS_DCP
+from tests.kit.torches import dcp as fast_dcp
 
 
 def saved(disk: Path, name: str, **tensors: torch.Tensor) -> str:
@@ -138,7 +144,7 @@ def test_nothing_of_a_checkpoint_is_run(
     assert main(["inspect", "x"]) == 0
     assert "objects not read: 1 x posix.system" in capsys.readouterr().out
     assert main(["diff", "x", "x"]) == 0
-    assert "in B, objects not read: 1 x posix.system" in capsys.readouterr().out
+    assert "objects: 1 equal, 0 differ" in capsys.readouterr().out
     assert not (disk / "exploded").exists()
 
 
@@ -185,8 +191,208 @@ def test_diff_tells_what_differs(disk: Path, capsys: pytest.CaptureFixture[str])
     assert main(["diff", a, b, "--glob", "w"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "w: 0.5% of its elements differ, by up to 2.5",
-        "0 of 1 tensors are equal",
+        "0 tensors equal, 1 differ, 0 only in A, 0 only in B; "
+        "objects: 0 equal, 0 differ, 0 only in A, 0 only in B",
     ]
+    assert main(["diff", a, b]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    names = [line.partition(":")[0] for line in lines[2:-1]]
+    assert names == ["u", "w", "zero", "t"], "another shape is the largest, equal values the least"
+    assert lines[-1].startswith("1 tensors equal, 4 differ, 1 only in A, 1 only in B; ")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "changed", "largest"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]).bfloat16(), 0.0, 0),
+        (torch.tensor([1.0, 1.001]), torch.tensor([1.0, 1.0]).half(), 0.5, 0.001),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.nan]).bfloat16(), 0.0, 0),
+        (torch.tensor([1.0, math.nan]), torch.tensor([1.0, 1.0]).bfloat16(), 0.5, None),
+        (torch.tensor([2.0]).half(), torch.tensor([2.5]).bfloat16(), 1.0, 0.5),
+        (torch.tensor([7, -1]), torch.tensor([7, -2], dtype=torch.int8), 0.5, 1),
+        (torch.tensor([2**53 + 1]), torch.tensor([1], dtype=torch.int16), 1.0, 2**53),
+        (torch.tensor([True]), torch.tensor([3]), 1.0, 2),
+        (torch.tensor([1.0]), torch.tensor([1 + 1j]), 1.0, 1.0),
+        (torch.tensor([1.0]).to(torch.float8_e4m3fn), torch.tensor([1.5]), 1.0, 0.5),
+    ],
+)
+def test_values_are_compared_across_dtypes(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    changed: float,
+    largest: Any,
+    disk: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    paths = saved(disk, "a.pt", w=a), saved(disk, "b.pt", w=b)
+    (found,) = told(capsys, "diff", *paths, status=1)["different"]
+    assert (found["what"], found["changed"]) == ("dtype", changed)
+    assert found["max_abs"] == (None if largest is None else pytest.approx(largest, rel=1e-3))
+    kinds = [str(each.dtype).removeprefix("torch.") for each in (a, b)]
+    assert found["text"].startswith(f"dtype {kinds[0]} in A, {kinds[1]} in B; ")
+    assert found["text"].endswith("equal values") == (not changed)
+
+
+def test_names_of_the_first_checkpoint_are_renamed(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save({"model": {"w": torch.ones(2)}, "ema": {"w": torch.zeros(2), "n": 3}}, disk / "a.pt")
+    b = str(disk / "b.pt")
+    torch.save({"net": {"w": torch.ones(2)}, "avg": {"w": torch.zeros(2), "n": 3}}, b)
+    rules = ["--rename", "^model/=net/", "--rename", "^(?=ema)ema=avg"]
+    found = told(capsys, "diff", str(disk / "a.pt"), b, *rules)
+    assert (found["equal"], found["objects"]["equal"]) == (2, 1)
+    assert main(["diff", str(disk / "a.pt"), b, "--rename", "^mdel/=net/"]) == 1
+    assert "rename has '^mdel/', which matches no name" in capsys.readouterr().err
+    for wrong in ("net", "=net"):
+        with pytest.raises(SystemExit) as ended:
+            main(["diff", b, b, "--rename", wrong])
+        assert ended.value.code == 2 and "must be OLD=NEW" in capsys.readouterr().err
+
+
+class Settings:
+    def __init__(self, rate: float) -> None:
+        self.rate, self.names = rate, {"a", "b", "c"}
+
+
+def objects(**changed: Any) -> dict[str, Any]:
+    return {
+        "step": 3,
+        "text": "long " * 20,
+        "mixed": [1, {"deep": (2.5, None)}],
+        "settings": Settings(0.1),
+        "counts": collections.Counter("aabbb"),
+        "ordered": collections.OrderedDict(x=1, y=2),
+        "array": numpy.arange(4),
+        "when": datetime.datetime(2026, 1, 2),
+        "bytes": b"\xff" * 100,
+        "set": {"x", "y", "z"},
+        "w": torch.ones(2),
+        **changed,
+    }
+
+
+def test_equal_objects_are_equal_however_they_were_pickled(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(objects(), disk / "a.pt")
+    other = objects(counts=collections.Counter("bbbaa"), ordered={"y": 2, "x": 1})
+    other["settings"].__dict__ = dict(reversed(other["settings"].__dict__.items()))
+    torch.save(dict(reversed(other.items())), disk / "b.pt", pickle_protocol=4)
+    fastckpt.save(other, disk / "c.pt").result(60)
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, other).result(60)
+    for name in ("a.pt", "b.pt", "c.pt", "run"):
+        found = told(capsys, "diff", str(disk / "a.pt"), str(disk / name))["objects"]
+        nothing: dict[str, Any] = {"different": {}, "only_a": [], "only_b": [], "not_compared": []}
+        assert found == {"equal": 12, **nothing}, name
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"step": 4},
+        {"step": 3.0},
+        {"text": "long " * 21},
+        {"settings": Settings(0.2)},
+        {"counts": collections.Counter("aabb")},
+        {"array": numpy.arange(5)},
+        {"array": numpy.arange(4).astype("int32")},
+        {"when": datetime.datetime(2026, 1, 3)},
+        {"bytes": b"\xff" * 101},
+        {"set": {"x", "y"}},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_objects_that_differ_are_named(
+    changed: dict[str, Any], disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(objects(), disk / "a.pt")
+    torch.save(objects(**changed), disk / "b.pt")
+    paths = str(disk / "a.pt"), str(disk / "b.pt")
+    found = told(capsys, "diff", *paths)["objects"]  # the exit status is that of the tensors
+    assert [*found["different"]] == [*changed] and found["equal"] == 11
+    assert main(["diff", *paths]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"object {next(iter(changed))}: ") and len(lines) == 2
+    assert lines[1].endswith("objects: 11 equal, 1 differ, 0 only in A, 0 only in B")
+
+
+def test_objects_that_cannot_be_compared_are_named(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state: dict[str, Any] = {"n": 1, "own": fastckpt.PerRank(5), "loop": (loop := Settings(1.0))}
+    loop.names.clear()
+    vars(loop)["itself"] = loop
+    sparse = torch.ones(3).to_sparse()
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, {**state, "sparse": sparse}).result(60)
+    root = str(disk / "run")
+    assert {*told(capsys, "diff", root, root)["objects"]["not_compared"]} == {
+        *("own", "loop", "sparse")
+    }
+    assert main(["diff", root, root]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("objects not compared (") and "own" in lines[0]
+    assert lines[1].endswith("objects: 1 equal, 0 differ, 0 only in A, 0 only in B, 3 not compared")
+
+
+@pytest.mark.skipif(fast_dcp is None, reason=NEEDS_DCP)
+def test_objects_of_dcp_are_compared(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, saves in (("a", dcp.save), ("b", fast_dcp.save)):
+        saves({"w": torch.ones(2), "settings": {"x": 1, "y": "t" * 50}}, checkpoint_id=disk / name)
+    dcp.save({"w": torch.ones(2), "settings": {"x": 2, "y": "t" * 50}}, checkpoint_id=disk / "c")
+    assert told(capsys, "diff", str(disk / "a"), str(disk / "b"))["objects"]["equal"] == 2
+    found = told(capsys, "diff", str(disk / "a"), str(disk / "c"))["objects"]
+    assert (found["equal"], found["different"]) == (1, {"settings.x": ["1", "2"]})
+
+
+def test_json_files_of_a_directory_are_compared(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ('{"a": 1, "b": [2]}', '{"b": [2], "a": 1}'), ("[1]", "[2]"), ("{", "{")
+    for number, name in enumerate(("x", "y")):
+        (disk / name).mkdir()
+        safetensors.torch.save_file({"w": torch.ones(2)}, disk / name / "model.safetensors")
+        for file, pair in zip(("config", "state", "broken"), texts, strict=True):
+            (disk / name / f"{file}.json").write_text(pair[number])
+    found = told(capsys, "diff", str(disk / "x"), str(disk / "y"))["objects"]
+    assert (found["equal"], [*found["different"]]) == (1, ["state.json"])
+    assert found["not_compared"] == ["broken.json"]
+
+
+def test_inspect_names_every_file_with_its_size(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(7, {"w": torch.ones(600, 600)}).result(60)
+    step = disk / "run" / "step-00000007"
+    sizes = {file.name: file.stat().st_size for file in step.iterdir()}
+    assert told(capsys, "inspect", str(disk / "run"))["file_sizes"] == sizes
+    assert main(["inspect", str(step)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[3].startswith(f"{len(sizes)} files in the directory, 1.3")
+    assert [line.split()[0] for line in lines[4:]] == sorted(sizes)
+    assert lines[-1].split()[0] == "rank-00000.safetensors" and lines[-1].endswith("1.38 MiB")
+
+
+def test_a_trainers_checkpoint_without_readable_tensors_is_inspected(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = disk / "checkpoint-5"
+    (directory / "pytorch_model_fsdp_0").mkdir(parents=True)
+    (directory / "pytorch_model_fsdp_0" / "__0_0.distcp").write_bytes(bytes(100))
+    (directory / "trainer_state.json").write_text("{}")
+    found = told(capsys, "inspect", str(directory))
+    sizes = {"pytorch_model_fsdp_0/__0_0.distcp": 100, "trainer_state.json": 2}
+    assert (found["tensors"], found["file_sizes"]) == (0, sizes)
+    directory.rename(disk / "other")
+    assert main(["inspect", str(disk / "other")]) == 1
+    fastckpt.export({"w": torch.ones(9)}, disk / "checkpoint-6").result(60)
+    (disk / "checkpoint-6" / "model.safetensors").unlink()
+    capsys.readouterr()
+    assert main(["inspect", str(disk / "checkpoint-6")]) == 1
+    assert "checkpoint-6' is damaged: model.safetensors is missing" in capsys.readouterr().err
 
 
 def test_diff_compares_in_parts(

@@ -118,6 +118,34 @@ def test_the_newest_step_of_both_tiers_is_inspected(
     assert main(["diff", str(root), str(own), "--local", str(tier)]) == 0
 
 
+def test_checkpoints_of_a_trainers_run(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = disk / "run"
+    for number in (4, 10, 20):
+        fastckpt.export({"w": torch.ones(600_000)}, run / f"checkpoint-{number}").result(60)
+    os.truncate(run / "checkpoint-4" / "model.safetensors", 100)
+    (run / "checkpoint-20" / "fastckpt.json").unlink()  # as the stock Trainer writes it
+    (run / "checkpoint-final").mkdir()
+    rows = listed(capsys, str(run), status=1)
+    assert [(row["step"], row["state"]) for row in rows] == [
+        (20, "no fastckpt.json"),
+        (10, "committed"),
+        (4, "damaged"),
+    ]
+    files = (run / "checkpoint-10").iterdir()
+    assert rows[1]["nbytes"] == sum(file.stat().st_size for file in files)
+    assert rows[2]["why"].startswith("model.safetensors has 100 bytes, must have 2404096")
+    assert main(["ls", str(run)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("checkpoint-20  root  2.29 MiB  ")
+    assert lines[0].endswith(" old  no fastckpt.json: it is not verified")
+    assert lines[1].endswith(f"  {rows[1]['listed_files']} files in fastckpt.json  committed")
+    (run / "checkpoint-10" / "fastckpt.json").write_text('{"fastckpt": 1}')
+    assert listed(capsys, str(run), status=1)[1]["state"] == "damaged"
+    shutil.rmtree(run / "checkpoint-10")
+    shutil.rmtree(run / "checkpoint-4")
+    assert [row["step"] for row in listed(capsys, str(run))] == [20]
+
+
 class Unreadable(Storage):
     """A storage that denies everything about the files in one directory."""
 

@@ -61,9 +61,29 @@ def test_a_root_without_a_log(disk: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_line_for_each_save(logged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(logged)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and lines[0].split()[:3] == ["step", "began", "ranks"]
-    assert "rank 2, write 8.50 s" in lines[1] and "4.00 GiB" in lines[1]
-    assert lines[2].endswith(f"failed: {NO_SPACE}"), "what failed stands behind the path"
+    assert lines[:2] == ["1 of 3 saves failed:", f"  step 200: {NO_SPACE}"]
+    assert len(lines) == 6 and lines[2].split()[:3] == ["step", "began", "ranks"]
+    assert "rank 2, write 8.50 s" in lines[3] and "4.00 GiB" in lines[3]
+    assert lines[4].startswith("200") and lines[4].endswith("  failed")
+
+
+def test_an_error_is_the_first_line_of_one_step(
+    logged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(logged), "--step", "200"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0] == f"step 200 failed: {NO_SPACE}" and out.count(NO_SPACE) == 1
+
+
+def test_of_many_failures_the_last_are_shown(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [entry(n, 1, 0, committed_s=None, rate=None, error=f"E{n}") for n in range(13)]
+    (disk / "saves.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["report", str(disk)]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "13 of 13 saves failed:" and shown[1] == "  step 3: E3"
+    assert shown[10:12] == ["  step 12: E12", "  and 3 before these"]
 
 
 def test_one_step_in_detail(logged: Path, capsys: pytest.CaptureFixture[str]) -> None:

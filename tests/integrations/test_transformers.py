@@ -47,6 +47,7 @@ from transformers import (
 from transformers.trainer_utils import get_last_checkpoint
 
 import fastckpt
+from fastckpt.cli import main
 from fastckpt.directories import shelf
 from fastckpt.directories.save import wait_for_directories
 from fastckpt.directories.verify import check
@@ -249,6 +250,22 @@ def test_checkpoints_are_those_of_the_stock_trainer(
     with safetensors.safe_open(disk / "checkpoint-2" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
     GPT2LMHeadModel.from_pretrained(disk / "checkpoint-8")
+
+
+def test_the_command_line_tells_whose_checkpoints_they_are(
+    disk: Path, stock: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(AsyncTrainer, disk, max_steps=EVERY).train()
+    capsys.readouterr()
+    assert main(["ls", str(stock[0])]) == main(["ls", str(disk)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[:4]] == [f"checkpoint-{n}" for n in (8, 6, 4, 2)]
+    assert all("  no fastckpt.json: " in line for line in lines[:4])
+    assert lines[4].endswith(f"  {len(FILES)} files in fastckpt.json  committed")
+    for directory in (disk, stock[0]):
+        assert main(["inspect", str(directory / "checkpoint-2"), "--json"]) == 0
+        sizes = json.loads(capsys.readouterr().out)["file_sizes"]
+        assert sizes.keys() - {"fastckpt.json"} == FILES
 
 
 @pytest.mark.parametrize("kinds", [(AsyncTrainer, AsyncTrainer), (AsyncTrainer, Trainer)])
