@@ -10,6 +10,7 @@ import io
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
@@ -20,42 +21,121 @@ from fastckpt.formats import plain_pickle
 from fastckpt.formats.plain_pickle import Kept
 from fastckpt.formats.torch_pickle import collection_paused
 from fastckpt.formats.value_names import below, items_in
-from fastckpt.lazy.torch_names import StoredView, find_kept, value_of
+from fastckpt.lazy.torch_names import (
+    NAMES_MIN,
+    NAMES_PER_BYTE,
+    StoredView,
+    find_kept,
+    value_of,
+)
 from fastckpt.state.tree import PER_RANK, stored_of, unescaped
 
 _SHOWN_CHARACTERS, _SHOWN_BITS, _HASH_CHARACTERS = 40, 128, 32
 _ATOMS = frozenset({int, float, bool, str, bytes, bytearray, complex, type(None), torch.dtype})
 _NODES = frozenset({dict, OrderedDict, list, tuple, StoredView})
 _UNREADABLE = (plain_pickle.Refused, *plain_pickle.DAMAGE)
-_MERGED: dict[str, Any] = {"set": dict, "add": frozenset, "append": list}  # items, in batches
+_ITEMS = ("append", "set", "add")  # of objects: picklers divide them into batches
+
+
+class _Values:
+    """The values that are hashed together, each once, however often they occur.
+
+    `done` has each value by its identity with its hash, or None while that is computed.
+    """
+
+    def __init__(self) -> None:
+        self.done: dict[int, tuple[Any, bytes | None]] = {}
+
+    def digest(self, value: Any) -> str | None:
+        """See digest()."""
+        kind = type(value)
+        is_long = isinstance(value, (str, bytes, bytearray)) and len(value) > _SHOWN_CHARACTERS
+        is_long = is_long or (kind is int and value.bit_length() > _SHOWN_BITS)
+        if kind in _ATOMS and not is_long:
+            return repr(value)
+        name = _name(value.name) if kind is Kept else kind.__name__
+        try:
+            return f"{name} with hash {self._hash(value).hex()[:_HASH_CHARACTERS]}"
+        except (TypeError, RecursionError):
+            return None
+
+    def _hash(self, value: Any) -> bytes:
+        """Raises TypeError for a value that contains tensors or itself."""
+        known = self.done.get(id(value))
+        if known is None:
+            self.done[id(value)] = value, None
+            sha = hashlib.sha256()
+            for part in self._parts(value):
+                sha.update(len(part).to_bytes(8, "little") + part)
+            known = self.done[id(value)] = value, sha.digest()
+        if known[1] is None:
+            raise TypeError("it contains itself")
+        return known[1]
+
+    def _parts(self, value: Any) -> list[bytes]:
+        kind = type(value)
+        name = kind.__name__.encode()
+        if kind in (bytes, bytearray):
+            return [name, bytes(value)]
+        if kind in _ATOMS:
+            text = hex(value) if kind is int else value if kind is str else repr(value)
+            return [name, text.encode("utf-8", "surrogatepass")]
+        if isinstance(value, dict):
+            return [b"dict", *sorted(self._hash(k) + self._hash(v) for k, v in value.items())]
+        if kind in (list, tuple, set, frozenset):
+            hashes = map(self._hash, value)
+            return [name, *(hashes if kind in (list, tuple) else sorted(hashes))]
+        if kind is not Kept:
+            raise TypeError("it contains a tensor")
+        result = [b"object", _name(value.name).encode("utf-8", "surrogatepass")]
+        for how, changes in groupby(value.parts, itemgetter(0)):
+            its: Iterable[Any] = [part for _how, part in changes]
+            hashes = map(self._hash, chain.from_iterable(its) if how in _ITEMS else its)
+            result += [how.encode(), *(sorted(hashes) if how in ("set", "add") else hashes)]
+        return result
+
+
+def digest(value: Any) -> str | None:
+    """Returns a text that is equal for equal values: a short plain value itself, else its type and
+    a hash. None: the value contains tensors or itself, or is nested too deeply.
+    """
+    return _Values().digest(value)
 
 
 @collection_paused()
 def digests_of(content: bytes, *, is_of_step: bool) -> dict[str, str | None]:
     """Returns the digest() of each value in a pickle that is not a tensor, by its name in
-    names_of(), which must have accepted the pickle. Returns none if the pickle cannot be read with
-    all parts of its objects.
+    names_of(), which must have accepted the pickle. If the pickle cannot be read with all parts of
+    its objects, or its names are too long together, there is None for all values.
     """
     found: dict[str, str | None] = {}
+    characters, values = NAMES_PER_BYTE * len(content) + NAMES_MIN, _Values()
     try:
-        ahead: list[tuple[str | None, Any]] = [(None, value_of(content, find_kept))]
-    except _UNREADABLE:  # these values are then not compared
-        return found
+        nest = value_of(content, find_kept)
+    except _UNREADABLE:
+        return {"": None}
+    ahead: list[tuple[str | None, Any, Any]] = [(None, None, nest)]
     while ahead:
-        name, value = ahead.pop()
+        above, key, value = ahead.pop()
+        name = above
+        if value is not nest:
+            text = _key(key)
+            characters -= len(above or "") + len(text)
+            if characters < 0:
+                return {"": None}
+            name = below(above, text)
         if is_of_step and type(value) is dict and stored_of(value) is not None:
             continue
         value = unescaped(value) if is_of_step else value
         is_of_rank = is_of_step and type(value) is dict and isinstance(value.get(PER_RANK), str)
         is_list = type(value) in (list, tuple) and any(type(item) in _NODES for item in value)
         if value and not is_of_rank and (is_list or isinstance(value, dict)):
-            inner = [(below(name, _key(key)), item) for key, item in items_in(value)]
-            ahead += reversed(inner)
+            ahead += reversed([(name, key, item) for key, item in items_in(value)])
         elif type(value) is not StoredView:
             name = name or ""
             while name in found:
                 name += "#2"  # keys of two types that are equal as text
-            found[name] = None if is_of_rank else digest(value)
+            found[name] = None if is_of_rank else values.digest(value)
     return found
 
 
@@ -66,58 +146,8 @@ def digest_of_file(content: bytes) -> str | None:
             (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
             is_stored = archive.getinfo(name).file_size <= len(content)
             return digest(value_of(archive.read(name), find_kept)) if is_stored else None
-    except (*_UNREADABLE, zipfile.BadZipFile, EOFError):  # of another version of torch
+    except (*_UNREADABLE, zipfile.BadZipFile, EOFError, RuntimeError):  # not written by torch
         return None
-
-
-def digest(value: Any) -> str | None:
-    """Returns a text that is equal for equal values: a short plain value itself, else its type and
-    a hash. None: the value contains tensors or itself, or is nested too deeply.
-    """
-    kind = type(value)
-    is_short = kind in _ATOMS and not (kind is int and value.bit_length() > _SHOWN_BITS)
-    if is_short and len(text := repr(value)) <= _SHOWN_CHARACTERS:
-        return text
-    name = _name(value.name) if kind is Kept else kind.__name__
-    try:
-        return f"{name} with hash {_hash(value, {}).hex()[:_HASH_CHARACTERS]}"
-    except (TypeError, RecursionError):
-        return None
-
-
-def _hash(value: Any, done: dict[int, tuple[Any, bytes | None]]) -> bytes:
-    """Computes a hash once for each part; `done` has them by identity, None while one is computed.
-    Raises TypeError for a value that contains tensors or itself.
-    """
-    kind, known = type(value), done.get(id(value))
-    if kind not in _ATOMS and known is not None:
-        if known[1] is None:
-            raise TypeError("it contains itself")
-        return known[1]
-    done[id(value)] = value, None
-    name, parts = kind.__name__, list[bytes]()
-    if kind in _ATOMS:
-        text = hex(value) if kind is int else value if kind is str else repr(value)
-        parts = [bytes(value) if kind is bytes else text.encode("utf-8", "surrogatepass")]
-    elif isinstance(value, dict):  # in any order
-        name, parts = "dict", sorted(_hash(k, done) + _hash(v, done) for k, v in value.items())
-    elif kind in (set, frozenset):
-        parts = sorted(_hash(part, done) for part in value)
-    elif kind in (list, tuple):
-        parts = [_hash(part, done) for part in value]
-    elif kind is Kept:
-        name = f"object {_name(value.name)}"
-        for how, changes in groupby(value.parts, itemgetter(0)):
-            its = [part for _how, part in changes]
-            merged = _MERGED[how](chain.from_iterable(its)) if how in _MERGED else its
-            parts += [how.encode(), _hash(merged, done)]
-    else:
-        raise TypeError("it contains a tensor")
-    sha = hashlib.sha256(name.encode("utf-8", "surrogatepass"))
-    for part in parts:
-        sha.update(len(part).to_bytes(8, "little") + part)
-    done[id(value)] = value, sha.digest()
-    return sha.digest()
 
 
 def _key(key: Any) -> str:

@@ -35,7 +35,7 @@ _DIMS_MAX = 64
 _KEY_CHARACTERS_MAX = 100  # of a storage: each tensor gets a copy
 # A dict that stands in a state many times gives its tensors many names, each of the length of its
 # path. More characters of names than this for each byte of the pickle are no state's.
-_NAMES_PER_BYTE, _NAMES_MIN = 64, 1 << 22
+NAMES_PER_BYTE, NAMES_MIN = 64, 1 << 22
 _NODE_CHARACTERS = 32  # what each of them counts beside its own
 _STORAGES: dict[str, torch.dtype] = {
     "FloatStorage": torch.float32,
@@ -120,7 +120,7 @@ def names_of(content: bytes, *, is_of_step: bool) -> Names:
         ) from None
     except plain_pickle.DAMAGE as error:
         raise CorruptCheckpoint(f"its pickle is malformed: {str(error)[:100]}") from None
-    return _Walk(_NAMES_PER_BYTE * len(content) + _NAMES_MIN, is_of_step).run(nest)
+    return _Walk(NAMES_PER_BYTE * len(content) + NAMES_MIN, is_of_step).run(nest)
 
 
 def value_of(content: bytes, find: Callable[[str, str], Any]) -> Any:

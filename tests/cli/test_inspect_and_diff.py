@@ -337,6 +337,16 @@ def test_objects_that_cannot_be_compared_are_named(
     assert lines[1].endswith("objects: 1 equal, 0 differ, 0 only in A, 0 only in B, 3 not compared")
 
 
+def test_parts_that_occur_often_are_read_once(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nest = collections.deque([1])
+    for _ in range(100):
+        nest = collections.deque([nest, nest])  # with 2^100 ways to its end
+    torch.save({"nest": nest, "w": torch.ones(1)}, disk / "a.pt")
+    assert told(capsys, "diff", *[str(disk / "a.pt")] * 2)["objects"]["equal"] == 1
+
+
 @pytest.mark.skipif(fast_dcp is None, reason=NEEDS_DCP)
 def test_objects_of_dcp_are_compared(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, saves in (("a", dcp.save), ("b", fast_dcp.save)):
