@@ -84,12 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
         for difference in differences:
             print(f"{shown_name(difference.name)}: {difference.text}")
         _print_objects(objects)
-        counts = [equal, len(differences), len(only_a), len(only_b)]
-        its = [objects["equal"], *(len(objects[what]) for what in _LISTED)]
-        print("{} tensors equal, {} differ, {} only in A, {} only in B; ".format(*counts), end="")
-        print("objects: {} equal, {} differ, {} only in A, {} only in B".format(*its), end="")
-        print(f", {its[-1]} not compared" if its[-1] else "")
+        print(f"tensors: {_counted([equal, len(differences), len(only_a), len(only_b)])}", end="; ")
+        counts = [objects["equal"], *(len(objects[what]) for what in _LISTED)]
+        print(f"objects: {_counted(counts) if any(counts) else 'none'}")
     return 1 if differences or only_a or only_b else 0
+
+
+def _counted(counts: list[int]) -> str:
+    equal, differ, only_a, only_b, *others = counts
+    words = f"{equal} equal, {differ} differ, {only_a} only in A, {only_b} only in B"
+    return f"{words}, {others[0]} not compared" if any(others) else words
 
 
 def _print_only(only_a: Iterable[str], only_b: Iterable[str], what: str = "") -> None:

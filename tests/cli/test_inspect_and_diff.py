@@ -191,14 +191,13 @@ def test_diff_tells_what_differs(disk: Path, capsys: pytest.CaptureFixture[str])
     assert main(["diff", a, b, "--glob", "w"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "w: 0.5% of its elements differ, by up to 2.5",
-        "0 tensors equal, 1 differ, 0 only in A, 0 only in B; "
-        "objects: 0 equal, 0 differ, 0 only in A, 0 only in B",
+        "tensors: 0 equal, 1 differ, 0 only in A, 0 only in B; objects: none",
     ]
     assert main(["diff", a, b]) == 1
     lines = capsys.readouterr().out.splitlines()
     names = [line.partition(":")[0] for line in lines[2:-1]]
     assert names == ["u", "w", "zero", "t"], "another shape is the largest, equal values the least"
-    assert lines[-1].startswith("1 tensors equal, 4 differ, 1 only in A, 1 only in B; ")
+    assert lines[-1].startswith("tensors: 1 equal, 4 differ, 1 only in A, 1 only in B; ")
 
 
 @pytest.mark.parametrize(
