@@ -47,9 +47,10 @@ class Difference(NamedTuple):
     max_abs: int | float | None = None
 
     @property
-    def size(self) -> tuple[bool, float, float]:
-        """A key by which differences are sorted: other shapes and infinite ones are the largest."""
-        return self.max_abs is None, self.max_abs or 0, self.changed
+    def size(self) -> tuple[bool, bool, float, float]:
+        """A key by which differences are sorted: other shapes, then infinities, are the largest."""
+        is_infinite = self.max_abs is None
+        return self.what == "shape", is_infinite, self.max_abs or 0, self.changed
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -16,9 +16,10 @@ from fastckpt.arguments.quantities import shown_size
 from fastckpt.arguments.urls import path_of
 from fastckpt.cli.directory_files import fault, is_of_trainer, sizes_in
 from fastckpt.cli.local_tiers import opened
-from fastckpt.cli.shared_arguments import is_directory, shown_name, shown_others
+from fastckpt.cli.shared_arguments import is_directory, is_there, shown_name, shown_others
 from fastckpt.directories.verify import list_of
 from fastckpt.errors import CheckpointError, CorruptCheckpoint
+from fastckpt.formats import file_list
 from fastckpt.formats.torch_pickle import collection_paused
 from fastckpt.saving import pipeline
 
@@ -57,11 +58,15 @@ def run(arguments: argparse.Namespace) -> int:
     summary = {**told, "tensors": len(names), "nbytes": nbytes}
     if is_directory(path):
         storage = pipeline.current().storage
-        files = list_of(path, storage)
-        sizes = sizes_in(storage, path, is_deep=bool(files) or is_of_trainer(path))
-        if wrong := fault(files, sizes):
+        is_deep = is_of_trainer(path) or is_there(os.path.join(path, file_list.NAME))
+        sizes = sizes_in(storage, path, is_deep=is_deep)
+        try:
+            wrong = fault(list_of(path, storage), sizes)
+        except CorruptCheckpoint as error:
+            wrong = str(error)
+        if wrong and not names:
             raise CorruptCheckpoint(f"{path!r} is damaged: {wrong}")
-        summary["file_sizes"] = sizes
+        summary |= {"file_sizes": sizes, "fault": wrong}
     if arguments.json:
         content = [{"name": n, **kind.row} for n, kind in zip(names, kinds, strict=True)]
         print(json.dumps({**summary, "content": content}, indent=1))
@@ -117,6 +122,8 @@ def _print(told: dict[str, Any], names: list[str], kinds: list[_Kind]) -> None:
     end = f"; {', '.join(facts)}" if facts else ""
     print(f"{shown_name(told['path'])}: {told['kind']}, {checked}{end}")
     print(f"{told['tensors']} tensors, {shown_size(told['nbytes'])}")
+    if told.get("fault"):
+        print(f"not as {file_list.NAME} says: {shown_name(told['fault'])}")
     if told["others"]:
         print(shown_others(told["others"]))
     if not ("".join(names).isprintable() and all(names)):

@@ -7,7 +7,7 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from math import prod
 from typing import Any, NamedTuple
@@ -184,9 +184,10 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
 
         Raises:
             CorruptCheckpoint, StorageError: the values are damaged, or cannot be read.
+            ValueError: this is closed.
         """
-        self._check_open()
-        return self._source.rest.digests()
+        found: Mapping[str, str | None] = self._read((), self._source.rest.digests)
+        return found
 
     def __repr__(self) -> str:
         return f"<{len(self)} tensors of {self.path!r}, {self.kind}>"
@@ -243,13 +244,14 @@ class LazyTensors(Mapping[str, "LazyTensor"]):
             raise StorageError(op, self.path, errno.ENOMEM, detail=detail) from None
         return Wanted(name, Box(box.offsets, sizes), target)
 
-    def _read(self, wanted: Sequence[Wanted]) -> None:
+    def _read(self, wanted: Sequence[Wanted], read: Callable[[], Any] | None = None) -> Any:
+        """Reads parts, or calls another function that reads, while the files stay open."""
         under_way = threading.Lock()
         with under_way:
             self._reads.add(under_way)
             try:
                 self._check_open()
-                self._source.read(wanted)
+                return self._source.read(wanted) if read is None else read()
             finally:
                 self._reads.discard(under_way)
 

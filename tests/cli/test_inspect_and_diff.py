@@ -397,10 +397,22 @@ def test_a_trainers_checkpoint_without_readable_tensors_is_inspected(
     assert (found["tensors"], found["file_sizes"]) == (0, sizes)
     directory.rename(disk / "other")
     assert main(["inspect", str(disk / "other")]) == 1
-    fastckpt.export({"w": torch.ones(9)}, disk / "checkpoint-6").result(60)
-    (disk / "checkpoint-6" / "model.safetensors").unlink()
-    capsys.readouterr()
-    assert main(["inspect", str(disk / "checkpoint-6")]) == 1
+
+
+def test_files_that_are_not_as_listed_are_told(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (disk / "config.json").write_text("{}")
+    path = disk / "checkpoint-6"
+    fastckpt.export({"w": torch.ones(9)}, path, files=[disk / "config.json"]).result(60)
+    assert told(capsys, "inspect", str(path))["fault"] == ""
+    (path / "config.json").write_text('{"edited": true}')
+    assert main(["inspect", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "not as fastckpt.json says: config.json has 16 bytes, must have 2\n" in out
+    (path / "config.json").write_text("{}")
+    (path / "model.safetensors").unlink()
+    assert main(["inspect", str(path)]) == 1
     assert "checkpoint-6' is damaged: model.safetensors is missing" in capsys.readouterr().err
 
 
