@@ -6,8 +6,6 @@ Responsible for the same digest of equal values, however their pickles were writ
 from __future__ import annotations
 
 import hashlib
-import io
-import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -17,7 +15,8 @@ from typing import Any
 
 import torch
 
-from fastckpt.formats import plain_pickle
+from fastckpt.errors import CorruptCheckpoint
+from fastckpt.formats import plain_pickle, zip_records
 from fastckpt.formats.plain_pickle import Kept
 from fastckpt.formats.torch_pickle import collection_paused
 from fastckpt.formats.value_names import below, items_in
@@ -142,11 +141,13 @@ def digests_of(content: bytes, *, is_of_step: bool) -> dict[str, str | None]:
 def digest_of_file(content: bytes) -> str | None:
     """Returns the digest() of the whole value in a file of torch.save; None if it is not one."""
     try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            (name,) = (each for each in archive.namelist() if each.endswith("/data.pkl"))
-            is_stored = archive.getinfo(name).file_size <= len(content)
-            return digest(value_of(archive.read(name), find_kept)) if is_stored else None
-    except (*_UNREADABLE, zipfile.BadZipFile, EOFError, RuntimeError):  # not written by torch
+        directory = zip_records.directory_of(lambda n, at: content[at : at + n], len(content))
+        (number,) = (n for n, name in enumerate(directory.names) if name.endswith("/data.pkl"))
+        begin = directory.offsets[number]
+        header = content[begin : begin + zip_records.LOCAL_BYTES]
+        at = zip_records.data_offset(header, begin) or len(content)
+        return digest(value_of(content[at : at + directory.sizes[number]], find_kept))
+    except (*_UNREADABLE, CorruptCheckpoint):  # torch did not write it, or another version of it
         return None
 
 
