@@ -127,7 +127,7 @@ _COMMANDS = {
             "PATH",
             "a file of fastckpt.save, torch.save or safetensors; a step; a Checkpointer's root "
             "(its newest complete step is read, and skipped steps are reported); or a directory "
-            "of DCP, Megatron or Hugging Face",
+            "of DCP, Megatron or Hugging Face, or a checkpoint-N of a Trainer",
         ),
         _GLOB,
         _local(_NEWEST),
@@ -153,8 +153,8 @@ _COMMANDS = {
             metavar="OLD=NEW",
             help=(
                 "compare the names in A that match the regular expression OLD under the name NEW, "
-                "like load_into(rename={OLD: NEW}), such as '^model/='. The last = ends OLD. May "
-                "be given several times, in the order of use"
+                "like load_into(rename={OLD: NEW}); '^model/=' removes that prefix. OLD ends at "
+                "the last =. May be given several times, in the order of use"
             ),
         ),
         _local(_NEWEST),
