@@ -232,6 +232,8 @@ def _in_one_dtype(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch
     if {a.dtype, b.dtype} <= _INTEGERS - {torch.uint64} | {torch.bool}:
         return a.to(torch.int64), b.to(torch.int64)
     kind = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    # Each item of float4 is two numbers, which no other dtype holds: its bytes are compared.
+    a, b = (each.view(torch.uint8) if each.dtype == _FLOAT4 else each for each in (a, b))
     return a.to(kind), b.to(kind)
 
 
@@ -252,7 +254,7 @@ def _largest(a: torch.Tensor, b: torch.Tensor) -> int | float:
         differences = torch.where(a > b, a - b, b - a)  # modulo 2^64: negative means large
         large = differences[differences < 0]
         return int(large.max()) + (1 << 64) if len(large) else int(differences.max())
-    if a.dtype == getattr(torch, "float4_e2m1fn_x2", None):
+    if a.dtype == _FLOAT4:
         a, b = (_E2M1[_bits(each).long().bitwise_right_shift(_NIBBLES) & 15] for each in (a, b))
     kind = torch.complex128 if a.is_complex() else torch.float64
     a, b = a.to(kind), b.to(kind)
@@ -262,6 +264,7 @@ def _largest(a: torch.Tensor, b: torch.Tensor) -> int | float:
 
 
 _INT64_MIN = -(1 << 63)
+_FLOAT4 = getattr(torch, "float4_e2m1fn_x2", None)
 _NIBBLES = torch.tensor([0, 4], device="cpu")
 _MAGNITUDES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
 _E2M1 = torch.tensor([sign * n for sign in (1, -1) for n in _MAGNITUDES], device="cpu")
