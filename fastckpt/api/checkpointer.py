@@ -46,7 +46,7 @@ from fastckpt.saving.handle import InnerHandle, SaveHandle
 from fastckpt.saving.in_flight import InFlight
 from fastckpt.saving.lease import Lease
 from fastckpt.saving.save import Save, Veto
-from fastckpt.state.fit import Differences, Dtypes, Fit, Missing, Rename, Unexpected
+from fastckpt.state.fit import Differences, Dtypes, Fit, Mismatched, Missing, Rename, Unexpected
 from fastckpt.state.template import Template
 from fastckpt.state.tree import State
 from fastckpt.steps import log as save_log
@@ -152,8 +152,8 @@ class Checkpointer:
     Attributes:
         restored_from: maps the name of each file that the last restore() or load() needed on this
             rank to the path from which it was read.
-        differences: the missing, unexpected, renamed and cast values of the last restore() on this
-            rank (see Differences).
+        differences: the missing, unexpected, renamed, cast and mismatched values of the last
+            restore() on this rank (see Differences).
 
     Raises:
         ValueError, TypeError: an argument is unknown or out of range, this process is not in the
@@ -351,8 +351,9 @@ class Checkpointer:
         dtype: Dtypes = "cast",
         rename: Rename | None = None,
         only: str | None = None,
+        mismatched: Mismatched = "error",
     ) -> int | None:
-        """Restores a state in place, completely or, as the last five arguments select, in part. All
+        """Restores a state in place, completely or, as the last six arguments select, in part. All
         ranks must call it with the same arguments.
 
         Tensors and DTensors get the saved values in place, for any mesh or number of ranks of the
@@ -385,13 +386,16 @@ class Checkpointer:
             dtype: "cast" tensors whose saved dtype differs, or "raise" an error for them.
             rename: changes the names of saved values before they are looked up. Either a function
                 of the name, which returns None to leave the value out; or a dict of regular
-                expressions and replacements, which are applied to every name in order (re.sub),
-                with a warning about a pattern that matches no name. Names are those of `fastckpt
+                expressions and replacements, which are applied to every name in order (re.sub;
+                None leaves values out), with a warning about a pattern that matches no name. Values
+                of the state with names that are left out stay. Names are those of `fastckpt
                 inspect`: the keys that lead to the value, joined by "/". Values in lists keep their
                 index.
             only: restore only values whose names match this glob, such as "model/*" ("*" also
                 matches "/"). An optimizer is restored completely or not at all, and must have the
                 parameters of the saved one; leave it out if the model has changed.
+            mismatched: see load_into(). The state of an optimizer for a tensor that stays also
+                stays.
 
         Returns:
             The restored step; or None if the root holds no committed step, `step` is None and
@@ -416,7 +420,7 @@ class Checkpointer:
                 it before init_process_group().
             pickle.UnpicklingError: a requested object needs weights_only=False.
         """
-        fit = Fit(missing, unexpected, dtype, rename, only)
+        fit = Fit(missing, unexpected, dtype, rename, only, mismatched)
         step = optional(check_integer, "step", step)
         check_flag("weights_only", weights_only)
         check_flag("required", required)

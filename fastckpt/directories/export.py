@@ -345,7 +345,7 @@ def chosen(
             "a tensor has no name, because it is not in a dict or its key is '': give it a name "
             "in a dict, or leave it out"
         )
-    news, useless = fit.new_names([tensors[number][0] for number in numbers])
+    news, useless, _left_out = fit.new_names([tensors[number][0] for number in numbers])
     if useless:
         raise ValueError(useless[0])
     pairs = [(number, new) for number, new in zip(numbers, news, strict=True) if new is not None]

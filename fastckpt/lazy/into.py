@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,19 +17,20 @@ import torch
 
 from fastckpt.arguments.names import listed, missing_from_checkpoint, nearest
 from fastckpt.arguments.urls import StorageOptions, path_of
-from fastckpt.errors import CheckpointError
+from fastckpt.errors import CheckpointError, retold
 from fastckpt.formats.conversion import put_converted
-from fastckpt.formats.value_names import joined
+from fastckpt.formats.value_names import dotted, escaped, items_in, joined
 from fastckpt.lazy.open import RenamedSource, opened
 from fastckpt.lazy.source import Source, Stored, Wanted
 from fastckpt.plan.boxes import Box
 from fastckpt.saving import pipeline
-from fastckpt.state.dtensors import dtensor_identity
+from fastckpt.state.dtensors import identity_of
 from fastckpt.state.filling import Filling, check_shape
 from fastckpt.state.fit import (
     Differences,
     Dtypes,
     Fit,
+    Mismatched,
     Missing,
     Rename,
     Unexpected,
@@ -37,9 +38,10 @@ from fastckpt.state.fit import (
     refusal,
     unexpected,
 )
-from fastckpt.state.kinds import is_sharded, memory_of
-from fastckpt.state.targets import note_overwritten, takes_bytes, tell_lossy
-from fastckpt.state.tree import is_stateful, tensors_in
+from fastckpt.state.modules import adapted, load
+from fastckpt.state.optimizers import is_of_optimizer
+from fastckpt.state.targets import note_overwritten, takes_bytes, tell_kept, tell_lossy
+from fastckpt.state.tree import is_stateful, tensors_in, unwrapped
 
 log = logging.getLogger("fastckpt")
 
@@ -70,6 +72,7 @@ def load_into(
     dtype: Dtypes = "cast",
     rename: Rename | None = None,
     only: str | None = None,
+    mismatched: Mismatched = "error",
     storage_options: StorageOptions | None = None,
 ) -> Differences:
     """Reads the tensors of any checkpoint in place into the tensors of a state, such as a model, on
@@ -96,12 +99,17 @@ def load_into(
             or a finite number becomes infinite.
         rename: changes the names of stored tensors before they are matched: a function of the name,
             which returns None to leave the tensor out; or a dict of regular expressions and
-            replacements, which are applied to every name in order (re.sub). An expression that
-            matches no name is an error.
+            replacements, which are applied to every name in order (re.sub); a replacement that is
+            None leaves out the tensors whose names match. An expression that matches no name is an
+            error. Tensors of the state with the name of one that is left out stay as they are.
         only: read only tensors whose names in the state match this glob, such as "model/*".
+        mismatched: "error": raise an error for tensors that have other shapes in the checkpoint.
+            "keep": such tensors stay as they are, with a warning, and so does all state of an
+            optimizer for a parameter whose state has other shapes. Modules with code of their own
+            for loading, and torch's lazy modules, get the stored tensors of other shapes.
 
     Returns:
-        The names of the missing, unexpected, renamed and cast tensors.
+        The names of the missing, unexpected, renamed, cast and mismatched tensors.
 
     Raises:
         IncompatibleCheckpoint: the checkpoint does not fit under the arguments above, or has
@@ -112,7 +120,7 @@ def load_into(
             type cannot contain tensors.
         CheckpointError, pickle.UnpicklingError, ValueError: see open().
     """
-    fit = Fit(missing, unexpected, dtype, rename, only)
+    fit = Fit(missing, unexpected, dtype, rename, only, mismatched)
     if not isinstance(state, dict | list | tuple | torch.Tensor) and not is_stateful(state):
         kind = type(state).__name__
         raise TypeError(
@@ -128,16 +136,17 @@ def load_into(
         log.warning(
             "%r holds values that are not in the state and were not loaded: %s", where, names
         )
+    tell_kept(logging.WARNING, where, differences.mismatched)
     return differences
 
 
 def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
-    olds = dict[str, str]()
+    olds, left_out = dict[str, str](), set[str]()
     if fit.rename is not None:
         source = RenamedSource(source, fit, path)
-        olds = source.olds
+        olds, left_out = source.olds, source.left_out
     parts, missing, used = list[_Part](), dict[str, torch.Tensor](), set[str]()
-    filling = Filling(fit)
+    filling, loading = Filling(fit), _Loading()
     misfits = filling.misfits
     times: dict[str, int] = {}
     was_asked = False
@@ -149,7 +158,6 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         if not fit.asks_for(name):
             continue
         was_asked = True
-        check_shape(repr(name), tensor)
         # Hugging Face and torch.distributed.checkpoint join keys by a dot.
         source_name = name if name in source.tensors else ".".join(keys)
         if source_name not in source.tensors:
@@ -160,6 +168,8 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         if refused := stored.refusal(source_name, tensor.dtype):
             misfits.append(refused)
             continue
+        tensor = loading.given(state, keys, name, tensor, tuple(stored.shape))
+        check_shape(repr(name), tensor)
         old = olds.get(source_name, source_name)
         there = "in the checkpoint" + (f", where it is {old!r}" if old != name else "")
         origin = (source_name, stored)
@@ -168,11 +178,12 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
             memory, box = place
             parts.append(_Part(name, source_name, stored, tensor, memory.detach(), box))
     if missing:  # of weights that are tied, a checkpoint may hold one name
-        filled = {_identity(part.tensor) for part in parts}
-        missing = {name: its for name, its in missing.items() if _identity(its) not in filled}
-    if is_missing := bool(missing) and fit.missing == "raise":
-        near = nearest(next(iter(missing)), source.tensors) or _passed_over(source)
-        misfits.append(missing_from_checkpoint(missing, near))
+        filled = {identity_of(part.tensor) for part in parts}
+        missing = {name: its for name, its in missing.items() if identity_of(its) not in filled}
+    unsaved = [name for name in missing if not {name, dotted(name)} & left_out]
+    if is_missing := bool(unsaved) and fit.missing == "raise":
+        near = nearest(unsaved[0], source.tensors) or _passed_over(source)
+        misfits.append(missing_from_checkpoint(unsaved, near))
     unused = (new for new in source.tensors if new not in used)
     extra = [new for new in unused if fit.asks_for(new) or fit.asks_for(new.replace(".", "/"))]
     if extra and fit.unexpected == "raise":
@@ -180,10 +191,102 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     if fit.only is not None and not was_asked:
         misfits.append(nothing_chosen(fit.only))
     if misfits := misfits or filling.tied.conflicts(partial(_whole_part, source)):
-        raise refusal(path, misfits, is_missing=is_missing)
+        others = filling.is_refused
+        raise refusal(path, misfits, is_missing=is_missing, is_mismatched=others)
+    parts, mismatched = _without_kept_state(state, parts, filling.mismatched)
     tell_lossy(path, _read(source, parts))
+    mismatched += loading.load(path, keeps=fit.mismatched == "keep")
     renamed = {old: new for new, old in olds.items() if new != old}
-    return Differences(tuple(missing), tuple(extra), renamed, tuple(filling.cast))
+    cast = tuple(filling.cast)
+    return Differences(tuple(missing), tuple(extra), renamed, cast, tuple(mismatched))
+
+
+class _Loading:
+    """The modules of a state that load some tensors by code of their own."""
+
+    def __init__(self) -> None:
+        self._modules: dict[int, tuple[torch.nn.Module, str, dict[str, torch.Tensor]]] = {}
+
+    def given(
+        self,
+        state: Any,
+        keys: Sequence[str],
+        name: str,
+        tensor: torch.Tensor,
+        shape: tuple[int, ...],
+    ) -> torch.Tensor:
+        """Returns the tensor to read a stored tensor into: the state's or, for a module that loads
+        another shape by itself, a new one of that shape.
+        """
+        module, key = _module_at(state, keys)
+        if module is None:
+            return tensor
+        new = adapted(module, {key: tensor}, lambda _key: shape)
+        if new:
+            at = name.removesuffix(escaped(key))
+            self._modules.setdefault(id(module), (module, at, {}))[2].update(new)
+        return new.get(key, tensor)
+
+    def load(self, path: str, *, keeps: bool) -> list[str]:
+        """Makes the modules load what was read. Returns the names of tensors that stay."""
+        names = list[str]()
+        for module, at, new in self._modules.values():
+            state_dict = module.state_dict()
+            replaced = {key: state_dict[key] for key in new}
+            state_dict.update(new)
+            try:
+                names += [
+                    f"{at}{escaped(key)}" for key in load(module, state_dict, replaced, keeps)
+                ]
+            except Exception as error:
+                where = repr(at.rstrip("/")) if at else "the state"
+                kind = type(module).__name__
+                message = f"{where}, {kind}, rejected its state from {path!r}: {error}"
+                raise retold(error, message) from error
+        return names
+
+
+def _module_at(state: Any, keys: Sequence[str]) -> tuple[torch.nn.Module | None, str]:
+    """Returns the module in whose state_dict() a tensor is, and the tensor's key there."""
+    for number, key in enumerate(keys):
+        state = unwrapped(state)
+        if isinstance(state, torch.nn.Module):
+            return (state, key) if number == len(keys) - 1 else (None, "")
+        nest = state.state_dict() if is_stateful(state) else state
+        state = next((its for each, its in items_in(nest) if str(each) == key), None)
+        if not (isinstance(state, dict | list | tuple) or is_stateful(state)):
+            break
+    return None, ""
+
+
+def _optimizers(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yields the keys that lead to the states of optimizers in a state."""
+    nest = unwrapped(value).state_dict() if is_stateful(value) else value
+    if isinstance(nest, dict) and is_of_optimizer(nest):
+        yield keys
+    elif isinstance(nest, dict | list | tuple):
+        for key, item in items_in(nest):
+            yield from _optimizers(item, (*keys, str(key)))
+
+
+def _without_kept_state(
+    state: Any, parts: list[_Part], mismatched: Sequence[str]
+) -> tuple[list[_Part], list[str]]:
+    """Returns the parts without the state of an optimizer for a parameter of which a tensor stays,
+    and the names of the tensors that stay, in which such a state has one name.
+    """
+    if not mismatched:
+        return parts, []
+    begins = tuple(f"{joined(keys)}/" if keys else "" for keys in _optimizers(state))
+
+    def name_of(name: str) -> str:
+        if not name.startswith(begins):
+            return name
+        is_flat = name.rpartition("/")[2].startswith("state.")
+        return name.rpartition("." if is_flat else "/")[0]
+
+    staying = {name_of(name): None for name in mismatched}
+    return [part for part in parts if name_of(part.own_name) not in staying], [*staying]
 
 
 def _passed_over(source: Source) -> str:
@@ -200,11 +303,6 @@ def _passed_over(source: Source) -> str:
         if objects
         else ""
     )
-
-
-def _identity(tensor: torch.Tensor) -> object:
-    """Returns a key that is equal for tensors that are the same elements in memory."""
-    return dtensor_identity(tensor) if is_sharded(tensor) else memory_of(tensor) or id(tensor)
 
 
 def _read(source: Source, parts: Sequence[_Part]) -> list[str]:

@@ -31,6 +31,7 @@ class RenamedSource:
 
     Attributes:
         olds: maps the new names of the tensors to their names in the checkpoint.
+        left_out: see NewNames.
 
     Raises:
         IncompatibleCheckpoint: two tensors get the same name, or a pattern matches no name.
@@ -41,15 +42,16 @@ class RenamedSource:
         self.kind, self.facts = source.kind, source.facts
         self.rest = source.rest._replace(digests=partial(_renamed, source.rest, fit))
         self.has_paths, self.is_verified = source.has_paths, source.is_verified
-        names, useless = fit.new_names([*source.tensors])
+        names, useless, self.left_out = fit.new_names([*source.tensors])
         if useless:
             raise IncompatibleCheckpoint(f"{path!r} does not fit `rename`: {useless[0]}")
         self.olds: dict[str, str] = {}
         for old, name in zip(source.tensors, names, strict=True):
+            if name is None:
+                continue
             if name in self.olds:
                 raise name_taken(path, old, name)
-            if name is not None:
-                self.olds[name] = old
+            self.olds[name] = old
         self.tensors = Described(self.olds, source.tensors.__getitem__)
 
     def read(self, wanted: Sequence[Wanted]) -> None:

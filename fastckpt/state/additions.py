@@ -315,6 +315,15 @@ def saved_kind(saved: Any) -> str | None:
     return None if stored_of(saved) is None else str(saved.get(PARTS, ""))
 
 
+def saved_shape(saved: Any) -> tuple[int, ...] | None:
+    """Returns the shape of a saved tensor; None for nested tensors and other values."""
+    if isinstance(saved, torch.Tensor):
+        return None if saved.is_nested else tuple(saved.shape)
+    if (parted := parted_of(saved)) is not None:
+        return parted.shape
+    return None if (stored := stored_of(saved)) is None else stored.shape
+
+
 def is_other(tensor: Any, saved: Any) -> bool:
     """Returns whether a saved value cannot fill a tensor, and can only replace it. This is true if
     the value is not a tensor, or if only a class can interpret one of the two.

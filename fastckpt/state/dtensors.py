@@ -244,6 +244,13 @@ def dtensor_identity(tensor: Any) -> object:
     return id(tensor) if memory is None else (memory, mesh, placements, shape)
 
 
+def identity_of(tensor: torch.Tensor) -> object:
+    """Returns a key that is equal for tensors that are the same elements in memory."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return id(tensor)
+    return dtensor_identity(tensor) if is_sharded(tensor) else memory_of(tensor) or id(tensor)
+
+
 def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
     """Returns a DTensor's memory on this rank, and its place in the global tensor.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fastckpt.arguments.names import missing_from_checkpoint
+from fastckpt.arguments.names import listed, missing_from_checkpoint
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.state.dtensors import dtensor_part
 from fastckpt.state.fit import Fit
@@ -123,6 +123,7 @@ class Filling:
     Attributes:
         misfits: messages about values that do not fit.
         cast: the names of tensors whose stored dtype differs.
+        mismatched: the names of tensors whose stored shape differs, and which therefore stay.
         tied: all tensors to be filled, by their memory.
         optimizers: for each optimizer's name, the names of the tensors that stay in it if they are
             not filled. Its other tensors are dropped together with its present state.
@@ -132,6 +133,7 @@ class Filling:
         self._fit, self._overwritten, self._names = fit, overwritten, set[str]()
         self.misfits: list[str] = []
         self.cast: list[str] = []
+        self.mismatched: list[str] = []
         self.tied = Tied()
         self.optimizers: dict[str, set[str]] = {}
 
@@ -146,7 +148,7 @@ class Filling:
         there: str = "in the checkpoint",
     ) -> tuple[torch.Tensor, Box] | None:
         """Returns this rank's memory of a tensor, and the part of the stored tensor that fills it.
-        If the shapes differ, adds a misfit and returns None.
+        If the shapes differ, notes this and returns None.
 
         Args:
             at, name: the tensor's place for messages, and its name in the state.
@@ -158,12 +160,12 @@ class Filling:
         Raises:
             TypeError: the tensor cannot be filled.
         """
-        self._names.add(name)
         check_shape(at, tensor)
         shape = tuple(tensor.shape)
         if tuple(stored.shape) != shape:
-            self.misfits.append(f"{at} has shape {[*shape]}, but {[*stored.shape]} {there}")
+            self.note_mismatch(name, f"{at} has shape {[*shape]}, but {[*stored.shape]} {there}")
             return None
+        self._names.add(name)
         if stored.dtype != tensor.dtype:
             self.cast.append(name)
             if self._fit.dtype == "raise":
@@ -172,6 +174,18 @@ class Filling:
         _check_target(local, stored, at)
         self.tied.add(at, local, box, key, stored if known is None else known)
         return local, box
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether some tensors do not fit because of their shape."""
+        return bool(self.mismatched) and self._fit.mismatched == "error"
+
+    def note_mismatch(self, name: str, misfit: str) -> None:
+        """Notes a tensor with another stored shape, which stays as it is or is a misfit."""
+        self.mismatched.append(name)
+        if self._fit.mismatched == "error":
+            self._names.add(name)
+            self.misfits.append(misfit)
 
     def lost(self) -> list[str]:
         """Returns a message about overwritten tensors that would not be filled, if there are
@@ -189,7 +203,10 @@ class Filling:
             ", and their old values in the state may have been overwritten (create the state "
             "again, and restore this step by its number)"
         )
-        return [missing_from_checkpoint(lost, advice)] if lost else []
+        kept = [name for name in lost if name in self.mismatched]
+        absent = [name for name in lost if name not in kept]
+        told = [f"{listed(map(repr, kept))} cannot be kept{advice}"] if kept else []
+        return [*told, missing_from_checkpoint(absent, advice)] if absent else told
 
 
 def check_shape(at: str, tensor: Any) -> None:

@@ -24,12 +24,16 @@ from fastckpt.state.tree import DEPTH_MAX, ESCAPED, PER_RANK, TENSOR, unescaped
 Missing = Literal["raise", "keep"]
 Unexpected = Literal["ignore", "raise"]
 Dtypes = Literal["cast", "raise"]
-Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str]
+Mismatched = Literal["error", "keep"]
+Rename: TypeAlias = Callable[[str], str | None] | Mapping[str, str | None]
 
 _MISFITS_TOLD_MAX = 50
 _ADVICE = (
     ' (pass missing="keep" to keep values that are missing in the checkpoint as they are, or '
     "rename= if they have other names there)"
+)
+SHAPE_ADVICE = (
+    ' (pass mismatched="keep" to keep tensors that have other shapes in the checkpoint as they are)'
 )
 _WILD = re.compile(r"[*?\[]")
 # A dict that stands in a file many times has leaves without end; each takes its depth.
@@ -49,11 +53,13 @@ class Fit:
     dtype: Dtypes = "cast"
     rename: Rename | None = None
     only: str | None = None
+    mismatched: Mismatched = "error"
 
     def __post_init__(self) -> None:
         check_choice("missing", self.missing, get_args(Missing))
         check_choice("unexpected", self.unexpected, (None, *get_args(Unexpected)))
         check_choice("dtype", self.dtype, get_args(Dtypes))
+        check_choice("mismatched", self.mismatched, get_args(Mismatched))
         only: object = self.only
         if not isinstance(only, str | None):
             raise TypeError(f"only is {type(only).__name__}, must be a glob such as 'model/*'")
@@ -69,7 +75,8 @@ class Fit:
         """Returns a text of the arguments, for comparison between ranks."""
         # Functions cannot be compared, and so are like no other.
         rename = uuid4().hex if callable(self.rename) else self.rename
-        return repr((self.missing, self.unexpected, self.dtype, rename, self.only))
+        rest = self.missing, self.unexpected, self.dtype, self.only, self.mismatched
+        return repr((rename, *rest))
 
     def without_only(self) -> Fit:
         """Returns the same rules without `only`."""
@@ -86,32 +93,52 @@ class Fit:
         begin, inside = _WILD.split(self.only, maxsplit=1)[0], f"{name}/"
         return inside.startswith(begin) or begin.startswith(inside)
 
-    def new_names(self, names: Sequence[str]) -> tuple[list[str | None], list[str]]:
-        """Returns the new names of saved values, None for values to leave out; and messages about
-        patterns that match no name, because they may be mistyped.
-        """
-        if self.rename is None:
-            return [*names], []
-        if not isinstance(self.rename, Mapping):
-            return [_called(self.rename, name) for name in names], []
-        useless = list[str]()
-        for pattern, replacement in self.rename.items():
-            if names and not any(re.search(pattern, name) for name in names):
-                useless.append(fits_none(pattern, names))
-            names = [re.sub(pattern, replacement, name) for name in names]
-        return [*names], useless
+    def new_names(self, names: Sequence[str]) -> NewNames:
+        """Returns the new names of saved values."""
+        new: list[str | None] = [*names]
+        useless, left_out = list[str](), set[str]()
+        if callable(self.rename):
+            new = [_called(self.rename, name) for name in names]
+            left_out = {name for name, its in zip(names, new, strict=True) if its is None}
+            return NewNames(new, useless, left_out)
+        for pattern, replacement in (self.rename or {}).items():
+            present = [name for name in new if name is not None]
+            fitting = {name for name in present if re.search(pattern, name)}
+            if present and not fitting:
+                useless.append(fits_none(pattern, present))
+            if replacement is None:
+                new = [None if name in fitting else name for name in new]
+                left_out |= fitting
+            else:
+                new = [name and re.sub(pattern, replacement, name) for name in new]
+        return NewNames(new, useless, left_out)
+
+
+class NewNames(NamedTuple):
+    """The names that `rename` gives to saved values.
+
+    Attributes:
+        names: the new names; None for values to leave out.
+        useless: messages about patterns that match no name, because they may be mistyped.
+        left_out: the names that made `rename` leave values out. Values of a state with these names
+            stay as they are.
+    """
+
+    names: list[str | None]
+    useless: list[str]
+    left_out: set[str]
 
 
 def _check_replacement(pattern: Any, replacement: object) -> None:
     """Raises TypeError or ValueError if `rename` cannot contain this pattern and replacement."""
-    if not isinstance(replacement, str):
+    if not isinstance(replacement, str | None):
         kind = type(replacement).__name__
-        raise TypeError(f"rename has {kind} for {pattern!r}, must be a string")
+        raise TypeError(f"rename has {kind} for {pattern!r}, must be a string or None")
     what = f"{pattern!r}, which is not a regular expression"
     try:
         re.compile(pattern)
         what = f"{replacement!r} for {pattern!r}, which is not a replacement for it"
-        re.sub(pattern, replacement, "")
+        re.sub(pattern, replacement or "", "")
     except (re.error, IndexError, TypeError) as error:  # IndexError: there is no such group
         raise ValueError(f"rename has {what}: {error}") from None
 
@@ -130,16 +157,20 @@ class Differences(NamedTuple):
     unexpected dict of values without any counterpart has a single name.
 
     Attributes:
-        missing: the values of the state that were kept, because the checkpoint lacks them.
+        missing: the values of the state that were kept, because the checkpoint lacks them or
+            `rename` leaves them out.
         unexpected: the saved values that were left out, because the state lacks them.
         renamed: maps names in the checkpoint to the new names that `rename` gave them.
         cast: the tensors whose saved values were converted to another dtype.
+        mismatched: the tensors of the state that were kept, because they have other shapes in the
+            checkpoint; also the state of an optimizer for such a tensor, which was kept, too.
     """
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     renamed: Mapping[str, str]
     cast: tuple[str, ...]
+    mismatched: tuple[str, ...] = ()
 
 
 def nothing_chosen(only: str) -> str:
@@ -153,14 +184,14 @@ def unexpected(told: str) -> str:
 
 
 def refusal(
-    where: str, misfits: Sequence[str], *, is_missing: bool = False
+    where: str, misfits: Sequence[str], *, is_missing: bool = False, is_mismatched: bool = False
 ) -> IncompatibleCheckpoint:
     """Returns the error that lists all misfits. `is_missing` means that the checkpoint lacks some
-    values of the state.
+    values of the state, `is_mismatched` that some have other shapes.
     """
     more = len(misfits) - _MISFITS_TOLD_MAX
     texts = [*misfits[:_MISFITS_TOLD_MAX], *([f"and {more} more"] if more > 0 else [])]
-    advice = _ADVICE if is_missing else ""
+    advice = (SHAPE_ADVICE if is_mismatched else "") + (_ADVICE if is_missing else "")
     return IncompatibleCheckpoint(f"{where!r} does not fit: {'; '.join(texts)}{advice}")
 
 
@@ -194,9 +225,9 @@ def refused_later(
     return f"{where!r}: loading {values} needs weights_only=False{how_to_allow(refusals)}"
 
 
-def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[str]]:
+def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], NewNames]:
     """Renames the values of a saved nest by `fit.rename`. Returns the new nest, a map of old to new
-    names, and messages about patterns that match no name. Lists and tuples are moved as a whole.
+    names, and all new names. Lists and tuples are moved as a whole.
 
     Args:
         nest: a step's objects.
@@ -208,11 +239,11 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[
             one.
     """
     if not _is_inner(nest):
-        return nest, {}, []
+        return nest, {}, NewNames([], [], set())
     moved, names = list[_Moved](), list[str]()
     _left_in_place(nest, names.append, [])
-    new_names, useless = fit.new_names(names)
-    result = _left_in_place(nest, dict(zip(names, new_names, strict=True)).__getitem__, moved)
+    found = fit.new_names(names)
+    result = _left_in_place(nest, dict(zip(names, found.names, strict=True)).__getitem__, moved)
     for keys, old, new, value in moved:
         *ahead, last = _keys_of(new, keys)
         inside = result
@@ -225,7 +256,7 @@ def renamed(nest: Any, fit: Fit, where: str) -> tuple[Any, dict[str, str], list[
         if last in inside:
             raise name_taken(where, old, new)
         inside[last] = value
-    return result, {old: new for _keys, old, new, _value in moved}, useless
+    return result, {old: new for _keys, old, new, _value in moved}, found
 
 
 def name_taken(where: str, old: str, new: str) -> IncompatibleCheckpoint:

@@ -4,12 +4,13 @@ that an optimizer has not created yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
-from fastckpt.state.additions import saved_kind
+from fastckpt.state.additions import saved_kind, saved_shape
 from fastckpt.state.dtensors import empty_beside, part_kind
 from fastckpt.state.tree import stored_of, unescaped
 
@@ -49,6 +50,39 @@ def sizes(state: Mapping[str, Any]) -> list[int] | None:
     return [len(group.get("params", ())) if isinstance(group, dict) else 0 for group in groups]
 
 
+def parameters_of(
+    optimizer: torch.optim.Optimizer, own: Mapping[str, Any]
+) -> dict[Any, torch.Tensor]:
+    """Returns the parameters by their numbers in an optimizer's state_dict()."""
+    parameters: dict[Any, torch.Tensor] = {}
+    for group, described in zip(optimizer.param_groups, own["param_groups"], strict=True):
+        parameters.update(zip(described["params"], group["params"], strict=True))
+    return parameters
+
+
+def reshaped(own: Mapping[Any, Any], saved: Mapping[Any, Any]) -> Iterator[tuple[Any, ...]]:
+    """Yields the keys that lead to the state of each parameter of which a tensor has another shape
+    in the checkpoint. Where the keys are joined by dots, these are all keys of this state.
+    """
+
+    def differs(item: Any, there: Any) -> bool:
+        shape = saved_shape(there)
+        return isinstance(item, torch.Tensor) and shape not in (None, tuple(item.shape))
+
+    state, theirs = own.get("state"), unescaped(saved.get("state"))
+    if isinstance(state, dict):
+        theirs = theirs if isinstance(theirs, dict) else {}
+        for number, items in state.items():
+            there = unescaped(theirs.get(number))
+            are_dicts = isinstance(items, dict) and isinstance(there, dict)
+            if are_dicts and any(differs(its, there.get(name)) for name, its in items.items()):
+                yield "state", number
+        return
+    parameter = {key: key.rpartition(".")[0] for key in own if isinstance(key, str)}
+    changed = {parameter[key] for key in parameter if differs(own[key], saved.get(key))}
+    yield from ((key,) for key in parameter if parameter[key] in changed)
+
+
 def completed(
     optimizer: torch.optim.Optimizer,
     own: dict[str, Any],
@@ -61,9 +95,7 @@ def completed(
     theirs = unescaped(saved.get("state"))
     if not isinstance(state, dict) or not isinstance(theirs, dict):
         return own
-    parameters: dict[Any, torch.Tensor] = {}
-    for group, described in zip(optimizer.param_groups, own["param_groups"], strict=True):
-        parameters.update(zip(described["params"], group["params"], strict=True))
+    parameters = parameters_of(optimizer, own)
     # State of another shape, and of later parameters, is left out: load_state_dict() deals with it.
     matching = {number: items for number, items in state.items() if number in theirs}
     for number, items in theirs.items():
@@ -79,6 +111,8 @@ def completed(
             is_there = isinstance(there, torch.Tensor) and part_kind(there) == kind
             if is_there and tuple(there.shape) == tuple(stored.shape):
                 mine[name] = there
+            elif is_lazy(parameter):  # its state can only be what was saved
+                continue
             elif not kind and tuple(stored.shape) == tuple(parameter.shape) != ():
                 mine[name] = empty_beside(parameter, stored.dtype)
         matching[number] = mine

@@ -51,6 +51,17 @@ def tell_lossy(path: str, names: Sequence[str]) -> None:
         )
 
 
+def tell_kept(level: int, path: str, names: Sequence[str]) -> None:
+    """Logs the tensors that stay as they are because of their shape."""
+    if names:
+        log.log(
+            level,
+            "%r has other shapes for tensors of the state, which stay as they were: %s",
+            path,
+            listed(map(repr, names)),
+        )
+
+
 def note_overwritten(tensors: Iterable[torch.Tensor]) -> None:
     """Increments the versions of tensors before bytes are written to their memory without torch, so
     that autograd and a step-fence save that is still copying detect the change.

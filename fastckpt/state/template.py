@@ -6,12 +6,12 @@ puts values in place after all have been read. It must not know files or ranks.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -19,10 +19,9 @@ from fastckpt.arguments.names import listed, missing_from_checkpoint, nearest
 from fastckpt.errors import IncompatibleCheckpoint, retold
 from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.partial_objects import left_out, notes_in
-from fastckpt.formats.value_names import items_in, joined
 from fastckpt.plan.boxes import Box, whole
-from fastckpt.state.additions import Additions, is_other
-from fastckpt.state.dtensors import dtensor_part
+from fastckpt.state.additions import Additions, is_other, saved_shape
+from fastckpt.state.dtensors import dtensor_part, identity_of
 from fastckpt.state.filling import Filling
 from fastckpt.state.fit import (
     Differences,
@@ -35,19 +34,31 @@ from fastckpt.state.fit import (
 )
 from fastckpt.state.generators import Generators
 from fastckpt.state.kinds import is_sharded
+from fastckpt.state.modules import adapted, is_strict, load
+from fastckpt.state.nests import (
+    At,
+    copied,
+    counted,
+    described,
+    holds_stored,
+    holds_tensors,
+    names_within,
+    nest_of,
+    refill,
+)
 from fastckpt.state.optimizers import (
     completed,
     counts_parameters,
     is_of_optimizer,
     other_parameters,
+    parameters_of,
+    reshaped,
     sizes,
 )
-from fastckpt.state.targets import Place, Target, tell_lossy
+from fastckpt.state.targets import Place, Target, tell_kept, tell_lossy
 from fastckpt.state.tree import (
-    ATOMS,
     DEPTH_MAX,
     PER_RANK,
-    TENSOR,
     OwnValues,
     Parted,
     PerRank,
@@ -63,23 +74,6 @@ from fastckpt.state.tree import (
 log = logging.getLogger("fastckpt")
 
 _ABSENT = object()  # stands for a value that was not saved
-
-
-class _At(NamedTuple):
-    """A place in a state, given by the keys that lead to it."""
-
-    keys: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return repr(self.name) if self.keys else "the state"
-
-    @property
-    def name(self) -> str:
-        return joined(self.keys)
-
-    def of(self, key: Any) -> _At:
-        """Returns the place of an item."""
-        return _At((*self.keys, str(key)))
 
 
 class Template:
@@ -125,7 +119,7 @@ class Template:
         self._last: list[Callable[[], object]] = []  # for generators, from which actions may draw
         self._lossy: list[str] = []
         self._unmerged: list[str] = []
-        self._ignored: list[_At] = []
+        self._ignored: list[At] = []
         self._refused: list[tuple[str, str]] = []  # names of what weights_only has left out
         self._missing: list[str] = []
         self._is_missing = False  # whether values that have to be there were not saved
@@ -134,14 +128,29 @@ class Template:
         self._filling = Filling(self._fit, overwritten)
         self._renamed: dict[str, str] = {}
         self._useless: list[str] = []  # patterns of rename
+        self._left_out = set[str]()  # names, by rename
         if self._fit.rename is not None:
-            saved, self._renamed, self._useless = renamed(saved, self._fit, where)
+            saved, self._renamed, names = renamed(saved, self._fit, where)
+            self._useless = names.useless
+            for name in names.left_out:  # and what they are in
+                self._left_out.update(accumulate(name.split("/"), "{}/{}".format))
         self._saved = saved
         self._additions = Additions(state, saved, per_rank, find, self.targets, self._refused)
-        self._copies: list[_At] = []  # dicts that are the state of an optimizer, not the optimizer
+        self._level = logging.WARNING
+        self._keeps = self._fit.mismatched == "keep"
+        self._copies: list[At] = []  # dicts that are the state of an optimizer, not the optimizer
         self._within = 0  # the objects with state_dict() that are being visited
         self._filled: dict[int, Any] = {}  # by identity; self._saved keeps the objects alive
-        self._in_place(state, saved, _At(), 0)
+        # Of tensors that stay as they are: lists of names that they are told in, by identity. Of
+        # the state of optimizers for them, by name.
+        self._kept: dict[object, list[str]] = {}
+        self._kept_state: dict[str, list[str]] = {}
+        self._later: list[tuple[Fit, torch.optim.Optimizer, Any, At, int]] = []
+        self._in_place(state, saved, At(), 0)
+        self._within = 1
+        for fit, *optimizer in self._later:
+            with self._fitting(fit):
+                (self._stateful_in if fit == Fit() else self._optimizer)(*optimizer)
         self._check()
 
     def _check(self) -> None:
@@ -155,7 +164,8 @@ class Template:
         if self._fit.only is not None and not self._was_asked:
             texts = [*texts, nothing_chosen(self._fit.only)]
         if texts:
-            raise refusal(self._where, texts, is_missing=self._is_missing)
+            others = self._filling.is_refused
+            raise refusal(self._where, texts, is_missing=self._is_missing, is_mismatched=others)
 
     def check_tied(self, read: Callable[[Sequence[Target]], object]) -> None:
         """Raises IncompatibleCheckpoint if tensors that share memory would receive different
@@ -178,19 +188,18 @@ class Template:
     def differences(self) -> Differences:
         """Returns the differences between the state and the checkpoint."""
         unexpected = tuple(at.name for at in self._ignored)
-        return Differences(
-            tuple(self._missing), unexpected, self._renamed, tuple(self._filling.cast)
-        )
+        cast, mismatched = tuple(self._filling.cast), tuple(self._filling.mismatched)
+        return Differences(tuple(self._missing), unexpected, self._renamed, cast, mismatched)
 
-    def _takes(self, saved: Any, at: _At) -> bool:
+    def _takes(self, saved: Any, at: At) -> bool:
         """Returns whether a value of the state is restored; records a value that was not saved."""
         return self._fit.asks_for(at.name) and self._has(saved, at)
 
-    def _has(self, saved: Any, at: _At) -> bool:
+    def _has(self, saved: Any, at: At) -> bool:
         """Returns whether a requested value was saved; records a value that was not."""
         self._was_asked = True
         if saved is _ABSENT:
-            if self._fit.missing == "raise":
+            if self._fit.missing == "raise" and at.name not in self._left_out:
                 self._filling.misfits.append(f"{at} is missing in the checkpoint")
                 self._is_missing = True
             else:
@@ -201,6 +210,7 @@ class Template:
 
     def tell(self, level: int) -> None:
         """Logs saved values that are not restored into the state, or not in the intended way."""
+        self._level = level
         for text in self._useless:
             log.log(level, "%r: %s", self._where, text)
         if self._ignored and self._fit.unexpected is None:
@@ -242,8 +252,9 @@ class Template:
         for action in actions:  # which keep the state alive
             action()
         tell_lossy(self._where, self._lossy)
+        tell_kept(self._level, self._where, self._filling.mismatched)
 
-    def _in_place(self, value: Any, saved: Any, at: _At, depth: int) -> None:
+    def _in_place(self, value: Any, saved: Any, at: At, depth: int) -> None:
         """Visits a state, or an item of a tuple that is a state. It cannot be replaced by another
         object.
         """
@@ -258,19 +269,19 @@ class Template:
                 "stateful, or a tuple of these, to be restored in place; load() returns any state"
             )
         if isinstance(value, dict) and not at.keys and not is_stateful(value):
-            if (nest := _nest(saved)) is None:
-                raise self._misfit(f"{at} is a dict, but the checkpoint has {_described(saved)}")
-            self._note_copy(value, at)
+            if (nest := nest_of(saved)) is None:
+                raise self._misfit(f"{at} is a dict, but the checkpoint has {described(saved)}")
+            self._note_optimizer(value, nest, at)
             self._match_dict(value, nest, at, depth)
             return
         new = self._visit(value, saved, at, depth)
         if new is not value:
             if not (isinstance(value, list) and isinstance(new, list)):
                 kind = "a list" if isinstance(value, list) else "a dict"
-                raise self._misfit(f"{at} is {kind}, but the checkpoint has {_described(new)}")
+                raise self._misfit(f"{at} is {kind}, but the checkpoint has {described(new)}")
             self._actions.append(partial(value.__setitem__, slice(None), new))
 
-    def _visit(self, value: Any, saved: Any, at: _At, depth: int, is_exact: bool = False) -> Any:
+    def _visit(self, value: Any, saved: Any, at: At, depth: int, is_exact: bool = False) -> Any:
         """Returns the value that the state has at this place after the restore, which is the old
         object where possible. With `is_exact`, it is whatever was saved. Otherwise a tensor, or a
         dict or list with tensors, must have a counterpart.
@@ -278,6 +289,10 @@ class Template:
         if depth > DEPTH_MAX:
             raise self._misfit(f"{at} is nested more than {DEPTH_MAX} deep")
         if not self._fit.asks_within(at.name):
+            return value
+        if self._kept_state and (told := self._kept_state.get(at.name)) is not None:
+            told.append(at.name)
+            self._was_asked = True
             return value
         if (maker := left_out(saved)) is not None:
             self._refused.append((at.name, maker))
@@ -292,22 +307,24 @@ class Template:
                 if depth and value.is_nested:
                     return self._nested(value, saved, at)
                 self._tensor(value, saved, at)
+            elif at.name in self._left_out:
+                self._kept[identity_of(value)] = self._missing
             return value
         if is_stateful(value):
             self._stateful(value, saved, at, depth)
             return value
-        if isinstance(value, dict) and (saved is _ABSENT or _nest(saved) is not None):
+        if isinstance(value, dict) and (saved is _ABSENT or nest_of(saved) is not None):
             self._dict(value, saved, at, depth, is_exact)
             return value
         if isinstance(value, dict) and value and not is_exact:
-            raise self._misfit(f"{at} is a dict, but the checkpoint has {_described(saved)}")
-        if isinstance(value, list | tuple) and _holds_tensors(value):
+            raise self._misfit(f"{at} is a dict, but the checkpoint has {described(saved)}")
+        if isinstance(value, list | tuple) and holds_tensors(value):
             is_alike = type(saved) is type(value) and len(saved) == len(value)
             if is_alike or not is_exact:
                 return self._items(value, saved, at, depth, is_exact)
         return self._loaded(saved, at) if self._takes(saved, at) else value
 
-    def _items(self, value: Any, saved: Any, at: _At, depth: int, is_exact: bool) -> Any:
+    def _items(self, value: Any, saved: Any, at: At, depth: int, is_exact: bool) -> Any:
         """Visits a list or tuple that contains tensors."""
         if saved is _ABSENT:
             saved = [_ABSENT] * len(value)
@@ -321,38 +338,43 @@ class Template:
             return value
         return value._make(items) if hasattr(value, "_make") else type(value)(items)
 
-    def _check_items(self, value: Sequence[Any], saved: Any, at: _At, depth: int) -> None:
+    def _check_items(self, value: Sequence[Any], saved: Any, at: At, depth: int) -> None:
         """Raises an error if a list or tuple does not have as many items as were saved."""
         if depth > DEPTH_MAX:
             raise self._misfit(f"{at} is nested more than {DEPTH_MAX} deep")
         if not isinstance(saved, list | tuple) or len(saved) != len(value):
             raise self._misfit(
-                f"{at} has {_items(value)}, but the checkpoint has {_described(saved)}"
+                f"{at} has {counted(value)}, but the checkpoint has {described(saved)}"
             )
 
-    def _dict(self, value: dict[Any, Any], saved: Any, at: _At, depth: int, is_exact: bool) -> None:
+    def _dict(self, value: dict[Any, Any], saved: Any, at: At, depth: int, is_exact: bool) -> None:
         """Visits a dict inside the state. If no value in it is filled in place, its content is
         replaced.
         """
-        self._note_copy(value, at)
-        nest = _nest(saved) or {}
-        if (_holds_tensors(value) and not is_exact) or not self._asks_for_all(at):
+        nest = nest_of(saved) or {}
+        self._note_optimizer(value, nest, at)
+        if (holds_tensors(value) and not is_exact) or not self._asks_for_all(at):
             self._match_dict(value, nest, at, depth)
             return
         with self._fitting(self._fit.without_only()):
             if self._has(saved, at):
                 self._replace_dict(value, nest, at, depth)
 
-    def _note_copy(self, value: dict[Any, Any], at: _At) -> None:
-        """Records a dict of the caller's that contains the state of an optimizer."""
-        if not self._within and is_of_optimizer(value):
+    def _note_optimizer(self, value: dict[Any, Any], saved: Mapping[Any, Any], at: At) -> None:
+        """Records a dict that contains the state of an optimizer, and what of it stays."""
+        if not is_of_optimizer(value):
+            return
+        if not self._within:
             self._copies.append(at)
+        if self._keeps:
+            names = (At((*at.keys, *map(str, keys))).name for keys in reshaped(value, saved))
+            self._kept_state |= dict.fromkeys(names, self._filling.mismatched)
 
     def _match_dict(
         self,
         value: dict[Any, Any],
         saved: Mapping[Any, Any],
-        at: _At,
+        at: At,
         depth: int,
         is_module: bool = False,
     ) -> None:
@@ -370,18 +392,18 @@ class Template:
                 self._actions.append(partial(value.__setitem__, key, new))
 
     def _replace_dict(
-        self, value: dict[Any, Any], saved: Mapping[Any, Any], at: _At, depth: int
+        self, value: dict[Any, Any], saved: Mapping[Any, Any], at: At, depth: int
     ) -> None:
         """Makes a dict equal to the saved dict. The dict stays the same object, and so do the dicts
         and tensors in it that have a counterpart. `fit` determines the treatment of tensors without
         one.
         """
-        extra = [key for key in value if key not in saved and _holds_tensors(value[key])]
+        extra = [key for key in value if key not in saved and holds_tensors(value[key])]
         self._check_missing(extra, at)
-        skips = self._fit.unexpected is not None and _holds_tensors(value)
+        skips = self._fit.unexpected is not None and holds_tensors(value)
         new = dict[Any, Any]()
         for key, item in saved.items():
-            if skips and key not in value and _holds_stored(item):
+            if skips and key not in value and holds_stored(item):
                 self._ignored.append(at.of(key))
             elif type(saved) is not dict:  # it was pickled whole: no placeholders are in it
                 new[key] = item
@@ -389,17 +411,17 @@ class Template:
                 new[key] = self._visit(value.get(key), item, at.of(key), depth + 1, True)
         for key in extra:
             new[key] = self._visit(value[key], _ABSENT, at.of(key), depth + 1)
-        self._actions.append(partial(_refill, value, new))
+        self._actions.append(partial(refill, value, new))
 
-    def _check_missing(self, keys: Sequence[Any], at: _At) -> None:
+    def _check_missing(self, keys: Sequence[Any], at: At) -> None:
         """Raises an error if required entries of a dict are missing in the checkpoint."""
-        if keys and self._fit.missing == "raise" and self._fit.only is None:
-            missing = [at.of(key).name for key in keys]
-            near = nearest(missing[0], _names_within(self._saved, _At()))
+        missing = [name for key in keys if (name := at.of(key).name) not in self._left_out]
+        if missing and self._fit.missing == "raise" and self._fit.only is None:
+            near = nearest(missing[0], names_within(self._saved, At()))
             misfits = [missing_from_checkpoint(missing, near), *self._useless]
             raise refusal(self._where, misfits, is_missing=True)
 
-    def _asks_for_all(self, at: _At) -> bool:
+    def _asks_for_all(self, at: At) -> bool:
         """Returns whether everything in a container is requested."""
         return self._fit.asks_for(at.name) or self._fit.asks_for(f"{at.name}/")
 
@@ -410,9 +432,9 @@ class Template:
         yield
         self._fit = before
 
-    def _own_value(self, value: PerRank, saved: Any, at: _At) -> None:
+    def _own_value(self, value: PerRank, saved: Any, at: At) -> None:
         if not isinstance(saved, dict) or not isinstance(saved.get(PER_RANK), str):
-            raise self._misfit(f"{at} is a PerRank, but the checkpoint has {_described(saved)}")
+            raise self._misfit(f"{at} is a PerRank, but the checkpoint has {described(saved)}")
         name, its = saved[PER_RANK], self._per_rank
         assert its is not None
         self._actions.append(lambda: setattr(value, "read_saved", partial(its.of_all, name)))
@@ -438,17 +460,17 @@ class Template:
             self._actions.append(lambda: setattr(value, "value", own))
         self._actions.append(lambda: setattr(value, "found", True))
 
-    def _nested(self, tensor: torch.Tensor, saved: Any, at: _At) -> torch.Tensor:
+    def _nested(self, tensor: torch.Tensor, saved: Any, at: At) -> torch.Tensor:
         """Returns the saved nested tensor, which replaces the state's, whose memory may have other
         sizes.
         """
         if not isinstance(saved, torch.Tensor) or not saved.is_nested:
             raise self._misfit(
-                f"{at} is a nested tensor, but the checkpoint has {_described(saved)}"
+                f"{at} is a nested tensor, but the checkpoint has {described(saved)}"
             )
         return saved.to(tensor.device)
 
-    def _tensor(self, tensor: Any, saved: Any, at: _At) -> None:
+    def _tensor(self, tensor: Any, saved: Any, at: At) -> None:
         """Adds a target or an action that fills a tensor with its part of a stored tensor."""
         if (parted := parted_of(saved)) is not None:
             self._put_part(tensor, parted, at)
@@ -459,11 +481,12 @@ class Template:
         elif isinstance(saved, torch.Tensor) and (tensor.is_nested or not saved.is_nested):
             key = id(saved)
         else:
-            raise self._misfit(f"{at} is a tensor, but the checkpoint has {_described(saved)}")
+            raise self._misfit(f"{at} is a tensor, but the checkpoint has {described(saved)}")
         place = self._filling.place(
             str(at), at.name, tensor, key, saved if stored is None else stored
         )
         if place is None:
+            self._kept[identity_of(tensor)] = self._filling.mismatched
             return
         local, box = place
         if stored is not None:
@@ -479,41 +502,48 @@ class Template:
         if local.numel():
             self._actions.append(put)
 
-    def _put_part(self, tensor: Any, parted: Parted, at: _At) -> None:
+    def _put_part(self, tensor: Any, parted: Parted, at: At) -> None:
         """Adds an action that fills this rank's part of a DTensor with the saved part."""
         if not is_sharded(tensor) or tuple(tensor.shape) != parted.shape:
             kind = "DTensor" if is_sharded(tensor) else type(tensor).__name__
-            self._filling.misfits.append(
+            text = (
                 f"{at} is a {kind} of shape {[*tensor.shape]}, but the checkpoint has a DTensor of "
                 f"shape {[*parted.shape]}, whose parts are of the class {parted.spread.kind}"
             )
+            if tuple(tensor.shape) == parted.shape:
+                self._filling.misfits.append(text)
+            else:
+                self._filling.note_mismatch(at.name, text)
+                self._kept[identity_of(tensor)] = self._filling.mismatched
             return
         local, box = dtensor_part(str(at), tensor)
         if (part := self._additions.part(parted, box)) is not None:
             self._actions.append(lambda: put_converted(local, part))
 
-    def _stateful(self, value: Any, saved: Any, at: _At, depth: int) -> None:
+    def _stateful(self, value: Any, saved: Any, at: At, depth: int) -> None:
         """Restores an object by its load_state_dict(), after its tensors are filled in place."""
         value = unwrapped(value)
+        if isinstance(value, torch.optim.Optimizer):
+            self._later.append(
+                (self._fit, value, saved, at, depth)
+            )  # when all parameters are known
+            return
         self._within += 1
-        if isinstance(value, torch.optim.Optimizer) and self._fit != Fit():
-            self._optimizer(value, saved, at, depth)
-        else:
-            self._stateful_in(value, saved, at, depth)
+        self._stateful_in(value, saved, at, depth)
         self._within -= 1
 
-    def _stateful_in(self, value: Any, saved: Any, at: _At, depth: int) -> None:
+    def _stateful_in(self, value: Any, saved: Any, at: At, depth: int) -> None:
         """Restores an object with the state that it saved, keeping its own tensors where it has
         them.
         """
-        own, nest = value.state_dict(), _nest(saved)
+        own, nest = value.state_dict(), nest_of(saved)
         if not isinstance(own, dict) or not (own or nest is not None):
             if self._takes(saved, at):
                 self._give(value, self._loaded(saved, at), at)
             return
         is_there = saved is not _ABSENT
         if is_there and nest is None:
-            raise self._misfit(f"{at} has a dict, but the checkpoint has {_described(saved)}")
+            raise self._misfit(f"{at} has a dict, but the checkpoint has {described(saved)}")
         nest = {} if nest is None else nest
         if isinstance(value, torch.optim.Optimizer):
             if is_there and counts_parameters(value) and sizes(nest) != sizes(own):
@@ -521,11 +551,16 @@ class Template:
                 return
             if is_there and counts_parameters(value):  # it drops the state that it had
                 self._filling.optimizers[at.name] = set()
-            had, own = own, completed(value, own, nest)
-        own = _copied(own)  # it may be the very dict that the object keeps its state in
+            had, (nest, staying) = own, self._with_kept_state(value, own, nest, at)
+            own = completed(value, own, nest)
+            own = own | {"state": own["state"] | staying} if staying else own
+        elif not isinstance(value, torch.nn.Module):
+            self._note_optimizer(own, nest, at)
+        own = copied(own)  # it may be the very dict that the object keeps its state in
         count, targets = self._taken, len(self.names_of_targets)
+        replaced = dict[Any, torch.Tensor]()
         if isinstance(value, torch.nn.Module):
-            self._module(value, own, nest, at, depth)
+            replaced = self._module(value, own, nest, at, depth)
         elif is_there and self._asks_for_all(at):
             with self._fitting(self._fit.without_only()):
                 self._has(saved, at)
@@ -533,38 +568,89 @@ class Template:
         else:
             self._match_dict(own, nest, at, depth)
         if isinstance(value, torch.optim.Optimizer):  # it has no tensors that were only made here
-            names = {*_names_within(had, at)}
+            names = {*names_within(had, at)}
             new = [name for name in self.names_of_targets[targets:] if name in names]
             self.names_of_targets[targets:] = new
         if is_there and (self._taken > count or self._fit.only is None):
-            self._give(value, own, at)
+            self._give(value, own, at, replaced)
+
+    def _with_kept_state(
+        self, optimizer: torch.optim.Optimizer, own: dict[str, Any], saved: dict[str, Any], at: At
+    ) -> tuple[dict[str, Any], dict[Any, Any]]:
+        """Records the state of those parameters of an optimizer that stay as they are. Returns the
+        saved state without these, and what the optimizer has for them.
+        """
+        theirs, mine = nest_of(saved.get("state")), own.get("state")
+        if not isinstance(mine, dict) or theirs is None:
+            return saved, {}
+        if not (self._keeps or self._kept or self._left_out):
+            return saved, {}
+        self._note_optimizer(own, saved, at)
+        staying, rest = dict[Any, Any](), dict(theirs)
+        for number, parameter in parameters_of(optimizer, own).items():
+            name = at.of("state").of(number).name
+            keys = (id(parameter), identity_of(parameter))
+            lists = [self._kept.get(keys[0]), self._kept.get(keys[1]), self._kept_state.get(name)]
+            lists += [self._missing] if name in self._left_out else []
+            told = next((its for its in lists if its is not None), None)
+            if told is None:
+                continue
+            self._kept_state[name] = told
+            is_saved = rest.pop(number, None) is not None
+            if is_saved and told is self._filling.mismatched and not self._keeps:
+                text = "is the state of an optimizer for a tensor of another shape"
+                self._filling.note_mismatch(name, f"{name!r} {text} in the checkpoint")
+            elif number in mine:
+                staying[number] = mine[number]
+                stay = self._filling.optimizers.get(at.name, set())
+                stay.update(names_within(mine[number], at.of("state").of(number)))
+            elif is_saved:
+                told.append(name)
+        return saved | {"state": rest | {key: {} for key in staying}}, staying
 
     def _module(
         self,
         module: torch.nn.Module,
         own: dict[Any, Any],
         saved: Mapping[Any, Any],
-        at: _At,
+        at: At,
         depth: int,
-    ) -> None:
-        """Visits the state_dict of a module, in which the names are fixed."""
+    ) -> dict[Any, torch.Tensor]:
+        """Visits the state_dict of a module, in which the names are fixed. Returns its tensors in
+        whose place the dict gets others, for code of the module's own.
+        """
+        asked = {key: item for key, item in own.items() if self._fit.asks_for(at.of(key).name)}
+        new = adapted(module, asked, lambda key: saved_shape(saved.get(key)))
+        replaced = {key: own[key] for key in new}
+        own.update(new)
         unknown = [key for key in saved if key not in own and self._fit.asks_for(at.of(key).name)]
         if self._fit.unexpected is None:
             own.update(dict.fromkeys(unknown))  # load_state_dict() decides whether they fit
         self._match_dict(own, saved, at, depth, is_module=True)
-        if unknown and _is_strict(module) and self._fit.unexpected is None:
+        are_any = bool(self._kept or replaced)
+        for key, parameter in module.named_parameters(remove_duplicate=False) if are_any else ():
+            told = self._kept.get(identity_of(own[key])) if key in own else None
+            if key in replaced and not torch.nn.parameter.is_lazy(parameter):
+                told = self._filling.mismatched
+            if told is not None:
+                self._kept[id(parameter)] = told  # a part of a DTensor may have no memory
+        if unknown and is_strict(module) and self._fit.unexpected is None:
+            names = listed(repr(at.of(key).name) for key in unknown)
             raise self._misfit(
-                f"{at} is a module without {listed(map(repr, unknown))}, which the checkpoint "
-                "has: restore into a dict of the values that you want, or pass "
-                "unexpected='ignore'"
+                f"{at} is a module without {names}, which the checkpoint has: restore into a dict "
+                "of the values that you want, or pass unexpected='ignore'"
             )
+        return replaced
 
-    def _give(self, value: Any, state_dict: Any, at: _At) -> None:
+    def _give(
+        self, value: Any, state_dict: Any, at: At, replaced: Mapping[Any, torch.Tensor] = {}
+    ) -> None:
         """Adds an action that makes an object load a state, after everything has been read."""
 
         def give() -> None:
             try:
-                value.load_state_dict(state_dict)
+                refused = load(value, state_dict, replaced, self._keeps)
+                self._filling.mismatched += [at.of(key).name for key in refused]
             except Exception as error:
                 kind = type(value).__name__
                 message = f"{at}, {kind}, rejected its state from {self._where!r}: {error}"
@@ -572,17 +658,17 @@ class Template:
 
         (self._last if isinstance(value, Generators) else self._actions).append(give)
 
-    def _optimizer(self, value: torch.optim.Optimizer, saved: Any, at: _At, depth: int) -> None:
+    def _optimizer(self, value: torch.optim.Optimizer, saved: Any, at: At, depth: int) -> None:
         """Restores an optimizer completely or not at all: its parameters have numbers instead of
         names, and it cannot continue with half of its state.
         """
         if not self._asks_for_all(at):
             # Whoever asks for a part of it has not mistyped a name.
-            inside = _names_within(value.state_dict(), at)
+            inside = names_within(value.state_dict(), at)
             self._was_asked = self._was_asked or any(map(self._fit.asks_for, inside))
             return
         if not self._has(saved, at):
-            self._filling.optimizers[at.name] = {*_names_within(value.state_dict(), at)}
+            self._filling.optimizers[at.name] = {*names_within(value.state_dict(), at)}
             return
         theirs = unescaped(saved)
         if not isinstance(theirs, dict) or sizes(theirs) != sizes(value.state_dict()):
@@ -591,7 +677,7 @@ class Template:
         with self._fitting(Fit(dtype=self._fit.dtype)):
             self._stateful_in(value, saved, at, depth)
 
-    def _loaded(self, saved: Any, at: _At) -> Any:
+    def _loaded(self, saved: Any, at: At) -> Any:
         """Returns a saved value as a new object, with new tensors."""
         self._refused += notes_in(saved, at.name)
         if self._within and "state" in at.keys:
@@ -611,90 +697,3 @@ class Template:
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     parts = zip(box.offsets, box.sizes, strict=True)
     return tensor[tuple(slice(offset, offset + size) for offset, size in parts)]
-
-
-def _names_within(value: Any, at: _At) -> Iterator[str]:
-    """Yields the name of each value and of each container in a nest of containers. A container
-    that occurs several times is visited once.
-    """
-    ahead, visited = [(at, value)], set[int]()
-    while ahead:
-        at, value = ahead.pop()
-        yield at.name
-        is_nest = isinstance(value, dict) and TENSOR not in value and left_out(value) is None
-        if (is_nest or isinstance(value, list | tuple)) and id(value) not in visited:
-            ahead += [(at.of(key), item) for key, item in items_in(unescaped(value))]
-        visited.add(id(value))
-
-
-def _copied(value: Any, depth: int = 0) -> Any:
-    """Returns a copy of a nest of dicts, with the same types."""
-    if not isinstance(value, dict) or depth > DEPTH_MAX:
-        return value
-    new = copy.copy(value)
-    for key, item in value.items():
-        new[key] = _copied(item, depth + 1)
-    return new
-
-
-def _nest(saved: Any) -> dict[Any, Any] | None:
-    """Returns a dict of saved values; None for placeholders and values that are not dicts."""
-    inner = unescaped(saved)
-    if not isinstance(inner, dict) or left_out(saved) is not None:
-        return None
-    is_placeholder = TENSOR in saved or isinstance(saved.get(PER_RANK), str)
-    return None if is_placeholder and inner is saved and type(saved) is dict else inner
-
-
-def _refill(value: dict[Any, Any], items: Mapping[Any, Any]) -> None:
-    """Replaces the content of a dict item by item, because a subclass may store and count items in
-    its own way.
-    """
-    value.clear()
-    for key, item in items.items():
-        value[key] = item
-
-
-def _holds_tensors(value: Any, depth: int = 0) -> bool:
-    if isinstance(value, torch.Tensor | PerRank) or is_stateful(value):
-        return True
-    if depth > DEPTH_MAX:
-        return False
-    return isinstance(value, dict | list | tuple) and any(
-        type(item) not in ATOMS and _holds_tensors(item, depth + 1) for _, item in items_in(value)
-    )
-
-
-def _holds_stored(saved: Any) -> bool:
-    """Returns whether a saved value is or contains a tensor or a PerRank."""
-    ahead, visited = [saved], set[int]()
-    while ahead:
-        value = ahead.pop()
-        if isinstance(value, torch.Tensor) or (isinstance(value, dict) and _nest(value) is None):
-            return True
-        if isinstance(value, dict | list | tuple) and id(value) not in visited:
-            ahead += [item for _, item in items_in(unescaped(value))]
-            visited.add(id(value))
-    return False
-
-
-def _is_strict(value: Any) -> bool:
-    """Returns whether load_state_dict() is torch's own, which refuses keys that a module lacks."""
-    if not isinstance(value, torch.nn.Module):
-        return False
-    hooks = (module._load_state_dict_pre_hooks for module in value.modules())
-    return type(value).load_state_dict is torch.nn.Module.load_state_dict and not any(hooks)
-
-
-def _items(value: Sequence[Any]) -> str:
-    return "1 item" if len(value) == 1 else f"{len(value)} items"
-
-
-def _described(saved: Any) -> str:
-    if isinstance(saved, dict) and _nest(saved) is None:
-        return "a tensor" if TENSOR in saved else "a PerRank"
-    if isinstance(saved, list | tuple):
-        return _items(saved)
-    if isinstance(saved, torch.Tensor):
-        return "a nested tensor" if saved.is_nested else "a tensor"
-    return f"a {type(saved).__name__}"

@@ -53,7 +53,7 @@ def restore(disk: Path) -> Restore:
 
 def test_nothing_differs(restore: Restore) -> None:
     state = {"w": torch.zeros(3)}
-    assert restore({"w": torch.ones(3)}, state) == ((), (), {}, ()) and state["w"].sum() == 3
+    assert restore({"w": torch.ones(3)}, state) == ((), (), {}, (), ()) and state["w"].sum() == 3
 
 
 def test_what_was_not_saved_is_kept_and_named(restore: Restore) -> None:
@@ -109,7 +109,7 @@ def test_all_shapes_that_differ_are_told_at_once(restore: Restore) -> None:
 def test_what_the_state_has_not(restore: Restore, caplog: pytest.LogCaptureFixture) -> None:
     saved = {"model": backbone(1), "extra": torch.ones(3), "step": 5}
     state: dict[str, Any] = {"model": torch.nn.Sequential(filled(torch.nn.Linear(3, 600), 0))}
-    with pytest.raises(IncompatibleCheckpoint, match=r"a module without '1\.weight', '1\.bias'"):
+    with pytest.raises(IncompatibleCheckpoint, match=r"without 'model/1\.weight', 'model/1\.bias'"):
         restore(saved, state)
     with pytest.raises(IncompatibleCheckpoint, match=r"has 'extra', 'step', 'model/1\.w"):
         restore(saved, state, unexpected="raise")
@@ -150,9 +150,12 @@ def test_a_pattern_that_fits_no_name_is_told(
 
 
 def test_a_pattern_applies_to_what_those_before_it_made() -> None:
-    names, told = Fit(rename={"^a": "b", "b$": "c", "a$": "d"}).new_names(["a", "b"])
+    names, told, _ = Fit(rename={"^a": "b", "b$": "c", "a$": "d"}).new_names(["a", "b"])
     assert names == ["c", "c"]
     assert told == ["rename has 'a$', which matches no name: correct it or leave it out"]
+    patterns: dict[str, str | None] = {"^a": "b", "b1": None, "b": "c", "b2": "d"}
+    names, told, left_out = Fit(rename=patterns).new_names(["a1", "a2"])
+    assert (names, left_out) == ([None, "c2"], {"b1"}) and "'b2', which matches no name" in told[0]
 
 
 def test_names_are_changed_by_a_function(restore: Restore) -> None:
