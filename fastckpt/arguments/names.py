@@ -44,10 +44,12 @@ def missing_from_checkpoint(names: Iterable[str], hint: str = "") -> str:
 
 
 def fits_none(pattern: str | tuple[str, ...], names: Sequence[str]) -> str:
-    """Returns the message about a pattern of rename= that matches no name, with similar names."""
+    """Returns the message about a pattern of rename= that matches no name, with similar names or
+    the first names.
+    """
     text = pattern if isinstance(pattern, str) else pattern[0]
     near = get_close_matches(text, names[:_COMPARED_MAX])
-    hint = f" (similar names there: {', '.join(map(repr, near))})" if near else ""
+    hint = f" ({'similar ' if near else ''}names there: {listed(map(repr, near or names))})"
     return f"rename has {pattern!r}, which matches no name{hint}: correct it or leave it out"
 
 

@@ -35,14 +35,14 @@ from fastckpt.cli.progress import progress
 from fastckpt.cli.shared_arguments import is_directory, is_there, parts, shown_name, shown_others
 from fastckpt.directories.directory_plan import tell_lossy
 from fastckpt.directories.draft import Draft
-from fastckpt.directories.export import add_files, chosen, take_name, write_file
+from fastckpt.directories.export import add_files, chosen, names_in_model, take_name, write_file
 from fastckpt.directories.save import save_directory, wait_for_directories
 from fastckpt.errors import CheckpointError, IncompatibleCheckpoint, StorageError, telling
 from fastckpt.formats import safetensors
 from fastckpt.formats.conversion import put_converted
 from fastckpt.formats.hugging_face import ADAPTER_CONFIG, CONFIG, files_for_a_model
 from fastckpt.formats.step_names import NAME as STEP_NAME
-from fastckpt.formats.value_names import dotted, keys_of
+from fastckpt.formats.value_names import keys_of
 from fastckpt.saving import pipeline
 from fastckpt.steps.log import NAME as LOG_NAME
 from fastckpt.storage import atomic
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _rules(text: str) -> Mapping[str, str]:
+def _rules(text: str) -> Mapping[str, str | None]:
     """Parses a Python dict for load_into(rename=)."""
     try:
         rules = ast.literal_eval(text.strip())
@@ -130,7 +130,7 @@ def _rules(text: str) -> Mapping[str, str]:
             raise ValueError("it is not a dict")
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
         raise CheckpointError(
-            f"--rename is {text!r}, must be a dict of strings for load_into(rename=), such as "
+            f"--rename is {text!r}, must be a dict for load_into(rename=), such as "
             f'{{"^model/": ""}}: {error}'
         ) from None
     return rules
@@ -183,14 +183,15 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
     """Returns the tensors to copy with their new names, in the checkpoint's order."""
     is_dotted, prefix = arguments.to in ("safetensors", "hf"), arguments.prefix
 
-    def without_prefix(old: str) -> str | None:
-        name = dotted(old) if is_dotted and tensors.has_paths else old
+    def without_prefix(name: str) -> str | None:
         return name.removeprefix(prefix) if name.startswith(prefix) else None
 
     named = [(name, stored.dtype) for name, stored in tensors.listed()]
     # If names are paths of keys, the name of a tensor without any key is also empty.
     has_empty = not is_dotted and not tensors.has_paths
-    spelled = without_wrappers if is_dotted else list
+    spelled: Callable[[Sequence[str]], list[str]] = list
+    if is_dotted:
+        spelled = names_in_model if tensors.has_paths else without_wrappers
     olds, old_names, copies = [*tensors], dict[str, str](), list[Copy]()
     for number, name, dtype in chosen(
         named, arguments.dtype, without_prefix, arguments.glob, spelled, has_empty
@@ -199,9 +200,8 @@ def _chosen(tensors: fastckpt.LazyTensors, arguments: argparse.Namespace) -> lis
         copies.append(Copy(name, tensors[olds[number]], dtype))
     if not copies:
         raise CheckpointError(
-            f"{tensors.path!r} holds no matching tensor: --glob {arguments.glob!r} applies to "
-            f"the names that inspect lists, and --prefix {prefix!r} to the names that are "
-            f"written, which have {'.' if is_dotted else '/'!r} between keys"
+            f"{tensors.path!r} holds no tensor that matches --glob {arguments.glob!r} and --prefix "
+            f"{prefix!r}; its names are {listed(map(shown_name, tensors))}"
         )
     unknown = [copy.name for copy in copies if not safetensors.can_hold(copy.dtype, copy.shape)]
     if unknown and is_dotted:

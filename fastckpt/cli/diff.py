@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
     local, rules = arguments.local, dict(arguments.rename)
     with opened(arguments.a, local, rules or None) as a, opened(arguments.b, local) as b:
         in_a, in_b = _by_name(a, a, b), _by_name(b, b, a)
-        names = [name for name in {**in_a, **in_b} if fnmatch.fnmatchcase(name, arguments.glob)]
+        told = {**in_a, **in_b, **(in_a if a.has_paths else {})}  # the names that inspect lists
+        names = [name for name in told if fnmatch.fnmatchcase(told[name], arguments.glob)]
         only_a = [name for name in names if name not in in_b]
         only_b = [name for name in names if name not in in_a]
         both = [name for name in names if name in in_a and name in in_b]
@@ -65,15 +66,15 @@ def run(arguments: argparse.Namespace) -> int:
         with progress(sum(a[in_a[name]].nbytes for name in both), "compared") as done:
             for name in _in_file_order(both, a, in_a, b, in_b):
                 difference = compare(a[in_a[name]], b[in_b[name]], done)
-                differences += [difference._replace(name=name)] if difference else []
+                differences += [difference._replace(name=told[name])] if difference else []
         differences.sort(key=lambda each: each.size, reverse=True)
         objects = _objects(_digests(a, b, arguments.a), _digests(b, a, arguments.b), arguments.glob)
         others = {"A": a.others, "B": b.others}
     equal = len(both) - len(differences)
     if arguments.json:
         summary = {
-            "only_a": only_a,
-            "only_b": only_b,
+            "only_a": [told[name] for name in only_a],
+            "only_b": [told[name] for name in only_b],
             "different": [difference._asdict() for difference in differences],
             "equal": equal,
             "objects": objects,
@@ -81,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(summary, indent=1))
     else:
-        _print_only(only_a, only_b)
+        _print_only(map(told.__getitem__, only_a), map(told.__getitem__, only_b))
         for difference in differences:
             print(f"{shown_name(difference.name)}: {difference.text}")
         _print_objects(objects)

@@ -188,9 +188,8 @@ _COMMANDS = {
             "--prefix",
             default="",
             help=(
-                "only tensors whose names begin with this prefix, which is removed. For "
-                'safetensors and hf, names have "." between keys ("model."); for other formats, '
-                'they are the names that inspect lists ("model/")'
+                "only tensors whose names in inspect begin with this prefix, such as model/; the "
+                "prefix is removed"
             ),
         ),
         _any(
@@ -199,7 +198,8 @@ _COMMANDS = {
             metavar="DICT",
             help=(
                 "new names: a Python dict of patterns, like load_into(rename=)'s, such as "
-                '\'{"^model/": ""}\'. --glob and --prefix then apply to the new names'
+                '\'{"^model/": "", "^optimizer/": None}\', where None leaves tensors out. --glob '
+                "and --prefix then apply to the new names"
             ),
         ),
         _any(

@@ -103,7 +103,7 @@ def test_nests_names_and_dtypes(disk: Path, capsys: pytest.CaptureFixture[str]) 
     state = {"model": model, "optimizer": {"state": {0: {"m": torch.randn(30, 20)}}}, "step": 3}
     fastckpt.save(state, disk / "a.pt").result(60)
     a = str(disk / "a.pt")
-    options = ["--prefix", "model.", "--dtype", "bf16"]
+    options = ["--prefix", "model/", "--dtype", "bf16"]
     assert main(["convert", a, str(disk / "hf"), "--to", "hf", *options]) == 0
     assert "2 tensors" in capsys.readouterr().out
     found = by_hugging_face(disk / "hf")
@@ -151,12 +151,15 @@ def test_values_that_are_no_tensors_are_told(
     assert f"; left out: {left}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("to", "prefix"), [("hf", "model."), ("dcp", "model/")])
-def test_tensors_get_other_names(to: str, prefix: str, disk: Path) -> None:
+@pytest.mark.parametrize("to", ["hf", "dcp"])
+def test_tensors_get_other_names(to: str, disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     state = {"h": {"attn": torch.ones(3)}, "wte": torch.zeros(2)}
     torch.save({"net": state, "optimizer": {"lr": torch.ones(2)}}, disk / "a.pt")
-    options = ["--prefix", prefix, "--rename", r'{"^net/": "model/", r"/h/(\w+)": r"/\1/h"}']
-    assert main(["convert", str(disk / "a.pt"), str(disk / to), "--to", to, *options]) == 0
+    rules = r'{"^net/": "model/", r"/h/(\w+)": r"/\1/h", "lr": None}'
+    options = [str(disk / "a.pt"), str(disk / to), "--to", to, "--rename", rules]
+    assert main(["convert", *options, "--prefix", "model."]) == 1
+    assert "its names are model/attn/h, model/wte" in capsys.readouterr().err
+    assert main(["convert", *options, "--prefix", "model/"]) == 0
     found = READERS[to](disk / to)
     assert found.keys() == {"attn.h", "wte"}
     same(found["attn.h"], torch.ones(3))
@@ -224,7 +227,7 @@ def test_a_converted_step_has_its_number(disk: Path) -> None:
     ("state", "options", "words"),
     [
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ["--to", "hf"], "'a.b'"),
-        ({"a": torch.ones(1)}, ["--to", "hf", "--glob", "x"], "holds no matching tensor"),
+        ({"a": torch.ones(1)}, ["--to", "hf", "--glob", "x"], "holds no tensor that matches"),
         ({"a": torch.ones(1, dtype=torch.cdouble)}, ["--to", "safetensors"], "no dtype for a: ch"),
         ({"a": torch.ones(1)}, ["--to", "hf", "--shard-size", "much"], "shard-size"),
         (torch.ones(1), ["--to", "safetensors"], "has no name, because it is not in a"),

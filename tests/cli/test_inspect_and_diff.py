@@ -416,6 +416,22 @@ def test_files_that_are_not_as_listed_are_told(
     assert "checkpoint-6' is damaged: model.safetensors is missing" in capsys.readouterr().err
 
 
+def test_diff_tells_names_as_inspect_does(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With "/" between keys, also where the other checkpoint has "." there."""
+    model = {"0.w": torch.zeros(3), "0.b": torch.zeros(3)}
+    a, b = saved(disk, "a.pt", model=model, x=torch.zeros(2)), str(disk / "b.safetensors")
+    safetensors.torch.save_file({"model.0.w": torch.ones(3), "model.0.b": torch.zeros(3)}, b)
+    for pair in ((a, b), (b, a)):
+        found = told(capsys, "diff", *pair, "--glob", "model/*", status=1)
+        assert [each["name"] for each in found["different"]] == ["model/0.w"]
+        assert (found["equal"], found["only_a"], found["only_b"]) == (1, [], [])
+    assert main(["diff", a, b]) == 1
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "only in A: x",
+        "model/0.w: 100% of its elements differ, by up to 1",
+    ]
+
+
 def test_diff_compares_in_parts(
     disk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

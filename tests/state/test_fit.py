@@ -152,7 +152,8 @@ def test_a_pattern_that_fits_no_name_is_told(
 def test_a_pattern_applies_to_what_those_before_it_made() -> None:
     names, told, _ = Fit(rename={"^a": "b", "b$": "c", "a$": "d"}).new_names(["a", "b"])
     assert names == ["c", "c"]
-    assert told == ["rename has 'a$', which matches no name: correct it or leave it out"]
+    there = "(names there: 'c', 'c')"
+    assert told == [f"rename has 'a$', which matches no name {there}: correct it or leave it out"]
     patterns: dict[str, str | None] = {"^a": "b", "b1": None, "b": "c", "b2": "d"}
     names, told, left_out = Fit(rename=patterns).new_names(["a1", "a2"])
     assert (names, left_out) == ([None, "c2"], {"b1"}) and "'b2', which matches no name" in told[0]
