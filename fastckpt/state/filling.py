@@ -209,6 +209,12 @@ class Filling:
         return [*told, missing_from_checkpoint(absent, advice)] if absent else told
 
 
+def part_at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """Returns a view of a rectangle of a tensor."""
+    parts = zip(box.offsets, box.sizes, strict=True)
+    return tensor[tuple(slice(offset, offset + size) for offset, size in parts)]
+
+
 def check_shape(at: str, tensor: Any) -> None:
     """Raises TypeError for a tensor without a shape."""
     if tensor.is_nested:

@@ -22,7 +22,7 @@ from fastckpt.formats.partial_objects import left_out, notes_in
 from fastckpt.plan.boxes import Box, whole
 from fastckpt.state.additions import Additions, is_other, saved_shape
 from fastckpt.state.dtensors import dtensor_part, identity_of
-from fastckpt.state.filling import Filling
+from fastckpt.state.filling import Filling, part_at
 from fastckpt.state.fit import (
     Differences,
     Fit,
@@ -177,7 +177,7 @@ class Template:
 
         def part_of(stored: Stored | torch.Tensor, box: Box) -> torch.Tensor:
             if isinstance(stored, torch.Tensor):
-                return _part(stored, box)
+                return part_at(stored, box)
             part = torch.empty(box.sizes, dtype=stored.dtype, device="cpu")
             read([Target(*stored, box, part)])
             return part
@@ -486,14 +486,14 @@ class Template:
             str(at), at.name, tensor, key, saved if stored is None else stored
         )
         if place is None:
-            self._kept[identity_of(tensor)] = self._filling.mismatched
+            self._note_kept(tensor)
             return
         local, box = place
         if stored is not None:
             self.targets.append(Target(*stored, box, local))
             self.names_of_targets.append(at.name)
             return
-        part = saved if box == whole(saved.shape) else _part(saved, box)
+        part = saved if box == whole(saved.shape) else part_at(saved, box)
 
         def put() -> None:
             if put_converted(local, part):
@@ -501,6 +501,11 @@ class Template:
 
         if local.numel():
             self._actions.append(put)
+
+    def _note_kept(self, tensor: torch.Tensor) -> None:
+        """Records a tensor that stays as it is because of its shape, unless this is an error."""
+        if self._keeps:
+            self._kept[identity_of(tensor)] = self._filling.mismatched
 
     def _put_part(self, tensor: Any, parted: Parted, at: At) -> None:
         """Adds an action that fills this rank's part of a DTensor with the saved part."""
@@ -514,7 +519,7 @@ class Template:
                 self._filling.misfits.append(text)
             else:
                 self._filling.note_mismatch(at.name, text)
-                self._kept[identity_of(tensor)] = self._filling.mismatched
+                self._note_kept(tensor)
             return
         local, box = dtensor_part(str(at), tensor)
         if (part := self._additions.part(parted, box)) is not None:
@@ -581,9 +586,8 @@ class Template:
         saved state without these, and what the optimizer has for them.
         """
         theirs, mine = nest_of(saved.get("state")), own.get("state")
-        if not isinstance(mine, dict) or theirs is None:
-            return saved, {}
-        if not (self._keeps or self._kept or self._left_out):
+        may_stay = self._keeps or self._kept or self._left_out
+        if not may_stay or theirs is None or not isinstance(mine, dict):
             return saved, {}
         self._note_optimizer(own, saved, at)
         staying, rest = dict[Any, Any](), dict(theirs)
@@ -692,8 +696,3 @@ class Template:
             return own
 
         return fill(saved, self._additions.tensor, own_value_of, self._filled)
-
-
-def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    parts = zip(box.offsets, box.sizes, strict=True)
-    return tensor[tuple(slice(offset, offset + size) for offset, size in parts)]

@@ -11,10 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 import fastckpt
 from fastckpt.errors import IncompatibleCheckpoint
+from tests.crews.group_crew import Crew, Member, Nursery, Outcome, attempt
 from tests.kit.kinds import by_safetensors, by_torch
+from tests.kit.torches import needs_fsdp2
 
 Filled = Callable[..., fastckpt.Differences]
 
@@ -319,3 +324,91 @@ def test_an_optimizer_of_lazy_modules_gets_its_state(disk: Path) -> None:
     assert not any(restored(mine, by_step(saved, disk), mismatched="keep"))
     got, want = (its["optimizer"].state_dict()["state"] for its in (mine, saved))
     assert str(got) == str(want)
+
+
+class Sharded(torch.nn.Module):
+    """A table that takes another number of rows from a DTensor."""
+
+    def __init__(self, rows: int, value: float) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.full((rows, 600), float(value)))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        saved, own = state_dict[f"{prefix}table"].full_tensor(), self.table.full_tensor()
+        whole = torch.cat([saved, own.detach()[len(saved) :]])[: len(own)]
+        mesh, placements = self.table.device_mesh, self.table.placements
+        state_dict[f"{prefix}table"] = distribute_tensor(whole, mesh, placements)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+def spread(words: int, few: int, rows: int, value: float, steps: int) -> dict[str, Any]:
+    """Returns a model under FSDP2, whose tensor of few rows has no part on some rank."""
+    model: Any = torch.nn.Module()
+    model.words = torch.nn.Embedding(words, 600)
+    model.few, model.table = torch.nn.Embedding(few, 3), Sharded(rows, value)
+    model.rest = torch.nn.Linear(600, 2)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, value)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.Adam(model.parameters())
+    for _ in range(steps):
+        step_once(model, optimizer)
+    return {"optimizer": optimizer, "model": model}
+
+
+def step_once(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+
+
+def save_spread(member: Member, root: str) -> Outcome:
+    def save() -> None:
+        with fastckpt.Checkpointer(root) as checkpointer:
+            checkpointer.save(7, spread(900, 5, 300, 1, steps=5)).result(60)
+
+    return attempt(save)
+
+
+def restore_spread(member: Member, root: str, way: str, steps: int) -> Outcome:
+    def restore() -> Any:
+        state = spread(951, 1, 301, 2, steps)
+        fill = {"restore": restored, "load_into": fastckpt.load_into}[way]
+        error = None
+        try:
+            fill(state, Path(root))
+        except IncompatibleCheckpoint as raised:
+            error = str(raised)
+        found = fill(state, Path(root), mismatched="keep")
+        model, optimizer = state["model"], state["optimizer"]
+        means = [float(its.detach().full_tensor().mean()) for its in model.parameters()]
+        numbers = optimizer.state_dict()["state"]
+        counts = {key: float(items["step"]) for key, items in numbers.items()}
+        step_once(model, optimizer)
+        return error, found.mismatched, means, counts
+
+    return attempt(restore)
+
+
+@needs_fsdp2
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("way", ["restore", "load_into"])
+def test_all_ranks_keep_the_same(way: str, steps: int, nursery: Nursery, disk: Path) -> None:
+    crew: Crew = nursery.lasting_crew(2)
+    for outcome in crew(save_spread, str(disk / "run")):
+        assert outcome.error is None
+    outcomes = crew(restore_spread, str(disk / "run"), way, steps)
+    assert [outcome.error for outcome in outcomes] == [None] * 2
+    (told, mismatched, means, counts), other = (outcome.value for outcome in outcomes)
+    assert other == (told, mismatched, means, counts), "both ranks say the same"
+    assert "'model/words.weight' has shape [951, 600], but [900, 600] in the checkpoint" in told
+    optimizers = [f"optimizer/state/{number}" for number in range(3)]
+    is_created = way == "restore" or steps > 0  # load_into creates no state
+    names = ["model/words.weight", "model/few.weight", *(optimizers if is_created else [])]
+    assert {*mismatched} == {*names}
+    saved, mine = 1 - 5 * 0.001, 2 - steps * 0.001  # Adam with equal gradients
+    rows = (300 * saved + mine) / 301
+    assert means == pytest.approx([mine, mine, rows, saved, saved], abs=1e-4)
+    kept = {number: steps for number in range(3)} if steps else {}
+    assert counts == kept | ({3: 5, 4: 5} if is_created else {})

@@ -655,7 +655,11 @@ def test_nothing_changes_where_something_does_not_fit(disk: Path) -> None:
             torch.nn.Sequential(torch.nn.Linear(2, 2)),
             "'model/0.weight', 'model/0.bias' are miss",
         ),
-        ("model", torch.nn.Linear(600, 600, bias=False), r"'model' is a module without 'bias'"),
+        (
+            "model",
+            torch.nn.Linear(600, 600, bias=False),
+            r"'model' is a module without 'model/bias'",
+        ),
     ]
     extra = {
         "x": torch.zeros(3),
