@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fastckpt.arguments.names import listed, missing_from_checkpoint, nearest
 from fastckpt.arguments.urls import StorageOptions, path_of
@@ -106,7 +107,8 @@ def load_into(
         mismatched: "error": raise an error for tensors that have other shapes in the checkpoint.
             "keep": such tensors stay as they are, with a warning, and so does all state of an
             optimizer for a parameter whose state has other shapes. Modules with code of their own
-            for loading, and torch's lazy modules, get the stored tensors of other shapes.
+            for loading, and torch's lazy modules, get the stored tensors of other shapes; errors of
+            this code are raised after the other tensors are read.
 
     Returns:
         The names of the missing, unexpected, renamed, cast and mismatched tensors.
@@ -148,7 +150,7 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
     parts, missing, used = list[_Part](), dict[str, torch.Tensor](), set[str]()
     filling, loading = Filling(fit), _Loading()
     misfits = filling.misfits
-    times: dict[str, int] = {}
+    staying, times = set[object](), dict[str, int]()
     was_asked = False
     for keys, tensor in tensors_in(state):
         name = joined(keys)
@@ -158,6 +160,8 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         if not fit.asks_for(name):
             continue
         was_asked = True
+        if not is_lazy(tensor):
+            check_shape(repr(name), tensor)
         # Hugging Face and torch.distributed.checkpoint join keys by a dot.
         source_name = name if name in source.tensors else ".".join(keys)
         if source_name not in source.tensors:
@@ -168,19 +172,24 @@ def _load_into(source: Source, state: Any, fit: Fit, path: str) -> Differences:
         if refused := stored.refusal(source_name, tensor.dtype):
             misfits.append(refused)
             continue
-        tensor = loading.given(state, keys, name, tensor, tuple(stored.shape))
-        check_shape(repr(name), tensor)
+        if is_lazy(tensor) or tuple(tensor.shape) != tuple(stored.shape):
+            tensor = loading.given(state, keys, name, tensor, tuple(stored.shape))
+            check_shape(repr(name), tensor)
         old = olds.get(source_name, source_name)
         there = "in the checkpoint" + (f", where it is {old!r}" if old != name else "")
         origin = (source_name, stored)
         place = filling.place(repr(name), name, tensor, source_name, stored, origin, there)
-        if place is not None:
+        if place is None:
+            staying.add(identity_of(tensor))
+        else:
             memory, box = place
             parts.append(_Part(name, source_name, stored, tensor, memory.detach(), box))
     if missing:  # of weights that are tied, a checkpoint may hold one name
-        filled = {identity_of(part.tensor) for part in parts}
-        missing = {name: its for name, its in missing.items() if identity_of(its) not in filled}
-    unsaved = [name for name in missing if not {name, dotted(name)} & left_out]
+        found = staying | {identity_of(part.tensor) for part in parts}
+        missing = {name: its for name, its in missing.items() if identity_of(its) not in found}
+    absent = {name: identity_of(its) for name, its in missing.items()}
+    staying = {its for name, its in absent.items() if {name, dotted(name)} & left_out}
+    unsaved = [name for name, its in absent.items() if its not in staying]
     if is_missing := bool(unsaved) and fit.missing == "raise":
         near = nearest(unsaved[0], source.tensors) or _passed_over(source)
         misfits.append(missing_from_checkpoint(unsaved, near))
@@ -248,15 +257,15 @@ class _Loading:
 
 def _module_at(state: Any, keys: Sequence[str]) -> tuple[torch.nn.Module | None, str]:
     """Returns the module in whose state_dict() a tensor is, and the tensor's key there."""
-    for number, key in enumerate(keys):
-        state = unwrapped(state)
-        if isinstance(state, torch.nn.Module):
-            return (state, key) if number == len(keys) - 1 else (None, "")
-        nest = state.state_dict() if is_stateful(state) else state
-        state = next((its for each, its in items_in(nest) if str(each) == key), None)
-        if not (isinstance(state, dict | list | tuple) or is_stateful(state)):
-            break
-    return None, ""
+    for key in keys[:-1]:
+        if is_stateful(state) or not isinstance(state, dict | list | tuple):
+            return None, ""
+        if isinstance(state, dict) and key in state:
+            state = state[key]
+        else:
+            state = next((its for each, its in items_in(state) if str(each) == key), None)
+    state = unwrapped(state)
+    return (state, keys[-1]) if keys and isinstance(state, torch.nn.Module) else (None, "")
 
 
 def _optimizers(value: Any, keys: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

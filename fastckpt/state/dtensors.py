@@ -181,7 +181,7 @@ class Parts:
 
     def _facts(self, key: str, tensor: Any, among: tuple[int, ...]) -> _Alike:
         mesh, placements = tensor.device_mesh, tuple(tensor.placements)
-        box = _box(key, tensor)
+        box = box_on_rank(key, tensor, tuple(tensor.shape))
         if mesh not in self._ranks:
             ranks = mesh.mesh.flatten().tolist()
             if self._rank_of is not None:
@@ -258,7 +258,7 @@ def dtensor_part(key: str, tensor: Any) -> tuple[torch.Tensor, Box]:
         TypeError: its placement is Partial or unknown, does not divide it into rectangles, or does
             not match its memory; or this rank is not in its mesh.
     """
-    box, local = _box(key, tensor), local_of(tensor)
+    box, local = box_on_rank(key, tensor, tuple(tensor.shape)), local_of(tensor)
     _check_local(key, tensor, local, box)
     return local, box
 
@@ -319,7 +319,8 @@ def empty_beside(tensor: Any, dtype: torch.dtype) -> Any:
     )
 
 
-def _box(key: str, tensor: Any) -> Box:
+def box_on_rank(key: str, tensor: Any, shape: tuple[int, ...]) -> Box:
+    """Returns this rank's part of a tensor of some shape that is spread like a DTensor."""
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -330,7 +331,7 @@ def _box(key: str, tensor: Any) -> Box:
     sizes = tuple(mesh.mesh.shape)
     dims, order = _dims(key, tensor, sizes)
     return shard_box(
-        tuple(tensor.shape),
+        shape,
         tuple(sizes[i] for i in order),
         tuple(coordinate[i] for i in order),
         tuple(dims[i] for i in order),

@@ -110,7 +110,7 @@ class Fit:
                 new = [None if name in fitting else name for name in new]
                 left_out |= fitting
             else:
-                new = [name and re.sub(pattern, replacement, name) for name in new]
+                new = [None if name is None else re.sub(pattern, replacement, name) for name in new]
         return NewNames(new, useless, left_out)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from fastckpt.state.dtensors import local_of
+from fastckpt.state.additions import Room
+from fastckpt.state.dtensors import box_on_rank, local_of
 from fastckpt.state.fit import SHAPE_ADVICE
 from fastckpt.state.kinds import is_sharded
 
@@ -40,7 +41,7 @@ def adapted(
     for key, tensor in own.items():
         if isinstance(tensor, torch.Tensor) and (shape := saved_shape(key)) is not None:
             is_lazy = torch.nn.parameter.is_lazy(tensor)
-            if is_lazy or (tuple(tensor.shape) != shape and _is_loaded_by_own_code(module, key)):
+            if is_lazy or (_is_other(tensor, shape) and _is_loaded_by_own_code(module, key)):
                 found[key] = _of_shape(tensor, shape)
     return found
 
@@ -87,12 +88,20 @@ def _loads_itself(module: torch.nn.Module) -> bool:
     return any(maker.split(".")[0] != "torch" for maker in makers)
 
 
+def _is_other(tensor: torch.Tensor, shape: tuple[int, ...]) -> bool:
+    """Returns whether a shape is not a tensor's; placements are kept only by equal dimensions."""
+    if tensor.is_nested or tuple(tensor.shape) == shape:
+        return False
+    return not is_sharded(tensor) or tensor.ndim == len(shape)
+
+
 def _of_shape(tensor: Any, shape: tuple[int, ...]) -> torch.Tensor:
     """Returns a new tensor of another shape, with a tensor's dtype, device and placements."""
     if not is_sharded(tensor):
         return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-    from torch.distributed.tensor import empty
-
-    mesh, placements = tensor.device_mesh, tensor.placements
-    new = empty(*shape, dtype=tensor.dtype, device_mesh=mesh, placements=placements)
-    return new.to(local_of(tensor).device)
+    box, device = box_on_rank("it", tensor, shape), local_of(tensor).device
+    local = torch.empty(box.sizes, dtype=tensor.dtype, device=device)
+    new: torch.Tensor = Room(
+        tensor.device_mesh, tuple(tensor.placements), shape, box, device
+    ).tensor(local)
+    return new

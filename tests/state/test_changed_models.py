@@ -16,9 +16,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import fastckpt
-from fastckpt.errors import IncompatibleCheckpoint
+from fastckpt.errors import CorruptCheckpoint, IncompatibleCheckpoint
 from tests.crews.group_crew import Crew, Member, Nursery, Outcome, attempt
 from tests.kit.kinds import by_safetensors, by_torch
+from tests.kit.noise import flip
 from tests.kit.torches import needs_fsdp2
 
 Filled = Callable[..., fastckpt.Differences]
@@ -281,6 +282,30 @@ def test_lazy_modules_get_the_saved_shape(way: str, width: int, disk: Path) -> N
     saved(torch.ones(4, width))
     got = model.state_dict()
     assert all(torch.equal(got[name], its) for name, its in saved.state_dict().items())
+
+
+def test_what_a_damaged_step_has_overwritten_cannot_stay(disk: Path) -> None:
+    with fastckpt.Checkpointer(disk / "run") as checkpointer:
+        checkpointer.save(1, {"w": torch.ones(5)}).result(60)
+        checkpointer.save(2, {"w": torch.ones(1 << 20)}).result(60)
+        flip(disk / "run/step-00000002/rank-00000.safetensors", 0.9)
+        state = {"w": torch.zeros(1 << 20)}
+        with pytest.raises(CorruptCheckpoint, match=r"'w' cannot be kept, and .* overwritten"):
+            checkpointer.restore(state, mismatched="keep")
+        state = {"w": torch.zeros(1 << 20)}
+        assert checkpointer.restore(state, 1, mismatched="keep") == 1 and not state["w"].any()
+
+
+def test_tied_weights_that_stay_are_not_missing(disk: Path) -> None:
+    """Of tied weights, a file of safetensors has one name."""
+    path = by_safetensors({"in.weight": torch.ones(900, 2)}, disk)
+    model = torch.nn.ModuleDict({"in": torch.nn.Embedding(950, 2), "out": torch.nn.Linear(2, 950)})
+    model["out"].weight, model["out"].bias = model["in"].weight, None  # type: ignore[assignment]
+    before = model["in"].weight.detach().clone()
+    found = fastckpt.load_into(model, path, mismatched="keep")
+    assert found.mismatched == ("in.weight",) and not found.missing
+    found = fastckpt.load_into(model, path, rename={r"in\.": None})
+    assert found.missing == ("in.weight", "out.weight") and torch.equal(model["in"].weight, before)
 
 
 @with_objects
