@@ -264,33 +264,39 @@ def _is_copied(tensor: torch.Tensor) -> bool:
 
 def named_tensors(obj: object) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each tensor in a nest of dicts, lists, modules and other objects once, with its name,
-    such as "obj['model'].weight". Equal nests give equal names in equal order.
+    such as "model/0.weight"; a tensor that is the whole nest is "obj". Equal nests give equal names
+    in equal order.
     """
     ids: set[int] = set()
-    pending: list[tuple[str, object]] = [("obj", obj)]
+    pending: list[tuple[str | None, object]] = [(None, obj)]
     while pending:
         name, value = pending.pop()
         if isinstance(value, _LEAVES) or id(value) in ids:
             continue
         ids.add(id(value))
         if isinstance(value, torch.Tensor):
-            yield name, value
-        elif isinstance(value, dict):
-            pending += [(f"{name}[{key!r}]", item) for key, item in value.items()]
-        elif isinstance(value, list | tuple):
-            pending += [(f"{name}[{i}]", item) for i, item in enumerate(value)]
+            yield "obj" if name is None else name, value
+        elif isinstance(value, dict | list | tuple):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            pending += [(_below(name, str(key)), item) for key, item in items]
         elif isinstance(value, torch.nn.Module):
-            pending += [(f"{name}.{key}", item) for key, item in value.named_buffers()]
-            pending += [(f"{name}.{key}", item) for key, item in value.named_parameters()]
+            pending += [(_below(name, key), item) for key, item in value.named_buffers()]
+            pending += [(_below(name, key), item) for key, item in value.named_parameters()]
         elif hasattr(value, "__dict__"):
             pending.append((name, vars(value)))
+
+
+def _below(name: str | None, key: str) -> str:
+    """Returns the name of a value under a key, in the spelling of formats.value_names."""
+    key = key.replace("~", "~0").replace("/", "~1")
+    return key if name is None else f"{name}/{key}"
 
 
 _LEAVES = (str, bytes, int, float, bool, type(None), type, torch.dtype)
 
 
 def name_of(tensor: torch.Tensor, obj: object) -> str:
-    """Returns the name of a tensor in obj, such as "tensor obj['model'].weight"."""
+    """Returns the name of a tensor in obj, such as "tensor model/0.weight"."""
     try:
         for name, value in named_tensors(obj):
             if value is tensor:

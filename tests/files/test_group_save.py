@@ -410,23 +410,23 @@ def base() -> dict[str, Any]:
 MISMATCHES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     "missing": (
         lambda state: {name: state[name] for name in state if name != "b"},
-        ["obj['b'] is missing on {}"],
+        ["b is missing on {}"],
     ),
     "extra": (
         lambda state: state | {"x": noise(2 * MIB, 9)},
-        ["obj['x'] is on {} but not on rank 0"],
+        ["x is on {} but not on rank 0"],
     ),
     "shape": (
         lambda state: state | {"b": state["b"].view(3, -1)},
-        ["obj['b'] is uint8 [3, 1048576] on {} but uint8 [3145728] on rank 0"],
+        ["b is uint8 [3, 1048576] on {} but uint8 [3145728] on rank 0"],
     ),
     "dtype": (
         lambda state: state | {"b": state["b"].view(torch.int8)},
-        ["obj['b'] is int8 [3145728] on {} but uint8 [3145728] on rank 0"],
+        ["b is int8 [3145728] on {} but uint8 [3145728] on rank 0"],
     ),
     "small shape": (
         lambda state: state | {"tiny": torch.ones(4)},
-        ["obj['tiny'] is float32 [4] on {} but float32 [3] on rank 0"],
+        ["tiny is float32 [4] on {} but float32 [3] on rank 0"],
     ),
     "order": (
         lambda state: {name: state[name] for name in ("b", "a", "c", "tiny")},
@@ -434,15 +434,15 @@ MISMATCHES: dict[str, tuple[Callable[[dict[str, Any]], Any], list[str]]] = {
     ),
     "storage": (
         lambda state: state | {"b": noise(4 * MIB, 9)[: 3 * MIB]},
-        ["the storage of obj['b'] is data/", "4194304 bytes on {} but data/", "3145728"],
+        ["the storage of b is data/", "4194304 bytes on {} but data/", "3145728"],
     ),
     "tied": (
         lambda state: state | {"c": state["b"][:]},
-        ["the storage of obj['c'] is ", "on {}"],
+        ["the storage of c is ", "on {}"],
     ),
     "unseen": (  # the records of all tensors behind it have other names
         lambda state: {"hidden": {frozenset([torch.ones(3)])}} | state,
-        ["the storage of obj['a'] is data/1", "on {} but data/0", "on rank 0"],
+        ["the storage of a is data/1", "on {} but data/0", "on rank 0"],
     ),
 }
 
@@ -488,7 +488,7 @@ def test_other_structure_is_refused_on_every_rank(
 def test_the_first_rank_may_be_the_odd_one_out(crew: Crew, disk: Path) -> None:
     state = functools.partial(mismatch, name="missing", differing=(0,))
     outcomes = crew(save, disk / "a.pt", state)
-    same_error(outcomes, RanksDisagree, "obj['b'] is on ranks 1, 2, 3 but not on rank 0")
+    same_error(outcomes, RanksDisagree, "b is on ranks 1, 2, 3 but not on rank 0")
     assert names_in(disk) == []
 
 
@@ -535,12 +535,9 @@ def test_other_contents_are_refused_once_then_taken_from_the_first_rank(
     with nursery.crew(RANKS) as crew:
         results = crew(save_drifting, path, (1, 2))
         first, second, third = zip(*[outcomes for outcomes, _, _ in results], strict=True)
-        text = same_error(list(first), RanksDisagree, "obj['drifted']", "nothing was committed")
-        drifted = (
-            "the content of obj['drifted'] differs: one on ranks 0, 3, another on rank 1, another "
-            "on"
-        )
-        also = "the content of obj['also'] differs: one on ranks 0, 1, 2, another on rank 3"
+        text = same_error(list(first), RanksDisagree, "drifted", "nothing was committed")
+        drifted = "the content of drifted differs: one on ranks 0, 3, another on rank 1, another on"
+        also = "the content of also differs: one on ranks 0, 1, 2, another on rank 3"
         assert f"{drifted} rank 2" in text and also in text
         assert "steady" not in text and "from the next save on they are taken from rank 0" in text
         all_saved(list(second))
@@ -551,14 +548,14 @@ def test_other_contents_are_refused_once_then_taken_from_the_first_rank(
             assert all(drifted in line and also in line for line in still)
             lines = [line for line in lines if line not in still]
             assert len(lines) == 2, "a warning for each tensor, once"
-            assert "obj['also'] differs between ranks" in lines[0]
-            assert "obj['drifted'] differs between ranks" in lines[1] and "rank 0" in lines[1]
+            assert "also differs between ranks" in lines[0]
+            assert "drifted differs between ranks" in lines[1] and "rank 0" in lines[1]
         check_readable(path, drifting(0, ()), assert_same, monkeypatch)
         # Another group knows nothing of it, and finds it out for itself.
         same_error(
             crew(save, disk / "b.pt", functools.partial(drifting, differing=(1,)), ranks=2),
             RanksDisagree,
-            "obj['drifted'] differs: one on rank 0, another on rank 1",
+            "drifted differs: one on rank 0, another on rank 1",
         )
     assert not (disk / "b.pt").exists()
 
@@ -635,7 +632,7 @@ def change_too_early(member: Member, path: Path) -> Outcome:
 def test_conflict_on_one_rank(crew: Crew, disk: Path) -> None:
     outcomes = crew(change_too_early, disk / "a.pt", ranks=3)
     error = one_failed(outcomes, 1, fastckpt.StagingConflict)
-    assert "obj['weights']" in str(error) and names_in(disk) == []
+    assert "weights" in str(error) and names_in(disk) == []
 
 
 # --- ranks that fail, stay away or come late
@@ -1042,9 +1039,9 @@ def test_sharded_tensors_are_refused(nursery: Nursery, disk: Path) -> None:
     with nursery.crew(2) as crew:
         outcomes = crew(save_sharded, disk / "a.pt")
         (told,), none = crew(save_part_alone, disk / "part.pt")
-    assert "only this rank's part of the DTensor obj['b']" in told and none == []
+    assert "only this rank's part of the DTensor b" in told and none == []
     (disk / "part.pt").unlink()
-    same_error(outcomes, TypeError, "obj['model'] is a DTensor", "fastckpt.Checkpointer")
+    same_error(outcomes, TypeError, "model is a DTensor", "fastckpt.Checkpointer")
     assert names_in(disk) == []
 
 
