@@ -296,11 +296,11 @@ _LEAVES = (str, bytes, int, float, bool, type(None), type, torch.dtype)
 
 
 def name_of(tensor: torch.Tensor, obj: object) -> str:
-    """Returns the name of a tensor in obj, such as "tensor model/0.weight"."""
+    """Returns the name of a tensor in obj, such as "tensor 'model/0.weight'"."""
     try:
         for name, value in named_tensors(obj):
             if value is tensor:
-                return f"tensor {name}"
+                return f"tensor {name!r}"
     except Exception:
         pass  # the object is changing: describe its tensor without a name
     return f"a tensor of shape {tuple(tensor.shape)} and dtype {tensor.dtype}"

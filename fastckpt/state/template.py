@@ -398,7 +398,9 @@ class Template:
         and tensors in it that have a counterpart. `fit` determines the treatment of tensors without
         one.
         """
-        extra = [key for key in value if key not in saved and holds_tensors(value[key])]
+        absent = [key for key in value if key not in saved]
+        named = [key for key in absent if at.of(key).name in self._left_out]
+        extra = [key for key in absent if key in named or holds_tensors(value[key])]
         self._check_missing(extra, at)
         skips = self._fit.unexpected is not None and holds_tensors(value)
         new = dict[Any, Any]()

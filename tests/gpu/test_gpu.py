@@ -257,7 +257,7 @@ def test_a_change_before_the_step_fails_loudly(
     if look == "step":
         optimizer.step()
     gpu.hold(False)
-    with pytest.raises(StagingConflict, match=r"tensor changed was changed in place"):
+    with pytest.raises(StagingConflict, match=r"tensor 'changed' was changed in place"):
         handle.result(WAIT_S)
     saves.save(1, state).result(WAIT_S)
     assert saves.load(1)["changed"].eq(0xEE if look == "step" else 2).all()
@@ -305,7 +305,7 @@ def test_a_kernel_that_another_thread_launches_before_the_step_is_counted(
             assert not stepped.is_set()
             mode.go.set()
     gpu.hold(False)
-    with pytest.raises(StagingConflict, match=r"tensor w was changed in place"):
+    with pytest.raises(StagingConflict, match=r"tensor 'w' was changed in place"):
         handle.result(WAIT_S)
 
 

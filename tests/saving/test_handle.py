@@ -341,7 +341,7 @@ def test_change_before_staging_is_a_conflict_that_names_the_tensor(disk: Path, c
         held.release()
     with pytest.raises(fastckpt.StagingConflict) as caught:
         handle.result(WAIT_S)
-    assert f"tensor 1/{name} " in str(caught.value)
+    assert f"tensor '1/{name}' " in str(caught.value)
     assert isinstance(caught.value, fastckpt.CheckpointError)
     assert value_of(path) == 1, "the checkpoint before it is gone"
     assert not temporaries(disk)

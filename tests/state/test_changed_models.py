@@ -137,6 +137,14 @@ def test_what_rename_leaves_out_stays(way: str, rename: Any, disk: Path) -> None
         fill({"model": model, "more": more}, disk / path_in(disk), rename=rename)
 
 
+def test_numbers_that_rename_leaves_out_stay(disk: Path) -> None:
+    path = by_step({"config": {"words": 900, "width": 2}, "only": {"words": 900}, "step": 5}, disk)
+    state = {"config": {"words": 950, "width": 0}, "only": {"words": 950}, "step": 0}
+    found = restored(state, path, rename={"/words$": None})
+    assert state == {"config": {"words": 950, "width": 2}, "only": {"words": 950}, "step": 5}
+    assert {*found.missing} == {"config/words", "only"}
+
+
 def path_in(disk: Path) -> str:
     (path,) = disk.iterdir()
     return path.name
