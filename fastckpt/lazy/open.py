@@ -68,8 +68,7 @@ class RenamedSource:
 def _renamed(rest: Rest, fit: Fit) -> dict[str, str | None]:
     """Returns the digests of values under the names that `fit.rename` gives them."""
     found = rest.digests()
-    names, _useless = fit.new_names([*found])
-    pairs = zip(names, found.values(), strict=True)
+    pairs = zip(fit.new_names([*found]).names, found.values(), strict=True)
     return {name: digest for name, digest in pairs if name is not None}
 
 
